@@ -1,0 +1,216 @@
+"""A config becomes a graph: a star or a chain for each method, from what the method carries; every stage with its key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline import cards, ingest
+from pipeline.config import Config, TaskEntry
+from pipeline.graph import Graph, Stage
+from pipeline.store import Store, key_of
+from workers.errors import UserError
+from workers.job import StageJob, Task
+from workers.methods import METHODS
+
+REPORT_REVISION = 1
+BACKBONE_REVISION = 1
+EVALUATE_REVISION = 1
+
+
+@dataclass(frozen=True)
+class IngestJob:
+    """What the ingest stage of one card is told."""
+
+    card: cards.Card
+
+
+@dataclass
+class Builder:
+    """Collects stages while the stream is walked once for each method."""
+
+    config: Config
+    store: Store
+    provenance: dict[str, Any]
+    stages: list[Stage] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def add(self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any) -> Stage:
+        key = key_of({"step": step, **inputs}, [self.keys[p] for p in parents])
+        if isinstance(rest.get("job"), StageJob):
+            rest["job"] = replace(rest["job"], key=key)
+        stage = Stage(stage_id, step, key, inputs, tuple(parents), **rest)
+        self.stages.append(stage)
+        self.keys[stage_id] = key
+        return stage
+
+    def job(self, stage_id: str, step: str, label: str | None, task: Task | None, tasks: tuple[Task, ...], **rest: Any) -> StageJob:
+        """The job of a stage; `add` fills in its key."""
+        c = self.config
+        entry = c.methods[label] if label else None
+        return StageJob(
+            id=stage_id, key="", step=step, root=self.store.root, method=entry.method if entry else "finetune",
+            settings=entry.settings if entry else {}, backbone_settings=c.backbone, scenario=c.stream.scenario, seed=c.seed,
+            data=c.data_of(label) if label else c.data, train=c.train_of(label, step) if label else c.train, task=task, tasks=tasks,
+            backbone=self.keys["backbone"] if label else None, provenance=self.provenance,
+            resident_bytes=c.cluster.resident_mb << 20, checkpoint_s=c.cluster.checkpoint_s,
+            loader_workers=c.cluster.loader_workers, cache=cache_folder(self.store.storage), **rest)
+
+
+def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None) -> tuple[Graph, list[Task]]:
+    """The stages of a run in topological order, and its tasks (the base task first, if there is one)."""
+    builder = Builder(config, store, provenance or {})
+    tasks = add_tasks(builder)
+    base = next((t for t in tasks if t.role == "base"), None)
+    add_backbone(builder, base)
+    leaves: list[str] = []
+    for label in config.methods:
+        leaves += add_method(builder, label, tasks, base)
+    builder.add("report", "report", {"revision": REPORT_REVISION, "name": config.name}, leaves)
+    return Graph.of(config.name, builder.stages), tasks
+
+
+def add_tasks(builder: Builder) -> list[Task]:
+    """One ingest stage per card; the tasks that the stream cuts from the cards."""
+    loaded: dict[str, cards.Card] = {}
+    for entry in builder.config.stream.tasks:
+        if entry.card not in loaded:
+            card = cards.load(entry.card)
+            clash = next((other for other, c in loaded.items() if c.name == card.name), None)
+            if clash:
+                raise UserError(f"stream.tasks: cards {clash!r} and {entry.card!r} have the same name {card.name!r}; rename one")
+            loaded[entry.card] = card
+            builder.add(f"data/{card.name}", "ingest",
+                        {"card": card.identity(), "source": _seen(builder.store, card), "revision": ingest.REVISION}, [], job=IngestJob(card))
+    tasks = [task for entry in builder.config.stream.tasks for task in _cut(builder, entry, loaded[entry.card])]
+    names = [t.name for t in tasks]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice:
+        raise UserError(f"stream.tasks: two tasks are called {twice!r}; give each its own `name`")
+    bases = [t for t in tasks if t.role == "base"]
+    if len(bases) > 1:
+        raise UserError(f"stream.tasks: {bases[0].name!r} and {bases[1].name!r} both have role `base`; one backbone has one base task")
+    return bases + [t for t in tasks if t.role != "base"]
+
+
+def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
+    order = card.order()
+    chosen = entry.classes if entry.classes is not None else order
+    unknown = next((c for c in chosen if c not in order), None)
+    if unknown is not None:
+        raise UserError(f"stream.tasks: class {unknown!r} is not on card {card.name!r}; its classes are {', '.join(order[:12])}{' ...' if len(order) > 12 else ''}")
+    if len(set(chosen)) != len(chosen):
+        raise UserError(f"stream.tasks: task {entry.name or card.name!r} lists a class twice; list each once")
+    name, key = entry.name or card.name, builder.keys[f"data/{card.name}"]
+    if not entry.split:
+        return [Task(name, card.name, key, tuple(chosen), entry.role)]
+    if len(chosen) % entry.split:
+        raise UserError(f"stream.tasks: {len(chosen)} classes of {name!r} cannot be split into {entry.split} equal tasks; choose a divisor")
+    size, width = len(chosen) // entry.split, len(str(entry.split - 1))
+    return [Task(f"{name}-{i:0{width}d}", card.name, key, tuple(chosen[i * size : (i + 1) * size]), entry.role) for i in range(entry.split)]
+
+
+def _seen(store: Store, card: cards.Card) -> str:
+    """The fingerprint of the raw data; where it is gone, the one that was last seen, so that results stand."""
+    found = ingest.fingerprint(card)
+    if found is not None:
+        if store.remembered(card.identity()) != found:
+            store.remember(card.identity(), found)
+        return found
+    seen = store.remembered(card.identity())
+    if seen is None:
+        raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist and was never ingested into this storage; "
+                        "put the data there or mend `source.path` on the card")
+    return seen
+
+
+def _weights_digest(config: Config, store: Store) -> str:
+    """Digest of the weights file, or what names the weights where there is no file."""
+    path = config.backbone.weights
+    if path in ("none", "hub"):
+        return path
+    identity = "weights-" + hashlib.sha256(path.encode()).hexdigest()[:24]
+    if os.path.exists(path):
+        with open(path, "rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        store.remember(identity, found)
+        return found
+    seen = store.remembered(identity)
+    if seen is None:
+        raise UserError(f"backbone.weights is {path!r}, which does not exist; give a .safetensors file, `hub` or `none`")
+    return seen
+
+
+def add_backbone(builder: Builder, base: Task | None) -> None:
+    c = builder.config
+    settings = {**c.backbone.model_dump(exclude={"weights"}), "weights": _weights_digest(c, builder.store)}
+    inputs: dict[str, Any] = {"backbone": settings, "seed": c.seed, "revision": BACKBONE_REVISION}
+    if base:
+        inputs |= {"task": base.name, "classes": base.classes, "train": c.train.model_dump(), "data": c.data.model_dump()}
+    job = builder.job("backbone", "backbone", None, base, (base,) if base else ())
+    builder.add("backbone", "backbone", inputs, [f"data/{base.card}"] if base else [], task=base.name if base else None, job=job)
+
+
+def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | None) -> list[str]:
+    """All stages of one method; returns the ids of its leaves."""
+    method = METHODS[builder.config.methods[label].method]
+    last: dict[str, str] = {base.name: "backbone"} if base else {}  # task -> stage that holds its state
+    leaves = [_add_evaluate(builder, label, base, tasks, last, None)] if base else []
+    previous: str | None = None  # the stage whose carried state the next task starts from
+    for position, task in enumerate(tasks):
+        if task is base:
+            continue
+        seen = tuple(tasks[: position + 1])
+        ends = _add_steps(builder, label, task, seen, previous if method.carries else None)
+        last[task.name] = previous = ends
+        leaves.append(_add_evaluate(builder, label, task, tasks, last, previous))
+    return leaves
+
+
+def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...], previous: str | None) -> str:
+    c, entry = builder.config, builder.config.methods[label]
+    method = METHODS[entry.method]
+    settings = method.Settings.model_validate(entry.settings).model_dump(by_alias=True)
+    trained_on = seen if method.trains_on == "seen" else (task,)
+    done: dict[str, str] = {}
+    for step in method.steps:
+        waits = [done[s] for s in step.after] if step.after else ([done[method.steps[len(done) - 1].name]] if done else [])
+        start = waits[0] if waits else previous
+        parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in trained_on), *([start] if start else []), *waits]))
+        stage_id = f"{label}/{task.name}/{step.name}"
+        inputs = {"method": entry.method, "revision": method.revision, "settings": settings, "task": task.name,
+                  "seen": [[t.name, list(t.classes)] for t in trained_on], "scenario": c.stream.scenario, "seed": c.seed,
+                  "train": c.train_of(label, step.name).model_dump() if step.trains else {}, "data": c.data_of(label).model_dump()}
+        job = builder.job(stage_id, step.name, label, task, seen, previous=builder.keys[start] if start else None)
+        builder.add(stage_id, step.name, inputs, parents, method=label, task=task.name, job=job)
+        done[step.name] = stage_id
+    return done[method.steps[-1].name]
+
+
+def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], last: dict[str, str], carried: str | None) -> str:
+    """A leaf. Where later stages can change old answers: all tasks so far. Else this task, and the one before as a canary."""
+    entry = builder.config.methods[label]
+    method = METHODS[entry.method]
+    so_far = tuple(tasks[: tasks.index(task) + 1])
+    shown = so_far if method.rewrites() else so_far[-2:]
+    parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *(last[t.name] for t in shown)]))
+    stage_id = f"{label}/{task.name}/evaluate"
+    inputs = {"method": entry.method, "revision": [method.revision, EVALUATE_REVISION], "task": task.name,
+              "settings": method.Settings.model_validate(entry.settings).model_dump(by_alias=True), "seed": builder.config.seed,
+              "seen": [[t.name, list(t.classes)] for t in shown], "scenario": builder.config.stream.scenario}
+    job = builder.job(stage_id, "evaluate", label, task, shown, previous=builder.keys[carried] if carried and method.rewrites() else None,
+                      states={t.name: builder.keys[last[t.name]] for t in shown})
+    builder.add(stage_id, "evaluate", inputs, parents, method=label, task=task.name, job=job)
+    return stage_id
+
+
+def cache_folder(storage: str) -> str:
+    """Node-local folder of decoded images: in the storage where that is a disk, else below the temporary folder."""
+    if "://" not in storage:
+        return os.path.join(os.path.abspath(storage), "cache")
+    import tempfile
+
+    return os.path.join(tempfile.gettempdir(), f"accrete-cache-{os.getuid()}")

@@ -1,0 +1,106 @@
+"""Cards: `datasets/NAME/card.yaml` says where data comes from, under which licence, and what must be found there."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from workers.errors import UserError
+from workers.job import Frozen
+
+CARDS = Path(__file__).resolve().parent.parent / "datasets"
+
+
+class Source(Frozen):
+    """Where the raw data lies and how it is laid out."""
+
+    format: Literal["folder", "parquet", "tar", "sklearn", "torchvision"]
+    path: str = Field("", description="folder or URI; ${NAME:-default} is replaced from the environment")
+    name: str = Field("", description="data set inside scikit-learn or torchvision")
+    splits: dict[Literal["train", "test"], str] = Field(
+        default_factory=lambda: {"train": "train", "test": "test"}, description="sub-folder or glob of each split below `path`")
+    image: str = Field("image", description="column of the image (bytes, or a struct with `bytes`) in Parquet")
+    label: str = Field("label", description="column of the label in Parquet; extension of the label member in tars")
+
+
+class Counts(Frozen):
+    train: int = Field(ge=0)
+    test: int = Field(ge=0)
+
+
+class Card(Frozen):
+    """One data set. `classes` is the class order; without a seed it is taken as it stands."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    title: str = ""
+    source: Source
+    licence: str
+    cite: str = ""
+    classes: tuple[str, ...] = Field(min_length=1)
+    class_order_seed: int | None = Field(None, description="permutes `classes` by numpy's RandomState(seed)")
+    test_fraction: float = Field(0.0, ge=0, lt=1, description="share held out as test where the source has no test split")
+    counts: Counts | None = Field(None, description="images that must be found, after rejections")
+    content: str | None = Field(None, description="sha256 of the ingested index; what is found must equal it")
+    duplicates: Literal["keep", "drop"] = Field("keep", description="exact copies inside a split are listed; `drop` leaves them out")
+    max_bad_fraction: float = Field(0.01, ge=0, le=1, description="largest share of corrupt or unlabelled images")
+    max_pixels: int = Field(50_000_000, gt=0, description="an image with more pixels is refused as corrupt")
+    shard_images: int = Field(1000, gt=0, description="images per shard")
+
+    def order(self) -> tuple[str, ...]:
+        """Classes in stream order: `order[i]` is the name of class i."""
+        if self.class_order_seed is None:
+            return self.classes
+        import numpy
+
+        return tuple(self.classes[i] for i in numpy.random.RandomState(self.class_order_seed).permutation(len(self.classes)))
+
+    def identity(self) -> str:
+        """Hash of everything on the card that can change what ingest writes."""
+        body = self.model_dump(exclude={"title", "licence", "cite"}, mode="json")
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def expand(text: str) -> str:
+    """Replaces ${NAME} and ${NAME:-default} from the environment."""
+    def value(match: re.Match[str]) -> str:
+        name, _, default = match.group(1).partition(":-")
+        found = os.environ.get(name, default)
+        if not found:
+            raise UserError(f"{text!r} needs the environment variable {name}, which is not set; export it or write the path out")
+        return found
+    return re.sub(r"\$\{([^}]+)\}", value, text)
+
+
+def load(name: str) -> Card:
+    """A card by name, or by path of a .yaml file. Raises UserError naming the nearest card."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CARDS / name / "card.yaml"
+    if not path.exists():
+        known = sorted(p.parent.name for p in CARDS.glob("*/card.yaml"))
+        close = difflib.get_close_matches(name, known, 1)
+        raise UserError(f"card {name!r} does not exist ({path}); " + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"))
+    try:
+        body = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not readable as YAML ({str(error).splitlines()[0]}); mend the file") from None
+    if not isinstance(body, dict):
+        raise UserError(f"{path}: a card is a mapping of keys to values, this is a {type(body).__name__}")
+    try:
+        card = Card.model_validate(body)
+    except ValidationError as error:
+        from pipeline.config import sentence_of
+
+        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
+    twice = sorted({c for c in card.classes if card.classes.count(c) > 1})
+    if twice:
+        raise UserError(f"{path}: class {twice[0]!r} is listed twice; every class has one place in the order")
+    if card.source.path:
+        card = card.model_copy(update={"source": card.source.model_copy(update={"path": expand(card.source.path)})})
+    return card

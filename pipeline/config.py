@@ -1,0 +1,269 @@
+"""YAML and overrides become frozen, checked settings; every error names the key, the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+
+class TaskEntry(Frozen):
+    """One line of the stream; with `split`, as many tasks of equal size, in the card's class order."""
+
+    card: str
+    name: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="default: the card's name")
+    classes: tuple[str, ...] | None = Field(None, min_length=1, description="default: all classes of the card")
+    split: int = Field(0, ge=0, description="number of tasks that the classes are dealt to; 0 means one task")
+    role: Literal["task", "base"] = Field("task", description="`base`: the backbone is trained on it first")
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return [str(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+class StreamSettings(Frozen):
+    tasks: tuple[TaskEntry, ...] = Field(min_length=1)
+    scenario: Literal["task", "class"] = "task"
+
+
+class ClusterSettings(Frozen):
+    """Where it runs. None of this can change a result."""
+
+    workers: int = Field(0, ge=0, description="ranks per worker group; 0 runs everything in this process, without Ray")
+    groups: int = Field(0, ge=0, description="most worker groups side by side; 0 means as many as there is room for")
+    cpus_per_worker: int = Field(1, gt=0, description="also the number of threads of a rank")
+    gpus_per_worker: float = Field(0.0, ge=0)
+    address: str = Field("", description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: always private")
+    retries: int = Field(2, ge=0, description="how often a stage that was interrupted or failed is tried again")
+    checkpoint_s: float = Field(60.0, ge=0, description="seconds between checkpoints inside a stage")
+    loader_workers: int = Field(2, ge=0, description="decoding threads of a rank")
+    resident_mb: int = Field(2048, ge=0, description="a task whose decoded images need more is streamed")
+
+
+class TrackingSettings(Frozen):
+    """The record in MLflow; `tracking: off` keeps none."""
+
+    enabled: bool = True
+    uri: str = Field("", description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the storage folder")
+    experiment: str = "accrete"
+
+
+class MethodEntry(Frozen):
+    """One method of the run under its label: what differs from `train` and `data`, and the method's own settings."""
+
+    method: str
+    train: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    steps: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class Config(Frozen):
+    """A run: a stream, a backbone, and the methods that face them side by side."""
+
+    name: str = Field(pattern=NAME)
+    seed: int = Field(0, ge=0)
+    storage: str = Field("storage", min_length=1, description="folder or URI of everything that is kept")
+    stream: StreamSettings
+    backbone: BackboneSettings = BackboneSettings()
+    data: DataSettings = DataSettings()
+    train: TrainSettings = TrainSettings()
+    methods: dict[str, MethodEntry] = Field(min_length=1)
+    cluster: ClusterSettings = ClusterSettings()
+    tracking: TrackingSettings = TrackingSettings()
+
+    @field_validator("tracking", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return {"enabled": value} if isinstance(value, bool) else value
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _entries(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        entries = {}
+        for label, raw in value.items():
+            body = dict(raw or {})
+            shared = {k: body.pop(k) for k in ("train", "data", "steps", "settings") if k in body}
+            body = {"method": body.pop("method", label), **shared, "settings": {**(shared.get("settings") or {}), **body}}
+            entries[str(label)] = body
+        return entries
+
+    @model_validator(mode="after")
+    def _labels(self) -> Config:
+        for label in self.methods:
+            if not re.match(NAME, label):
+                raise ValueError(f"methods.{label}: a label has letters, digits, '_', '.' and '-' only")
+        return self
+
+    def train_of(self, label: str, step: str = "train") -> TrainSettings:
+        """The training settings of one step of one method: `train`, then the method's, then the step's."""
+        entry = self.methods[label]
+        merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
+        return _checked(TrainSettings, merged, f"methods.{label}.train")
+
+    def data_of(self, label: str) -> DataSettings:
+        return _checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data")
+
+
+def load(path: str, overrides: list[str] | None = None) -> Config:
+    """Reads a config file, applies `key.sub=value` overrides, checks everything. Raises UserError with one sentence."""
+    file = Path(path)
+    if not file.exists():
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1) if file.parent.exists() else []
+        raise UserError(f"config {path!r} does not exist" + (f"; did you mean {str(file.parent / near[0])!r}?" if near else "; give the path of a .yaml file"))
+    body = parse_yaml(file.read_text(), path)
+    if not isinstance(body, dict):
+        raise UserError(f"{path}: a config is a mapping of keys to values, this is a {type(body).__name__}")
+    for override in overrides or []:
+        apply_override(body, override)
+    return check(body, path)
+
+
+def check(body: dict[str, Any], where: str) -> Config:
+    """Settings from plain YAML values. Raises UserError with one sentence."""
+    config = _checked(Config, body, "", where)
+    for label in config.methods:
+        config.train_of(label)
+        config.data_of(label)
+    _check_methods(config, where)
+    return config
+
+
+def _check_methods(config: Config, where: str) -> None:
+    from workers.methods import METHODS  # imports torch, so it comes after everything that can be checked without
+
+    for label, entry in config.methods.items():
+        if entry.method not in METHODS:
+            near = difflib.get_close_matches(entry.method, list(METHODS), 1)
+            raise UserError(f"{where}: methods.{label} names method {entry.method!r}, which does not exist; "
+                            + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(METHODS))}"))
+        cls = METHODS[entry.method]
+        _checked(cls.Settings, entry.settings, f"methods.{label}", where)
+        if config.stream.scenario not in cls.scenarios:
+            raise UserError(f"{where}: methods.{label} cannot serve stream.scenario {config.stream.scenario!r}; "
+                            f"{entry.method!r} serves {', '.join(sorted(cls.scenarios))}")
+        steps = [s.name for s in cls.steps]
+        for step in entry.steps:
+            if step not in steps:
+                raise UserError(f"{where}: methods.{label}.steps.{step} is not a step of {entry.method!r}; its steps are {', '.join(steps)}")
+            config.train_of(label, step)
+
+
+def _checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise UserError((f"{where}: " if where else "") + sentence_of(error, model, prefix)) from None
+
+
+def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """The first problem of a validation error, as: key, value, rule, remedy."""
+    first = error.errors()[0]
+    loc = [str(p) for p in first["loc"]]
+    key = ".".join(([prefix] if prefix else []) + loc)
+    shown = repr(first["input"])
+    shown = shown if len(shown) < 80 else shown[:77] + "..."
+    if first["type"] == "extra_forbidden":
+        valid = sorted(_keys_at(model, loc[:-1]))
+        near = difflib.get_close_matches(loc[-1], valid, 1, 0.5)
+        return f"{key} is not a known key (value {shown}); " + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(valid) or 'none'}")
+    if first["type"] == "missing":
+        return f"{key} is missing; add it"
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    return f"{key} is {shown}: {message}; change it" if key else f"{message}; change it"
+
+
+def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
+    """Keys that the model accepts below `path` (list positions and free labels are stepped over)."""
+    current: list[type[BaseModel]] = [model]
+    for part in path:
+        nested = [m for c in current if part in c.model_fields for m in _models_in(c.model_fields[part].annotation)]
+        current = nested or current
+    for found in current:
+        for name, info in found.model_fields.items():
+            yield info.alias or name
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def apply_override(body: dict[str, Any], override: str) -> None:
+    """`a.b.0.c=value` into nested YAML values; the value is read as YAML."""
+    path, sign, text = override.partition("=")
+    if not sign or not path:
+        raise UserError(f"--set {override!r} is not of the form key=value; write for example --set train.epochs=3")
+    *parents, last = path.split(".")
+    here: Any = body
+    for part in parents:
+        if isinstance(here, list):
+            here = _item(here, part, override)
+        else:
+            if here.get(part) is None:
+                here[part] = {}
+            here = here[part]
+        if not isinstance(here, (dict, list)):
+            raise UserError(f"--set {override!r}: {part!r} holds the value {here!r} and has no keys below it; check the path")
+    value = parse_yaml(text, f"--set {override!r}")
+    if isinstance(here, list):
+        _item(here, last, override)
+        here[int(last)] = value
+    else:
+        here[last] = value
+
+
+def _item(values: list[Any], part: str, override: str) -> Any:
+    if not part.isdigit() or int(part) >= len(values):
+        raise UserError(f"--set {override!r}: {part!r} is not a position in a list of {len(values)}; count from 0")
+    return values[int(part)]
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which `1e-3` is a number and a key that stands twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
+        for key in keys:
+            if isinstance(key, (str, int)) and keys.count(key) > 1:
+                raise yaml.YAMLError(f"key {key!r} stands twice (line {node.start_mark.line + 1})")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a subclass of SafeLoader: builds plain values only
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not readable as YAML ({' '.join(str(error).split())}); mend the file") from None
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """The resolved config as plain values, in the layout of a config file."""
+    body = config.model_dump(mode="json", by_alias=True)
+    for entry in body["methods"].values():
+        entry.update(entry.pop("settings"))
+    return body
+
+
+def absolute(uri: str) -> str:
+    return uri if "://" in uri else os.path.abspath(uri)

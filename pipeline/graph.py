@@ -1,0 +1,60 @@
+"""Stages and their graph: plain values, checked for order and cycles, drawn as text and as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from workers.errors import UserError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A node: one step of one task under one method.
+
+    id: readable and unique inside the graph, `label/task/step` (`data/CARD` for ingest, `backbone`, `report`).
+    key: content address of its result. inputs: what the key was made of, flat, for explaining a miss.
+    job: what a worker is told (a StageJob, or ingest's own job).
+    """
+
+    id: str
+    step: str
+    key: str
+    inputs: Mapping[str, Any]
+    parents: tuple[str, ...] = ()
+    method: str | None = None
+    task: str | None = None
+    job: Any = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Stages in topological order, by id."""
+
+    name: str
+    stages: dict[str, Stage] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, stages: list[Stage]) -> Graph:
+        by_id = {s.id: s for s in stages}
+        if len(by_id) != len(stages):
+            raise UserError(f"run {name!r}: two stages have the same id; give tasks and methods different names")
+        try:
+            order = list(TopologicalSorter({s.id: s.parents for s in stages}).static_order())
+        except CycleError as error:
+            raise UserError(f"run {name!r}: the stages wait for each other in a circle: {' -> '.join(error.args[1])}") from None
+        return cls(name, {i: by_id[i] for i in order})
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages.values())
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, stage_id: str) -> Stage:
+        return self.stages[stage_id]
+
+    def children(self, stage_id: str) -> list[Stage]:
+        return [s for s in self if stage_id in s.parents]

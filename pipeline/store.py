@@ -1,0 +1,143 @@
+"""Keys, look-ups and the reason of every miss: which stage results stand, and what they were made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyarrow import fs
+
+from pipeline.graph import Graph, Stage
+from workers.artefact import Artefact, join, read_bytes, resolve, withdraw, write_bytes
+from workers.errors import UserError
+
+KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
+
+
+def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
+    """Content address of a stage: hash of its inputs and its parents' keys, in order. Type-tagged: 1, 1.0, "1" and True differ."""
+    return hashlib.sha256(_tagged([KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
+
+
+def _tagged(value: Any) -> bytes:
+    if isinstance(value, Mapping):
+        items = b"".join(_tagged(str(k)) + _tagged(v) for k, v in sorted(value.items(), key=lambda kv: str(kv[0])))
+        return b"d%d:" % len(value) + items
+    if isinstance(value, (list, tuple)):
+        return b"l%d:" % len(value) + b"".join(map(_tagged, value))
+    if isinstance(value, (bool, int, float, str, type(None))):
+        text = repr(value).encode() if not isinstance(value, str) else value.encode()
+        return type(value).__name__.encode() + b"%d:" % len(text) + text
+    raise TypeError(f"{type(value).__name__} cannot be part of a key")
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested values as dotted keys, for comparing two sets of inputs."""
+    if isinstance(value, Mapping) and value:
+        return {k: v for name, sub in value.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {prefix: list(value) if isinstance(value, tuple) else value}
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """hit: the result stands and is whole. reason: why not, in words."""
+
+    hit: bool
+    reason: str
+    manifest: dict[str, Any] | None = None
+
+
+class Store:
+    """`<storage>/stages/<key>/` and the records of named runs."""
+
+    def __init__(self, storage: str):
+        self.storage = storage
+        self.root = join(storage, "stages")
+
+    def check_writable(self) -> None:
+        """Raises UserError where the storage cannot be written."""
+        probe = join(self.storage, ".probe")
+        try:
+            write_bytes(probe, b"accrete")
+            system, path = resolve(probe)
+            system.delete_file(path)
+        except OSError as error:
+            raise UserError(f"storage {self.storage!r} cannot be written ({error}); choose another folder with --set storage=PATH or mend its permissions") from None
+
+    def look_up(self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True) -> Lookup:
+        """Is the result of `stage` there? With `verify`, every file is compared with its digest and a damaged result is
+        withdrawn so that the stage runs again. previous: the record of the same run before, for the reason of a miss."""
+        found = Artefact.open(self.root, stage.key)
+        if found is not None:
+            damage = found.damage() if verify else None
+            if damage is None:
+                return Lookup(True, "stands", found.manifest)
+            withdraw(self.root, stage.key)
+            return Lookup(False, f"damaged: {damage}; it is computed again")
+        return Lookup(False, why(stage, previous))
+
+    def record_path(self, name: str) -> str:
+        return join(self.storage, "runs", name, "run.json")
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """What the named run consisted of when it was last started."""
+        try:
+            return json.loads(read_bytes(self.record_path(name)))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+    def save_record(self, record: dict[str, Any]) -> None:
+        write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
+
+    def run_names(self) -> list[str]:
+        system, path = resolve(join(self.storage, "runs"))
+        found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+        return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+
+    def garbage(self) -> list[tuple[str, int]]:
+        """Stage folders, with their bytes, that no named run needs."""
+        needed = {s["key"] for name in self.run_names() for s in (self.record(name) or {"stages": []})["stages"]}
+        system, path = resolve(self.root)
+        infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+        sizes: dict[str, int] = {}
+        for info in infos:
+            key = info.path[len(path):].strip("/").split("/")[0]
+            sizes[key] = sizes.get(key, 0) + (info.size or 0 if info.type == fs.FileType.File else 0)
+        return sorted((k, size) for k, size in sizes.items() if k not in needed)
+
+    # ---- what a source looked like when it was last seen, so that results stand after the raw data is gone -------------
+    def remember(self, identity: str, value: str) -> None:
+        write_bytes(join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode())
+
+    def remembered(self, identity: str) -> str | None:
+        try:
+            return json.loads(read_bytes(join(self.storage, "sources", f"{identity}.json")))["seen"]
+        except (FileNotFoundError, json.JSONDecodeError, KeyError):
+            return None
+
+
+def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
+    """The reason of a miss: what changed since the run of the same name, old -> new."""
+    before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
+    if before is None:
+        return "new"
+    if before["key"] == stage.key:
+        return "not finished"
+    old, new = flatten(before["inputs"]), flatten(stage.inputs)
+    changes = [f"{k}: {old.get(k, 'absent')!r} -> {new.get(k, 'absent')!r}" for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+    if changes:
+        more = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
+        return "changed " + "; ".join(changes[:2]) + more
+    return "an earlier stage changed"
+
+
+def record_of(graph: Graph, config: dict[str, Any], tasks: list[dict[str, Any]], provenance: dict[str, Any]) -> dict[str, Any]:
+    """The record of a named run: its config and the keys of all its stages."""
+    stages = [{"id": s.id, "key": s.key, "step": s.step, "label": s.method, "task": s.task, "parents": list(s.parents),
+               "method": config["methods"][s.method]["method"] if s.method else None, "inputs": dict(s.inputs)} for s in graph]
+    return {"name": graph.name, "config": config, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stages": stages, "tasks": tasks,
+            "provenance": provenance}

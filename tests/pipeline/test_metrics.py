@@ -1,0 +1,111 @@
+"""Promises of the metrics: the worked case of the reference, and the shapes that broke other code bases."""
+
+import numpy as np
+import pytest
+
+from pipeline import metrics
+from workers.errors import UserError
+
+R = [[.90, .97, .12, .08], [.93, .80, .15, .11], [.85, .86, .92, .14], [.60, .75, .95, .88]]
+B = [.10, .09, .11, .10]
+COUNTS = np.rint(np.array(R) * 100).astype(int)
+TOTALS = np.full((4, 4), 100)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("average_accuracy", .795), ("micro_average_accuracy", .795), ("last_accuracy", .795),
+    ("average_incremental_accuracy", (.9 + .865 + 2.63 / 3 + .795) / 4), ("forgetting", .136667), ("forgetting_first", .106667),
+    ("backward_transfer", -.106667), ("forward_transfer", .32), ("learning_accuracy", .875),
+    ("forgetting_continuum_pre_2022_05", (.93 - .60 + .80 - .75) / 3)])
+def test_the_worked_case_gives_its_numbers(name, value):
+    assert metrics.all_metrics(COUNTS, TOTALS, B)[name] == pytest.approx(value, abs=1e-6)
+    assert metrics.all_metrics(R, baseline=B)[name] == pytest.approx(value, abs=1e-6)
+
+
+def test_the_worked_case_has_average_incremental_accuracy_of_859_thousandths():
+    assert round(metrics.average_incremental_accuracy(R), 3) == .859
+
+
+def test_the_old_continuum_formula_overlooks_the_second_last_task_and_the_model_after_it():
+    r = [[.9, 0, 0], [.8, .7, 0], [.6, .5, .8]]
+    assert [row["forgetting_continuum_pre_2022_05"] for row in metrics.over_time(r)] == pytest.approx([0, 0, .15])
+    assert [row["forgetting"] for row in metrics.over_time(r)] == pytest.approx([0, .1, .25])
+
+
+def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro():
+    correct, total = [[9, 0], [5, 900]], [[10, 1000], [10, 1000]]
+    assert metrics.average_accuracy(correct, total) == pytest.approx(.7)
+    assert metrics.micro_average_accuracy(correct, total) == pytest.approx(905 / 1010)
+    assert metrics.last_accuracy(correct, total) == pytest.approx(905 / 1010)
+    assert metrics.average_incremental_accuracy(correct, total) == pytest.approx((.9 + 905 / 1010) / 2)
+
+
+def test_one_task_has_no_forgetting_and_no_forward_transfer():
+    values = metrics.all_metrics([[3]], [[4]])
+    assert values["average_accuracy"] == values["average_incremental_accuracy"] == values["learning_accuracy"] == .75
+    assert values["forgetting"] == values["forgetting_first"] == values["backward_transfer"] == 0
+    assert np.isnan(values["forward_transfer"])
+
+
+def test_no_task_gives_nan_and_no_error():
+    assert all(np.isnan(v) for v in metrics.all_metrics([]).values())
+
+
+def test_a_hundred_tasks_of_more_than_a_thousand_classes_in_small_integers_do_not_overflow():
+    correct = np.full((100, 100), 30_000, np.int16)
+    total = np.full((100, 100), 32_000, np.int16)
+    assert metrics.last_accuracy(correct, total) == pytest.approx(30 / 32)
+    assert metrics.forgetting(correct, total) == 0
+
+
+def test_integer_rates_are_accepted():
+    assert metrics.forgetting([[1, 0], [0, 1]]) == 1
+    assert metrics.average_accuracy(np.eye(2, dtype=int)) == .5
+
+
+def test_inputs_are_not_changed():
+    correct, total = COUNTS.astype(float), TOTALS.astype(float)
+    correct[0, 3], total[1, 3] = np.nan, -1
+    before = correct.copy(), total.copy()
+    metrics.all_metrics(correct, total, B)
+    metrics.over_time(correct, total)
+    np.testing.assert_array_equal(correct, before[0])
+    np.testing.assert_array_equal(total, before[1])
+
+
+def test_missing_entries_above_the_diagonal_only_take_forward_transfer_away():
+    lower = np.where(np.tril(np.ones((4, 4), bool)), R, np.nan)
+    full, part = metrics.all_metrics(R, baseline=B), metrics.all_metrics(lower, baseline=B)
+    assert np.isnan(part.pop("forward_transfer"))
+    assert part == pytest.approx({name: full[name] for name in part})
+
+
+@pytest.mark.parametrize("marker", ["rate", "total", "zero"])
+def test_a_metric_that_needs_a_missing_entry_is_nan_and_the_others_stand(marker):
+    correct, total = COUNTS.astype(float), TOTALS.astype(float)
+    if marker == "rate":
+        correct[2, 0] = np.nan
+    else:
+        total[2, 0] = np.nan if marker == "total" else 0
+    values = metrics.all_metrics(correct, total)
+    assert np.isnan(values["forgetting"])
+    assert np.isnan(values["average_incremental_accuracy"])
+    assert values["average_accuracy"] == pytest.approx(.795)
+    assert values["forgetting_first"] == pytest.approx(.106667, abs=1e-6)
+
+
+def test_an_unfinished_run_has_the_metrics_of_its_finished_rows():
+    correct = COUNTS.astype(float)
+    correct[2:] = np.nan
+    rows = metrics.over_time(correct, TOTALS)
+    assert rows[1] == pytest.approx(metrics.over_time(COUNTS, TOTALS)[1], nan_ok=True)
+    assert np.isnan(rows[3]["average_accuracy"])
+
+
+def test_a_matrix_that_is_not_square_is_refused_with_its_shape():
+    with pytest.raises(UserError, match=r"shape \(1, 2\); it must be square"):
+        metrics.forgetting([[.5, .5]])
+    with pytest.raises(UserError, match="same entries"):
+        metrics.forgetting([[.5, .5], [.5, .5]], [[1, 1, 1]])
+    with pytest.raises(UserError, match="each of the 4 tasks"):
+        metrics.forward_transfer(R, baseline=[.1])

@@ -1,0 +1,1 @@
+"""What runs inside a worker: it knows jobs, not graphs, and never imports `pipeline`."""

@@ -1,0 +1,194 @@
+"""Immutable, digest-verified results on any pyarrow filesystem: files first, the manifest last.
+
+Layout of one artefact, `<root>/<key>/`:
+
+    <attempt>/state.safetensors ...   the files of the attempt that won
+    manifest.json                     written last; names the attempt and the size and sha256 of each file
+
+Files are written below a name that only one attempt uses, and the manifest is a single atomic write, so two runs that
+compute the same artefact at the same time can never mix their files, on a disk and on an object store alike: whichever
+manifest stands decides, and the other attempt's files are dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyarrow import fs
+
+from workers.errors import DamagedArtefact, UserError
+
+MANIFEST = "manifest.json"
+
+
+def resolve(uri: str) -> tuple[fs.FileSystem, str]:
+    """The filesystem and the path inside it of an absolute path or a URI (`s3://`, `gs://`, `hdfs://`, `file://`)."""
+    try:
+        return fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise UserError(f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI pyarrow knows "
+                        "(file, s3, gs, hdfs) with its credentials in the environment") from None
+
+
+def join(uri: str, *parts: str) -> str:
+    return posixpath.join(uri, *parts)
+
+
+def exists(uri: str) -> bool:
+    system, path = resolve(uri)
+    return system.get_file_info(path).type != fs.FileType.NotFound
+
+
+def read_bytes(uri: str) -> bytes:
+    system, path = resolve(uri)
+    with system.open_input_stream(path) as stream:
+        return stream.read()
+
+
+def write_bytes(uri: str, data: bytes) -> None:
+    """One atomic write: a temporary name and a move on a disk, a single PUT on an object store."""
+    system, path = resolve(uri)
+    if isinstance(system, fs.LocalFileSystem):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+        try:
+            with open(part, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(part, path)
+        except BaseException:
+            if os.path.exists(part):
+                os.unlink(part)
+            raise
+    else:
+        with system.open_output_stream(path) as stream:
+            stream.write(data)
+
+
+def delete_dir(uri: str) -> None:
+    system, path = resolve(uri)
+    if system.get_file_info(path).type == fs.FileType.Directory:
+        system.delete_dir(path)
+
+
+def file_info(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@dataclass
+class Attempt:
+    """One try at writing the artefact `key`; `commit` makes it visible, `discard` leaves nothing behind."""
+
+    root: str
+    key: str
+    name: str = field(default_factory=lambda: f"a-{uuid.uuid4().hex[:12]}")
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def write(self, name: str, data: bytes) -> dict[str, Any]:
+        """Writes one file and returns its size and digest. Other processes that write below the same attempt hand
+        what this returns to whoever commits (see `files`)."""
+        write_bytes(join(self.root, self.key, self.name, name), data)
+        self.files[name] = file_info(data)
+        return self.files[name]
+
+    def commit(self, manifest: dict[str, Any]) -> bool:
+        """Publishes. Returns False, with this attempt's files dropped, where another attempt was there first."""
+        target = join(self.root, self.key, MANIFEST)
+        if exists(target):
+            self.discard()
+            return False
+        body = {**manifest, "key": self.key, "attempt": self.name, "files": self.files}
+        data = json.dumps(body, indent=1, sort_keys=True, default=str).encode()
+        system, path = resolve(target)
+        if isinstance(system, fs.LocalFileSystem):
+            part = f"{path}.{self.name}.part"
+            with open(part, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            try:
+                os.link(part, path)  # fails when another attempt was faster: exactly one wins
+            except FileExistsError:
+                self.discard()
+                return False
+            finally:
+                os.unlink(part)
+            return True
+        write_bytes(target, data)
+        return True
+
+    def discard(self) -> None:
+        delete_dir(join(self.root, self.key, self.name))
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A published artefact: every read is checked against the manifest."""
+
+    root: str
+    key: str
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, root: str, key: str) -> Artefact | None:
+        """The artefact, or None where no readable manifest stands."""
+        try:
+            manifest = json.loads(read_bytes(join(root, key, MANIFEST)))
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            return None
+        return cls(root, key, manifest) if {"attempt", "files"} <= manifest.keys() else None
+
+    @classmethod
+    def need(cls, root: str, key: str) -> Artefact:
+        found = cls.open(root, key)
+        if found is None:
+            raise DamagedArtefact(key, f"stage result {key} is missing below {root}; run the same command again to "
+                                       "compute it")
+        return found
+
+    def uri(self, name: str) -> str:
+        return join(self.root, self.key, self.manifest["attempt"], name)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of one file. Raises DamagedArtefact where size or sha256 differ from the manifest."""
+        problem, data = self._read(name)
+        if problem:
+            raise DamagedArtefact(self.key, f"{self.uri(name)}: {problem}; run the same command again to compute it anew")
+        return data
+
+    def damage(self) -> str | None:
+        """The first file that is missing, truncated or altered, in words; None when everything is as it was written."""
+        for name in self.manifest["files"]:
+            problem, _ = self._read(name)
+            if problem:
+                return f"{name} {problem}"
+        return None
+
+    def _read(self, name: str) -> tuple[str | None, bytes]:
+        expected = self.manifest["files"].get(name)
+        if expected is None:
+            return "is not in the manifest", b""
+        try:
+            data = read_bytes(self.uri(name))
+        except FileNotFoundError:
+            return "is missing", b""
+        if len(data) != expected["bytes"]:
+            return f"is truncated or padded ({len(data)} bytes, the manifest says {expected['bytes']})", data
+        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            return "is damaged (its sha256 differs from the manifest)", data
+        return None, data
+
+
+def withdraw(root: str, key: str) -> None:
+    """Takes a damaged artefact out of sight so that its stage runs again; nothing else refers to its files."""
+    system, path = resolve(join(root, key, MANIFEST))
+    if system.get_file_info(path).type == fs.FileType.File:
+        system.delete_file(path)
+    delete_dir(join(root, key))

@@ -1,0 +1,105 @@
+"""Checkpoints inside a stage: everything that decides how training goes on, as safetensors and JSON, written atomically.
+
+All randomness is a function of (seed, epoch, step, position), so the position stands for the state of every generator of
+every rank: a resumed stage meets exactly what the uninterrupted one would have met.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from workers.artefact import delete_dir, file_info, join, read_bytes, resolve, write_bytes
+from workers.errors import UserError
+from workers.taskstate import load_tensors
+
+
+@dataclass
+class Checkpoint:
+    """epoch, step: the next step to run. history: finished epochs. sums: running numbers of the unfinished epoch."""
+
+    epoch: int
+    step: int
+    history: list[dict[str, Any]]
+    sums: dict[str, float]
+    best: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Puts model and optimizer back; returns the best epoch's tensors."""
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "best": {}}
+        for name, tensor in self.tensors.items():
+            kind, rest = name.split("/", 1)
+            parts[kind][rest] = tensor
+        own = trained_state(model)
+        with torch.no_grad():
+            for name, tensor in parts["model"].items():
+                own[name].copy_(tensor)
+        state = optimizer.state_dict()
+        for name, tensor in parts["optimizer"].items():
+            index, field_name = name.split("/", 1)
+            state["state"].setdefault(int(index), {})[field_name] = tensor
+        optimizer.load_state_dict(state)
+        return parts["best"]
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that are trained and all buffers outside a frozen backbone; live tensors, not copies."""
+    frozen = "backbone." if getattr(model, "freezes_backbone", False) else "\0"
+    trained = {n: p.data for n, p in model.named_parameters() if p.requires_grad}
+    return trained | {n: b for n, b in model.named_buffers() if not n.startswith(frozen)}
+
+
+def folder_of(root: str, key: str) -> str:
+    """Checkpoints live beside the stages, below the key of the stage that they belong to."""
+    return join(root.rsplit("/", 1)[0], "checkpoints", key)
+
+
+def save(root: str, key: str, model: nn.Module, optimizer: torch.optim.Optimizer, best: dict[str, Tensor], mark: Checkpoint) -> None:
+    """The tensors first, under a name of their own; then `latest.json`, which names them with size and sha256."""
+    tensors = {f"model/{n}": t for n, t in trained_state(model).items()} | {f"best/{n}": t for n, t in best.items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{n}": torch.as_tensor(v) for n, v in values.items() if v is not None}
+    data = safetensors.torch.save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()})
+    folder, info = folder_of(root, key), file_info(data)
+    name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
+    before = _latest(folder)
+    write_bytes(join(folder, name), data)
+    meta = {"file": name, **info, "epoch": mark.epoch, "step": mark.step, "history": mark.history, "sums": mark.sums, "best": mark.best}
+    write_bytes(join(folder, "latest.json"), json.dumps(meta).encode())
+    if before and before["file"] != name:
+        system, path = resolve(join(folder, before["file"]))
+        system.delete_file(path)
+
+
+def load(root: str, key: str) -> Checkpoint | None:
+    """The last checkpoint of a stage; None where there is none or where it is damaged (the stage then starts anew)."""
+    folder = folder_of(root, key)
+    meta = _latest(folder)
+    if meta is None:
+        return None
+    try:
+        data = read_bytes(join(folder, meta["file"]))
+        if file_info(data) != {"bytes": meta["bytes"], "sha256": meta["sha256"]}:
+            return None
+        tensors, _ = load_tensors(data, "checkpoint")
+        return Checkpoint(meta["epoch"], meta["step"], meta["history"], meta["sums"], meta["best"], tensors)
+    except (FileNotFoundError, KeyError, UserError):
+        return None
+
+
+def drop(root: str, key: str) -> None:
+    """Once the stage's result stands, its checkpoints serve nothing."""
+    delete_dir(folder_of(root, key))
+
+
+def _latest(folder: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(read_bytes(join(folder, "latest.json")))
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,103 @@
+"""The feed: every sample of some tasks exactly once per epoch, the same for any number of ranks and loader threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workers.data import rows
+from workers.data.augment import Augment, partner_of
+from workers.data.draw import Draw, seed_of
+from workers.data.sources import Pixels, Resident, Source, Streamed
+from workers.dist import Group
+from workers.job import StageJob, Task
+from workers.methods.base import Batch
+
+
+class Feed:
+    """Batches of one split of `tasks`.
+
+    `train` is what validation leaves of it. training=True augments; `epoch` is for training, `evaluate` for measuring.
+    Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) % accumulate. Decoded images
+    are kept where they fit into `job.resident_bytes`, else they are streamed. Raises UserError where a split is empty.
+    """
+
+    def __init__(self, job: StageJob, tasks: tuple[Task, ...], split: str, group: Group, training: bool):
+        self.tasks, self.group = tasks, group
+        self.batch_size, self.accumulate = job.train.batch_size, job.train.accumulate
+        self.seed = seed_of(job.seed, "feed", *(task.name for task in tasks))
+        self.augment = Augment(job.data, job.backbone_settings, training)
+        # A batch over several tasks has no common output space: nothing is mixed or smoothed in it.
+        self.num_classes = tasks[0].num_classes if len(tasks) == 1 else None
+        self.rows = rows.select(job.root, tasks, split, job.data.val_fraction)
+        side = self.augment.size_in
+        self.resident = len(self.rows) * side * side * 3 <= job.resident_bytes
+        self.source: Source
+        if self.resident:
+            self.source = Resident(self.rows, side, self.seed, job.loader_workers, job.cache, group.device)
+        else:
+            self.source = Streamed(self.rows, side, self.seed, job.loader_workers, group.device)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.rows)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
+        """From `start_step` on, the micro-batches of each optimizer step: as many on every rank, of which those that got
+        no sample of a ragged last batch hold a stand-in of weight 0."""
+        def wanted(step: int, size: int) -> Iterable[int]:
+            draws = [self._draw(epoch, step, positions, size) for positions in self._mine(size)]
+            return torch.cat([part for draw in draws for part in (draw.rows, self._partners(draw))]).tolist()
+
+        for step, (rows, pixels) in enumerate(self.source.steps(epoch, self.batch_size, start_step, wanted), start_step):
+            shares = self._shares(len(rows))
+            yield [self._batch(self._draw(epoch, step, positions, len(rows)), rows, pixels, weight)
+                   for positions, weight in zip(self._mine(len(rows)), shares, strict=True)]
+
+    def evaluate(self, batch: int = 128) -> Iterator[Batch]:
+        """This rank's share of all samples in table order: batch j goes whole to rank j % world, so that a sample meets the
+        same neighbours, and gets the same logits to the last bit, for any number of ranks."""
+        assert not self.augment.training, "a feed for training augments; make one with training=False to measure"
+
+        def mine(step: int) -> bool:
+            return step % self.group.world == self.group.rank
+
+        for step, (rows, pixels) in enumerate(self.source.steps(None, batch, 0, lambda step, size: range(size) if mine(step) else ())):
+            if mine(step):
+                draw = self._draw(0, step, torch.arange(len(rows)), len(rows))
+                yield replace(self._batch(draw, rows, pixels, 1.0), keys=self.rows.keys(rows))
+
+    def _mine(self, size: int) -> list[torch.Tensor]:
+        """The positions of a global batch that each of this rank's micro-batches holds."""
+        first, world = self.group.rank, self.group.world
+        parts = [torch.arange(first + micro * world, size, world * self.accumulate) for micro in range(self.accumulate)]
+        return [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in parts]
+
+    def _shares(self, size: int) -> list[float]:
+        """Each micro-batch's part of the global batch; 0 for a stand-in."""
+        first, world = self.group.rank, self.group.world
+        return [len(range(first + micro * world, size, world * self.accumulate)) / size for micro in range(self.accumulate)]
+
+    def _draw(self, epoch: int, step: int, positions: torch.Tensor, size: int) -> Draw:
+        return Draw(self.seed, epoch, step, positions, size, self.group.device)
+
+    def _partners(self, draw: Draw) -> torch.Tensor:
+        """The positions that the samples of `draw` are mixed with; none where nothing is mixed."""
+        return partner_of(draw)[draw.rows] if self.augment.needs_partner and self.num_classes else draw.rows[:0]
+
+    def _batch(self, draw: Draw, rows: NDArray[np.int64], pixels: Pixels, weight: float) -> Batch:
+        device = self.group.device
+        here = torch.from_numpy(rows)
+        labels = self.rows.labels[here[draw.rows]].to(device)
+        others = self._partners(draw)
+        partner = (pixels(others), self.rows.labels[here[others]].to(device)) if len(others) else (None, None)
+        images, targets = self.augment(pixels(draw.rows), labels, self.num_classes, draw, *partner)
+        return Batch(images, labels, self.rows.tasks[here[draw.rows]].to(device), draw, targets, weight=weight)

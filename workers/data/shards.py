@@ -1,0 +1,134 @@
+"""Shards: the tars and the index that ingest wrote, read at random or as a stream, each record checked against its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from workers.artefact import Artefact, resolve
+from workers.errors import DamagedArtefact, UserError
+
+INDEX = "index.parquet"
+MAX_PIXELS = 50_000_000
+SCHEMA = pa.schema([(name, pa.int64() if name in ("offset", "bytes") else pa.string())
+                    for name in ("split", "key", "class", "shard", "offset", "bytes", "sha256", "ext")])
+Image.MAX_IMAGE_PIXELS = None  # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
+
+
+class Shards:
+    """The images of one ingest stage.
+
+    index: one row per image: split, key, class, shard (file name), offset and bytes of the image inside the shard,
+    sha256, ext. Rows stand in the order in which the shards hold them.
+    """
+
+    def __init__(self, artefact: Artefact, index: pa.Table):
+        self.artefact = artefact
+        self.index = index
+        self.max_pixels = int(artefact.manifest.get("max_pixels", MAX_PIXELS))
+        self._file = lru_cache(maxsize=64)(self._open)  # a large data set has more shards than a process may open files
+
+    @classmethod
+    def open(cls, root: str, key: str) -> Shards:
+        """Raises DamagedArtefact where the stage result is missing or its index is not what was written."""
+        artefact = Artefact.need(root, key)
+        return cls(artefact, pq.read_table(io.BytesIO(artefact.read(INDEX))))
+
+    @property
+    def key(self) -> str:
+        return self.artefact.key
+
+    def select(self, split: str, classes: Sequence[str]) -> pa.Table:
+        """The rows of a split that belong to `classes`, in index order, with their place in the index as `position`."""
+        table = self.index.append_column("position", pa.array(np.arange(self.index.num_rows)))
+        wanted = pc.and_(pc.equal(table["split"], split), pc.is_in(table["class"], pa.array(classes, pa.string())))
+        return table.filter(wanted)
+
+    def uri(self, shard: str) -> str:
+        return self.artefact.uri(shard)
+
+    def read(self, shard: str, offset: int, size: int) -> bytes:
+        """`size` bytes at `offset` of a shard; thread-safe. Fewer where the shard is truncated (see `verify`)."""
+        return self._file(shard).read_at(size, offset)
+
+    def verify(self, record: str, data: bytes, sha256: str) -> bytes:
+        """`data` itself, where it is what ingest wrote. Raises DamagedArtefact otherwise."""
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise DamagedArtefact(self.key, f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
+                                            "(sha256 differs from the index); run the same command again to ingest anew")
+        return data
+
+    def stream(self, shards: Sequence[str], seed: int | None = None) -> Iterator[tuple[str, bytes]]:
+        """(key, image bytes) of all records of `shards` through WebDataset: shard after shard, each in its own order.
+        The shards come as they are given, or shuffled by `seed`. Raises DamagedArtefact where one is cut short."""
+        import webdataset as wds
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+
+        pipeline = wds.DataPipeline(wds.SimpleShardList([*shards], seed=seed), self._opened, tar_file_expander, group_by_keys)
+        try:
+            for sample in pipeline:
+                yield sample["__key__"], next(v for k, v in sample.items() if k != "cls" and not k.startswith("__"))
+        except (tarfile.TarError, EOFError) as error:
+            raise DamagedArtefact(self.key, f"a shard in {self.uri('')} is damaged ({error.args[0]}); run the same command "
+                                            "again to ingest anew") from None
+
+    def _opened(self, sources: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        # WebDataset's own opener knows neither s3:// nor our credentials: every shard is opened through pyarrow.
+        for source in sources:
+            with self._found(source["url"], "open_input_stream") as stream:
+                yield {"url": source["url"], "stream": stream}
+
+    def _open(self, shard: str) -> pa.NativeFile:
+        return self._found(shard, "open_input_file")
+
+    def _found(self, shard: str, opener: str) -> pa.NativeFile:
+        system, path = resolve(self.uri(shard))
+        try:
+            return getattr(system, opener)(path)
+        except FileNotFoundError:
+            raise DamagedArtefact(self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew") from None
+
+
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An image whose header was read and whose pixels were not. Raises ValueError or OSError where it is none, or too big."""
+    image = Image.open(io.BytesIO(data))
+    if image.width * image.height > max_pixels:
+        raise ValueError(f"{image.width} x {image.height} is more than max_pixels = {max_pixels}")
+    return image
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """Any mode -> RGB, upright: 16 bits are scaled to 8, what is transparent lies on white."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        values = values >> 8 if image.mode != "I" or values.max(initial=0) > 255 else values
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+    return image.convert("RGB")
+
+
+def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic, antialiased), the middle kept.
+    Raises UserError where the bytes cannot be decoded."""
+    try:
+        image = rgb(open_image(data, max_pixels))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
+                        "use the same version of Pillow on all machines") from None
+    square = min(image.size)
+    left, top = (image.width - square) / 2, (image.height - square) / 2
+    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box=(left, top, left + square, top + square)))

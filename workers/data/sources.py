@@ -1,0 +1,214 @@
+"""Where decoded pixels come from: a cache that is decoded once (Resident), or the shards anew each epoch (Streamed).
+
+Both give the same thing, `steps`: batch after batch, the rows that it consists of and a function from positions in the
+batch to their pixels. The order of rows is a pure function of (seed, epoch): no rank, worker or clock has a part in it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import random
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.data.draw import seed_of
+from workers.data.rows import Rows
+from workers.data.shards import decode
+from workers.errors import DamagedArtefact, UserError
+
+WINDOW = 4096  # records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
+AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
+DECODING = 1  # raise it when `decode` gives other pixels: older caches are then not used
+
+Pixels = Callable[[Tensor], Tensor]  # positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
+Wanted = Callable[[int, int], Iterable[int]]  # (step, size of its global batch) -> positions that this rank will ask for
+
+
+class Source(Protocol):
+    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Iterator[tuple[NDArray[np.int64], Pixels]]:
+        """From step `start` on: the rows of each global batch, and their pixels. Every row once; the last batch is ragged.
+        epoch None: in table order."""
+
+
+class Resident:
+    """All pixels decoded once to uint8 (n, side, side, 3): on the GPU where there is one with room, else a memory map
+    that the ranks of a node share, else (no `cache` folder) plain memory."""
+
+    def __init__(self, rows: Rows, side: int, seed: int, workers: int, cache: str, device: torch.device):
+        self.rows, self.side, self.seed, self.workers, self.device = rows, side, seed, workers, device
+        self.shape = (len(rows), side, side, 3)
+        self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
+        if device.type == "cuda" and 2 * self.pixels.nbytes < torch.cuda.mem_get_info(device)[0]:
+            self.pixels = torch.from_numpy(np.array(self.pixels)).to(device)
+
+    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Iterator[tuple[NDArray[np.int64], Pixels]]:
+        n = len(self.rows)
+        order = torch.arange(n)
+        if epoch is not None:
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(self.seed, "order", epoch)))
+        for first in range(start * batch, n, batch):
+            rows = order[first : first + batch]
+            yield rows.numpy(), lambda positions, rows=rows: self._gather(rows[positions])
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        if isinstance(self.pixels, Tensor):
+            found = self.pixels[rows.to(self.device)]
+        else:
+            found = torch.from_numpy(self.pixels[rows.numpy()]).to(self.device)
+        return found.permute(0, 3, 1, 2).contiguous()
+
+    def _decoded(self) -> Iterator[NDArray[np.uint8]]:
+        """Every row's pixels in table order, decoded by threads that run a bounded way ahead."""
+        def one(row: int) -> NDArray[np.uint8]:
+            shards = self.rows.shards[self.rows.table["data"][row].as_py()]
+            return decode(self.rows.bytes_of(row), self.side, shards.max_pixels)
+
+        with ThreadPoolExecutor(max(1, self.workers)) as pool:
+            yield from _ahead((pool.submit(one, row) for row in range(len(self.rows))), 4 * max(1, self.workers), pool)
+
+    def _in_memory(self) -> NDArray[np.uint8]:
+        pixels = np.empty(self.shape, np.uint8)
+        for row, decoded in enumerate(self._decoded()):
+            pixels[row] = decoded
+        return pixels
+
+    def _mapped(self, folder: str) -> NDArray[np.uint8]:
+        """The memory map `<folder>/<hash of rows and side>.npy`, written first where it is not there yet."""
+        name = hashlib.sha256(f"{DECODING}|{self.rows.digest()}|{self.side}".encode()).hexdigest()[:32]
+        path = os.path.join(folder, f"{name}.npy")
+        with self._kept_in(folder):
+            os.makedirs(folder, exist_ok=True)
+            lock = open(f"{path}.lock", "w")  # noqa: SIM115
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this node wait and find it done; freed if this one dies
+            found = self._map_of(path)
+            if found is None:
+                self._write(path, folder)
+                found = np.load(path, mmap_mode="r")
+        return found
+
+    def _map_of(self, path: str) -> NDArray[np.uint8] | None:
+        try:
+            found = np.load(path, mmap_mode="r")
+        except (FileNotFoundError, ValueError, EOFError):
+            return None  # not there, or cut short by a machine that went down
+        return found if found.shape == self.shape and found.dtype == np.uint8 else None
+
+    def _write(self, path: str, folder: str) -> None:
+        # Written as a file, not through the map: a full disk is then an error and not a SIGBUS.
+        part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+        try:
+            with self._kept_in(folder), open(part, "wb") as stream:
+                np.lib.format.write_array_header_1_0(stream, {"descr": "|u1", "fortran_order": False, "shape": self.shape})
+                for pixels in self._decoded():
+                    stream.write(np.ascontiguousarray(pixels).data)
+            os.replace(part, path)
+        finally:
+            if os.path.exists(part):
+                os.unlink(part)
+
+    @contextmanager
+    def _kept_in(self, folder: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"decoded images cannot be kept in {folder!r} ({error}); they need {np.prod(self.shape) / 2**30:.2f} GiB "
+                            "there: free the space, or lower the memory budget so that they are streamed") from None
+
+
+class Streamed:
+    """Shards read from end to end each epoch through WebDataset, by a pipeline built anew with an explicit seed.
+
+    Every rank reads all bytes, which is cheap, and decodes its own images only, which is not. Shards are shuffled,
+    data sets mixed in proportion to what is left of each, records shuffled in a window.
+    """
+
+    def __init__(self, rows: Rows, side: int, seed: int, workers: int, device: torch.device):
+        self.rows, self.side, self.seed, self.workers, self.device = rows, side, seed, workers, device
+        # One record serves several rows where two tasks share a class.
+        self.rows_of: list[dict[str, list[int]]] = [{} for _ in rows.shards]
+        self.names: list[dict[str, None]] = [{} for _ in rows.shards]  # shards that hold any of the rows, in order
+        columns = (rows.table[name].to_pylist() for name in ("data", "key", "shard"))
+        for row, (data, key, shard) in enumerate(zip(*columns, strict=True)):
+            self.rows_of[data].setdefault(key, []).append(row)
+            self.names[data][shard] = None
+
+    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Iterator[tuple[NDArray[np.int64], Pixels]]:
+        with ThreadPoolExecutor(max(1, self.workers)) as pool:
+            def submitted() -> Iterator[tuple[NDArray[np.int64], dict[int, Future[NDArray[np.uint8]]]]]:
+                records = self._records(epoch)
+                for step, group in enumerate(iter(lambda: list(islice(records, batch)), [])):
+                    if step >= start:
+                        positions = set(wanted(step, len(group)))
+                        yield (np.array([row for row, _ in group]), {p: pool.submit(self._decode, *group[p]) for p in positions})
+
+            waiting: deque[Any] = deque()
+            steps = submitted()
+            try:
+                while waiting.extend(islice(steps, AHEAD + 1 - len(waiting))) or waiting:
+                    rows, futures = waiting.popleft()
+                    yield rows, lambda positions, futures=futures: self._stack([futures[int(p)].result() for p in positions])
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _stack(self, pixels: list[NDArray[np.uint8]]) -> Tensor:
+        return torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2).contiguous()
+
+    def _decode(self, row: int, data: bytes) -> NDArray[np.uint8]:
+        table = self.rows.table
+        shards = self.rows.shards[table["data"][row].as_py()]
+        return decode(shards.verify(table["key"][row].as_py(), data, table["sha256"][row].as_py()), self.side, shards.max_pixels)
+
+    def _records(self, epoch: int | None) -> Iterator[tuple[int, bytes]]:
+        """(row, image bytes) of every row once."""
+        if epoch is None:
+            for data in range(len(self.rows.shards)):
+                yield from self._of(data, None)
+            return
+        import webdataset as wds
+
+        yield from wds.DataPipeline(self._mixed(epoch), wds.detshuffle(
+            bufsize=WINDOW, initial=WINDOW, seed=seed_of(self.seed, "window", epoch), epoch=-1))
+
+    def _mixed(self, epoch: int) -> Iterator[tuple[int, bytes]]:
+        left = [sum(map(len, rows_of.values())) for rows_of in self.rows_of]
+        streams = [self._of(data, epoch) for data in range(len(left))]
+        choose = random.Random(seed_of(self.seed, "mix", epoch))
+        while any(left):
+            data = choose.choices(range(len(left)), left)[0]
+            left[data] -= 1
+            yield next(streams[data])
+
+    def _of(self, data: int, epoch: int | None) -> Iterator[tuple[int, bytes]]:
+        """The rows of one data set. The index is the authority: records outside it are skipped, and all of it must come."""
+        shards, rows_of = self.rows.shards[data], self.rows_of[data]
+        missing = sum(map(len, rows_of.values()))
+        for key, image in shards.stream([*self.names[data]], None if epoch is None else seed_of(self.seed, "shards", data, epoch)):
+            for row in rows_of.get(key, ()):
+                missing -= 1
+                yield row, image
+        if missing:
+            raise DamagedArtefact(shards.key, f"the shards in {shards.uri('')} lack {missing} of the images in their index; run "
+                                              "the same command again to ingest anew")
+
+
+def _ahead(futures: Iterator[Future[Any]], depth: int, pool: ThreadPoolExecutor) -> Iterator[Any]:
+    """Results in order, with at most `depth` futures under way."""
+    waiting: deque[Future[Any]] = deque()
+    try:
+        while waiting.extend(islice(futures, depth - len(waiting))) or waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

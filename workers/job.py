@@ -1,0 +1,108 @@
+"""StageJob: all that a worker is told. Plain, picklable, with absolute URIs; also the schema of what can change a result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Frozen(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class BackboneSettings(Frozen):
+    """The one timm VisionTransformer that everything grows on."""
+
+    name: str = Field("vit_tiny_patch16_224", description="timm model name")
+    img_size: PositiveInt = Field(224, description="input side in pixels; position embeddings are resampled to it")
+    weights: str = Field("none", description="`none` (random), `hub` (timm's pretrained), or a local .safetensors file")
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
+    crop_pct: float = Field(0.9, gt=0, le=1, description="share of the resized image that evaluation crops")
+    drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth while training, linear over depth")
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to timm (patch_size, depth, embed_dim, ...)")
+
+
+class DataSettings(Frozen):
+    """How samples reach the model."""
+
+    val_fraction: float = Field(0.1, ge=0, lt=1, description="share of train held out, per class, by hash of the key")
+    crop: Literal["none", "pad", "resized"] = Field("none", description="`pad`: shift by up to 1/8; `resized`: random resized crop")
+    crop_scale: tuple[float, float] = (0.5, 1.0)
+    flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
+    randaugment: NonNegativeInt = Field(0, description="operations per image; 0 turns it off")
+    magnitude: float = Field(9.0, ge=0, le=10, description="RandAugment magnitude, 0 to 10")
+    mixup: NonNegativeFloat = Field(0.0, description="alpha of the Beta distribution; 0 turns it off")
+    cutmix: NonNegativeFloat = Field(0.0, description="alpha of the Beta distribution; 0 turns it off")
+    erase: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
+    smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing")
+
+
+class TrainSettings(Frozen):
+    """One training step of the graph: how long, how fast, in what precision."""
+
+    epochs: NonNegativeInt = 10
+    batch_size: PositiveInt = Field(64, description="GLOBAL batch size, over all ranks and accumulation steps")
+    accumulate: PositiveInt = Field(1, description="micro-batches per optimizer step")
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: PositiveFloat = Field(1e-3, description="peak learning rate of weights and heads")
+    weight_decay: NonNegativeFloat = 0.05
+    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
+    warmup: float = Field(0.1, ge=0, lt=1, description="share of all steps with a linearly rising rate")
+    floor: float = Field(0.01, ge=0, le=1, description="last learning rate of the cosine, relative to the peak")
+    clip: NonNegativeFloat = Field(0.0, description="largest gradient norm; 0 turns clipping off")
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    keep: Literal["last", "best"] = Field("last", description="`best`: the epoch with the highest validation accuracy")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task as workers see it. Labels are positions in `classes`."""
+
+    name: str
+    card: str
+    data: str  # key of the ingest stage whose shards hold it
+    classes: tuple[str, ...]
+    role: str = "task"  # or "base": the backbone was trained on it
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """One stage, ready to run anywhere.
+
+    tasks: every task of the stream up to and including this stage's own, in order (the base task first, if any).
+    backbone: key of the backbone stage. previous: key of the stage whose carried state this one starts from.
+    states: task name -> key of the stage that holds that task's state (for `evaluate`).
+    """
+
+    id: str
+    key: str
+    step: str
+    root: str  # URI of the folder of stage results
+    method: str
+    settings: dict[str, Any]
+    backbone_settings: BackboneSettings
+    data: DataSettings
+    train: TrainSettings
+    scenario: str
+    seed: int
+    task: Task | None
+    tasks: tuple[Task, ...]
+    backbone: str | None = None
+    previous: str | None = None
+    states: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    # What cannot change the result:
+    resident_bytes: int = 2 << 30
+    checkpoint_s: float = 60.0
+    loader_workers: int = 2
+    cache: str = ""  # node-local folder of decoded images

@@ -1,0 +1,264 @@
+"""The train loop. THE file to read: what a worker does with a stage, from the job to the published result."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from workers import checkpoint, dist, optim
+from workers.artefact import Artefact, Attempt
+from workers.checkpoint import Checkpoint
+from workers.data.draw import seed_of
+from workers.data.feed import Feed
+from workers.errors import UserError
+from workers.evaluate import accuracy, evaluate_task
+from workers.job import StageJob
+from workers.methods import METHODS
+from workers.methods.base import Batch, Method, Progress, Rates
+from workers.model import vit
+from workers.taskstate import Carried, TaskState
+
+Report = Callable[[dict[str, Any]], None]
+REPORT_S = 1.0  # seconds between two progress reports of a stage
+
+
+def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
+    """Runs one stage and returns its manifest. A stage whose result stands already is not run again."""
+    found = group.share((Artefact.open(job.root, job.key) or Artefact("", "", {})).manifest if group.rank == 0 else None)
+    if found:
+        return found
+    dist.enter(group)
+    started = time.perf_counter()
+    run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
+    files, manifest = run(job, group, report)
+    manifest |= {"stage": job.id, "step": job.step, "method": job.method, "task": job.task.name if job.task else None,
+                 "wall_s": round(time.perf_counter() - started, 3), "workers": group.world,
+                 "provenance": {**job.provenance, "seed": job.seed, "device": device_name(group.device), "threads": torch.get_num_threads()}}
+    if group.rank == 0:
+        attempt = Attempt(job.root, job.key)
+        for name, data in files.items():
+            attempt.write(name, data)
+        attempt.commit(manifest)
+        checkpoint.drop(job.root, job.key)
+    return manifest
+
+
+def train_task(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """One step of one task: the method on a fresh copy of the backbone, from the state that the step before carried on."""
+    assert job.task is not None and job.backbone is not None
+    method = METHODS[job.method](load_backbone(job), settings_of(job), job.seed)
+    carried = load_carried(job)
+    history = fit(job, method, carried, group, report)
+    state, handed_on = method.finish()
+    manifest = {"kind": "train", "sizes": state.sizes(), "trained_parameters": sum(p.numel() for p in method.parameters() if p.requires_grad),
+                "carried_bytes": sum(t.numel() * t.element_size() for t in handed_on.tensors.values()),
+                "flops_share": method.flops_share(state), "warnings": method.warnings(), "backbone_digest": method.backbone_digest,
+                "epochs": len(history)}
+    return {"task.safetensors": state.to_bytes(), "carried.safetensors": handed_on.to_bytes(), "history.parquet": parquet(history)}, manifest
+
+
+def train_backbone(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The shared backbone: weights from the hub, a file or random, and trained on the base task where the stream has one."""
+    torch.manual_seed(seed_of(job.seed, "backbone"))
+    backbone = vit.build(job.backbone_settings)
+    vit.load_weights(backbone, job.backbone_settings)
+    files: dict[str, bytes] = {}
+    if job.task is not None:
+        method = METHODS["finetune"](backbone, settings_of(job), job.seed)
+        files["history.parquet"] = parquet(fit(job, method, None, group, report))
+        digest = vit.digest_of(backbone)
+        state = TaskState(job.task.name, job.task.classes, "base", digest, head=method.heads.export(job.task.name))
+        files["task.safetensors"] = state.to_bytes()
+    else:
+        digest = vit.digest_of(backbone)
+    files["state.safetensors"] = vit.to_bytes(backbone)
+    parameters = sum(p.numel() for p in backbone.parameters())
+    return files, {"kind": "backbone", "digest": digest, "parameters": parameters, "bytes": 4 * parameters}
+
+
+def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report) -> list[dict[str, Any]]:
+    """Epochs over the task's training data, resumed from the stage's checkpoint if there is one; a row per epoch."""
+    assert job.task is not None
+    tasks = job.tasks if method.trains_on == "seen" else (job.task,)
+    step = next((s for s in method.steps if s.name == job.step), None)
+    epochs = job.train.epochs if step is None or step.trains else 0
+    method.feed_of = lambda split, training: Feed(job, tasks, split, group, training)
+    feed = Feed(job, tasks, "train", group, training=True) if epochs else None
+    per_epoch = feed.steps_per_epoch if feed else 0
+    total = epochs * per_epoch
+    method.to(group.device)
+    rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(total, job.train))
+    groups = method.begin(job.task, job.step, carried, rates, tasks)
+    method.to(group.device)
+    if feed is None:
+        return []
+    trained = {id(p) for g in groups for p in g["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained)
+    if job.train.compile:
+        method.backbone.compile()
+    optimizer = optim.build(groups, job.train)
+    val = Feed(job, tasks, "val", group, training=False) if job.data.val_fraction else None
+    return _epochs(job, method, optimizer, feed, val, epochs, group, report)
+
+
+def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, feed: Feed, val: Feed | None, epochs: int,
+            group: dist.Group, report: Report) -> list[dict[str, Any]]:
+    mark = checkpoint.load(job.root, job.key) or Checkpoint(0, 0, [], {}, {})
+    best = mark.restore(method, optimizer) if mark.tensors else {}
+    history, saved = list(mark.history), time.monotonic()
+    clock = Clock(job, epochs, feed.steps_per_epoch, report if group.rank == 0 else (lambda event: None))
+    for epoch in range(mark.epoch, epochs):
+        resumed = epoch == mark.epoch and mark.tensors
+        sums = Sums(mark.sums if resumed else {}, group.device)
+        first = mark.step if resumed else 0
+        method.train()
+        for step, batches in enumerate(feed.epoch(epoch, first), first):
+            progress = Progress(epoch, step, epochs, feed.steps_per_epoch)
+            torch.manual_seed(seed_of(job.seed, "step", epoch, step, group.rank))
+            sums.add(train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size)
+            clock.tick(progress, batches[0].draw.size, sums)
+            if job.checkpoint_s and time.monotonic() - saved > job.checkpoint_s and step + 1 < feed.steps_per_epoch:
+                if group.rank == 0:
+                    checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch, step + 1, history, sums.plain(), mark.best))
+                saved = time.monotonic()
+        row = {"epoch": epoch, "lr": optimizer.param_groups[0]["lr"], **sums.means(job.id), **method.measures()}
+        if val is not None:
+            row["val_correct"], row["val_total"] = accuracy(method, val, group)
+            if job.train.keep == "best" and row["val_correct"] > mark.best.get("val_correct", -1):
+                mark.best, best = {"epoch": epoch, "val_correct": row["val_correct"]}, {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
+        history.append(row)
+        clock.epoch(row)
+        if job.checkpoint_s and time.monotonic() - saved > job.checkpoint_s and epoch + 1 < epochs:
+            if group.rank == 0:
+                checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch + 1, 0, history, {}, mark.best))
+            saved = time.monotonic()
+    if best:
+        live = checkpoint.trained_state(method)
+        with torch.no_grad():
+            for name, tensor in best.items():
+                live[name].copy_(tensor)
+    return history
+
+
+def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[Batch], progress: Progress, job: StageJob,
+               group: dist.Group) -> dict[str, torch.Tensor]:
+    """One optimizer step over the global batch: forward and backward on this rank's micro-batches, gradients summed over
+    ranks, gate, clip, step, restore. Returns the loss and its terms, each this rank's share of the global mean."""
+    optim.set_rate(optimizer, optim.factor(progress.done, progress.total, job.train))
+    optimizer.zero_grad(set_to_none=True)
+    terms: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        with torch.autocast(group.device.type, torch.bfloat16) if job.train.precision == "bf16" else contextlib.nullcontext():
+            loss, parts = method.loss(batch, progress)
+        (loss * batch.weight).backward()
+        for name, value in {"loss": loss.detach(), **parts}.items():
+            terms[name] = terms.get(name, 0.0) + value * batch.weight  # type: ignore[assignment]
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    group.sum_gradients(parameters)
+    method.after_backward()
+    if job.train.clip:
+        torch.nn.utils.clip_grad_norm_(parameters, job.train.clip)
+    optimizer.step()
+    method.after_step(progress)
+    return terms
+
+
+class Sums:
+    """Running sums of loss terms over an epoch, kept on the device so that no step waits for them."""
+
+    def __init__(self, start: dict[str, float], device: torch.device):
+        self.values = {name: torch.tensor(v, dtype=torch.float64, device=device) for name, v in start.items() if name != "images"}
+        self.images = int(start.get("images", 0))
+        self.started, self.first = time.perf_counter(), self.images
+
+    def add(self, terms: dict[str, torch.Tensor], images: int) -> None:
+        for name, value in terms.items():
+            self.values[name] = self.values.get(name, 0.0) + value.double() * images  # type: ignore[assignment]
+        self.images += images
+
+    def plain(self) -> dict[str, float]:
+        return {"images": self.images, **{name: float(v) for name, v in self.values.items()}}
+
+    def means(self, where: str) -> dict[str, float]:
+        """Epoch means over the global batch. Raises UserError where the loss is not a finite number."""
+        means = {}
+        for name, value in self.values.items():
+            means[name] = float(dist.current().sum(value.clone())) / self.images
+        check_finite(means["loss"], where)
+        return {**means, "images": self.images, "seconds": round(time.perf_counter() - self.started, 3)}
+
+
+def check_finite(loss: float, where: str) -> None:
+    if not math.isfinite(loss):
+        raise UserError(f"stage {where}: the loss became {loss}; training cannot go on from there, lower train.lr, set train.clip=1, or use train.precision=fp32")
+
+
+class Clock:
+    """Tells what a stage is doing: epoch, loss, accuracy, images per second, seconds left."""
+
+    def __init__(self, job: StageJob, epochs: int, per_epoch: int, report: Report):
+        self.job, self.epochs, self.per_epoch, self.report = job, epochs, per_epoch, report
+        self.started = self.said = time.monotonic()
+        self.images = self.steps = 0
+        self.accuracy: float | None = None
+
+    def tick(self, progress: Progress, images: int, sums: Sums) -> None:
+        self.images, self.steps = self.images + images, self.steps + 1
+        now = time.monotonic()
+        if now - self.said < REPORT_S:
+            return
+        self.said, spent = now, now - self.started
+        loss = float(sums.values["loss"]) / sums.images
+        if dist.current().world == 1:
+            check_finite(loss, self.job.id)
+        self.report({"stage": self.job.id, "epoch": progress.epoch + 1, "epochs": self.epochs, "loss": loss, "accuracy": self.accuracy,
+                     "images_per_s": self.images / spent, "left_s": (progress.total - progress.done - 1) * spent / self.steps})
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        if row.get("val_total"):
+            self.accuracy = row["val_correct"] / row["val_total"]
+
+
+def settings_of(job: StageJob) -> Any:
+    return METHODS[job.method].Settings.model_validate(job.settings)
+
+
+def load_backbone(job: StageJob) -> torch.nn.Module:
+    """A fresh copy of the backbone stage's result."""
+    assert job.backbone is not None
+    artefact = Artefact.need(job.root, job.backbone)
+    backbone = vit.build(job.backbone_settings)
+    vit.from_bytes(backbone, artefact.read("state.safetensors"), f"backbone {job.backbone}")
+    digest = vit.digest_of(backbone)
+    if digest != artefact.manifest["digest"]:
+        raise UserError(f"stage {job.id}: the backbone in {job.backbone} has digest {digest[:12]}, its manifest says {artefact.manifest['digest'][:12]}; "
+                        "masks mean nothing on other weights, remove that folder and run the same command again")
+    return backbone
+
+
+def load_carried(job: StageJob) -> Carried | None:
+    if job.previous is None:
+        return None
+    artefact = Artefact.need(job.root, job.previous)
+    return Carried.from_bytes(artefact.read("carried.safetensors"), f"carried state of {job.previous}")
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()}, {os.cpu_count()} cores)"

@@ -1,0 +1,42 @@
+"""One fully fine-tuned network per task: the upper bound without sharing, at the price of a backbone for each task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from workers.job import Task
+from workers.methods.base import Method, Rates
+from workers.methods.finetune import tensors_of, weight_groups
+from workers.taskstate import Carried, TaskState
+
+
+class Individual(Method):
+    """Starts every task from the common backbone and stores all trained weights in the task's state."""
+
+    name = "individual"
+    freezes_backbone = False
+
+    def __init__(self, backbone: Any, settings: Any, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.common = tensors_of(backbone)
+        self.weights: dict[str, dict[str, Tensor]] = {}
+        self.serving: str | None = None
+
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        return super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        return self.state(copies=tensors_of(self.backbone)), Carried()
+
+    def load(self, state: TaskState) -> None:
+        super().load(state)
+        self.weights[state.task] = state.copies or self.common  # the base task was trained into the common backbone
+        self.serving = None
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        if task in self.weights and self.serving != task:
+            self.backbone.load_state_dict(self.weights[task])
+            self.serving = task
+        return super().logits(images, task)

@@ -1,0 +1,1 @@
+"""The backbone and the mechanisms that methods are made of."""

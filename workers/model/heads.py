@@ -1,0 +1,54 @@
+"""Task heads: one linear layer per task, made the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from workers.data.draw import seed_of
+from workers.errors import UserError
+
+
+class Heads(nn.Module):
+    """Linear(width, classes) by task name. Initialised from (seed, task name): equal on all ranks, in any order of tasks.
+
+    Truncated normal with std 0.02 and zero bias, as DeiT's head.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+        self.layers = nn.ModuleList()
+        self.names: list[str] = []
+
+    def __getitem__(self, task: str) -> nn.Linear:
+        if task not in self.names:
+            raise UserError(f"no task {task!r} is loaded; there are {self.names}")
+        return self.layers[self.names.index(task)]  # type: ignore[return-value]
+
+    def add(self, task: str, classes: int, seed: int) -> nn.Linear:
+        if task not in self.names:
+            layer = nn.Linear(self.width, classes)
+            generator = torch.Generator().manual_seed(seed_of(seed, "head", task))
+            nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
+            nn.init.zeros_(layer.bias)
+            self._append(task, layer)
+        return self[task]
+
+    def export(self, task: str) -> dict[str, Tensor]:
+        return {name: t.detach().clone() for name, t in self[task].state_dict().items()}
+
+    def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
+        """Adds or replaces the head of a finished task; it is not trained any more."""
+        layer = nn.Linear(self.width, tensors["weight"].shape[0])
+        layer.load_state_dict(tensors)
+        layer.requires_grad_(False)
+        self._append(task, layer)
+
+    def _append(self, task: str, layer: nn.Linear) -> None:
+        layer = layer.to(next((p.device for p in self.layers.parameters()), torch.device("cpu")))
+        if task in self.names:
+            self.layers[self.names.index(task)] = layer
+        else:
+            self.names.append(task)
+            self.layers.append(layer)

@@ -1,0 +1,88 @@
+"""The backbone: timm's VisionTransformer, built, loaded, digested and hooked from outside; never copied."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.taskstate import load_tensors
+
+
+def build(settings: BackboneSettings) -> nn.Module:
+    """A VisionTransformer without a classifier and with random weights; `load_weights` or a stage result fills it."""
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
+    if settings.name not in timm.list_models():
+        close = timm.list_models(f"*{settings.name.split('_')[0]}*")[:5]
+        raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close) or 'vit_tiny_patch16_224'}")
+    try:
+        model = timm.create_model(settings.name, num_classes=0, img_size=settings.img_size,
+                                  drop_path_rate=settings.drop_path, **settings.options)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options "
+                        f"{settings.options}: {error}; img_size must be a multiple of the patch size") from None
+    if not isinstance(model, VisionTransformer):
+        raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be a timm VisionTransformer such as vit_tiny_patch16_224")
+    return model
+
+
+def load_weights(model: nn.Module, settings: BackboneSettings) -> None:
+    """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings are resampled."""
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    if settings.weights == "none":
+        return
+    if settings.weights == "hub":
+        import timm
+
+        tensors = timm.create_model(settings.name, pretrained=True).state_dict()
+    else:
+        if not os.path.exists(settings.weights):
+            raise UserError(f"backbone.weights is {settings.weights!r}, which does not exist; give a .safetensors file, `hub` or `none`")
+        with open(settings.weights, "rb") as stream:
+            tensors, _ = load_tensors(stream.read(), f"backbone.weights {settings.weights!r}")
+    tensors = {name: t for name, t in checkpoint_filter_fn(tensors, model).items() if not name.startswith("head.")}
+    problems = model.load_state_dict(tensors, strict=False)
+    if problems.missing_keys or problems.unexpected_keys:
+        raise UserError(f"backbone.weights {settings.weights!r} do not fit {settings.name!r} (missing {problems.missing_keys[:3]}, "
+                        f"unexpected {problems.unexpected_keys[:3]}); give weights of the same architecture")
+
+
+def digest_of(model: nn.Module) -> str:
+    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, in order of name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def to_bytes(model: nn.Module) -> bytes:
+    return safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()})
+
+
+def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
+    tensors, _ = load_tensors(data, where)
+    model.load_state_dict(tensors)
+
+
+def normalise(images: Tensor, settings: BackboneSettings) -> Tensor:
+    """Float images in [0, 1], shape (b, 3, H, W) -> the backbone's input range."""
+    mean, std = (torch.tensor(v, device=images.device, dtype=images.dtype).view(1, 3, 1, 1) for v in (settings.mean, settings.std))
+    return (images - mean) / std
+
+
+def geometry(model: nn.Module) -> dict[str, Any]:
+    """What masks need to know: number of blocks, of patch tokens and prefix tokens, grid, width, hidden width."""
+    vit: Any = model
+    grid = tuple(vit.patch_embed.grid_size)
+    return {"depth": len(vit.blocks), "grid": grid, "tokens": grid[0] * grid[1], "prefix": vit.num_prefix_tokens,
+            "width": vit.embed_dim, "hidden": vit.blocks[0].mlp.fc1.out_features}

@@ -122,8 +122,8 @@ def _seen(store: Store, card: cards.Card) -> str:
         return found
     seen = store.remembered(card.identity())
     if seen is None:
-        raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist and was never ingested into this storage; "
-                        "put the data there or mend `source.path` on the card")
+        raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist and was never "
+                        "ingested into this storage; put the data there or mend `source.path` on the card")
     return seen
 
 

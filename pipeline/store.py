@@ -11,9 +11,11 @@ from typing import Any
 
 from pyarrow import fs
 
+from pipeline.config import Config, dump
 from pipeline.graph import Graph, Stage
 from workers.artefact import Artefact, join, read_bytes, resolve, withdraw, write_bytes
 from workers.errors import UserError
+from workers.job import Task
 
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
 
@@ -66,7 +68,8 @@ class Store:
             system, path = resolve(probe)
             system.delete_file(path)
         except OSError as error:
-            raise UserError(f"storage {self.storage!r} cannot be written ({error}); choose another folder with --set storage=PATH or mend its permissions") from None
+            raise UserError(f"storage {self.storage!r} cannot be written ({error}); choose another folder with --set storage=PATH "
+                            "or mend its permissions") from None
 
     def look_up(self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True) -> Lookup:
         """Is the result of `stage` there? With `verify`, every file is compared with its digest and a damaged result is
@@ -79,6 +82,9 @@ class Store:
             withdraw(self.root, stage.key)
             return Lookup(False, f"damaged: {damage}; it is computed again")
         return Lookup(False, why(stage, previous))
+
+    def withdraw(self, key: str) -> None:
+        withdraw(self.root, key)
 
     def record_path(self, name: str) -> str:
         return join(self.storage, "runs", name, "run.json")
@@ -135,9 +141,10 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
     return "an earlier stage changed"
 
 
-def record_of(graph: Graph, config: dict[str, Any], tasks: list[dict[str, Any]], provenance: dict[str, Any]) -> dict[str, Any]:
-    """The record of a named run: its config and the keys of all its stages."""
+def record_of(graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]) -> dict[str, Any]:
+    """The record of a named run: its config, its tasks and the keys of all its stages."""
     stages = [{"id": s.id, "key": s.key, "step": s.step, "label": s.method, "task": s.task, "parents": list(s.parents),
-               "method": config["methods"][s.method]["method"] if s.method else None, "inputs": dict(s.inputs)} for s in graph]
-    return {"name": graph.name, "config": config, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stages": stages, "tasks": tasks,
+               "method": config.methods[s.method].method if s.method else None, "inputs": dict(s.inputs)} for s in graph]
+    return {"name": graph.name, "config": dump(config), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stages": stages,
+            "tasks": [{"name": t.name, "card": t.card, "role": t.role, "classes": list(t.classes), "data": t.data} for t in tasks],
             "provenance": provenance}

@@ -43,7 +43,8 @@ def evaluate_task(job: StageJob, group: dist.Group, report: Any) -> tuple[dict[s
     check that loading it leaves the answers on the one before as they were."""
     assert job.task is not None
     method = served(job, group)
-    rows, tables = [], []
+    rows: list[dict[str, Any]] = []
+    tables: list[pa.Table] = []
     tasks = job.tasks if method.rewrites() else (job.task,)
     for done, task in enumerate(tasks):
         report({"stage": job.id, "task": task.name, "done": done, "of": len(tasks)})

@@ -55,7 +55,7 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
 def train_task(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
     """One step of one task: the method on a fresh copy of the backbone, from the state that the step before carried on."""
-    assert job.task is not None and job.backbone is not None
+    assert job.task is not None
     method = METHODS[job.method](load_backbone(job), settings_of(job), job.seed)
     carried = load_carried(job)
     history = fit(job, method, carried, group, report)
@@ -136,7 +136,8 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
         if val is not None:
             row["val_correct"], row["val_total"] = accuracy(method, val, group)
             if job.train.keep == "best" and row["val_correct"] > mark.best.get("val_correct", -1):
-                mark.best, best = {"epoch": epoch, "val_correct": row["val_correct"]}, {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
+                mark.best = {"epoch": epoch, "val_correct": row["val_correct"]}
+                best = {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
         history.append(row)
         clock.epoch(row)
         if job.checkpoint_s and time.monotonic() - saved > job.checkpoint_s and epoch + 1 < epochs:
@@ -201,7 +202,8 @@ class Sums:
 
 def check_finite(loss: float, where: str) -> None:
     if not math.isfinite(loss):
-        raise UserError(f"stage {where}: the loss became {loss}; training cannot go on from there, lower train.lr, set train.clip=1, or use train.precision=fp32")
+        raise UserError(f"stage {where}: the loss became {loss}; training cannot go on from there, lower train.lr, "
+                        "set train.clip=1, or use train.precision=fp32")
 
 
 class Clock:

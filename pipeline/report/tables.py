@@ -6,7 +6,6 @@ from the store alone.
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 from collections.abc import Mapping
@@ -196,7 +195,7 @@ class RunTables:
                 sums[kind] = sums.get(kind, 0) + count
             total = shared + sum(sums.values()) + own["carried"]
             rows.append({"label": label, "after_index": index, "after": task, "role": self.task(task)["role"], "backbone": shared, **sums,
-                         "carried": own["carried"], "total": total, "growth": total / shared if shared else math.nan,
+                         "carried": own["carried"], "total": total, "growth": total / shared if shared else None,
                          "task_bytes": sum(own["sizes"].values()), "trained_parameters": own["trained"], "flops_share": own["flops"]})
         return rows
 
@@ -226,7 +225,7 @@ class RunTables:
             rows.append({"label": label, "method": self.method(label), "tasks_finished": matrix.finished, "tasks": len(matrix.tasks),
                          **{name: matrix.final.get(name, math.nan) for name in metrics.METRICS},
                          "bytes_per_task": sum(r["task_bytes"] for r in tasks) / len(tasks) if tasks else math.nan,
-                         "carried_bytes": last.get("carried", math.nan), "total_bytes": last.get("total", math.nan), "growth": last.get("growth", math.nan),
+                         "carried_bytes": last.get("carried", math.nan), "total_bytes": last.get("total", math.nan), "growth": last.get("growth"),
                          "trained_parameters": max((r["trained_parameters"] or 0 for r in tasks), default=0) or None,
                          "flops_share": _mean([r["flops_share"] for r in tasks]), "answers": self.verdict(label),
                          "wall_s": sum(a.manifest.get("wall_s") or 0 for i, a in self.artefacts.items() if i.startswith(f"{label}/"))})
@@ -259,12 +258,14 @@ class RunTables:
             return None
         rows = table.select(["task", "label", "prediction"]).to_pandas()
         rows = rows[rows["task"] == task]
+        if not len(rows):
+            return None
         names = list(self.task(task)["classes"])
-        if self.scenario == "class":  # positions in the output space of all tasks learned so far
+        truth, guess = rows["label"].to_numpy(int), rows["prediction"].to_numpy(int)
+        if max(truth.max(), guess.max()) >= len(names):  # positions in the output space of all tasks learned so far
             order = self.tasks(label)
             names = [c for t in order[: order.index(after) + 1] for c in self.task(t)["classes"]]
-        truth, guess = rows["label"].to_numpy(int), rows["prediction"].to_numpy(int)
-        if not len(rows) or max(truth.max(), guess.max()) >= len(names) or min(truth.min(), guess.min()) < 0:
+        if max(truth.max(), guess.max()) >= len(names):
             return None
         counts = np.zeros((len(names), len(names)), np.int64)
         np.add.at(counts, (truth, guess), 1)
@@ -319,32 +320,6 @@ def matrix_rows(matrix: Matrix) -> list[Row]:
              "correct": _whole(matrix.correct[t, i]), "total": _whole(matrix.total[t, i]), "rate": float(matrix.rates[t, i]),
              "source": str(matrix.source[t, i])}
             for t in range(len(matrix.tasks)) for i in range(len(matrix.tasks)) if matrix.source[t, i] != "ahead"]
-
-
-def as_parquet(rows: list[Row]) -> bytes:
-    """Rows -> Parquet; columns are the union of all keys, an absent value or NaN is null."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    sink = io.BytesIO()
-    pq.write_table(pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in columns}), sink)
-    return sink.getvalue()
-
-
-def as_csv(rows: list[Row]) -> bytes:
-    """Rows -> CSV with a header; absent values and NaN are empty."""
-    sink = io.StringIO()
-    writer = csv.DictWriter(sink, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
-    return sink.getvalue().encode()
-
-
-def files(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
-    """`NAME.csv` for people and `NAME.parquet` for machines, for every table."""
-    return {f"{name}.{ending}": write(rows) for name, rows in tables.items() for ending, write in (("csv", as_csv), ("parquet", as_parquet))}
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _whole(value: float) -> int | None:

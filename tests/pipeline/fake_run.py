@@ -95,10 +95,11 @@ def _history(attempt: Attempt, stage: Stage, terms: dict[str, float]) -> None:
     epochs = 6
     decay = [0.65 ** e for e in range(epochs)]
     columns: dict[str, list[Any]] = {
-        "epoch": list(range(epochs)), "seconds": [2.0 + e % 2 for e in range(epochs)], "images": [810] * epochs, "lr": [1e-3 * d for d in decay],
-        "loss": [0.3 + sum(terms.values()) * d for d in decay], **{t: [v * d for d in decay] for t, v in terms.items()},
-        "val_correct": [int(90 * (0.9 - 0.6 * d)) for d in decay], "val_total": [90] * epochs,
-        **({"tokens_kept": [1 - 0.02 * e for e in range(epochs)]} if "keep" in terms else {})}
+        "epoch": list(range(epochs)), "lr": [1e-3 * d for d in decay], "loss": [0.3 + sum(terms.values()) * d for d in decay],
+        **{t: [v * d for d in decay] for t, v in terms.items()}, "images": [810] * epochs,
+        "seconds": [2.0 + e % 2 for e in range(epochs)],
+        **({"token_keep": [1 - 0.02 * e for e in range(epochs)]} if "drop_control" in terms else {}),
+        "val_correct": [int(90 * (0.9 - 0.6 * d)) for d in decay], "val_total": [90] * epochs}
     attempt.write("history.parquet", parquet(columns))
 
 
@@ -139,7 +140,7 @@ def _train(attempt: Attempt, stage: Stage) -> dict[str, Any]:
     attempt.write("task.safetensors", state.to_bytes())
     carried = Carried({"weights": torch.zeros(1000 if label == "hat-small" else BACKBONE_BYTES // 4)} if label != "meat" else {}).to_bytes()
     attempt.write("carried.safetensors", carried)
-    _history(attempt, stage, {"ce": 1.1 + .2 * index, **({"keep": .2} if label == "meat" else {})})
+    _history(attempt, stage, {"ce": 1.1 + .2 * index, **({"drop_control": .2} if label == "meat" else {})})
     warnings = ["train.batch_size 64 is larger than the last task's train split; each epoch has one step"] if stage.task == "roots" else []
     return {"sizes": state.sizes(), "trained_parameters": {"meat": 8_000, "hat-small": 12_000, "finetune": 55_000}[label],
             "carried_bytes": len(carried) if label != "meat" else 0, "flops_share": .83 if label == "meat" else 1.0, "warnings": warnings,

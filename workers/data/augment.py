@@ -1,8 +1,8 @@
-"""From decoded uint8 images to what the model eats: crop, flip, RandAugment, normalise, erase, mix; batched, on the device.
+"""From decoded uint8 images to what the model eats: crop, flip, RandAugment, normalise, erase, mix; batched, on device.
 
-Every decision (where to crop, which operation, whom to mix with) is a value, drawn on the CPU for the whole global batch from
-(seed, epoch, step), of which a rank takes its own rows. So a sample meets the same augmentation for any number of ranks, on any
-device, and small decisions never make the host wait for the accelerator.
+Every decision (where to crop, which operation, whom to mix with) is a value, drawn on the CPU for the whole global
+batch from (seed, epoch, step), of which a rank takes its own rows. So a sample meets the same augmentation for any
+number of ranks, on any device, and small decisions never make the host wait for the accelerator.
 
 Letters: b samples of this rank, S side of the cached square image, s side of the model's input, K classes.
 """
@@ -29,12 +29,12 @@ CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def partner_of(draw: Draw) -> Tensor:
-    """(size,) on the CPU: the position in the global batch of the sample that each sample is mixed with; a permutation."""
+    """(size,) on the CPU, a permutation: the position in the global batch of the one that each sample is mixed with."""
     return torch.randperm(draw.size, generator=draw.generator("partner", CPU))
 
 
 def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
-    """pixels (b, C, S, S), corners (b,) and flips (b,) on the CPU -> (b, C, side, side); the flip comes after the crop."""
+    """pixels (b, C, S, S), corners (b,) and flips (b,) on the CPU -> (b, C, side, side); flips come after the crop."""
     if pixels.device.type == "cpu":  # a loop over slices: 2 to 4 times faster than the gather below
         source, out = pixels.numpy(), np.empty((*pixels.shape[:2], side, side), np.uint8)
         for i, (y, x, mirrored) in enumerate(zip(top.tolist(), left.tolist(), flip.tolist(), strict=True)):
@@ -67,8 +67,8 @@ class Boxes:
 
 
 def draw_boxes(draw: Draw, tag: str, side: int, area: tuple[float, float], ratio: tuple[float, float]) -> Boxes:
-    """For each sample of the global batch the first of ATTEMPTS boxes that fits a square of the given side: its share of the
-    area is uniform, its height / width uniform in the logarithm."""
+    """For each sample of the global batch the first of ATTEMPTS boxes that fits a square of the given side: its share
+    of the area is uniform, its height / width uniform in the logarithm."""
     u = torch.rand((draw.size, ATTEMPTS, 2), generator=draw.generator(f"{tag}.box", CPU), dtype=torch.float64)
     share = (area[0] + (area[1] - area[0]) * u[..., 0]) * side * side
     tall = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[..., 1])
@@ -84,8 +84,8 @@ def draw_boxes(draw: Draw, tag: str, side: int, area: tuple[float, float], ratio
 
 @dataclass(frozen=True)
 class Mix:
-    """What of a sample remains, (b,): `blend` is its weight in mixup (1 under cutmix), `boxes` the (top, bottom, left, right)
-    cut from the partner (empty under mixup), `share` its weight in the target."""
+    """What remains of a sample: `blend` (b,) is its weight in mixup, 1 under cutmix; `boxes` (b, 4) the top, bottom,
+    left and right of what is cut from the partner, empty under mixup; `share` (b,) its weight in the target."""
 
     blend: Tensor
     boxes: Tensor
@@ -96,12 +96,13 @@ class Mix:
 
 
 class Augment:
-    """Turns pixels into model inputs and labels into targets, as `DataSettings` says; deterministic when not training."""
+    """Turns pixels into model inputs and labels into targets, as `DataSettings` says; random only while training."""
 
     def __init__(self, data: DataSettings, backbone: BackboneSettings, training: bool):
         low, high = data.crop_scale
         if not 0 < low <= high <= 1:
-            raise UserError(f"data.crop_scale: {list(data.crop_scale)} is no range of areas; give [low, high] with 0 < low <= high <= 1")
+            raise UserError(f"data.crop_scale: {list(data.crop_scale)} is no range of areas; "
+                            "give [low, high] with 0 < low <= high <= 1")
         self.data, self.training, self.side = data, training, backbone.img_size
         self.size_in = round(backbone.img_size / backbone.crop_pct)
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
@@ -113,16 +114,17 @@ class Augment:
     def needs_partner(self) -> bool:
         return self.training and bool(self.data.mixup or self.data.cutmix)
 
-    def __call__(self, pixels: Tensor, labels: Tensor, num_classes: int | None, draw: Draw, partner_pixels: Tensor | None = None,
-                 partner_labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or None where hard labels do.
+    def __call__(self, pixels: Tensor, labels: Tensor, num_classes: int | None, draw: Draw,
+                 partner_pixels: Tensor | None = None, partner_labels: Tensor | None = None
+                 ) -> tuple[Tensor, Tensor | None]:
+        """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or None if labels do.
 
-        `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.rows]`. They are not needed (and not looked
-        at) where this rank holds its partners itself, as a single rank does. With num_classes None (a batch over several
-        tasks, which has no common output space) samples are neither mixed nor smoothed.
+        `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.rows]`. They are not needed (and not
+        looked at) where this rank holds its partners itself, as a single rank does. With num_classes None (a batch over
+        several tasks, which has no common output space) samples are neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
-            raise ValueError(f"pixels have shape {tuple(pixels.shape)}, expected (b, 3, {self.size_in}, {self.size_in})")
+            raise ValueError(f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {self.size_in}, {self.size_in})")
         if not self.training:
             return self.normalise(self._centre(pixels)), None
         images = self._augment(pixels, draw)
@@ -143,7 +145,7 @@ class Augment:
             self.scale, self.shift = self.scale.to(pixels.device), self.shift.to(pixels.device)
         return pixels.float().mul_(self.scale).add_(self.shift)
 
-    # ---- one sample -----------------------------------------------------------------------------------------------------
+    # ---- one sample -----------------------------------------------------------------------------------------------
     def _augment(self, pixels: Tensor, draw: Draw) -> Tensor:
         """All that happens to a sample alone; partners meet it too, under their own rows."""
         rows = draw.rows.cpu()
@@ -162,7 +164,8 @@ class Augment:
         """uint8 (b, 3, S, S) -> (b, 3, s, s), cropped and flipped."""
         flip = torch.rand(draw.size, generator=draw.generator("flip", CPU))[rows] < self.data.flip
         if self.data.crop == "resized":
-            return self._resized(pixels, draw_boxes(draw, "crop", self.size_in, self.data.crop_scale, CROP_RATIO).of(rows), flip)
+            boxes = draw_boxes(draw, "crop", self.size_in, self.data.crop_scale, CROP_RATIO)
+            return self._resized(pixels, boxes.of(rows), flip)
         if self.data.crop == "none":
             if not self.data.flip:
                 return self._centre(pixels)
@@ -189,25 +192,27 @@ class Augment:
     def _erase(self, images: Tensor, draw: Draw, rows: Tensor) -> Tensor:
         """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a box, in place.
 
-        The noise is cut from one field per step, at a place of the sample's own: a field costs four images, noise for the
-        whole global batch on each rank would cost the batch.
+        The noise is cut from one field per step, at a place of the sample's own: a field costs four images, noise for
+        the whole global batch on each rank would cost the batch.
         """
         chosen = torch.rand(draw.size, generator=draw.generator("erase", CPU))[rows] < self.data.erase
         boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO).of(rows)
-        places = (torch.rand((draw.size, 2), generator=draw.generator("erase.place", CPU))[rows] * (self.side + 1)).long()
+        places = torch.rand((draw.size, 2), generator=draw.generator("erase.place", CPU))[rows]
+        places = (places * (self.side + 1)).long()
         hit = (chosen & boxes.found).nonzero().squeeze(1)
         if not len(hit):
             return images
-        span = 2 * self.side
-        field = torch.randn((3, span, span), generator=draw.generator("erase.noise", images.device), device=images.device)
+        span, noise = 2 * self.side, draw.generator("erase.noise", images.device)
+        field = torch.randn((3, span, span), generator=noise, device=images.device)
         for i in hit.tolist():
             top, left, high, wide = (int(t[i]) for t in (boxes.top, boxes.left, boxes.height, boxes.width))
             y, x = places[i].tolist()
             images[i, :, top : top + high, left : left + wide] = field[:, y : y + high, x : x + wide]
         return images
 
-    # ---- pairs of samples -----------------------------------------------------------------------------------------------
-    def _partners(self, images: Tensor, labels: Tensor, draw: Draw, pixels: Tensor | None, pixel_labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    # ---- pairs of samples -----------------------------------------------------------------------------------------
+    def _partners(self, images: Tensor, labels: Tensor, draw: Draw, pixels: Tensor | None, pixel_labels: Tensor | None
+                  ) -> tuple[Tensor, Tensor]:
         """Each sample's partner, augmented as it is where it is a sample itself."""
         rows = draw.rows.cpu()
         partner = partner_of(draw)[rows]
@@ -218,7 +223,7 @@ class Augment:
             own = own.to(images.device)
             return images[own], labels[own]
         if pixels is None or pixel_labels is None:
-            raise ValueError("mixing needs partner_pixels and partner_labels where a rank does not hold the whole global batch")
+            raise ValueError("mixing needs partner_pixels and partner_labels where a rank holds a part of the batch")
         return self._augment(pixels, replace(draw, rows=partner)), pixel_labels
 
     def _targets(self, labels: Tensor, num_classes: int) -> Tensor:
@@ -226,8 +231,8 @@ class Augment:
         return F.one_hot(labels.long(), num_classes) * (1 - smoothing) + smoothing / num_classes
 
     def _plan_mix(self, draw: Draw) -> Mix:
-        """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the samples each where both are
-        on. timm draws one weight per batch; here each sample has its own, so that it does not depend on who else is there."""
+        """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the samples each where
+        both are on. timm by default draws one weight and one box per batch; here each sample has its own."""
         size, side, data = draw.size, self.side, self.data
         blend, cut = (self._beta(draw, tag, alpha) for tag, alpha in (("mixup", data.mixup), ("cutmix", data.cutmix)))
         if data.mixup and data.cutmix:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.data import rows
 from workers.data.augment import Augment, partner_of
 from workers.data.draw import Draw, seed_of
+from workers.data.rows import select
 from workers.data.sources import Pixels, Resident, Source, Streamed
 from workers.dist import Group
 from workers.job import StageJob, Task
@@ -22,8 +22,8 @@ class Feed:
     """Batches of one split of `tasks`.
 
     `train` is what validation leaves of it. training=True augments; `epoch` is for training, `evaluate` for measuring.
-    Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) % accumulate. Decoded images
-    are kept where they fit into `job.resident_bytes`, else they are streamed. Raises UserError where a split is empty.
+    Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) % accumulate. Images are kept
+    decoded where they fit into `job.resident_bytes`, else they are streamed. Raises UserError where a split is empty.
     """
 
     def __init__(self, job: StageJob, tasks: tuple[Task, ...], split: str, group: Group, training: bool):
@@ -33,7 +33,7 @@ class Feed:
         self.augment = Augment(job.data, job.backbone_settings, training)
         # A batch over several tasks has no common output space: nothing is mixed or smoothed in it.
         self.num_classes = tasks[0].num_classes if len(tasks) == 1 else None
-        self.rows = rows.select(job.root, tasks, split, job.data.val_fraction)
+        self.rows = select(job.root, tasks, split, job.data.val_fraction)
         side = self.augment.size_in
         self.resident = len(self.rows) * side * side * 3 <= job.resident_bytes
         self.source: Source
@@ -51,8 +51,8 @@ class Feed:
         return -(-self.num_samples // self.batch_size)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
-        """From `start_step` on, the micro-batches of each optimizer step: as many on every rank, of which those that got
-        no sample of a ragged last batch hold a stand-in of weight 0."""
+        """From `start_step` on, the micro-batches of each optimizer step: as many on every rank. Those that got no sample
+        of a ragged last batch hold a stand-in of weight 0."""
         def wanted(step: int, size: int) -> Iterable[int]:
             draws = [self._draw(epoch, step, positions, size) for positions in self._mine(size)]
             return torch.cat([part for draw in draws for part in (draw.rows, self._partners(draw))]).tolist()
@@ -70,7 +70,8 @@ class Feed:
         def mine(step: int) -> bool:
             return step % self.group.world == self.group.rank
 
-        for step, (rows, pixels) in enumerate(self.source.steps(None, batch, 0, lambda step, size: range(size) if mine(step) else ())):
+        steps = self.source.steps(None, batch, 0, lambda step, size: range(size) if mine(step) else ())
+        for step, (rows, pixels) in enumerate(steps):
             if mine(step):
                 draw = self._draw(0, step, torch.arange(len(rows)), len(rows))
                 yield replace(self._batch(draw, rows, pixels, 1.0), keys=self.rows.keys(rows))

@@ -1,10 +1,10 @@
 """RandAugment on a batch of uint8 images: timm's `rand-m<magnitude>-mstd0.5-inc1`, without a loop over images.
 
-Cubuk et al. 2020 (arXiv 1909.13719) in the form that DeiT, MEAT and DyTox train with: each of n operations is one of 15, drawn
-with replacement, applied with probability 0.5 at a strength drawn from N(magnitude, 0.5). Instead of one function per image,
-three families each take all their images at once: lookup tables, affine maps, and blends with a degenerate image. Tables and
-blends equal Pillow bit for bit. Two deviations from timm: posterize keeps at least 1 bit (timm asks for 0 at high magnitude,
-which Pillow 13 refuses), and affine maps are always bilinear (timm flips a coin between bilinear and bicubic).
+Cubuk et al. 2020 (arXiv 1909.13719) in the form that DeiT, MEAT and DyTox train with: each of n operations is one of
+15, drawn with replacement, applied with probability 0.5 at a strength drawn from N(magnitude, 0.5). Instead of one
+function per image, three families each take all their images at once: lookup tables, affine maps, and blends with a
+degenerate image. Tables and blends are Pillow's. Two deviations from timm: posterize keeps at least 1 bit (timm asks
+for 0 at high magnitude, which Pillow 13 refuses), and affine maps are bilinear (timm: bilinear or bicubic, by chance).
 
 Shapes: b images of a global batch, n of them under one operation; levels are (n,), signed, in [-10, 10].
 """
@@ -40,7 +40,8 @@ def plan(draw: Draw, n: int, magnitude: float) -> Policy:
     """The policy of the whole global batch: n operations per image."""
     cpu = torch.device("cpu")
     choice, chance, sign = torch.rand((draw.size, n, 3), generator=draw.generator("randaugment", cpu)).unbind(-1)
-    strength = magnitude + STRENGTH_STD * torch.randn((draw.size, n), generator=draw.generator("randaugment.level", cpu))
+    spread = torch.randn((draw.size, n), generator=draw.generator("randaugment.level", cpu))
+    strength = magnitude + STRENGTH_STD * spread
     ops = torch.where(chance < PROBABILITY, (choice * len(OPS)).long(), -1)
     return Policy(ops, strength.clamp(0, STRONGEST) * torch.where(sign < 0.5, -1.0, 1.0))
 
@@ -62,7 +63,7 @@ def apply(pixels: Tensor, policy: Policy, fill: tuple[int, ...]) -> Tensor:
     return out
 
 
-# ---- lookup tables: operations that map each value of a channel to another ----------------------------------------------
+# ---- lookup tables: operations that map each value of a channel to another ---------------------------------------
 def _look_up(pixels: Tensor, tables: Tensor, fill: tuple[int, ...]) -> Tensor:
     """tables: uint8 (n, 3, 256)."""
     return tables.gather(2, pixels.flatten(2).long()).view_as(pixels)
@@ -84,7 +85,7 @@ def _per_image(level: Tensor, pixels: Tensor) -> Tensor:
 def _autocontrast(pixels: Tensor, level: Tensor) -> Tensor:
     flat = pixels.flatten(2)
     low, high = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
-    scale = 255.0 / (high - low)
+    scale = torch.full_like(high, 255.0) / (high - low)  # `255.0 / tensor` would multiply by a rounded reciprocal
     stretched = (_values(pixels) * scale + -low * scale).nan_to_num(0.0)
     return _table(torch.where(high > low, stretched, _values(pixels).double()))
 
@@ -128,7 +129,7 @@ def _brightness(pixels: Tensor, level: Tensor) -> Tensor:
     return _table(_values(pixels) * _per_image(_factor(level), pixels))
 
 
-# ---- blends with a degenerate image -------------------------------------------------------------------------------------
+# ---- blends with a degenerate image ------------------------------------------------------------------------------
 def _factor(level: Tensor) -> Tensor:
     """1 is the image itself, 0 the degenerate one, above 1 exaggerates. timm's `increasing` form, 0.1 to 1.9."""
     return (1 + 0.9 * level / STRONGEST).clamp(min=0.1)
@@ -156,7 +157,7 @@ def _grey(pixels: Tensor) -> Tensor:
 
 
 def _smooth(pixels: Tensor) -> Tensor:
-    """Pillow's SMOOTH: a 3x3 box with weight 5 in the middle; the outermost pixels stay. Integers: exact in any batch."""
+    """Pillow's SMOOTH: a 3x3 box with weight 5 in the middle; the outermost pixels stay. Exact: in integers."""
     out = pixels.int()
     rows = out[:, :, :-2] + out[:, :, 1:-1] + out[:, :, 2:]
     total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * out[:, :, 1:-1, 1:-1]
@@ -165,7 +166,7 @@ def _smooth(pixels: Tensor) -> Tensor:
     return smooth
 
 
-# ---- affine maps --------------------------------------------------------------------------------------------------------
+# ---- affine maps -------------------------------------------------------------------------------------------------
 def _warp(pixels: Tensor, theta: Tensor, fill: tuple[int, ...]) -> Tensor:
     """theta: (n, 2, 3) from output to input coordinates, both in [-1, 1]. Outside the image there is `fill`."""
     colour = torch.tensor(fill, dtype=torch.float32, device=pixels.device).view(3, 1, 1)
@@ -203,12 +204,13 @@ def _translate_y(pixels: Tensor, level: Tensor) -> Tensor:
 # family -> {operation: (its pixels (n, 3, S, S), its levels (n,)) -> what the family needs to apply it}
 FAMILIES: dict[Callable[[Tensor, Tensor, tuple[int, ...]], Tensor], dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     _look_up: {
-        "autocontrast": _autocontrast, "equalize": _equalize, "invert": _invert, "posterize": _posterize, "solarize": _solarize,
-        "solarize_add": _solarize_add, "contrast": _contrast, "brightness": _brightness,
+        "autocontrast": _autocontrast, "equalize": _equalize, "invert": _invert, "posterize": _posterize,
+        "solarize": _solarize, "solarize_add": _solarize_add, "contrast": _contrast, "brightness": _brightness,
     },
     _blend: {"color": _color, "sharpness": _sharpness},
     _warp: {
-        "rotate": _rotate, "shear_x": _shear_x, "shear_y": _shear_y, "translate_x": _translate_x, "translate_y": _translate_y,
+        "rotate": _rotate, "shear_x": _shear_x, "shear_y": _shear_y,
+        "translate_x": _translate_x, "translate_y": _translate_y,
     },
 }
 OPS = tuple(name for names in FAMILIES.values() for name in names)

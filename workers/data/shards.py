@@ -1,4 +1,4 @@
-"""Shards: the tars and the index that ingest wrote, read at random or as a stream, each record checked against its digest."""
+"""Shards: the tars and the index that ingest wrote, read at random or as a stream, records checked against digests."""
 
 from __future__ import annotations
 

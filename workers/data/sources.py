@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,14 +33,17 @@ WINDOW = 4096  # records among which a streamed epoch is shuffled; undecoded, so
 AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
 DECODING = 1  # raise it when `decode` gives other pixels: older caches are then not used
 
+T = TypeVar("T")
 Pixels = Callable[[Tensor], Tensor]  # positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
 Wanted = Callable[[int, int], Iterable[int]]  # (step, size of its global batch) -> positions that this rank will ask for
+Decoding = Future[NDArray[np.uint8]]
+Steps = Iterator[tuple[NDArray[np.int64], Pixels]]
 
 
 class Source(Protocol):
-    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Iterator[tuple[NDArray[np.int64], Pixels]]:
-        """From step `start` on: the rows of each global batch, and their pixels. Every row once; the last batch is ragged.
-        epoch None: in table order."""
+    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
+        """From step `start` on: the rows of each global batch, and their pixels. Every row comes once, and the last batch
+        is ragged. epoch None: in table order."""
 
 
 class Resident:
@@ -53,16 +57,17 @@ class Resident:
         if device.type == "cuda" and 2 * self.pixels.nbytes < torch.cuda.mem_get_info(device)[0]:
             self.pixels = torch.from_numpy(np.array(self.pixels)).to(device)
 
-    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Iterator[tuple[NDArray[np.int64], Pixels]]:
+    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
         n = len(self.rows)
         order = torch.arange(n)
         if epoch is not None:
             order = torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(self.seed, "order", epoch)))
         for first in range(start * batch, n, batch):
             rows = order[first : first + batch]
-            yield rows.numpy(), lambda positions, rows=rows: self._gather(rows[positions])
+            yield rows.numpy(), partial(self._gather, rows)
 
-    def _gather(self, rows: Tensor) -> Tensor:
+    def _gather(self, batch: Tensor, positions: Tensor) -> Tensor:
+        rows = batch[positions]
         if isinstance(self.pixels, Tensor):
             found = self.pixels[rows.to(self.device)]
         else:
@@ -76,7 +81,8 @@ class Resident:
             return decode(self.rows.bytes_of(row), self.side, shards.max_pixels)
 
         with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            yield from _ahead((pool.submit(one, row) for row in range(len(self.rows))), 4 * max(1, self.workers), pool)
+            futures = (pool.submit(one, row) for row in range(len(self.rows)))
+            yield from (future.result() for future in _ahead(futures, 4 * max(1, self.workers)))
 
     def _in_memory(self) -> NDArray[np.uint8]:
         pixels = np.empty(self.shape, np.uint8)
@@ -111,7 +117,8 @@ class Resident:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         try:
             with self._kept_in(folder), open(part, "wb") as stream:
-                np.lib.format.write_array_header_1_0(stream, {"descr": "|u1", "fortran_order": False, "shape": self.shape})
+                header = {"descr": "|u1", "fortran_order": False, "shape": self.shape}
+                np.lib.format.write_array_header_1_0(stream, header)
                 for pixels in self._decoded():
                     stream.write(np.ascontiguousarray(pixels).data)
             os.replace(part, path)
@@ -124,8 +131,9 @@ class Resident:
         try:
             yield
         except OSError as error:
-            raise UserError(f"decoded images cannot be kept in {folder!r} ({error}); they need {np.prod(self.shape) / 2**30:.2f} GiB "
-                            "there: free the space, or lower the memory budget so that they are streamed") from None
+            size = np.prod(self.shape) / 2**30
+            raise UserError(f"decoded images cannot be kept in {folder!r} ({error}); they need {size:.2f} GiB there: free the "
+                            "space, or lower the memory budget so that they are streamed") from None
 
 
 class Streamed:
@@ -145,31 +153,27 @@ class Streamed:
             self.rows_of[data].setdefault(key, []).append(row)
             self.names[data][shard] = None
 
-    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Iterator[tuple[NDArray[np.int64], Pixels]]:
+    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
+        def submitted() -> Iterator[tuple[NDArray[np.int64], dict[int, Decoding]]]:
+            records = self._records(epoch)
+            for step, group in enumerate(iter(lambda: list(islice(records, batch)), [])):
+                if step >= start:
+                    positions = set(wanted(step, len(group)))
+                    yield np.array([row for row, _ in group]), {p: pool.submit(self._decode, *group[p]) for p in positions}
+
         with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            def submitted() -> Iterator[tuple[NDArray[np.int64], dict[int, Future[NDArray[np.uint8]]]]]:
-                records = self._records(epoch)
-                for step, group in enumerate(iter(lambda: list(islice(records, batch)), [])):
-                    if step >= start:
-                        positions = set(wanted(step, len(group)))
-                        yield (np.array([row for row, _ in group]), {p: pool.submit(self._decode, *group[p]) for p in positions})
+            for rows, decoding in _ahead(submitted(), AHEAD):
+                yield rows, partial(self._stack, decoding)
 
-            waiting: deque[Any] = deque()
-            steps = submitted()
-            try:
-                while waiting.extend(islice(steps, AHEAD + 1 - len(waiting))) or waiting:
-                    rows, futures = waiting.popleft()
-                    yield rows, lambda positions, futures=futures: self._stack([futures[int(p)].result() for p in positions])
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-
-    def _stack(self, pixels: list[NDArray[np.uint8]]) -> Tensor:
-        return torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2).contiguous()
+    def _stack(self, decoding: dict[int, Decoding], positions: Tensor) -> Tensor:
+        pixels = np.stack([decoding[position].result() for position in positions.tolist()])
+        return torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).contiguous()
 
     def _decode(self, row: int, data: bytes) -> NDArray[np.uint8]:
         table = self.rows.table
         shards = self.rows.shards[table["data"][row].as_py()]
-        return decode(shards.verify(table["key"][row].as_py(), data, table["sha256"][row].as_py()), self.side, shards.max_pixels)
+        shards.verify(table["key"][row].as_py(), data, table["sha256"][row].as_py())
+        return decode(data, self.side, shards.max_pixels)
 
     def _records(self, epoch: int | None) -> Iterator[tuple[int, bytes]]:
         """(row, image bytes) of every row once."""
@@ -192,23 +196,22 @@ class Streamed:
             yield next(streams[data])
 
     def _of(self, data: int, epoch: int | None) -> Iterator[tuple[int, bytes]]:
-        """The rows of one data set. The index is the authority: records outside it are skipped, and all of it must come."""
+        """The rows of one data set. The index is the authority: what it lacks is skipped, and all that it has must come."""
         shards, rows_of = self.rows.shards[data], self.rows_of[data]
         missing = sum(map(len, rows_of.values()))
-        for key, image in shards.stream([*self.names[data]], None if epoch is None else seed_of(self.seed, "shards", data, epoch)):
+        seed = None if epoch is None else seed_of(self.seed, "shards", data, epoch)
+        for key, image in shards.stream([*self.names[data]], seed):
             for row in rows_of.get(key, ()):
                 missing -= 1
                 yield row, image
         if missing:
-            raise DamagedArtefact(shards.key, f"the shards in {shards.uri('')} lack {missing} of the images in their index; run "
-                                              "the same command again to ingest anew")
+            raise DamagedArtefact(shards.key, f"the shards in {shards.uri('')} lack {missing} of the images in their index; "
+                                              "run the same command again to ingest anew")
 
 
-def _ahead(futures: Iterator[Future[Any]], depth: int, pool: ThreadPoolExecutor) -> Iterator[Any]:
-    """Results in order, with at most `depth` futures under way."""
-    waiting: deque[Future[Any]] = deque()
-    try:
-        while waiting.extend(islice(futures, depth - len(waiting))) or waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def _ahead(items: Iterator[T], depth: int) -> Iterator[T]:
+    """The same items, each taken `depth` items before it is given."""
+    waiting = deque(islice(items, depth))
+    while waiting:
+        waiting.extend(islice(items, 1))
+        yield waiting.popleft()

@@ -1,7 +1,7 @@
 """Masked linear and masked attention: timm's own modules, given another forward from outside; nothing is copied.
 
-`mask_sites` changes the class of the attention and FFN modules of a built ViT. Parameters, names, hooks and digest stay as
-they are, and with no mask set the forward is timm's.
+`mask_sites` changes the class of the attention and FFN modules of a built ViT. Parameters, names, hooks and digest stay
+as they are, and with no mask set the forward is timm's.
 Axes: B images, H heads, N tokens (prefix first), D head width.
 """
 
@@ -25,8 +25,8 @@ LARGEST_EXPONENT = 20.0  # a masked key may exceed all kept keys; exp(20) stays 
 class MaskedSoftmax(torch.autograd.Function):
     """Psi = policy * exp(scores) / sum(policy * exp(scores)), MEAT Eq. 4 and 5, in the dtype of `scores` (use fp32).
 
-    policy: 0/1, broadcastable to scores, with at least one kept key per row. The gradient of the policy is nonzero also for
-    masked keys, which masked_fill(-inf) would not give: d Psi / d policy_j = exp(a_j) / sum * (delta - Psi).
+    policy: 0/1, broadcastable to scores, with at least one kept key per row. The gradient of the policy is nonzero for
+    masked keys too, which masked_fill(-inf) would not give: d Psi / d policy_j = exp(a_j) / sum * (delta - Psi).
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class MaskedAttention(Attention):
 
 
 class MaskedLinear(nn.Linear):
-    """nn.Linear that can use another weight of the same shape (`effective`) and gate its inputs (`gate`, 0/1 per feature).
+    """nn.Linear that can use another weight of its shape (`effective`) and gate its inputs (`gate`, 0/1 per feature).
 
     The bias is never masked.
     """
@@ -101,8 +101,8 @@ class MaskedLinear(nn.Linear):
 class BlockMasks:
     """The masks of one block. None = nothing masked.
 
-    tokens: (1 or B, n) without the prefix tokens. fc1, fc2: weight-shaped. neurons: (hidden,). Boolean when serving, 0/1
-    floats with a gradient when training.
+    tokens: (1 or B, n) without the prefix tokens. fc1, fc2: weight-shaped. neurons: (hidden,). Boolean when serving,
+    0/1 floats with a gradient when training.
     """
 
     tokens: Tensor | None = None
@@ -159,19 +159,22 @@ def _folded(weight: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def mask_sites(vit: Any, self_loop: bool = False) -> Sites:
-    """Makes the attention and FFN modules of all blocks maskable, in place. Raises UserError on blocks it does not know."""
+    """Makes the attention and FFN modules of all blocks maskable, in place. Raises UserError on other blocks."""
     sites = Sites(prefix=vit.num_prefix_tokens)
     for index, block in enumerate(vit.blocks):
         mlp = getattr(block, "mlp", None)
-        found = (getattr(block, "attn", None), getattr(mlp, "fc1", None), getattr(mlp, "fc2", None))
-        for module, plain, masked in zip(found, (Attention, nn.Linear, nn.Linear), (MaskedAttention, MaskedLinear, MaskedLinear), strict=True):
-            if type(module) not in (plain, masked):
-                raise UserError(f"block {index} of the backbone has a {type(module).__name__} where masks need timm's {plain.__name__}; "
-                                "choose a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224")
-            module.__class__ = masked
-        attention, fc1, fc2 = found
+        attention = _become(MaskedAttention, Attention, getattr(block, "attn", None), index)
         attention.self_loop = self_loop
         sites.attention.append(attention)
-        sites.fc1.append(fc1)
-        sites.fc2.append(fc2)
+        sites.fc1.append(_become(MaskedLinear, nn.Linear, getattr(mlp, "fc1", None), index))
+        sites.fc2.append(_become(MaskedLinear, nn.Linear, getattr(mlp, "fc2", None), index))
     return sites
+
+
+def _become(masked: type[Any], plain: type[nn.Module], module: Any, index: int) -> Any:
+    """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked` restates."""
+    if type(module) not in (plain, masked):
+        raise UserError(f"block {index} of the backbone has a {type(module).__name__} where masks need a "
+                        f"{plain.__name__}; choose a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224")
+    module.__class__ = masked
+    return module

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 
 class GumbelHard(nn.Module):
-    """Hard two-class Gumbel-softmax (MEAT, Eq. 6 and 7) with one logit u = t1 - t2 per entry instead of the pair (t1, t2).
+    """Hard two-class Gumbel-softmax (MEAT, Eq. 6, 7) with one logit u = t1 - t2 per entry instead of the pair (t1, t2).
 
     The difference of two Gumbel draws is logistic, so m = 1[u + logistic > 0] has the law of the pair, and
     sigmoid((u + logistic) / tau) is the pair's first softmax output: same mask, same gradient on t1, half the numbers.
-    u starts at 2 gamma (the pair at +gamma, -gamma). Under Adam, u moves by lr per step where t1 - t2 moves by 2 lr: the
-    rate on u must be twice the rate on the pair.
+    u starts at 2 gamma (the pair at +gamma, -gamma). Under Adam, u moves by lr per step where t1 - t2 moves by 2 lr, so
+    the rate on u must be twice the rate on the pair.
     """
 
     def __init__(self, shape: tuple[int, ...], gamma: float, tau: float, device: torch.device | None = None):

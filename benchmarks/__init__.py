@@ -1,0 +1,1 @@
+"""Side-by-side measurements that print ratios: `python -m benchmarks.NAME`."""

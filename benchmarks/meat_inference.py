@@ -1,0 +1,68 @@
+"""MEAT inference: masks applied physically against plain timm and against the dense masked forward.
+
+`python -m benchmarks.meat_inference`; DeiT-Ti at 224 px, batch of 8, one thread, about half a minute. Weights and masks
+are random, which does not change the amount of work. Token and neuron masks in all 12 blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import Report, interleave, start
+from workers.job import BackboneSettings
+from workers.methods.meat import Meat, MeatSettings
+from workers.model.compact import compact
+from workers.model.vit import build
+from workers.taskstate import TaskState
+
+DEMANDS = {0.5: 1.3, 0.8: 1.1}  # keep ratio of tokens and neurons -> least ratio of plain timm to compact
+SHARED_DEMAND = 2.0  # one token mask for all blocks, keep ratio .5: tokens die at the first block
+BATCH = 8
+
+
+def random_mask(generator: torch.Generator, *shape: int, keep: float) -> Tensor:
+    """Boolean, with exactly round(keep * last axis) ones in each row."""
+    scores = torch.rand(shape, generator=generator)
+    return scores.argsort(-1).argsort(-1) < round(keep * shape[-1])
+
+
+def meat(settings: BackboneSettings, keep: float, shared: bool) -> Meat:
+    """A method that serves task `t` with random masks."""
+    generator = torch.Generator().manual_seed(0)
+    method = Meat(build(settings), MeatSettings(ffn_masks="neuron"), seed=0)
+    masks = {name: random_mask(generator, *shape, keep=keep) for name, shape in method.mask_shapes().items()}
+    if shared:
+        masks["tokens"] = masks["tokens"][:1].expand_as(masks["tokens"])
+    head = nn.Linear(method.heads.width, 100).state_dict()
+    method.load(TaskState("t", tuple(map(str, range(100))), "meat", method.backbone_digest, masks=masks, head=head,
+                          meta={"token_blocks": list(method.token_blocks)}))
+    return method.eval()
+
+
+@torch.no_grad()
+def main() -> None:
+    start()
+    torch.manual_seed(0)
+    settings, report = BackboneSettings(name="deit_tiny_patch16_224"), Report()
+    images = torch.randn(BATCH, 3, 224, 224)
+    plain = timm.create_model(settings.name, num_classes=100).eval()
+    for keep, shared in ((0.5, False), (0.8, False), (0.5, True)):
+        method = meat(settings, keep, shared)
+        pruned = compact(copy.deepcopy(method), "t")
+        label = f"keep {keep}" + (", one token mask for all blocks" if shared else "")
+        report.equal(f"{label}, logits of compact and dense", pruned(images), method.logits(images, "t"), 1e-5)
+        timing = interleave({"plain": lambda: plain(images), "compact": lambda m=pruned: m(images),
+                             "dense": lambda m=method: m.logits(images, "t")})
+        report.at_least(f"{label}, compact against plain timm", timing.ratio("plain", "compact"),
+                        SHARED_DEMAND if shared else DEMANDS[keep])
+        report.note(f"{label}, compact against dense masks", f"{timing.ratio('dense', 'compact'):.2f}x, "
+                    f"{timing.median('compact') * 1000:.0f} ms per batch")
+    report.exit()
+
+
+if __name__ == "__main__":
+    main()

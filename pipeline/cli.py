@@ -1,0 +1,241 @@
+"""The command line: run, plan, ingest, report, ui, store. Few flags; everything else is `--set key=value`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from pipeline import draw
+from workers.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+    from pipeline.graph import Graph, Stage
+    from pipeline.store import Lookup, Store
+    from workers.job import Task
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit code: 0, or 2 with one sentence on stderr where the input cannot work."""
+    args = parser().parse_args(argv)
+    try:
+        return args.command(args) or 0
+    except UserError as error:
+        print(f"accrete: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m pipeline", description="Grow one vision transformer by one task at a time.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function: Any, text: str, config: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=function)
+        if config:
+            sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml")
+            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a setting, e.g. --set train.epochs=3")
+        return sub
+
+    command("run", run, "run what is missing of a config's graph, then report")
+    plan_parser = command("plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing")
+    plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
+    command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
+    command("report", report, "write the report of a config's run again, from the store")
+    ui_parser = command("ui", ui, "serve MLflow on this machine and print links to the runs", config=False)
+    ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
+    ui_parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    gc = command("gc", collect_garbage, "delete stage results that no named run needs; asks first", config=False)
+    gc.add_argument("--storage", default="storage", help="storage folder (default: storage)")
+    gc.add_argument("--yes", action="store_true", help="do not ask")
+    return top
+
+
+def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]:
+    """Config, store and graph; paths are absolute from here on."""
+    from pipeline import config as config_module
+    from pipeline.store import Store
+
+    config = config_module.load(args.config, args.overrides)
+    store = Store(config_module.absolute(config.storage))
+    store.check_writable()
+    from pipeline import build
+
+    graph, tasks = build.graph_of(config, store, provenance())
+    return config, store, graph, tasks
+
+
+def run(args: argparse.Namespace) -> int:
+    """The main path: config -> graph -> stages -> records."""
+    from pipeline import console, launch, track
+    from pipeline.report.tables import RunTables
+    from pipeline.run import look_up_all, raise_failures, run_graph
+    from pipeline.store import record_of
+
+    config, store, graph, tasks = prepare(args)
+    lookups = look_up_all(graph, store, store.record(config.name))
+    record = record_of(graph, config, tasks, provenance())
+    store.save_record(record)
+    screen = console.Console(graph, lookups)
+    recorder = track.recorder(config.tracking, store.storage, record, draw.to_svg(graph, {}))
+    outcome = run_graph(
+        graph, store, lambda todo: launch.executor(store, config.cluster, graph, todo, screen.progress, lambda stage: make_report(store, graph, record, stage)),
+        config.cluster.retries, [screen, recorder], lookups)
+    raise_failures(outcome, command_of(args))
+    report = export_report(store, graph, config.name)
+    links = recorder.finish(report)
+    print(console.summary(RunTables.load(store.storage, record), outcome, [f"report: {report}", *links]))
+    return 0
+
+
+def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """The report stage: pages, pictures and tables of the whole run, from the store alone."""
+    from pipeline.report import page
+    from workers.artefact import Attempt
+
+    started = time.monotonic()
+    attempt = Attempt(store.root, stage.key)
+    for name, data in page.build(store.storage, record, draw.to_svg(graph, {})).items():
+        attempt.write(name, data)
+    manifest = {"kind": "report", "stage": stage.id, "step": "report", "wall_s": round(time.monotonic() - started, 3)}
+    attempt.commit(manifest)
+    return manifest
+
+
+def export_report(store: Store, graph: Graph, name: str) -> str:
+    """Copies the report stage's files to where people look, `runs/NAME/`; returns the place of the page."""
+    from workers.artefact import Artefact, join, write_bytes
+
+    artefact = Artefact.need(store.root, graph["report"].key)
+    folder = join(store.storage, "runs", name)
+    for file in artefact.manifest["files"]:
+        write_bytes(join(folder, file), artefact.read(file))
+    return join(folder, "report.html")
+
+
+def plan(args: argparse.Namespace) -> int:
+    from pipeline.run import look_up_all, needed
+
+    config, store, graph, _ = prepare(args)
+    lookups = look_up_all(graph, store, store.record(config.name), verify=False)
+    todo = needed(graph, lookups)
+    status = {s.id: "miss" if s.id in todo else "hit" for s in graph}
+    width = max(len(s.id) for s in graph)
+    for stage in graph:
+        print(f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  {note(stage.id, lookups, todo)}")
+    print(f"\n{len(graph)} stages: {len(graph) - len(todo)} stand, {len(todo)} to run (marked * below)\n")
+    print(draw.to_text(graph, status))
+    if args.svg:
+        with open(args.svg, "w") as stream:
+            stream.write(draw.to_svg(graph, status))
+        print(f"\npicture: {args.svg}")
+    return 0
+
+
+def note(stage_id: str, lookups: dict[str, Lookup], todo: set[str]) -> str:
+    if stage_id in todo:
+        return lookups[stage_id].reason
+    return "" if lookups[stage_id].hit else "result is gone, and nothing that is missing waits for it"
+
+
+def ingest(args: argparse.Namespace) -> int:
+    from pipeline import launch
+    from pipeline.console import Console
+    from pipeline.graph import Graph
+    from pipeline.run import look_up_all, raise_failures, run_graph
+
+    config, store, graph, _ = prepare(args)
+    part = Graph.of(graph.name, [s for s in graph if s.step == "ingest"])
+    lookups = look_up_all(part, store, store.record(config.name))
+    console = Console(part, lookups)
+    outcome = run_graph(part, store, lambda todo: launch.executor(store, config.cluster, part, todo, console.progress, lambda stage: {}),
+                        config.cluster.retries, [console], lookups)
+    raise_failures(outcome, command_of(args))
+    for stage in part:
+        manifest = store.look_up(stage, verify=False).manifest or {}
+        counts = ", ".join(f"{n} {split}" for split, n in manifest.get("counts", {}).items())
+        rejected = ", ".join(f"{n} {reason}" for reason, n in manifest.get("rejected", {}).items()) or "none rejected"
+        print(f"{stage.id}: {counts}; {rejected}")
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Writes the report and the MLflow record anew from what the store holds, also of an unfinished run."""
+    from pipeline import track
+    from pipeline.report import page
+    from pipeline.store import record_of
+    from workers.artefact import join, write_bytes
+
+    config, store, graph, tasks = prepare(args)
+    record = store.record(config.name) or record_of(graph, config, tasks, provenance())
+    picture = draw.to_svg(graph, {})
+    folder = join(store.storage, "runs", config.name)
+    for name, data in page.build(store.storage, record, picture).items():
+        write_bytes(join(folder, name), data)
+    recorder = track.recorder(config.tracking, store.storage, record, picture)
+    links = recorder.finish(join(folder, "report.html"))
+    print("\n".join([f"report: {join(folder, 'report.html')}", *links]))
+    return 0
+
+
+def ui(args: argparse.Namespace) -> int:
+    from pipeline import config, track
+
+    return track.serve(config.absolute(args.storage), port=args.port)
+
+
+def collect_garbage(args: argparse.Namespace) -> int:
+    from pipeline.config import absolute
+    from pipeline.store import Store
+    from workers.artefact import delete_dir, join
+
+    store = Store(absolute(args.storage))
+    garbage = store.garbage()
+    size = sum(b for _, b in garbage)
+    if not garbage:
+        print("nothing to delete: every stage result belongs to a named run")
+        return 0
+    print(f"{len(garbage)} stage results, {size / 1e6:.1f} MB, belong to no named run")
+    if not args.yes and input("delete them? [y/N] ").strip().lower() not in ("y", "yes"):
+        print("nothing was deleted")
+        return 0
+    for key, _ in garbage:
+        delete_dir(join(store.root, key))
+    print("deleted")
+    return 0
+
+
+def command_of(args: argparse.Namespace) -> str:
+    sets = "".join(f" --set {o}" for o in args.overrides)
+    return f"python -m pipeline run {args.config}{sets}"
+
+
+def provenance() -> dict[str, Any]:
+    """What a result was made with: git commit, package versions, Python, and when."""
+    import importlib.metadata
+    import platform
+    import subprocess
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    try:
+        command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=12"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    packages = {}
+    for name in ("torch", "torchvision", "timm", "ray", "mlflow", "webdataset", "pyarrow", "numpy", "pillow"):
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"git_commit": commit, "packages": packages, "python": platform.python_version(), "platform": platform.platform(terse=True),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

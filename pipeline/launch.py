@@ -1,0 +1,349 @@
+"""A segment becomes StageJobs on Ray Train: warm worker groups pull stages from a small queue; or all runs in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from pipeline import ingest
+from pipeline.build import IngestJob
+from pipeline.config import ClusterSettings
+from pipeline.graph import Graph, Stage
+from pipeline.run import Event, Executor
+from pipeline.store import Store
+from workers import dist
+from workers.errors import DamagedArtefact, UserError
+from workers.loop import run_stage
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
+}
+QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
+Local = Callable[[Stage], dict[str, Any]]  # stages that the driver runs itself (the report)
+
+
+class InProcess:
+    """`cluster.workers: 0`: every stage runs here, one after the other, without Ray."""
+
+    def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None]):
+        self.store, self.local, self.waiting, self.progress = store, local, deque[Stage](), progress
+        self.events: list[Event] = []
+        torch.set_num_threads(cluster.cpus_per_worker)
+        self.device = torch.device("cuda" if cluster.gpus_per_worker and torch.cuda.is_available() else "cpu")
+
+    def submit(self, stage: Stage) -> None:
+        self.waiting.append(stage)
+
+    def poll(self) -> list[Event]:
+        if self.waiting:
+            stage = self.waiting.popleft()
+            self.events.append(attempt(stage, lambda: self._run(stage)))
+        events, self.events = self.events, []
+        return events
+
+    def _run(self, stage: Stage) -> dict[str, Any]:
+        if isinstance(stage.job, IngestJob):
+            return run_ingest(self.store, stage, map)
+        if stage.job is None:
+            return self.local(stage)
+        return run_stage(stage.job, dist.Group(0, 1, self.device), lambda body: self.progress(Event("progress", stage.id, body=body)))
+
+    def close(self) -> None:
+        dist.enter(dist.Group())
+
+
+def attempt(stage: Stage, run: Callable[[], dict[str, Any]]) -> Event:
+    """Runs a stage and turns whatever happens into an event."""
+    try:
+        return Event("done", stage.id, body=run())
+    except DamagedArtefact as error:
+        return Event("damaged", stage.id, str(error), key=error.key)
+    except UserError as error:
+        return Event("failed", stage.id, str(error), final=True)
+    except Exception as error:
+        return Event("failed", stage.id, own_error(error))
+
+
+def own_error(error: Exception) -> str:
+    """The error as its raiser worded it, with the place in the code where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" (at {os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{place}"
+
+
+def run_ingest(store: Store, stage: Stage, map_fn: Callable[..., Iterable[Any]]) -> dict[str, Any]:
+    started = time.monotonic()
+    extra = {"stage": stage.id, "step": "ingest"}
+    manifest = ingest.ingest(stage.job.card, store.root, stage.key, map_fn, extra)
+    return {**manifest, "wall_s": round(time.monotonic() - started, 3)}
+
+
+def executor(store: Store, cluster: ClusterSettings, graph: Graph, todo: set[str], progress: Callable[[Event], None], local: Local) -> Executor:
+    """What runs the stages `todo`: this process, or worker groups on Ray."""
+    if cluster.workers == 0:
+        return InProcess(store, cluster, local, progress)
+    return OnRay(store, cluster, local, width_of(graph, todo))
+
+
+def width_of(graph: Graph, todo: set[str]) -> int:
+    """Most stages that may run side by side: the widest level of the stages to run."""
+    depth: dict[str, int] = {}
+    for stage in graph:
+        if stage.id in todo:
+            depth[stage.id] = max((depth[p] + 1 for p in stage.parents if p in depth), default=0)
+    return max(Counter(depth.values()).values(), default=1)
+
+
+# ---- Ray ---------------------------------------------------------------------------------------------------------------
+def connect(cluster: ClusterSettings) -> None:
+    """Joins the named Ray cluster, or starts a private local one: a forgotten cluster must not capture the run."""
+    import logging
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = cluster.address or os.environ.get("RAY_ADDRESS", "") or "local"
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        cpus = max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
+        return
+    check_reachable(address)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ray.init(address=address, runtime_env={"working_dir": root, "excludes": [".venv", ".git", "storage", "tests"]}, **quiet)
+
+
+def check_reachable(address: str) -> None:
+    """A dead address takes Ray two minutes to give up on; a plain connection tells in two seconds."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        if address == "auto":
+            return
+        raise UserError(f"cluster address {address!r} is not of the form host:port; mend cluster.address or RAY_ADDRESS, or set cluster.address=local")
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError as error:
+        raise UserError(f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address or RAY_ADDRESS, "
+                        "or set cluster.address=local") from None
+
+
+class Queue:
+    """The actor between the driver and the worker groups: stages out, events in."""
+
+    def __init__(self) -> None:
+        self.offers: list[Stage] = []
+        self.held: dict[int, Stage] = {}  # group -> the stage it runs
+        self.last: dict[int, Stage] = {}  # group -> the stage it ran last
+        self.events: list[Event] = []
+        self.closed = False
+
+    def offer(self, stages: list[Stage]) -> list[Event]:
+        """From the driver: new stages; returns what happened since."""
+        self.offers += stages
+        events, self.events = self.events, []
+        return events
+
+    def next(self, group: int) -> Stage | str | None:
+        """From rank 0 of a group: a stage, None for nothing yet, `stop`. A group that asks while it holds a stage was
+        started anew: its workers died. A child of what the group ran last is preferred: a chain keeps its group."""
+        held = self.held.pop(group, None)
+        if held is not None:
+            self.events.append(Event("lost", held.id, "its workers died"))
+        if self.closed:
+            return "stop"
+        if not self.offers:
+            return None
+        last = self.last.get(group)
+        chosen = next((s for s in self.offers if last and last.id in s.parents), self.offers[0])
+        self.offers.remove(chosen)
+        self.held[group] = self.last[group] = chosen
+        return chosen
+
+    def post(self, group: int, event: Event) -> None:
+        if event.kind != "progress":
+            self.held.pop(group, None)
+        self.events.append(event)
+
+    def abandon(self, group: int, message: str) -> None:
+        """From the driver: the group itself is gone for good."""
+        held = self.held.pop(group, None)
+        if held is not None:
+            self.events.append(Event("lost", held.id, message))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def train_loop_per_worker(config: dict[str, Any]) -> None:
+    """What every rank of a worker group runs: stages from the queue until it is closed."""
+    import ray
+    import ray.train
+
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    device = torch.device("cpu")
+    if config["gpu"]:
+        from ray.train.torch import get_device
+
+        device = get_device()
+    torch.set_num_threads(config["threads"])
+    group, queue, index = dist.Group(rank, world, device), config["queue"], config["group"]
+    dist.enter(group)
+
+    def post(event: Event) -> None:
+        ray.get(queue.post.remote(index, event))
+
+    while True:
+        stage: Any = None
+        while rank == 0 and stage is None:
+            stage = ray.get(queue.next.remote(index))
+            if stage is None:
+                time.sleep(QUEUE_POLL_S)
+        stage = group.share(stage)
+        if stage == "stop":
+            return
+        event = attempt(stage, lambda stage=stage: run_stage(  # type: ignore[misc]
+            stage.job, group, lambda body: queue.post.remote(index, Event("progress", stage.id, body=body))))
+        if event.kind != "done" or rank == 0:
+            post(event)
+        if event.kind != "done" and world > 1:
+            raise RuntimeError(event.message)  # the other ranks may wait inside a collective: the group is started anew
+
+
+def run_segment(queue: Any, group: int, cluster: ClusterSettings, storage: str) -> None:
+    """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.config import LoggingConfig  # type: ignore[import-not-found,unused-ignore]
+
+    resources: dict[str, float] = {"CPU": cluster.cpus_per_worker}
+    if cluster.gpus_per_worker:
+        resources["GPU"] = cluster.gpus_per_worker
+    trainer = TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config={"queue": queue, "group": group, "gpu": bool(cluster.gpus_per_worker), "threads": cluster.cpus_per_worker},
+        scaling_config=ScalingConfig(num_workers=cluster.workers, use_gpu=bool(cluster.gpus_per_worker), resources_per_worker=resources),
+        run_config=RunConfig(name=f"group-{os.getpid()}-{group}-{time.time_ns()}", storage_path=storage,
+                             failure_config=FailureConfig(max_failures=-1), logging_config=LoggingConfig("ERROR")),
+    )
+    trainer.fit()
+
+
+class OnRay:
+    """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest as Ray tasks, the report here."""
+
+    def __init__(self, store: Store, cluster: ClusterSettings, local: Local, width: int):
+        import ray
+
+        connect(cluster)
+        self.ray, self.store, self.cluster, self.local = ray, store, cluster, local
+        self.width = width  # most stages that can run side by side
+        self.queue: Any = ray.remote(num_cpus=0)(Queue).remote()
+        self.groups: dict[int, Any] = {}
+        self.outbox: list[Stage] = []
+        self.local_waiting: deque[Stage] = deque()
+        self.ingests: dict[Any, Stage] = {}
+
+    def submit(self, stage: Stage) -> None:
+        if isinstance(stage.job, IngestJob):
+            fn = self.ray.remote(num_cpus=0, max_retries=0)(_ingest_on_ray)
+            self.ingests[fn.remote(self.store.storage, stage)] = stage
+        elif stage.job is None:
+            self.local_waiting.append(stage)
+        else:
+            self.outbox.append(stage)
+
+    def poll(self) -> list[Event]:
+        events = self._ingested()
+        if self.outbox:
+            self._start_groups()
+        if self.groups:
+            outbox, self.outbox = self.outbox, []
+            events += self.ray.get(self.queue.offer.remote(outbox))
+            events += self._gone()
+        if self.local_waiting and not events:
+            stage = self.local_waiting.popleft()
+            events.append(attempt(stage, lambda: self.local(stage)))
+        return events
+
+    def _ingested(self) -> list[Event]:
+        ready, _ = self.ray.wait(list(self.ingests), timeout=0) if self.ingests else ([], [])
+        return [self._result(ref, self.ingests.pop(ref)) for ref in ready]
+
+    def _result(self, ref: Any, stage: Stage) -> Event:
+        try:
+            return self.ray.get(ref)
+        except Exception as error:
+            return Event("lost", stage.id, own_error(error))
+
+    def _start_groups(self) -> None:
+        """As many groups as there is room for, and no more than stages that could run side by side."""
+        if self.groups:
+            return
+        total = self.ray.cluster_resources()
+        room = int(total.get("CPU", 1) // (self.cluster.workers * self.cluster.cpus_per_worker))
+        if self.cluster.gpus_per_worker:
+            room = min(room, int(total.get("GPU", 0) // (self.cluster.workers * self.cluster.gpus_per_worker)))
+        if room < 1:
+            raise UserError(f"cluster.workers={self.cluster.workers} with {self.cluster.cpus_per_worker} CPUs and "
+                            f"{self.cluster.gpus_per_worker} GPUs each do not fit into this cluster "
+                            f"({total.get('CPU', 0):.0f} CPUs, {total.get('GPU', 0):.0f} GPUs); lower them or add nodes")
+        for index in range(min(room, self.width, self.cluster.groups or room)):
+            self._start_group(index)
+
+    def _start_group(self, index: int) -> None:
+        storage = self.store.storage if "://" in self.store.storage else os.path.abspath(self.store.storage)
+        fn = self.ray.remote(num_cpus=0, max_retries=0)(run_segment)
+        self.groups[index] = fn.remote(self.queue, index, self.cluster, storage + "/ray")
+
+    def _gone(self) -> list[Event]:
+        """Groups whose trainer ended before the queue was closed are started anew; what they held is offered again."""
+        done, _ = self.ray.wait(list(self.groups.values()), num_returns=len(self.groups), timeout=0)
+        for ref in done:
+            index = next(i for i, r in self.groups.items() if r == ref)
+            try:
+                self.ray.get(ref)
+                message = "its worker group ended"
+            except Exception as error:
+                message = own_error(error)
+            self.ray.get(self.queue.abandon.remote(index, message))
+            self._start_group(index)
+        return []
+
+    def close(self) -> None:
+        if self.groups:
+            self.ray.get(self.queue.close.remote())
+            self.ray.wait(list(self.groups.values()), num_returns=len(self.groups), timeout=10)
+        self.ray.shutdown()
+
+
+def _ingest_on_ray(storage: str, stage: Stage) -> Event:
+    """Runs in a Ray task: parts of the card are read by further tasks, whose number does not change the result."""
+    return attempt(stage, lambda: run_ingest(Store(storage), stage, ray_map))
+
+
+def ray_map(fn: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
+    """`map` over Ray tasks, results in order, with a bounded number under way."""
+    import ray
+
+    remote = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(fn)
+    limit = max(1, int(ray.cluster_resources().get("CPU", 1)))
+    under_way: deque[Any] = deque()
+    for item in items:
+        if len(under_way) >= limit:
+            yield ray.get(under_way.popleft())
+        under_way.append(remote.remote(item))
+    while under_way:
+        yield ray.get(under_way.popleft())

@@ -1,0 +1,40 @@
+"""Tables as files: CSV for people, Parquet for machines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+def as_parquet(rows: list[Row]) -> bytes:
+    """Rows -> Parquet; columns are the union of all keys, an absent value or NaN is null."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    sink = io.BytesIO()
+    pq.write_table(pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in columns}), sink)
+    return sink.getvalue()
+
+
+def as_csv(rows: list[Row]) -> bytes:
+    """Rows -> CSV with a header; absent values and NaN are empty."""
+    sink = io.StringIO()
+    writer = csv.DictWriter(sink, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
+    return sink.getvalue().encode()
+
+
+def files(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
+    """`NAME.csv` for people and `NAME.parquet` for machines, for every table."""
+    return {f"{name}.{ending}": write(rows) for name, rows in tables.items() for ending, write in (("csv", as_csv), ("parquet", as_parquet))}
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value

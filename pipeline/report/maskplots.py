@@ -1,0 +1,130 @@
+"""Pictures of masks and tokens: over a sample image, per layer, and between tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
+
+from pipeline.report.masks import MaskView, kinds, overlap, similarity
+from pipeline.report.plots import FAINT, INK, cells, dress, figure_of, shades, task_ticks, text_size
+
+KEPT, DROPPED = "#56B4E9", "#22303c"  # of a bare grid
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` positions, the first and the last among them."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))}) if count else []
+
+
+def over_image(image: NDArray[np.uint8], kept: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """image (H, W, 3), kept (gh, gw) -> the image with dropped patches darkened; H and W need not divide by the grid."""
+    rows = np.arange(image.shape[0]) * kept.shape[0] // image.shape[0]
+    columns = np.arange(image.shape[1]) * kept.shape[1] // image.shape[1]
+    factor = np.where(kept[np.ix_(rows, columns)], 1.0, 0.18)[..., None]
+    return (image * factor).astype(np.uint8)
+
+
+def token_masks(entries: Sequence[tuple[str, NDArray[np.bool_], NDArray[np.uint8] | None]], most_blocks: int = 6) -> Figure:
+    """One row per (task, token masks (blocks, patches), image or None): the image, then what each block still sees."""
+    blocks = spread(max(len(masks) for _, masks, _ in entries), most_blocks)
+    figure, axes = figure_of(1.5 * (len(blocks) + 1) + 0.4, 1.72 * len(entries) + 0.2, len(entries), len(blocks) + 1)
+    for row, (task, masks, image) in enumerate(entries):
+        line = axes[row * (len(blocks) + 1) : (row + 1) * (len(blocks) + 1)]
+        side = math.isqrt(masks.shape[1])
+        for ax in line:
+            ax.set_xticks([])
+            ax.set_yticks([])
+            ax.spines[:].set_visible(False)
+        if image is None:
+            line[0].text(0.5, 0.5, "no sample\nimage here", ha="center", va="center", fontsize=8, color=FAINT, transform=line[0].transAxes)
+        else:
+            line[0].imshow(image)
+        line[0].set_ylabel(task, fontsize=9.5, color=INK)
+        for ax, block in zip(line[1:], blocks, strict=True):
+            if block >= len(masks) or side * side != masks.shape[1]:
+                continue
+            kept = masks[block].reshape(side, side)
+            if image is None:
+                ax.imshow(kept, cmap=ListedColormap([DROPPED, KEPT]), vmin=0, vmax=1, interpolation="nearest")
+            else:
+                ax.imshow(over_image(image, kept), interpolation="nearest")
+            ax.set_title(f"block {block}: keeps {100 * kept.mean():.0f} %", fontsize=8, color=INK)
+    return figure
+
+
+def density(views: Sequence[MaskView]) -> Figure | None:
+    """Kept share of every mask over depth, one line per task, one panel per kind of mask."""
+    rows = [row for view in views for row in view.rows() if row["block"] is not None]
+    wanted = list(dict.fromkeys(row["kind"] for row in rows))[:4]
+    if not wanted:
+        return None
+    figure, axes = figure_of(max(2.9 * len(wanted), 4.2) + 1.6, 3.0, 1, len(wanted), sharey=True)
+    colours = shades(len(views))
+    for ax, kind in zip(axes, wanted, strict=True):
+        dress(ax, kind, "block", "kept" if ax is axes[0] else "")
+        for index, view in enumerate(views):
+            line = [(r["block"], r["share"]) for r in view.rows() if r["kind"] == kind]
+            if line:
+                ax.plot(*zip(*line, strict=True), marker=".", linewidth=1.6, color=colours[index], label=view.task)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.set_ylim(0, 1.03)
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    handles, names = max((ax.get_legend_handles_labels() for ax in axes), key=lambda pair: len(pair[1]))
+    figure.legend(handles, names, loc="outside right upper", fontsize=8.5, frameon=False, title="task", ncols=1 + len(views) // 13)
+    return figure
+
+
+def overlaps(views: Sequence[MaskView]) -> Figure | None:
+    """Jaccard index between the masks of each pair of tasks, one panel per kind of mask."""
+    wanted = kinds(list(views))[:4]
+    if not wanted or len(views) < 2:
+        return None
+    side = min(max(2.3, 0.42 * len(views)), 5.0)
+    figure, axes = figure_of((side + 1.0) * len(wanted) + 0.6, side + 0.9, 1, len(wanted))
+    for ax, kind in zip(axes, wanted, strict=True):
+        values = overlap(list(views), kind)
+        image = cells(ax, values)
+        if len(views) <= 12:
+            for i, j in np.ndindex(values.shape):
+                if not np.isnan(values[i, j]):
+                    ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=text_size(len(views)) - 1,
+                            color="white" if values[i, j] > 0.62 else INK)
+        dress(ax, kind, grid=None)
+        ax.spines[:].set_visible(False)
+        task_ticks(ax, [v.task for v in views])
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def prompts(views: Sequence[MaskView]) -> Figure | None:
+    """Learned tokens of the last task, and the cosine similarity between the tokens of all tasks."""
+    names = list(views[-1].prompts if views else {})[:2]
+    if not names:
+        return None
+    figure, axes = figure_of(10.4, 3.6 * len(names), len(names), 2)
+    for left, right, name in zip(axes[::2], axes[1::2], names, strict=True):
+        values = views[-1].prompts[name]
+        far = float(np.abs(values).max()) or 1.0
+        image = left.imshow(values, cmap="RdBu", vmin=-far, vmax=far, aspect="auto", interpolation="nearest")
+        dress(left, f"{name}: values of task {views[-1].task}", "dimension", "token", grid=None)
+        figure.colorbar(image, ax=left, fraction=0.04, pad=0.02).ax.tick_params(labelsize=8)
+        cosine, owners = similarity(list(views), name)
+        image = right.imshow(cosine, cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+        dress(right, f"{name}: cosine similarity", grid=None)
+        starts = [i for i, o in enumerate(owners) if i == 0 or owners[i - 1] != o]
+        middles = [(a + b - 1) / 2 for a, b in zip(starts, [*starts[1:], len(owners)], strict=True)]
+        right.set_yticks(middles, [owners[s] for s in starts])
+        right.set_xticks([])
+        for start in starts[1:]:
+            right.axhline(start - 0.5, color="white", linewidth=1.2)
+            right.axvline(start - 0.5, color="white", linewidth=1.2)
+        figure.colorbar(image, ax=right, fraction=0.04, pad=0.02).ax.tick_params(labelsize=8)
+    return figure

@@ -1,0 +1,120 @@
+"""Promises of keys and the store: what names a result, and when it is believed."""
+
+import json
+
+import pytest
+from pyarrow import fs
+
+from pipeline.graph import Stage
+from pipeline.store import Store, key_of, why
+from workers.artefact import Artefact, Attempt, join
+from workers.errors import DamagedArtefact
+
+
+def stage(key: str, inputs: dict | None = None) -> Stage:
+    return Stage("meat/a/train", "train", key, inputs or {"lambda": 0.9})
+
+
+def publish(store: Store, key: str, files: dict[str, bytes]) -> bool:
+    attempt = Attempt(store.root, key)
+    for name, data in files.items():
+        attempt.write(name, data)
+    return attempt.commit({"kind": "train"})
+
+
+def test_keys_are_pinned():
+    """A change of the key function would orphan every stored result: it must be made on purpose, by raising KEY_VERSION."""
+    inputs = {"step": "train", "lambda": 0.9, "epochs": 3, "classes": ["a", "b"], "compile": False, "select": None}
+    assert key_of(inputs, ["p1", "p2"]) == "efe562425d7f48298519f134b8987744"
+
+
+@pytest.mark.parametrize("pair", [(1, 1.0), (1, "1"), (True, 1), (None, "None"), (["a", "b"], ["ab"]), ({"a": 1}, [["a", 1]]), ([], {})])
+def test_values_of_different_types_have_different_keys(pair):
+    assert key_of({"x": pair[0]}, []) != key_of({"x": pair[1]}, [])
+
+
+def test_the_order_of_settings_does_not_matter_and_that_of_parents_does():
+    assert key_of({"a": 1, "b": 2}, []) == key_of({"b": 2, "a": 1}, [])
+    assert key_of({}, ["p", "q"]) != key_of({}, ["q", "p"])
+
+
+def test_a_value_that_cannot_be_hashed_is_refused():
+    with pytest.raises(TypeError):
+        key_of({"x": object()}, [])
+
+
+def test_a_result_without_manifest_does_not_exist(tmp_path):
+    store = Store(str(tmp_path))
+    Attempt(store.root, "k").write("state.safetensors", b"half")
+    assert not store.look_up(stage("k")).hit
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path, harm):
+    store = Store(str(tmp_path))
+    publish(store, "k", {"state.safetensors": b"0123456789", "other": b"x"})
+    assert store.look_up(stage("k")).hit
+    artefact = Artefact.need(store.root, "k")
+    path = artefact.uri("state.safetensors")
+    if harm == "remove":
+        fs.LocalFileSystem().delete_file(path)
+    else:
+        with open(path, "wb") as stream:
+            stream.write(b"0123456788" if harm == "flip" else b"01234")
+    with pytest.raises(DamagedArtefact, match=r"state\.safetensors"):
+        artefact.read("state.safetensors")
+    found = store.look_up(stage("k"))
+    assert not found.hit
+    assert "state.safetensors" in found.reason
+    assert Artefact.open(store.root, "k") is None
+    assert publish(store, "k", {"state.safetensors": b"again"})
+
+
+def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path):
+    root = str(tmp_path)
+    first, second = Attempt(root, "k"), Attempt(root, "k")
+    first.write("a", b"first")
+    second.write("a", b"second")
+    second.write("b", b"second")
+    assert first.commit({}) is True
+    assert second.commit({}) is False
+    artefact = Artefact.need(root, "k")
+    assert artefact.read("a") == b"first"
+    assert set(artefact.manifest["files"]) == {"a"}
+    assert sorted(p.name for p in (tmp_path / "k").iterdir()) == sorted(["manifest.json", first.name])
+
+
+def test_a_half_written_manifest_is_no_result(tmp_path):
+    store = Store(str(tmp_path))
+    publish(store, "k", {"a": b"1"})
+    path = tmp_path / "stages" / "k" / "manifest.json"
+    path.write_text(path.read_text()[:40])
+    assert not store.look_up(stage("k")).hit
+    (tmp_path / "stages" / "k" / "manifest.json").write_text(json.dumps({"kind": "train"}))
+    assert not store.look_up(stage("k")).hit
+
+
+def test_a_miss_explains_itself():
+    before = {"stages": [{"id": "meat/a/train", "key": "old", "inputs": {"lambda": 0.9, "train": {"epochs": 3}}}]}
+    assert why(stage("new", {"lambda": 0.8, "train": {"epochs": 3}}), before) == "changed lambda: 0.9 -> 0.8"
+    assert why(stage("new", {"lambda": 0.9, "train": {"epochs": 4}}), before) == "changed train.epochs: 3 -> 4"
+    assert why(stage("new", {"lambda": 0.9, "train": {"epochs": 3}}), before) == "an earlier stage changed"
+    assert why(stage("old", {"lambda": 0.9, "train": {"epochs": 3}}), before) == "not finished"
+    assert why(stage("any"), None) == "new"
+
+
+def test_garbage_is_what_no_named_run_needs(tmp_path):
+    store = Store(str(tmp_path))
+    publish(store, "kept", {"a": b"1"})
+    publish(store, "lost", {"a": b"12345"})
+    store.save_record({"name": "r", "stages": [{"key": "kept"}]})
+    assert [key for key, _ in store.garbage()] == ["lost"]
+    assert store.garbage()[0][1] > 5
+
+
+def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path):
+    store = Store(str(tmp_path))
+    assert store.remembered("card") is None
+    store.remember("card", "abc")
+    assert Store(str(tmp_path)).remembered("card") == "abc"
+    assert join(store.storage, "sources").startswith(str(tmp_path))

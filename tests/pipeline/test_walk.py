@@ -1,0 +1,138 @@
+"""Promises of the walk over the graph, stepped by hand: no cluster, no store, no clock."""
+
+import itertools
+import random
+
+import pytest
+
+from pipeline.graph import Graph, Stage
+from pipeline.run import ENDED, Event, State, Walk, needed
+from pipeline.store import Lookup
+from workers.errors import UserError
+
+
+def graph(edges: dict[str, tuple[str, ...]]) -> Graph:
+    return Graph.of("g", [Stage(i, "train", f"key-{i}", {}, parents) for i, parents in edges.items()])
+
+
+CHAIN = {"data": (), "base": ("data",), "a": ("base",), "b": ("a",), "c": ("b",), "ea": ("a",), "eb": ("b",), "ec": ("c",), "report": ("ea", "eb", "ec")}
+STAR = {"data": (), "base": ("data",), "a": ("base",), "b": ("base",), "c": ("base",), "report": ("a", "b", "c")}
+
+
+def launches(walk: Walk) -> list[str]:
+    return [d.stage for d in walk.decide() if d.kind == "launch"]
+
+
+def launch_all(walk: Walk) -> list[str]:
+    decisions = walk.decide()
+    for decision in decisions:
+        walk.carry_out(decision)
+    return [d.stage for d in decisions if d.kind == "launch"]
+
+
+def test_a_star_runs_side_by_side_and_a_chain_in_order():
+    star = Walk.over(graph(STAR), ["data", "base"], 0)
+    assert sorted(launches(star)) == ["a", "b", "c"]
+    chain = Walk.over(graph(CHAIN), ["data", "base"], 0)
+    assert launches(chain) == ["a"]
+
+
+def test_what_has_most_work_behind_it_goes_first():
+    walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 0)
+    assert launches(walk) == ["b", "ea"]
+
+
+def test_nothing_is_launched_twice():
+    walk = Walk.over(graph(STAR), [], 0)
+    assert launch_all(walk) == ["data"]
+    assert launch_all(walk) == []
+
+
+def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its_own_message():
+    walk = Walk.over(graph(STAR), ["data"], 2)
+    for attempt in range(3):
+        assert launch_all(walk) == ["base"]
+        decision = walk.apply(Event("lost", "base", "its workers died"))
+        assert decision.kind == ("retry" if attempt < 2 else "fail")
+    assert walk.states["base"] is State.FAILED
+    assert {d.kind for d in walk.decide()} == {"block"}
+    while not walk.ended:
+        launch_all(walk)
+    assert walk.count(State.BLOCKED) == 4
+    assert walk.messages["base"] == "its workers died"
+
+
+def test_an_error_that_cannot_pass_is_not_tried_again():
+    walk = Walk.over(graph(STAR), ["data"], 5)
+    launch_all(walk)
+    assert walk.apply(Event("failed", "base", "bad config", final=True)).kind == "fail"
+
+
+def test_a_failure_in_one_branch_leaves_the_others_running():
+    walk = Walk.over(graph(STAR), ["data", "base"], 0)
+    launch_all(walk)
+    walk.apply(Event("failed", "b", "boom", final=True))
+    walk.apply(Event("done", "a"))
+    assert not walk.ended
+    walk.apply(Event("done", "c"))
+    launch_all(walk)
+    assert walk.ended
+    assert walk.states["a"] is walk.states["c"] is State.DONE
+    assert walk.states["report"] is State.BLOCKED
+
+
+def test_damage_found_late_recomputes_the_stage_that_wrote_it():
+    walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 1)
+    assert "b" in launch_all(walk)
+    decision = walk.apply(Event("damaged", "b", "state is damaged", key="key-a"))
+    assert (decision.kind, decision.stage) == ("recompute", "a")
+    assert launch_all(walk) == ["a"]
+    walk.apply(Event("done", "a"))
+    assert "b" in launch_all(walk)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_parents(seed):
+    rng = random.Random(seed)
+    names = [f"s{i}" for i in range(12)]
+    edges = {n: tuple(p for p in names[:i] if rng.random() < 0.25) for i, n in enumerate(names)}
+    walk = Walk.over(graph(edges), [], 1)
+    running: list[str] = []
+    for _ in range(500):
+        for stage in launch_all(walk):
+            assert all(walk.states[p] in (State.DONE, State.REUSED) for p in edges[stage])
+            running.append(stage)
+        if not running:
+            break
+        stage = running.pop(rng.randrange(len(running)))
+        walk.apply(rng.choice([Event("done", stage)] * 6 + [Event("lost", stage, "x"), Event("failed", stage, "y", final=True)]))
+    assert walk.ended
+    assert all(s in ENDED for s in walk.states.values())
+
+
+def look_up(edges, hits):
+    return {i: Lookup(i in hits, "") for i in edges}
+
+
+def test_only_what_is_missing_and_waited_for_runs():
+    assert needed(graph(CHAIN), look_up(CHAIN, [])) == set(CHAIN)
+    assert needed(graph(CHAIN), look_up(CHAIN, list(CHAIN))) == set()
+    assert needed(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {"c", "ec", "report"}
+
+
+def test_results_that_are_gone_are_not_missed_when_nothing_waits_for_them():
+    """The first task's raw data and shards may be deleted: what was computed from them stands."""
+    hits = [s for s in CHAIN if s not in ("data", "base")]
+    assert needed(graph(CHAIN), look_up(CHAIN, hits)) == set()
+
+
+def test_a_circle_and_equal_names_are_refused_in_a_sentence():
+    with pytest.raises(UserError, match="circle"):
+        graph({"a": ("b",), "b": ("a",)})
+    with pytest.raises(UserError, match="same id"):
+        Graph.of("g", [Stage("a", "train", "k", {}), Stage("a", "train", "k2", {})])
+
+
+def test_order_of_stages_given_does_not_matter():
+    for order in itertools.islice(itertools.permutations(STAR.items()), 0, 700, 37):
+        assert needed(graph(dict(order)), look_up(STAR, ["data", "base"])) == {"a", "b", "c", "report"}

@@ -1,0 +1,351 @@
+"""Augmentation: what a sample meets depends on seed, epoch, step and its place in the batch, on nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image, ImageEnhance, ImageOps
+
+from workers.data import randaugment
+from workers.data.augment import Augment, crop, crop_at_once, draw_boxes, partner_of
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings
+
+CPU = torch.device("cpu")
+FULL = DataSettings(crop="pad", flip=0.5, randaugment=2, mixup=0.8, cutmix=1.0, erase=0.5, smoothing=0.1)
+CLASSES = 7
+
+
+def backbone(side: int = 24, crop_pct: float = 1.0) -> BackboneSettings:
+    return BackboneSettings(img_size=side, crop_pct=crop_pct, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
+
+
+def draw(size: int, rows: list[int] | None = None, seed: int = 1, epoch: int = 0, step: int = 0) -> Draw:
+    return Draw(seed, epoch, step, torch.tensor(list(range(size)) if rows is None else rows), size, CPU)
+
+
+def pictures(n: int, side: int, seed: int = 0) -> torch.Tensor:
+    """Smooth coloured gradients with noise, uint8 (n, 3, side, side): every operation has something to act on."""
+    noise = torch.Generator().manual_seed(seed)
+    corners = torch.randint(40, 200, (n, 3, 3, 3), generator=noise).float()
+    smooth = torch.nn.functional.interpolate(corners, size=(side, side), mode="bilinear", align_corners=True)
+    return (smooth + 20 * torch.randn(smooth.shape, generator=noise)).clamp(0, 255).to(torch.uint8)
+
+
+def plain(pixels: torch.Tensor, settings: BackboneSettings) -> torch.Tensor:
+    """The textbook normalisation."""
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (settings.mean, settings.std))
+    return (pixels.float() / 255 - mean) / std
+
+
+def as_pil(image: torch.Tensor) -> Image.Image:
+    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+
+
+def from_pil(image: Image.Image) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return flat.view(image.height, image.width, 3).permute(2, 0, 1)
+
+
+def one_op(name: str, pixels: torch.Tensor, level: float) -> torch.Tensor:
+    n = len(pixels)
+    policy = randaugment.Policy(torch.full((n, 1), randaugment.OPS.index(name)), torch.full((n, 1), level))
+    return randaugment.apply(pixels, policy, (128, 100, 80))
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------
+def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch():
+    settings = backbone(24, 0.75)
+    augment = Augment(FULL, settings, training=False)
+    pixels = pictures(5, 32)
+    assert augment.size_in == 32
+    assert not augment.needs_partner
+    images, targets = augment(pixels, torch.zeros(5, dtype=torch.long), CLASSES, draw(5))
+    assert targets is None
+    torch.testing.assert_close(images, plain(pixels[:, :, 4:28, 4:28], settings), atol=1e-5, rtol=0)
+    alone, _ = augment(pixels[3:4], torch.zeros(1, dtype=torch.long), CLASSES, draw(9, [8], seed=5, epoch=3))
+    assert torch.equal(alone[0], images[3])
+
+
+def test_training_without_any_augmentation_is_evaluation():
+    settings, pixels, labels = backbone(24, 0.9), pictures(4, 27), torch.arange(4)
+    images, targets = Augment(DataSettings(), settings, True)(pixels, labels, CLASSES, draw(4))
+    assert torch.equal(images, Augment(DataSettings(), settings, False)(pixels, labels, CLASSES, draw(4))[0])
+    assert targets is None
+
+
+# ---- crop and flip -----------------------------------------------------------------------------------------------
+def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image():
+    pixels, side = pictures(16, 20), 13
+    top, left = torch.randint(0, 8, (2, 16), generator=torch.Generator().manual_seed(3)).unbind(0)
+    flip = torch.arange(16) % 2 == 0
+    expected = []
+    for image, y, x, mirrored in zip(pixels, top.tolist(), left.tolist(), flip.tolist(), strict=True):
+        cut = as_pil(image).crop((x, y, x + side, y + side))
+        expected.append(from_pil(ImageOps.mirror(cut) if mirrored else cut))
+    assert torch.equal(crop(pixels, top, left, flip, side), torch.stack(expected))
+    assert torch.equal(crop_at_once(pixels, top, left, flip, side), torch.stack(expected))
+
+
+@pytest.mark.parametrize("crop_pct", [1.0, 0.75])
+def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct):
+    settings = backbone(24, crop_pct)
+    augment = Augment(DataSettings(crop="pad"), settings, True)
+    side_in, reach = augment.size_in, 3
+    pixels = pictures(200, side_in).clamp(min=1)
+    images, _ = augment(pixels, torch.zeros(200), None, draw(200))
+    pad, margin = 8, (side_in - 24) // 2
+    padded = torch.nn.functional.pad(pixels, (pad,) * 4)
+    moves = set()
+    for i, image in enumerate(images):
+        found = []
+        for y in range(-reach, reach + 1):
+            for x in range(-reach, reach + 1):
+                window = padded[i, :, pad + margin + y:, pad + margin + x:][:, :24, :24]
+                if torch.allclose(image, plain(window, settings), atol=1e-5):
+                    found.append((y, x))
+        assert len(found) == 1
+        moves.add(found[0])
+    assert {y for y, _ in moves} == {x for _, x in moves} == set(range(-reach, reach + 1))
+
+
+def test_a_resized_crop_of_the_whole_image_is_the_image_or_its_mirror():
+    settings, pixels = backbone(24), pictures(32, 24)
+    whole = Augment(DataSettings(crop="resized", crop_scale=(1.0, 1.0), flip=0.5), settings, True)
+    images, _ = whole(pixels, torch.zeros(32), None, draw(32))
+    boxes = draw_boxes(draw(32), "crop", 24, (1.0, 1.0), (3 / 4, 4 / 3))
+    squares = ((boxes.height == 24) & (boxes.width == 24)).nonzero().squeeze(1)
+    same = [torch.allclose(images[i], plain(pixels[i], settings), atol=0.03) for i in squares]
+    mirrored = [torch.allclose(images[i], plain(pixels[i].flip(-1), settings), atol=0.03) for i in squares]
+    assert len(squares) > 4
+    assert any(same)
+    assert any(mirrored)
+    assert all(a != b for a, b in zip(same, mirrored, strict=True))
+
+
+def test_boxes_keep_to_the_image_the_area_and_the_ratio():
+    boxes = draw_boxes(draw(500), "crop", 100, (0.1, 0.6), (3 / 4, 4 / 3))
+    assert boxes.found.all()
+    assert (boxes.top >= 0).all()
+    assert (boxes.left >= 0).all()
+    assert (boxes.top + boxes.height <= 100).all()
+    assert (boxes.left + boxes.width <= 100).all()
+    share = boxes.height * boxes.width / 100**2
+    assert share.min() > 0.09
+    assert share.max() < 0.61
+    assert share.max() - share.min() > 0.4
+    ratio = boxes.height / boxes.width
+    assert ratio.min() > 0.72
+    assert ratio.max() < 1.38
+
+
+# ---- RandAugment -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", randaugment.OPS)
+@pytest.mark.parametrize("level", [9.0, -9.0])
+def test_every_operation_changes_the_image_and_keeps_its_form(name, level):
+    pixels = pictures(3, 32)
+    before = pixels.clone()
+    out = one_op(name, pixels, level)
+    assert out.shape == pixels.shape
+    assert out.dtype == torch.uint8
+    assert torch.equal(pixels, before)
+    assert all((a != b).any() for a, b in zip(out, pixels, strict=True))
+
+
+@pytest.mark.parametrize("factor", [0.19, 0.6, 1.0, 1.5, 1.81])
+def test_enhancements_are_those_of_pillow(factor):
+    pixels = pictures(6, 31)
+    level = (factor - 1) / 0.9 * 10
+    exact = {"color": ImageEnhance.Color, "contrast": ImageEnhance.Contrast, "brightness": ImageEnhance.Brightness,
+             "sharpness": ImageEnhance.Sharpness}
+    for name, enhance in exact.items():
+        expected = torch.stack([from_pil(enhance(as_pil(image)).enhance(factor)) for image in pixels])
+        # the factor takes a detour over a float32 level, so that a value on the edge may fall to the other side
+        difference = (one_op(name, pixels, level).int() - expected.int()).abs()
+        assert difference.max() <= 1, name
+        assert (difference > 0).float().mean() < 0.01, name
+
+
+def test_tables_are_those_of_pillow():
+    grey = torch.full((1, 3, 31, 31), 77, dtype=torch.uint8)
+    pixels = torch.cat((pictures(6, 31), grey, pictures(2, 31).clamp(100, 103)))
+    exact = {"autocontrast": ImageOps.autocontrast, "equalize": ImageOps.equalize, "invert": ImageOps.invert,
+             "posterize": lambda image: ImageOps.posterize(image, 1),
+             "solarize": lambda image: ImageOps.solarize(image, 26)}
+    for name, operation in exact.items():
+        expected = torch.stack([from_pil(operation(as_pil(image))) for image in pixels])
+        assert torch.equal(one_op(name, pixels, 9.0), expected), name
+
+
+@pytest.mark.parametrize("level", [0.0, 5.0, 9.0, 10.0, -10.0])
+def test_posterize_never_leaves_zero_bits(level):
+    pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 3, 16, 16).contiguous()
+    assert len(one_op("posterize", pixels, level).unique()) >= 2
+
+
+def test_translation_brings_in_the_fill_colour():
+    out = one_op("translate_x", pictures(1, 40), 10 * 0.25 / 0.45)  # a quarter of the side
+    fill = torch.tensor([128, 100, 80], dtype=torch.uint8).view(3, 1, 1)
+    assert torch.equal(out[0, :, :, 30:], fill.expand(3, 40, 10))
+    assert torch.equal(out[0, :, :, :30], pictures(1, 40)[0, :, :, 10:])
+
+
+def test_geometry_is_that_of_pillow_away_from_the_edge():
+    image = torch.nn.functional.avg_pool2d(pictures(1, 56).float(), 9, 1, 4).to(torch.uint8)  # blurred: no aliasing
+    picture, bilinear = as_pil(image[0]), Image.Resampling.BILINEAR
+    expected = {
+        "rotate": picture.rotate(18, resample=bilinear),
+        "shear_x": picture.transform((56, 56), Image.Transform.AFFINE, (1, 0.18, 0, 0, 1, 0), bilinear),
+        "shear_y": picture.transform((56, 56), Image.Transform.AFFINE, (1, 0, 0, 0.18, 1, 0), bilinear),
+    }
+    for name, reference in expected.items():
+        difference = one_op(name, image, 6.0)[0].int() - from_pil(reference).int()
+        assert difference[:, 18:38, 18:38].abs().max() <= 2, name
+
+
+def test_a_policy_uses_every_operation_half_of_the_time():
+    policy = randaugment.plan(draw(4000), 2, 9.0)
+    assert set(policy.ops.unique().tolist()) == set(range(-1, len(randaugment.OPS)))
+    assert 0.47 < (policy.ops >= 0).float().mean() < 0.53
+    assert 8.9 < policy.levels.abs().mean() < 9.1
+    assert policy.levels.abs().max() <= 10
+    assert 0.47 < (policy.levels > 0).float().mean() < 0.53
+
+
+# ---- erasing -----------------------------------------------------------------------------------------------------
+def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise():
+    settings, pixels = backbone(32), torch.zeros((300, 3, 32, 32), dtype=torch.uint8)
+    images, _ = Augment(DataSettings(erase=0.5), settings, True)(pixels, torch.zeros(300), None, draw(300))
+    erased = (images != plain(pixels, settings)).all(1)
+    hit = erased.flatten(1).any(1)
+    assert 0.4 < hit.float().mean() < 0.6
+    share = erased[hit].float().mean((1, 2))
+    assert share.min() > 0.01
+    assert share.max() < 0.36
+    noise = images.permute(0, 2, 3, 1)[erased]
+    assert abs(noise.mean()) < 0.05
+    assert 0.95 < noise.std() < 1.05
+    first, second = hit.nonzero().squeeze(1)[:2].tolist()
+    assert not torch.equal(images[first], images[second])
+
+
+# ---- mixing ------------------------------------------------------------------------------------------------------
+def test_partners_are_a_permutation_that_changes_with_the_step():
+    assert sorted(partner_of(draw(50)).tolist()) == list(range(50))
+    assert torch.equal(partner_of(draw(50)), partner_of(draw(50, [3])))
+    assert not torch.equal(partner_of(draw(50)), partner_of(draw(50, step=1)))
+
+
+def flat(size: int, side: int) -> torch.Tensor:
+    """One value per sample, so that a pixel tells whose it is."""
+    return (torch.arange(size, dtype=torch.uint8) * 8).view(-1, 1, 1, 1).expand(size, 3, side, side).contiguous()
+
+
+def test_mixup_mixes_pixels_and_targets_with_the_same_weight():
+    size, settings = 24, backbone(16)
+    pixels, labels = flat(size, 16), torch.arange(size)
+    images, targets = Augment(DataSettings(mixup=0.8), settings, True)(pixels, labels, size, draw(size))
+    torch.testing.assert_close(targets.sum(1), torch.ones(size))
+    clean, other = plain(pixels, settings), partner_of(draw(size))
+    own = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
+    own[other == labels] = 1
+    torch.testing.assert_close(images, own * clean + (1 - own) * clean[other], atol=1e-5, rtol=0)
+    assert len(own.unique()) > size // 2
+
+
+def test_cutmix_targets_count_the_pixels():
+    size, settings = 24, backbone(16)
+    pixels, labels = flat(size, 16), torch.arange(size)
+    images, targets = Augment(DataSettings(cutmix=1.0), settings, True)(pixels, labels, size, draw(size))
+    clean, other = plain(pixels, settings), partner_of(draw(size))
+    mine, theirs = ((images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other))
+    assert (mine | theirs).all()
+    strangers = other != labels
+    torch.testing.assert_close(targets[torch.arange(size), labels][strangers], mine.float().mean((1, 2))[strangers])
+    torch.testing.assert_close(targets.sum(1), torch.ones(size))
+    assert (theirs & ~mine).any()
+
+
+def test_mixup_and_cutmix_share_the_batch():
+    augment = Augment(DataSettings(mixup=0.8, cutmix=1.0), backbone(16), True)
+    mix = augment._plan_mix(draw(1000))
+    blended, cut = mix.blend < 1, mix.boxes.any(1)
+    assert 400 < int(blended.sum()) < 600
+    assert 400 < int(cut.sum()) < 600
+    assert not (blended & cut).any()
+
+
+def test_smoothing_alone_gives_soft_targets_and_untouched_images():
+    pixels, labels = pictures(3, 16), torch.tensor([0, 2, 3])
+    images, targets = Augment(DataSettings(smoothing=0.1), backbone(16), True)(pixels, labels, 4, draw(3))
+    assert torch.equal(images, Augment(DataSettings(), backbone(16), True)(pixels, labels, 4, draw(3))[0])
+    torch.testing.assert_close(targets[1], torch.tensor([0.025, 0.025, 0.925, 0.025]))
+
+
+def test_a_batch_over_several_tasks_is_neither_mixed_nor_smoothed():
+    pixels, labels = pictures(8, 24), torch.zeros(8, dtype=torch.long)
+    images, targets = Augment(FULL, backbone(), True)(pixels, labels, None, draw(8))
+    unmixed = FULL.model_copy(update={"mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0})
+    assert targets is None
+    assert torch.equal(images, Augment(unmixed, backbone(), True)(pixels, labels, None, draw(8))[0])
+
+
+# ---- randomness --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("how", ["none", "pad", "resized"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_together_make_the_batch_of_one_rank(how, ranks):
+    settings = FULL.model_copy(update={"crop": how})
+    augment = Augment(settings, backbone(24, 0.8), True)
+    pixels, labels = pictures(21, 30), torch.arange(21) % CLASSES
+    images, targets = augment(pixels, labels, CLASSES, draw(21))
+    partner = partner_of(draw(21))
+    for rank in range(ranks):
+        rows = list(range(rank, 21, ranks))
+        part, part_targets = augment(pixels[rows], labels[rows], CLASSES, draw(21, rows), pixels[partner[rows]],
+                                     labels[partner[rows]])
+        assert torch.equal(part, images[rows])
+        assert torch.equal(part_targets, targets[rows])
+
+
+def test_a_rank_with_a_part_of_the_batch_asks_for_its_partners():
+    augment = Augment(DataSettings(mixup=1.0), backbone(), True)
+    assert augment.needs_partner
+    with pytest.raises(ValueError, match="partner_pixels"):
+        augment(pictures(2, 24), torch.zeros(2, dtype=torch.long), 4, draw(8, [0, 1]))
+
+
+@pytest.mark.parametrize("how", ["none", "pad", "resized"])
+def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how):
+    augment = Augment(FULL.model_copy(update={"crop": how}), backbone(), True)
+    pixels, labels = pictures(12, 24), torch.arange(12) % CLASSES
+
+    def images(**where: int) -> torch.Tensor:
+        return augment(pixels, labels, CLASSES, draw(12, **where))[0]
+
+    torch.manual_seed(1)
+    first = images()
+    torch.manual_seed(2)
+    assert torch.equal(first, images())
+    for other in ({"seed": 2}, {"epoch": 1}, {"step": 1}):
+        assert not torch.equal(first, images(**other))
+
+
+def test_everything_on_still_gives_finite_images_and_proper_targets():
+    augment = Augment(FULL.model_copy(update={"crop": "resized"}), backbone(), True)
+    images, targets = augment(pictures(64, 24), torch.arange(64) % CLASSES, CLASSES, draw(64))
+    assert images.shape == (64, 3, 24, 24)
+    assert images.dtype == torch.float32
+    assert images.isfinite().all()
+    torch.testing.assert_close(targets.sum(1), torch.ones(64))
+    assert targets.min() > 0
+
+
+def test_a_crop_scale_that_is_no_range_is_refused_with_the_rule():
+    with pytest.raises(UserError, match="0 < low <= high <= 1"):
+        Augment(DataSettings(crop_scale=(0.8, 0.2)), backbone(), True)
+
+
+def test_pixels_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="expected"):
+        Augment(DataSettings(), backbone(24, 0.75), True)(pictures(1, 24), torch.zeros(1), None, draw(1))

@@ -1,0 +1,414 @@
+"""MEAT: the reference's worked numbers and invariants, its masks as stored, served and physically applied."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, Task
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.meat import Meat, MeatSettings, drop_control
+from workers.model.compact import compact
+from workers.model.masked import MaskedAttention, MaskedSoftmax, mask_sites
+from workers.model.masks import GumbelHard
+from workers.model.vit import build, digest_of
+from workers.taskstate import TaskState
+
+TINY = BackboneSettings(img_size=32, options={"patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 4})
+TASK = Task("one", "card", "", ("a", "b", "c"))
+OTHER = Task("two", "card", "", ("d", "e", "f", "g"))
+RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=12.0)
+PROGRESS = Progress(0, 0, 1, 12)
+
+
+def vit(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    settings = TINY.model_copy(update={"options": TINY.options | changes})
+    model = build(settings)
+    for p in model.parameters():  # timm starts biases at zero, where wrong masking of them would not show
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+def meat(backbone: nn.Module | None = None, **settings: Any) -> Meat:
+    return Meat(backbone or vit(), MeatSettings(**settings), seed=1)
+
+
+def images(count: int = 8) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+
+
+def batch(step: int = 0, rows: range = range(8), size: int = 8) -> Batch:
+    at = torch.tensor(list(rows))
+    labels = torch.arange(size) % 3
+    return Batch(images(size)[at], labels[at], torch.zeros(len(at), dtype=torch.long),
+                 Draw(7, 0, step, at, size, torch.device("cpu")), weight=len(at) / size)
+
+
+def trained(method: Meat, task: Task = TASK, steps: int = 12) -> TaskState:
+    optimizer = torch.optim.AdamW(method.begin(task, "train", None, RATES, (task,)), lr=RATES.lr)
+    method.train()
+    for step in range(steps):
+        optimizer.zero_grad()
+        method.loss(batch(step), PROGRESS)[0].backward()
+        optimizer.step()
+    return method.finish()[0]
+
+
+def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> TaskState:
+    generator = torch.Generator().manual_seed(3)
+    masks = {n: torch.rand(shape, generator=generator) < keep for n, shape in method.mask_shapes().items()}
+    torch.manual_seed(4)
+    head = nn.Linear(method.heads.width, 3).state_dict()
+    return TaskState(task, TASK.classes, "meat", method.backbone_digest, masks=masks, head=head,
+                     meta={"token_blocks": list(method.token_blocks)})
+
+
+# ---- the equations -------------------------------------------------------------------------------------------------
+def test_the_worked_rows_of_masked_attention():
+    policy = torch.tensor([[1.0, 0.0, 1.0]])
+    row = MaskedSoftmax.apply(torch.tensor([[1.0, 2.0, 3.0]]), policy)
+    assert torch.allclose(row, torch.tensor([[0.1192, 0.0, 0.8808]]), atol=5e-5)
+    assert torch.equal(MaskedSoftmax.apply(torch.zeros(1, 3), policy), torch.tensor([[0.5, 0.0, 0.5]]))
+
+
+def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does():
+    attention = mask_sites(vit(), self_loop=True).attention[0]
+    assert isinstance(attention, MaskedAttention)
+    for keys in (torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])):
+        attention.keys = keys
+        psi = MaskedSoftmax.apply(torch.zeros(1, 1, 3, 3), attention._policy().float())[0, 0]
+        assert torch.allclose(psi[1], torch.full((3,), 1 / 3))
+        assert torch.allclose(psi[0], torch.tensor([0.5, 0.0, 0.5]))
+
+
+def test_a_masked_key_far_above_the_kept_ones_leaks_nothing():
+    for high in (16.0, 200.0, 1e4):
+        row = MaskedSoftmax.apply(torch.tensor([[0.0, high, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
+        assert row[0, 1] == 0
+        assert torch.allclose(row, torch.tensor([[0.2689, 0.0, 0.7311]]), atol=5e-5)
+
+
+def test_masked_softmax_has_the_gradients_of_the_composed_operations():
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+    policy = (torch.rand(2, 1, 1, 5) < 0.6).double()
+    policy[..., 0] = 1
+    policy.requires_grad_()
+    weights = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    mine = torch.autograd.grad((MaskedSoftmax.apply(scores, policy) * weights).sum(), (scores, policy))
+    exps = scores.exp() * policy
+    plain = torch.autograd.grad((exps / exps.sum(-1, keepdim=True) * weights).sum(), (scores, policy))
+    for got, want in zip(mine, plain, strict=True):
+        assert torch.allclose(got, want, atol=1e-12)
+    assert bool((mine[1][policy == 0] != 0).all()), "the mask of a dropped token needs a gradient to come back"
+
+
+def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero():
+    policy = (torch.rand(4, 1, 1, 17) < 0.5).float()
+    policy[..., 0] = 1
+    psi = MaskedSoftmax.apply(torch.randn(4, 2, 17, 17) * 5, policy)
+    assert torch.allclose(psi.sum(-1), torch.ones(4, 2, 17))
+    assert bool((psi[(policy == 0).expand_as(psi)] == 0).all())
+
+
+def test_drop_control_example_of_the_paper():
+    tokens = torch.tensor([[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]], requires_grad=True)
+    loss = drop_control(tokens, 0.9)
+    loss.backward()
+    assert math.isclose(loss.item(), 0.0322222, abs_tol=1e-6)
+    assert torch.allclose(tokens.grad[0, 0], torch.full((3,), -0.077778), atol=1e-6)
+    assert torch.allclose(tokens.grad[0, 1], torch.full((3,), 0.033333), atol=1e-6)
+
+
+def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma():
+    mask = GumbelHard((2000, 1000), gamma=4.0, tau=1.0)
+    share = mask.sample(torch.rand(2000, 1000, generator=torch.Generator().manual_seed(0))).mean().item()
+    assert math.isclose(share, 1 / (1 + math.exp(-8)), abs_tol=6e-5)
+    assert bool(mask.hard().all())
+
+
+@pytest.mark.parametrize("gap", [-1.5, 0.0, 2.0])
+def test_one_logit_has_the_law_of_the_gumbel_pair(gap):
+    count, tau = 200_000, 0.7
+    torch.manual_seed(0)
+    mask = GumbelHard((count,), gamma=1.0, tau=tau)
+    with torch.no_grad():
+        mask.logits.fill_(gap)
+    kept = mask.sample(torch.rand(count))
+    kept.sum().backward()
+    pair = torch.tensor([gap / 2, -gap / 2]).expand(count, 2).clone().requires_grad_()
+    reference = nn.functional.gumbel_softmax(pair, tau=tau, hard=True)[:, 0]
+    reference.sum().backward()
+    assert math.isclose(kept.mean().item(), reference.mean().item(), abs_tol=5e-3)
+    assert math.isclose(mask.logits.grad.mean().item(), pair.grad[:, 0].mean().item(), rel_tol=2e-2)
+    assert math.isclose(mask.logits.grad.std().item(), pair.grad[:, 0].std().item(), rel_tol=2e-2)
+
+
+def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm():
+    mask = GumbelHard((2,), gamma=4.0, tau=1.0)
+    sampled = mask.sample(torch.tensor([0.0, 0.5]))
+    sampled.sum().backward()
+    assert sampled.tolist() == [0.0, 1.0]
+    assert bool(mask.logits.grad.isfinite().all())
+    with torch.no_grad():
+        mask.logits.zero_()
+    assert not mask.hard().any()
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("settings", "groups"), [
+    ({"token_masks": False, "ffn_masks": "off"}, set()),
+    ({"ffn_masks": "off", "alpha": 0}, {"tokens"}),
+    ({"ffn_masks": "off"}, {"tokens"}),
+    ({"token_masks": False}, {"fc1", "fc2"}),
+    ({}, {"tokens", "fc1", "fc2"}),
+], ids=["M1-classifier", "M2-tokens", "M3-tokens-and-drop-control", "M4-ffn", "M5-all"])
+def test_the_papers_ablation_trains_only_what_it_says(settings, groups):
+    method = meat(**settings)
+    before = digest_of(method.backbone)
+    state = trained(method)
+    assert {name.rsplit(".", 1)[-1] for name in state.masks} == groups
+    learned = {n for n, p in method.named_parameters() if p.requires_grad}
+    assert all(n.startswith(("heads.", "mask_modules.")) for n in learned)
+    assert all(m.logits.grad.abs().sum() > 0 for m in method.masks.values())
+    assert digest_of(method.backbone) == before
+    terms = method.loss(batch(), PROGRESS)[1]
+    assert ("drop_control" in terms) == ("tokens" in groups)
+
+
+def test_without_drop_control_the_loss_is_the_cross_entropy():
+    method = meat(alpha=0)
+    method.begin(TASK, "train", None, RATES, (TASK,))
+    loss, terms = method.loss(batch(), PROGRESS)
+    assert torch.equal(loss.detach(), terms["ce"])
+
+
+def test_drop_control_alone_drives_the_keep_ratio_to_lambda():
+    method = meat(alpha=1000.0, ffn_masks="off", mask_travel=2.0, **{"lambda": 0.5})
+    trained(method)
+    assert abs(method.measures()["token_keep"] - 0.5) < 0.3
+
+
+def test_ranks_sample_what_one_process_samples():
+    def gradients(parts: list[range]) -> list[Tensor]:
+        method = meat(gamma=0.5)
+        method.begin(TASK, "train", None, RATES, (TASK,))
+        for rows in parts:
+            part = batch(0, rows)
+            (method.loss(part, PROGRESS)[0] * part.weight).backward()
+        return [m.logits.grad for m in method.masks.values()]
+    whole, split = gradients([range(8)]), gradients([range(5), range(5, 8)])
+    for one, two in zip(whole, split, strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+
+
+def test_token_masks_are_sampled_per_image_and_ffn_masks_once():
+    method = meat(gamma=0.5)
+    method.begin(TASK, "train", None, RATES, (TASK,))
+    tokens = method.sample_tokens(batch().draw)
+    assert tokens.shape == (8, 3, 16)
+    assert not torch.equal(tokens[0], tokens[1])
+    assert method.masks["blocks.0.fc1"].sample(batch().draw.shared("x", 256, 64)).shape == (256, 64)
+
+
+def test_auto_rate_lets_an_entry_travel_the_same_way_in_any_number_of_steps():
+    method = meat(mask_travel=3.0, gamma=4.0)
+    for steps in (10.0, 1000.0):
+        assert math.isclose(method.rate(Rates(1e-3, 0, 32, steps)) * steps, 3.0 * 8.0)
+    assert math.isclose(meat(mask_lr="paper").rate(Rates(1e-3, 0, 256, 10.0)), 2 * 0.1 * 256 / 1024)
+    assert math.isclose(meat(mask_lr=0.4).rate(Rates(1e-3, 0, 256, 10.0)), 0.8)
+
+
+def test_mask_logits_are_neither_decayed_nor_starved_by_adams_epsilon():
+    groups = {g["name"]: g for g in meat().begin(TASK, "train", None, RATES, (TASK,))}
+    assert set(groups) == {"head.weight", "head.bias", "masks"}
+    assert groups["masks"]["weight_decay"] == 0
+    assert groups["masks"]["eps"] < 1e-10
+
+
+def test_masks_that_never_flip_are_reported():
+    method = meat(mask_lr=1e-6)
+    trained(method)
+    assert "no mask entry left its initial state" in method.warnings()[0]
+    flipping = meat()
+    trained(flipping)
+    assert flipping.warnings() == []
+    assert flipping.measures()["flipped"] > 0
+    assert meat(token_masks=False, ffn_masks="off").warnings() == []
+
+
+def test_bf16_training_keeps_masks_and_their_gradients_in_fp32():
+    method = meat()
+    method.begin(TASK, "train", None, RATES, (TASK,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = method.loss(batch(), PROGRESS)
+    loss.backward()
+    assert all(m.logits.grad.dtype == torch.float32 and m.logits.grad.isfinite().all() for m in method.masks.values())
+
+
+# ---- serving -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
+def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn):
+    plain = vit().eval()
+    method = meat(ffn_masks=ffn)
+    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.eval()
+    with torch.no_grad():
+        want = method.heads["one"](plain(images()))
+    assert torch.equal(method.logits(images(), "one"), want)
+    state = method.finish()[0]
+    fresh = meat(ffn_masks=ffn)
+    fresh.load(state)
+    assert torch.equal(fresh.eval().logits(images(), "one"), want)
+
+
+def test_a_base_task_is_served_without_masks_between_masked_ones():
+    method = meat().eval()
+    base = TaskState("base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(64, 2).state_dict())
+    method.load(with_random_masks(method))
+    method.load(base)
+    masked = method.logits(images(), "one")
+    with torch.no_grad():
+        want = method.heads["base"](vit().eval()(images()))
+    assert torch.equal(method.logits(images(), "base"), want)
+    assert torch.equal(method.logits(images(), "one"), masked)
+
+
+@pytest.mark.parametrize("ffn", ["weight", "neuron"])
+def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn):
+    method = meat(ffn_masks=ffn).eval()
+    state = with_random_masks(method)
+    method.load(state)
+    served = method.logits(images(), "one")
+    tokens = state.masks["tokens"].float().expand(8, -1, -1)
+    ffns = {n: m.float() for n, m in state.masks.items() if n != "tokens"}
+    with torch.no_grad(), method.sites.sampled(method.by_block(None, ffns, ())):
+        by_ffn = method.heads["one"](method.features(images()))
+    method.load(TaskState("one", TASK.classes, "meat", method.backbone_digest, head=state.head,
+                          masks={n: m for n, m in state.masks.items() if n != "tokens"}))
+    assert torch.equal(method.logits(images(), "one"), by_ffn), "folded weights must not change a bit"
+    with torch.no_grad(), method.sites.sampled(method.by_block(tokens, ffns, method.token_blocks)):
+        both = method.heads["one"](method.features(images()))
+    assert torch.allclose(served, both, atol=1e-5)
+    assert not torch.allclose(served, by_ffn, atol=1e-3)
+
+
+def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks():
+    states, logits = {}, {}
+    for order in ((TASK, OTHER), (OTHER, TASK)):
+        for task in order:
+            method = meat(copy.deepcopy(vit()))
+            state = trained(method, task)
+            again = states.setdefault(task.name, state)
+            assert all(torch.equal(mask, again.masks[name]) for name, mask in state.masks.items())
+            logits[task.name] = method.eval().logits(images(), task.name)
+    server = meat().eval()
+    for state in states.values():
+        server.load(TaskState.from_bytes(state.to_bytes()))
+    for name in ("one", "two", "one"):
+        assert torch.equal(server.logits(images(), name), logits[name])
+
+
+def test_training_another_task_does_not_move_a_loaded_one():
+    method = meat()
+    first = trained(method)
+    method.load(first)
+    before = method.eval().logits(images(), "one")
+    trained(method, OTHER)
+    assert torch.equal(method.eval().logits(images(), "one"), before)
+
+
+def test_a_copy_of_a_serving_method_serves_the_same():
+    method = meat().eval()
+    method.load(with_random_masks(method))
+    want = method.logits(images(), "one")
+    assert torch.equal(copy.deepcopy(method).logits(images(), "one"), want)
+
+
+def test_masks_sit_only_in_the_blocks_that_were_named():
+    method = meat(token_mask_blocks=[2, 0], ffn_masks="off").eval()
+    assert method.mask_shapes() == {"tokens": (2, 16)}
+    method.load(with_random_masks(method))
+    method.logits(images(), "one")
+    assert [a.keys is None for a in method.sites.attention] == [False, True, False]
+    assert torch.equal(method.sites.attention[2].keys[0, 1:], method.loaded["one"][0]["tokens"][1])
+
+
+def test_the_class_token_and_registers_are_never_masked():
+    method = meat(vit(reg_tokens=2), ffn_masks="off").eval()
+    state = with_random_masks(method)
+    state.masks["tokens"][:] = False
+    method.load(state)
+    assert bool(method.logits(images(), "one").isfinite().all())
+    assert all(a.keys[0].tolist() == [True] * 3 + [False] * 16 for a in method.sites.attention)
+
+
+def test_stored_bits_are_the_papers_formula():
+    method = Meat(build(BackboneSettings(name="deit_tiny_patch16_224")), MeatSettings(), seed=0)
+    state = TaskState("t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in method.mask_shapes().items()})
+    assert state.sizes()["masks"] * 8 == 3_541_296
+
+
+# ---- physically pruned inference -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
+@pytest.mark.parametrize("changes", [{}, {"reg_tokens": 2}, {"global_pool": "avg"}, {"qk_norm": True, "init_values": 0.1},
+                                     {"scale_mlp_norm": True, "scale_attn_norm": True}],
+                         ids=["plain", "registers", "mean-pool", "qk-norm", "inner-norms"])
+def test_compact_inference_equals_the_dense_one(ffn, changes):
+    method = meat(vit(**changes), ffn_masks=ffn).eval()
+    method.load(with_random_masks(method))
+    dense = method.logits(images(), "one")
+    assert torch.allclose(compact(method, "one")(images()), dense, atol=1e-5, rtol=1e-5)
+
+
+def test_compact_inference_equals_the_dense_one_with_self_loops():
+    method = meat(self_loop=True, ffn_masks="neuron").eval()
+    method.load(with_random_masks(method, keep=0.3))
+    assert torch.allclose(compact(method, "one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
+
+
+def test_neurons_whose_way_out_is_fully_masked_are_cut():
+    method = meat().eval()
+    state = with_random_masks(method)
+    state.masks["blocks.1.fc2"][:, :200] = False
+    method.load(state)
+    pruned = compact(method, "one")
+    assert pruned.blocks[1].fc1_weight.shape == (56, 64)
+    assert torch.allclose(pruned(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
+
+
+def test_the_share_of_operations_is_one_without_masks_and_falls_with_them():
+    method = meat(ffn_masks="neuron")
+    shares = [method.flops_share(with_random_masks(method, keep)) for keep in (1.0, 0.8, 0.5)]
+    assert shares[0] == 1.0
+    assert 1.0 > shares[1] > shares[2] > 0.3
+    base = TaskState("base", (), "base", method.backbone_digest)
+    assert method.flops_share(base) == 1.0
+
+
+# ---- people's mistakes ---------------------------------------------------------------------------------------------
+def test_mistakes_get_a_sentence():
+    with pytest.raises(UserError, match=r"token_mask_blocks is \[1, 9\], but the backbone has blocks 0 to 2"):
+        meat(token_mask_blocks=(1, 9))
+    method = meat()
+    with pytest.raises(UserError, match="has tokens of shape"):
+        method.load(TaskState("t", ("a",), "meat", method.backbone_digest, masks={"tokens": torch.ones(3, 99) > 0},
+                              head=nn.Linear(64, 1).state_dict(), meta={"token_blocks": [0, 1, 2]}))
+    with pytest.raises(UserError, match="needs to be told the task"):
+        method.logits(images(), None)
+    with pytest.raises(ValidationError):
+        MeatSettings(**{"lambda": 1.5})
+    assert MeatSettings(**{"lambda": 0.7}).lambda_ == 0.7
+    odd = vit()
+    odd.blocks[1].attn = nn.MultiheadAttention(64, 4)
+    with pytest.raises(UserError, match="block 1 of the backbone has a MultiheadAttention"):
+        meat(odd)

@@ -1,0 +1,199 @@
+"""Inference with a task's masks applied physically: dropped tokens and neurons are not computed.
+
+Per block, keys and values are computed for kept tokens only, and queries for live ones: a token's output is needed only
+if a later block keeps the token as a key, or if the pooling reads it. FFN neurons that cannot reach the output are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.model.heads import Heads
+from workers.model.masked import BlockMasks
+
+
+class Masked(Protocol):
+    """What `compact` needs of a method."""
+
+    backbone: nn.Module
+    heads: Heads
+
+    def block_masks(self, task: str) -> list[BlockMasks]: ...
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What one block computes. Token positions count prefix tokens first.
+
+    inputs: tokens that enter the block. keys: those that get a key and a value. kept: (keys,) bool, False for a masked
+    token that only its own query may see (self loop). queries: those that leave the block. neurons: kept FFN neurons.
+    """
+
+    inputs: Tensor
+    keys: Tensor
+    kept: Tensor
+    queries: Tensor
+    neurons: Tensor
+
+
+def plan(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
+    """Liveness, from the last block to the first; then who enters each block is who left the one before."""
+    prefix, total = vit.num_prefix_tokens, vit.num_prefix_tokens + vit.patch_embed.num_patches
+    live = torch.zeros(total, dtype=torch.bool)
+    live[0 if vit.global_pool == "token" else slice(None)] = True
+    needed: list[tuple[Tensor, Tensor, Tensor]] = []
+    for block, mask in zip(reversed(vit.blocks), reversed(masks), strict=True):
+        kept = torch.ones(total, dtype=torch.bool)
+        if mask.tokens is not None:
+            kept[prefix:] = mask.tokens[0].cpu()
+        keys = kept | live if getattr(block.attn, "self_loop", False) else kept
+        needed.append((keys, kept, live))
+        live = live | keys
+    plans, inputs = [], live
+    for block, mask, (keys, kept, queries) in zip(vit.blocks, masks, reversed(needed), strict=True):
+        plans.append(BlockPlan(inputs.nonzero()[:, 0], keys.nonzero()[:, 0], kept[keys], queries.nonzero()[:, 0],
+                               _live_neurons(block.mlp, mask).nonzero()[:, 0]))
+        inputs = queries
+    return plans
+
+
+def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
+    """(hidden,) bool. A neuron is dead where it is masked, or where every weight that leaves it is."""
+    live = torch.ones(mlp.fc1.out_features, dtype=torch.bool)
+    if not isinstance(mlp.norm, nn.Identity):
+        return live  # a norm over the neurons reads all of them
+    if mask.neurons is not None:
+        live &= mask.neurons.cpu()
+    if mask.fc2 is not None:
+        live &= mask.fc2.any(dim=0).cpu()
+    return live
+
+
+def flops(vit: Any, plans: list[BlockPlan]) -> int:
+    """Multiply-adds of one image in the patch embedding and the blocks, norms and activations left out."""
+    width, patch = vit.embed_dim, vit.patch_embed.proj.weight
+    count = vit.patch_embed.num_patches * patch.numel()
+    for p in plans:
+        queries, keys = len(p.queries), len(p.keys)
+        count += width * (2 * queries * width + 2 * keys * width + 2 * queries * keys + 2 * queries * len(p.neurons))
+    return count
+
+
+class CompactBlock(nn.Module):
+    """One block, reduced to its plan. Norms, projection and layer scale are the backbone's own modules."""
+
+    norm1: nn.Module
+    ls1: nn.Module
+    norm2: nn.Module
+    ls2: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    norm: nn.Module
+    gate: nn.Module | None
+    proj: nn.Module
+    q_weight: Tensor
+    q_bias: Tensor | None
+    kv_weight: Tensor
+    kv_bias: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+    queries: Tensor | None
+    keys: Tensor | None
+    seen: Tensor | None
+
+    def __init__(self, block: Any, plan: BlockPlan, mask: BlockMasks):
+        super().__init__()
+        attn, mlp = block.attn, block.mlp
+        self.heads, self.head_dim, self.scale = attn.num_heads, attn.head_dim, attn.scale
+        for name in ("norm1", "ls1", "norm2", "ls2"):
+            self.add_module(name, getattr(block, name))
+        for name in ("q_norm", "k_norm", "norm", "gate", "proj"):
+            self.add_module(name, getattr(attn, name))
+        self.act, self.mlp_norm = mlp.act, mlp.norm
+        rows = attn.attn_dim
+        bias = attn.qkv.bias
+        self._buffer("q_weight", attn.qkv.weight[:rows])
+        self._buffer("q_bias", None if bias is None else bias[:rows])
+        self._buffer("kv_weight", attn.qkv.weight[rows:])
+        self._buffer("kv_bias", None if bias is None else bias[rows:])
+        columns = mask.fc2 if mask.neurons is None else mask.neurons
+        self._buffer("fc1_weight", _times(mlp.fc1.weight, mask.fc1)[plan.neurons])
+        self._buffer("fc1_bias", None if mlp.fc1.bias is None else mlp.fc1.bias[plan.neurons])
+        self._buffer("fc2_weight", _times(mlp.fc2.weight, columns)[:, plan.neurons])
+        self._buffer("fc2_bias", mlp.fc2.bias)
+        self._buffer("queries", _positions(plan.queries, plan.inputs))
+        self._buffer("keys", _positions(plan.keys, plan.inputs))
+        itself = plan.queries[:, None] == plan.keys[None, :]
+        self._buffer("seen", None if plan.kept.all() else plan.kept[None, :] | itself)  # (queries, keys)
+
+    def _buffer(self, name: str, value: Tensor | None) -> None:
+        self.register_buffer(name, None if value is None else value.detach().contiguous(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inputs, d) -> (B, queries, d)."""
+        normed = self.norm1(x)
+        at_queries = _take(normed, self.queries)
+        q = self._split(F.linear(at_queries, self.q_weight, self.q_bias), 1)[0]
+        k, v = self._split(F.linear(_take(normed, self.keys), self.kv_weight, self.kv_bias), 2)
+        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask=self.seen, scale=self.scale)
+        y = self.norm(y.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            y = y * self.gate(at_queries).sigmoid()
+        x = _take(x, self.queries) + self.ls1(self.proj(y))
+        hidden = self.mlp_norm(self.act(F.linear(self.norm2(x), self.fc1_weight, self.fc1_bias)))
+        return x + self.ls2(F.linear(hidden, self.fc2_weight, self.fc2_bias))
+
+    def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """(B, N, parts * H * D) -> `parts` tensors (B, H, N, D)."""
+        shaped = x.reshape(x.shape[0], x.shape[1], parts, self.heads, self.head_dim)
+        return shaped.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class CompactVit(nn.Module):
+    """images (b, 3, H, W) -> logits of one task, equal to the masked dense forward up to the order of summation."""
+
+    entering: Tensor | None
+
+    def __init__(self, vit: Any, masks: list[BlockMasks], head: nn.Module):
+        super().__init__()
+        plans = plan(vit, masks)
+        self.vit, self.head = vit, head
+        everyone = torch.arange(vit.num_prefix_tokens + vit.patch_embed.num_patches)
+        self.register_buffer("entering", _positions(plans[0].inputs, everyone), persistent=False)
+        self.blocks = nn.ModuleList(CompactBlock(*parts) for parts in zip(vit.blocks, plans, masks, strict=True))
+        self.to(vit.pos_embed.device)
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.vit.norm_pre(self.vit._pos_embed(self.vit.patch_embed(images)))
+        x = _take(x, self.entering)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.vit.forward_head(self.vit.norm(x)))
+
+
+def compact(method: Masked, task: str) -> nn.Module:
+    """A module images -> logits of a loaded task that computes only what its masks leave."""
+    return CompactVit(method.backbone, method.block_masks(task), method.heads[task])
+
+
+def _times(weight: Tensor, mask: Tensor | None) -> Tensor:
+    return weight if mask is None else weight * mask.to(weight.device)
+
+
+def _positions(wanted: Tensor, among: Tensor) -> Tensor | None:
+    """Positions of `wanted` in the sorted `among`; None where they are the same, so that nothing need be gathered."""
+    return None if len(wanted) == len(among) else torch.searchsorted(among, wanted)
+
+
+def _take(x: Tensor, positions: Tensor | None) -> Tensor:
+    """(B, N, d) -> (B, positions, d)."""
+    return x if positions is None else x.index_select(1, positions)

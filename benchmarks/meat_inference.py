@@ -7,6 +7,7 @@ are random, which does not change the amount of work. Token and neuron masks in 
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import timm
 import torch
@@ -55,8 +56,8 @@ def main() -> None:
         pruned = compact(copy.deepcopy(method), "t")
         label = f"keep {keep}" + (", one token mask for all blocks" if shared else "")
         report.equal(f"{label}, logits of compact and dense", pruned(images), method.logits(images, "t"), 1e-5)
-        timing = interleave({"plain": lambda: plain(images), "compact": lambda m=pruned: m(images),
-                             "dense": lambda m=method: m.logits(images, "t")})
+        timing = interleave({"plain": partial(plain, images), "compact": partial(pruned, images),
+                             "dense": partial(method.logits, images, "t")})
         report.at_least(f"{label}, compact against plain timm", timing.ratio("plain", "compact"),
                         SHARED_DEMAND if shared else DEMANDS[keep])
         report.note(f"{label}, compact against dense masks", f"{timing.ratio('dense', 'compact'):.2f}x, "

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 from workers.errors import UserError
 from workers.job import Frozen
 
+Split = Literal["train", "test"]
 CARDS = Path(__file__).resolve().parent.parent / "datasets"
 
 
@@ -25,8 +26,8 @@ class Source(Frozen):
     format: Literal["folder", "parquet", "tar", "sklearn", "torchvision"]
     path: str = Field("", description="folder or URI; ${NAME:-default} is replaced from the environment")
     name: str = Field("", description="data set inside scikit-learn or torchvision")
-    splits: dict[Literal["train", "test"], str] = Field(
-        default_factory=lambda: {"train": "train", "test": "test"}, description="sub-folder or glob of each split below `path`")
+    splits: dict[Split, str] = Field(
+        {"train": "train", "test": "test"}, description="sub-folder or glob of each split below `path`")
     image: str = Field("image", description="column of the image (bytes, or a struct with `bytes`) in Parquet")
     label: str = Field("label", description="column of the label in Parquet; extension of the label member in tars")
 
@@ -44,7 +45,8 @@ class Card(Frozen):
     source: Source
     licence: str
     cite: str = ""
-    classes: tuple[str, ...] = Field(min_length=1)
+    classes: tuple[str, ...] = Field(min_length=1, description="`from_source` stands for the sorted names of the train folders")
+    num_classes: int | None = Field(None, gt=0, description="how many classes there must be; needed with `classes: from_source`")
     class_order_seed: int | None = Field(None, description="permutes `classes` by numpy's RandomState(seed)")
     test_fraction: float = Field(0.0, ge=0, lt=1, description="share held out as test where the source has no test split")
     counts: Counts | None = Field(None, description="images that must be found, after rejections")
@@ -92,6 +94,8 @@ def load(name: str) -> Card:
         raise UserError(f"{path}: not readable as YAML ({str(error).splitlines()[0]}); mend the file") from None
     if not isinstance(body, dict):
         raise UserError(f"{path}: a card is a mapping of keys to values, this is a {type(body).__name__}")
+    if body.get("classes") == "from_source":
+        body = body | {"classes": _folders(path, body)}
     try:
         card = Card.model_validate(body)
     except ValidationError as error:
@@ -101,6 +105,29 @@ def load(name: str) -> Card:
     twice = sorted({c for c in card.classes if card.classes.count(c) > 1})
     if twice:
         raise UserError(f"{path}: class {twice[0]!r} is listed twice; every class has one place in the order")
+    if card.num_classes not in (None, len(card.classes)):
+        raise UserError(f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} classes; mend the one or the other"
+                        ", or the folders of the source")
     if card.source.path:
         card = card.model_copy(update={"source": card.source.model_copy(update={"path": expand(card.source.path)})})
     return card
+
+
+def _folders(path: Path, body: dict[str, Any]) -> list[str]:
+    """The classes of a card that leaves them to its source: the sorted names of the folders in the train split."""
+    from pipeline.formats import folders
+
+    try:
+        source = Source.model_validate(body.get("source"))
+    except ValidationError as error:
+        from pipeline.config import sentence_of
+
+        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
+    if source.format != "folder" or not body.get("num_classes"):
+        raise UserError(f"{path}: `classes: from_source` needs a source of format folder, and num_classes beside it; add it, or list "
+                        "the classes")
+    where, names = folders(expand(source.path), source.splits.get("train", "train"))
+    if not names:
+        raise UserError(f"{path}: its classes come from the folders in {where}, and there are none; put the data there, or list the "
+                        "classes on the card")
+    return names

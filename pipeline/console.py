@@ -24,7 +24,6 @@ class Console:
         self.total = len(graph)
         self.done = 0
         self.said: dict[str, float] = {}
-        self.started: dict[str, float] = {}
         for stage_id, lookup in lookups.items():
             if lookup.reason.startswith("damaged"):
                 self._line(f"{stage_id}: {lookup.reason}")
@@ -32,7 +31,6 @@ class Console:
     def decision(self, walk: Walk, decision: Decision) -> None:
         self.done = walk.count(*ENDED)
         if decision.kind == "launch":
-            self.started[decision.stage] = self.said[decision.stage] = time.monotonic()
             self._live(f"{decision.stage} ...")
         elif decision.kind == "block":
             self._line(f"{decision.stage}: not run, {decision.reason}")
@@ -49,14 +47,13 @@ class Console:
         if event.kind == "progress":
             self.progress(event)
         elif event.kind == "done":
-            took = time.monotonic() - self.started.get(event.stage, time.monotonic())
-            self._line(f"{event.stage}: {_gist(event.body)} in {_seconds(took)}")
+            self._line(f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}")
 
     def progress(self, event: Event) -> None:
         text = f"{event.stage}: {_progress(event.body)}"
         if self.live:
             self._live(text)
-        elif time.monotonic() - self.said.get(event.stage, 0.0) > QUIET_S:
+        elif time.monotonic() - self.said.setdefault(event.stage, time.monotonic()) > QUIET_S:
             self.said[event.stage] = time.monotonic()
             self._line(text)
 

@@ -21,13 +21,13 @@ import pyarrow.parquet as pq
 from PIL import Image
 from pyarrow import fs
 
-from pipeline.cards import CARDS, Card
+from pipeline.cards import CARDS, Card, Split
 from workers.artefact import resolve
 from workers.errors import UserError
 
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 IMAGES = {".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
-SPLITS = ("train", "test")
+SPLITS: tuple[Split, ...] = ("train", "test")
 CHUNK = 256  # files, members or images per unit
 LABEL_MEMBER = "cls"
 
@@ -61,8 +61,19 @@ class Unit(NamedTuple):
 # ---- where a source lies -------------------------------------------------------------------------------------------------
 def place(card: Card) -> str:
     """The path or URI of the source; relative paths are meant from the folder that holds `datasets/`."""
-    path = card.source.path
+    return absolute(card.source.path)
+
+
+def absolute(path: str) -> str:
     return path if "://" in path else os.path.normpath(os.path.join(CARDS.parent, path))
+
+
+def folders(path: str, split: str) -> tuple[str, list[str]]:
+    """(the place of a split, the sorted names of the folders in it); no names where it does not exist."""
+    where = f"{absolute(path).rstrip('/')}/{split}"
+    system, inside = open_fs(where)
+    infos = system.get_file_info(fs.FileSelector(inside, allow_not_found=True))
+    return where, sorted(i.base_name for i in infos if i.type == fs.FileType.Directory and not i.base_name.startswith("."))
 
 
 def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
@@ -106,7 +117,7 @@ def need_listing(card: Card) -> list[tuple[str, int]]:
     return files
 
 
-def files_of(card: Card, split: str, files: Sequence[tuple[str, int]], suffix: str) -> list[str]:
+def files_of(card: Card, split: Split, files: Sequence[tuple[str, int]], suffix: str) -> list[str]:
     """URIs of the files of a split: `source.splits[split]` is a sub-folder, a file, a glob, or how file names begin."""
     pattern, base = card.source.splits.get(split, ""), place(card)
     if len(files) == 1 and base.endswith(suffix):  # the source is one file: all of it is train
@@ -189,7 +200,7 @@ def list_tar(job: tuple[str, str, str, tuple[str, ...]]) -> list[Item]:
                 samples.setdefault(key, {})[suffix] = member
                 if suffix == extension:
                     labels[key] = stream.read_at(member.size, member.offset_data).decode("utf-8", "replace").strip()
-            if stream.size() < tar.offset:
+            if stream.size() < tar.offset + tarfile.BLOCKSIZE:
                 raise tarfile.ReadError("it ends without an end mark")
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{uri} is cut short or no uncompressed tar ({error}); fetch it again, or unpack its compression") from None

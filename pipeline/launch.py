@@ -104,25 +104,26 @@ def width_of(graph: Graph, todo: set[str]) -> int:
 
 
 # ---- Ray ---------------------------------------------------------------------------------------------------------------
-def connect(cluster: ClusterSettings) -> None:
-    """Joins the named Ray cluster, or starts a private local one: a forgotten cluster must not capture the run."""
+def connect(cluster: ClusterSettings) -> Any:
+    """Joins the named Ray cluster, or starts a private local one: a forgotten cluster must not capture the run. Returns ray."""
     import logging
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    import ray
+    import ray  # after the environment is set: it is read at import
 
     if ray.is_initialized():
-        return
+        return ray
     address = cluster.address or os.environ.get("RAY_ADDRESS", "") or "local"
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         cpus = max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
-        return
+        return ray
     check_reachable(address)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     ray.init(address=address, runtime_env={"working_dir": root, "excludes": [".venv", ".git", "storage", "tests"]}, **quiet)
+    return ray
 
 
 def check_reachable(address: str) -> None:
@@ -245,9 +246,7 @@ class OnRay:
     """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest as Ray tasks, the report here."""
 
     def __init__(self, store: Store, cluster: ClusterSettings, local: Local, width: int):
-        import ray
-
-        connect(cluster)
+        ray = connect(cluster)
         self.ray, self.store, self.cluster, self.local = ray, store, cluster, local
         self.width = width  # most stages that can run side by side
         self.queue: Any = ray.remote(num_cpus=0)(Queue).remote()

@@ -94,7 +94,7 @@ def overlaps(views: Sequence[MaskView]) -> Figure | None:
             for i, j in np.ndindex(values.shape):
                 if not np.isnan(values[i, j]):
                     ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=text_size(len(views)) - 1,
-                            color="white" if values[i, j] > 0.62 else INK)
+                            color="white" if values[i, j] > 0.55 else INK)
         dress(ax, kind, grid=None)
         ax.spines[:].set_visible(False)
         task_ticks(ax, [v.task for v in views])
@@ -115,6 +115,7 @@ def prompts(views: Sequence[MaskView]) -> Figure | None:
         far = float(np.abs(values).max()) or 1.0
         image = left.imshow(values, cmap="RdBu", vmin=-far, vmax=far, aspect="auto", interpolation="nearest")
         dress(left, f"{name}: values of task {views[-1].task}", "dimension", "token", grid=None)
+        left.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         figure.colorbar(image, ax=left, fraction=0.04, pad=0.02).ax.tick_params(labelsize=8)
         cosine, owners = similarity(list(views), name)
         image = right.imshow(cosine, cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")

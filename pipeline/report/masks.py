@@ -32,7 +32,7 @@ class MaskView:
     @classmethod
     def of(cls, label: str, state: TaskState) -> MaskView:
         view = cls(label, state.task)
-        for name, mask in state.masks.items():
+        for name, mask in sorted(state.masks.items(), key=lambda item: _place(item[0])):
             values = mask.numpy()
             if name == "tokens":
                 view.tokens = values
@@ -61,6 +61,11 @@ def kind_of(name: str) -> str:
 def block_of(name: str) -> int | None:
     found = re.match(r"blocks\.(\d+)\.", name)
     return int(found.group(1)) if found else None
+
+
+def _place(name: str) -> tuple[bool, str, int, str]:
+    """Order of masks: tokens first, then kind by kind, block by block."""
+    return name != "tokens", kind_of(name), -1 if (block := block_of(name)) is None else block, name
 
 
 def kinds(views: list[MaskView]) -> list[str]:

@@ -46,7 +46,7 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", grid: str | Non
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(labelsize=8.5, colors=INK, length=2.5)
-    axes.set_title(title, fontsize=10.5, loc="left", color=INK, fontweight="semibold")
+    axes.set_title(title, fontsize=10.5, loc="left", color=INK, fontweight="bold")
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
     if grid:
@@ -104,7 +104,7 @@ def matrix(m: Matrix) -> Figure:
             axes.add_patch(Rectangle((i - 0.47, t - 0.47), 0.94, 0.94, facecolor=EMPTY, linewidth=0))
         elif not math.isnan(m.rates[t, i]):
             text = f"{100 * m.rates[t, i]:.1f}" if count <= 12 else f"{100 * m.rates[t, i]:.0f}"
-            axes.text(i, t, text, ha="center", va="center", fontsize=size, color="white" if m.rates[t, i] > 0.62 else INK,
+            axes.text(i, t, text, ha="center", va="center", fontsize=size, color="white" if m.rates[t, i] > 0.55 else INK,
                       fontweight="bold" if m.source[t, i] == "measured" else "normal", alpha=1 if m.source[t, i] == "measured" else 0.8)
     dress(axes, f"{m.label}: accuracy in %", "accuracy on task", "after learning", grid=None)
     axes.spines[:].set_visible(False)
@@ -158,7 +158,7 @@ def comparison(summary: Sequence[Row]) -> Figure:
         high = max([0.05, *(v for v in values if not math.isnan(v))])
         axes.set_xlim(min([0, *(v for v in values if not math.isnan(v))]), 1.18 * high)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_yticks(range(len(rows)), [r["label"] for r in rows], fontsize=9.5)
         axes.tick_params(axis="y", length=0)
     return figure
@@ -220,9 +220,9 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
         return None
     terms, measures = split_columns([row for _, rows in histories for row in rows])
     figure, axes = figure_of(10.4, 3.1, 1, 3 if measures else 2)
-    panels = [("loss", ["loss", *terms] if len(terms) > 1 else ["loss"]), ("validation accuracy", ["val"])] + ([("measures", measures)] if measures else [])
+    panels = [("loss", ["loss", *terms] if len(terms) > 1 else ["loss"]), ("validation accuracy", ["val"])] + ([(measures[0] if len(measures) == 1 else "measures", measures)] if measures else [])
     for ax, (name, wanted) in zip(axes, panels, strict=True):
-        dress(ax, f"{title}: {name}" if title else name.capitalize(), "epoch")
+        dress(ax, f"{title}: {name}" if title else name[0].upper() + name[1:], "epoch")
         start, ends = 0, []
         for which, (task, rows) in enumerate(histories):
             epochs = np.arange(start, start + len(rows)) + 1
@@ -238,7 +238,7 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
             ax.set_ylim(0, 1.02)
             ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         if len(wanted) > 1:
-            ax.legend(fontsize=8, frameon=False)
+            ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(len(wanted), 4))
     return figure
 
 
@@ -282,7 +282,7 @@ def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str) -> Fi
     image = cells(axes, shares)
     if count <= 12:
         for t, p in zip(*np.nonzero(counts), strict=True):
-            axes.text(p, t, str(counts[t, p]), ha="center", va="center", fontsize=text_size(count), color="white" if shares[t, p] > 0.62 else INK)
+            axes.text(p, t, str(counts[t, p]), ha="center", va="center", fontsize=text_size(count), color="white" if shares[t, p] > 0.55 else INK)
     dress(axes, title, "answer", "true class", grid=None)
     axes.spines[:].set_visible(False)
     if count <= 40:

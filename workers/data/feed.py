@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from workers.data.augment import Augment, partner_of
 from workers.data.draw import Draw, seed_of
@@ -54,13 +55,13 @@ class Feed:
         """From `start_step` on, the micro-batches of each optimizer step: as many on every rank. Those that got no sample
         of a ragged last batch hold a stand-in of weight 0."""
         def wanted(step: int, size: int) -> Iterable[int]:
-            draws = [self._draw(epoch, step, positions, size) for positions in self._mine(size)]
+            draws = [self._draw(epoch, step, positions, size) for positions, _ in self._deal(size)]
             return torch.cat([part for draw in draws for part in (draw.rows, self._partners(draw))]).tolist()
 
-        for step, (rows, pixels) in enumerate(self.source.steps(epoch, self.batch_size, start_step, wanted), start_step):
-            shares = self._shares(len(rows))
-            yield [self._batch(self._draw(epoch, step, positions, len(rows)), rows, pixels, weight)
-                   for positions, weight in zip(self._mine(len(rows)), shares, strict=True)]
+        steps = self.source.steps(epoch, self.batch_size, start_step, wanted)
+        for step, (rows, pixels) in enumerate(steps, start_step):
+            yield [self._batch(self._draw(epoch, step, positions, len(rows)), rows, pixels, share)
+                   for positions, share in self._deal(len(rows))]
 
     def evaluate(self, batch: int = 128) -> Iterator[Batch]:
         """This rank's share of all samples in table order: batch j goes whole to rank j % world, so that a sample meets the
@@ -76,21 +77,17 @@ class Feed:
                 draw = self._draw(0, step, torch.arange(len(rows)), len(rows))
                 yield replace(self._batch(draw, rows, pixels, 1.0), keys=self.rows.keys(rows))
 
-    def _mine(self, size: int) -> list[torch.Tensor]:
-        """The positions of a global batch that each of this rank's micro-batches holds."""
-        first, world = self.group.rank, self.group.world
-        parts = [torch.arange(first + micro * world, size, world * self.accumulate) for micro in range(self.accumulate)]
-        return [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in parts]
+    def _deal(self, size: int) -> list[tuple[Tensor, float]]:
+        """What of a global batch each of this rank's micro-batches holds: positions, and their share of the batch. Where
+        nothing is left, the first sample stands in with a share of 0."""
+        step = self.group.world * self.accumulate
+        parts = [torch.arange(size)[first::step] for first in range(self.group.rank, step, self.group.world)]
+        return [(part, len(part) / size) if len(part) else (torch.zeros(1, dtype=torch.int64), 0.0) for part in parts]
 
-    def _shares(self, size: int) -> list[float]:
-        """Each micro-batch's part of the global batch; 0 for a stand-in."""
-        first, world = self.group.rank, self.group.world
-        return [len(range(first + micro * world, size, world * self.accumulate)) / size for micro in range(self.accumulate)]
-
-    def _draw(self, epoch: int, step: int, positions: torch.Tensor, size: int) -> Draw:
+    def _draw(self, epoch: int, step: int, positions: Tensor, size: int) -> Draw:
         return Draw(self.seed, epoch, step, positions, size, self.group.device)
 
-    def _partners(self, draw: Draw) -> torch.Tensor:
+    def _partners(self, draw: Draw) -> Tensor:
         """The positions that the samples of `draw` are mixed with; none where nothing is mixed."""
         return partner_of(draw)[draw.rows] if self.augment.needs_partner and self.num_classes else draw.rows[:0]
 

@@ -183,7 +183,7 @@ class Streamed:
             return
         import webdataset as wds
 
-        yield from wds.DataPipeline(self._mixed(epoch), wds.detshuffle(
+        yield from wds.DataPipeline(partial(self._mixed, epoch), wds.detshuffle(
             bufsize=WINDOW, initial=WINDOW, seed=seed_of(self.seed, "window", epoch), epoch=-1))
 
     def _mixed(self, epoch: int) -> Iterator[tuple[int, bytes]]:

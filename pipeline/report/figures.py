@@ -1,0 +1,116 @@
+"""Every figure of a run by file name, each with the sentence that explains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.report import maskplots, plots
+from pipeline.report.masks import MaskView
+from pipeline.report.samples import sample_image
+from pipeline.report.tables import RunTables
+
+MOST_ROWS = 8  # tasks in one mask picture; a longer stream shows some of them, the first and the last among them
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG and what it says."""
+
+    name: str
+    title: str
+    says: str
+    png: bytes
+
+    @property
+    def width(self) -> int:
+        """Pixels on the page: 100 for an inch of the figure."""
+        return int.from_bytes(self.png[16:20], "big") * 100 // plots.DPI
+
+
+def of_run(tables: RunTables) -> list[Picture]:
+    """Methods side by side. Empty while no row of any matrix is complete."""
+    matrices = [tables.matrix(label) for label in tables.labels]
+    if not any(m.finished for m in matrices):
+        return []
+    summary = tables.summary()
+    found = [
+        Picture("comparison.png", "Methods side by side",
+                "Three numbers per method after its last finished task: accuracy averaged over tasks, the same averaged over the whole way there, "
+                "and how much accuracy old tasks have lost since their best moment.", plots.png(plots.comparison(summary))),
+        Picture("averages.png", "Along the stream",
+                "What the averages were after each task: a falling line on the left means that new tasks are harder or old ones are lost; a line that "
+                "rises on the right means forgetting.", plots.png(plots.averages(matrices)))]
+    if any(row["growth"] for row in summary):
+        found.append(Picture("size_accuracy.png", "Size against accuracy",
+                             "What a method keeps besides the shared backbone (masks as packed bits, tokens, heads, copies, and what it carries to the next "
+                             "task) against its average accuracy; the best place is top left.", plots.png(plots.size_accuracy(summary))))
+    return found
+
+
+def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
+    """One method: matrix, training curves, masks, tokens. views: the masks of its finished tasks."""
+    matrix = tables.matrix(label)
+    says = ("Each row is the model after learning one more task, each column is a task it is tested on; read down a column to see whether that task "
+            "is kept.")
+    if "follows" in matrix.source:
+        says += (" Bold numbers were measured; plain ones follow from them, since nothing that this method does later can change the answers "
+                 "on an earlier task.")
+    if "missing" in matrix.source:
+        says += " Hatched cells are not finished yet."
+    found = [Picture(f"matrix-{label}.png", "Accuracy matrix", says, plots.png(plots.matrix(matrix)))]
+    aware = tables.matrix(label, "correct_task_aware")
+    if "measured" in aware.source:
+        found.append(Picture(f"matrix-{label}-task-aware.png", "Accuracy matrix, task given",
+                             "The same model, when it is told which task an image belongs to and answers among that task's classes only.",
+                             plots.png(plots.matrix(aware))))
+    curves = plots.curves(histories(tables, label))
+    if curves is not None:
+        found.append(Picture(f"curves-{label}.png", "Training",
+                             "Loss and accuracy on held-out validation images over the epochs of one task after the other; grey bands tell the tasks apart.",
+                             plots.png(curves)))
+    return found + of_masks(tables, label, views)
+
+
+def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
+    found = []
+    sighted = [v for v in views if v.tokens is not None]
+    if sighted:
+        chosen = [sighted[i] for i in maskplots.spread(len(sighted), MOST_ROWS)]
+        found.append(Picture(f"masks-{label}.png", "What each block looks at",
+                             "Patches that a block may attend to, over one test image of each task; darkened patches are masked out for every image of "
+                             "that task, in this block only.", token_picture(tables, chosen)))
+    for name, title, figure, says in (
+            ("density", "How much is kept, by depth", maskplots.density(views),
+             "Share of entries that each mask keeps, from the first block to the last."),
+            ("overlap", "What tasks have in common", maskplots.overlaps(views),
+             "Jaccard index of each pair of tasks: entries that both keep, divided by entries that at least one keeps; 1 means the same mask."),
+            ("tokens", "Learned tokens", maskplots.prompts(views),
+             "Left: the token values of the newest task. Right: how much the tokens of all tasks point the same way.")):
+        if figure is not None:
+            found.append(Picture(f"{name}-{label}.png", title, says, plots.png(figure)))
+    return found
+
+
+def token_picture(tables: RunTables, views: list[MaskView], most_blocks: int = 6) -> bytes:
+    entries = [(v.task, np.asarray(v.tokens), sample_image(tables, v.task)) for v in views]
+    return plots.png(maskplots.token_masks(entries, most_blocks))
+
+
+def mask_views(tables: RunTables, label: str) -> list[MaskView]:
+    """The masks and tokens of every finished task of a method that has any, in stream order."""
+    states = [tables.state(label, task) for task in tables.tasks(label) if tables.task(task)["role"] != "base"]
+    views = [MaskView.of(label, state) for state in states if state is not None and (state.masks or state.tokens)]
+    return [v for v in views if v.bits or v.prompts]
+
+
+def histories(tables: RunTables, label: str) -> list[tuple[str, list[dict[str, object]]]]:
+    """(name, epochs) of every training stage of a method, in order; the step is named where a task has several."""
+    found = []
+    for task in tables.tasks(label):
+        if tables.task(task)["role"] == "base":
+            continue
+        stages = [(s, rows) for s in tables.stages(label, task) if (rows := tables.history(s["id"]))]
+        found += [(task if len(stages) == 1 else f"{task}/{s['step']}", rows) for s, rows in stages]
+    return found

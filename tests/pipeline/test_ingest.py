@@ -1,0 +1,358 @@
+"""Promises of ingest: nothing is dropped in silence, the result does not depend on who worked, every format gives the same."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from pipeline.cards import Card, load
+from pipeline.formats import fingerprint
+from pipeline.ingest import ingest
+from workers.artefact import Artefact
+from workers.data.shards import Shards, decode
+from workers.errors import DamagedArtefact, UserError
+
+CLASSES = ("cat", "dog")
+DATA = Path(os.environ.get("ACCRETE_DATA", Path(__file__).resolve().parents[2] / ".." / "shared" / "data"))
+
+
+def picture(seed: int, mode: str = "RGB", form: str = "PNG", side: int = 9) -> bytes:
+    channels = {"RGB": (3,), "RGBA": (4,), "L": ()}[mode]
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side + 2, *channels), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Ten train and four test images of each class."""
+    for c, name in enumerate(CLASSES):
+        for split, count in (("train", 10), ("test", 4)):
+            folder = tmp_path / "source" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                (folder / f"{i:02d}.png").write_bytes(picture(1000 * c + 100 * (split == "test") + i))
+    return tmp_path / "source"
+
+
+def card_of(path: Path | str, form: str = "folder", **changes) -> Card:
+    source = {"format": form, "path": str(path), **changes.pop("source", {})}
+    return Card.model_validate({"name": "tiny", "licence": "MIT", "classes": CLASSES, "shard_images": 7, "source": source, **changes})
+
+
+def serial(fn, items):
+    return [fn(item) for item in items]
+
+
+def threads(fn, items):
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(fn, items))
+
+
+def run(card: Card, root: Path, key: str = "k", map_fn=serial) -> tuple[dict, Shards]:
+    manifest = ingest(card, str(root), key, map_fn, {"step": "ingest"})
+    return manifest, Shards.open(str(root), key)
+
+
+def listed(root: Path, key: str = "k") -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(Artefact.need(str(root), key).read("rejected.csv").decode())))
+
+
+# ---- the result ----------------------------------------------------------------------------------------------------------
+def test_every_image_is_found_again_byte_for_byte(source, tmp_path):
+    manifest, shards = run(card_of(source), tmp_path)
+    assert manifest["counts"] == {"train": 20, "test": 8}
+    assert manifest["step"] == "ingest"
+    rows = shards.index.to_pylist()
+    assert {r["shard"] for r in rows} == {"train-00000.tar", "train-00001.tar", "train-00002.tar", "test-00000.tar", "test-00001.tar"}
+    for row in rows:
+        split, name, stem = row["key"].split("/")
+        assert (split, name) == (row["split"], row["class"])
+        data = shards.read(row["shard"], row["offset"], row["bytes"])
+        assert data == (source / split / name / f"{stem}.png").read_bytes()
+        assert shards.verify(row["key"], data, row["sha256"]) == data
+
+
+def test_shards_are_webdataset_and_mix_the_classes(source, tmp_path):
+    _, shards = run(card_of(source), tmp_path)
+    with tarfile.open(shards.uri("train-00000.tar")) as tar:
+        names = tar.getnames()
+        assert [n.rsplit(".", 1)[1] for n in names] == ["png", "cls"] * 7
+        assert all(member.mtime == 0 for member in tar.getmembers())
+        assert {tar.extractfile(n).read().decode() for n in names if n.endswith(".cls")} == set(CLASSES)
+    assert [key for key, _ in shards.stream(["train-00000.tar"])] == [n[:-4] for n in names if n.endswith(".png")]
+
+
+def test_parallel_work_gives_the_same_bytes_as_serial_work(source, tmp_path):
+    one, _ = run(card_of(source), tmp_path, "one", serial)
+    two, _ = run(card_of(source), tmp_path, "two", threads)
+    assert one["files"] == two["files"]
+    assert one["content"] == two["content"]
+    assert len(one["files"]) == 7
+
+
+def test_nothing_but_the_published_attempt_is_left(source, tmp_path):
+    manifest, _ = run(parquet_card(tmp_path, source), tmp_path, map_fn=threads)
+    assert sorted(os.listdir(tmp_path / "k")) == sorted([manifest["attempt"], "manifest.json"])
+
+
+def test_a_class_more_leaves_the_keys_of_the_others_as_they_were(source, tmp_path):
+    _, all_of_it = run(card_of(source), tmp_path, "all")
+    _, part = run(card_of(source, classes=["dog"], max_bad_fraction=1), tmp_path, "part")
+    assert all_of_it.select("train", ["dog"])["key"].to_pylist() == part.select("train", ["dog"])["key"].to_pylist()
+
+
+# ---- bad images ----------------------------------------------------------------------------------------------------------
+def test_corrupt_unlabelled_and_other_files_are_listed_with_a_reason(source, tmp_path):
+    whole = (source / "train" / "cat" / "00.png").read_bytes()
+    (source / "train" / "cat" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (source / "train" / "cat" / "text.jpg").write_text("no image")
+    (source / "train" / "cat" / "notes.txt").write_text("notes")
+    (source / "train" / "cat" / "huge.png").write_bytes(picture(1, side=40))
+    (source / "train" / "stray.png").write_bytes(whole)
+    (source / "train" / "bird").mkdir()
+    (source / "train" / "bird" / "a.png").write_bytes(whole)
+    manifest, shards = run(card_of(source, max_bad_fraction=0.5, max_pixels=1000), tmp_path)
+    assert manifest["rejected"] == {"corrupt": 3, "unlabelled": 2, "other file": 1}
+    assert shards.index.num_rows == 28
+    reasons = {r["source"]: r["reason"] for r in listed(tmp_path)}
+    assert reasons["train/cat/text.jpg"] == "corrupt: not an image"
+    assert "truncated" in reasons["train/cat/cut.png"].lower()
+    assert "max_pixels" in reasons["train/cat/huge.png"]
+    assert "bird" in reasons["train/bird/a.png"]
+    assert "no label" in reasons["train/stray.png"]
+    assert all(r["kept"] == "no" for r in listed(tmp_path))
+
+
+def test_too_many_bad_images_stop_the_stage_and_publish_nothing(source, tmp_path):
+    (source / "train" / "cat" / "bad.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"1 of 29 images.*0\.01.*train/cat/bad\.png \(corrupt: not an image\)"):
+        run(card_of(source), tmp_path)
+    assert Artefact.open(str(tmp_path), "k") is None
+    assert run(card_of(source, max_bad_fraction=0.1), tmp_path)[0]["rejected"] == {"corrupt": 1}
+
+
+@pytest.mark.parametrize(("duplicates", "train"), [("keep", 22), ("drop", 21)])
+def test_copies_are_listed_and_dropped_only_where_the_card_says_so(source, tmp_path, duplicates, train):
+    (source / "train" / "cat" / "again.png").write_bytes((source / "train" / "cat" / "00.png").read_bytes())
+    (source / "train" / "cat" / "leak.png").write_bytes((source / "test" / "cat" / "00.png").read_bytes())
+    manifest, _ = run(card_of(source, duplicates=duplicates), tmp_path)
+    assert manifest["rejected"] == {"duplicate": 1, "in train too": 1}
+    assert manifest["counts"] == {"train": train, "test": 8}
+    rows = {r["reason"].split(":")[0]: r for r in listed(tmp_path)}
+    assert rows["duplicate"]["key"] == "train/cat/again"
+    assert rows["duplicate"]["kept"] == ("yes" if duplicates == "keep" else "no")
+    assert (rows["in train too"]["key"], rows["in train too"]["kept"]) == ("test/cat/00", "yes")
+
+
+# ---- what a card promises ------------------------------------------------------------------------------------------------
+def test_a_missing_source_is_named_with_the_remedy(tmp_path):
+    assert fingerprint(card_of(tmp_path / "nowhere")) is None
+    with pytest.raises(UserError, match=r"nowhere does not exist; put the data there"):
+        run(card_of(tmp_path / "nowhere"), tmp_path)
+
+
+def test_the_fingerprint_follows_names_and_sizes(source):
+    before = fingerprint(card_of(source))
+    assert before == fingerprint(card_of(source))
+    (source / "train" / "cat" / "00.png").write_bytes(picture(7, side=12))
+    assert fingerprint(card_of(source)) != before
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"counts": {"train": 21, "test": 8}}, "promises 21 train"),
+    ({"content": "0" * 64}, "promises content 0000"),
+    ({"classes": ["cat", "dog", "fox"]}, "class 'fox' has no train images"),
+    ({"source": {"splits": {"train": "train", "test": "exam"}}}, "no test images"),
+    ({"source": {"splits": {"train": "lesson", "test": "exam"}}}, "holds no images"),
+])
+def test_what_the_card_promises_must_be_found(source, tmp_path, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run(card_of(source, **changes), tmp_path)
+    assert os.listdir(tmp_path) == ["source"] or os.listdir(tmp_path / "k") == []
+
+
+def test_the_content_digest_follows_images_and_not_shards(source, tmp_path):
+    content = run(card_of(source), tmp_path, "a")[0]["content"]
+    assert run(card_of(source, shard_images=3, content=content), tmp_path, "b")[0]["content"] == content
+    (source / "train" / "cat" / "00.png").write_bytes(picture(7))
+    assert run(card_of(source), tmp_path, "c")[0]["content"] != content
+
+
+def test_test_images_are_held_out_by_class_where_the_source_has_none(source, tmp_path):
+    splits = {"splits": {"train": "train"}}
+    manifest, shards = run(card_of(source, source=splits, test_fraction=0.3), tmp_path)
+    assert manifest["counts"] == {"train": 14, "test": 6}
+    assert all(shards.select("test", [name]).num_rows == 3 for name in CLASSES)
+    _, again = run(card_of(source, source=splits, test_fraction=0.3, classes=["dog"], max_bad_fraction=1), tmp_path, "dogs")
+    assert again.select("test", ["dog"])["key"].to_pylist() == shards.select("test", ["dog"])["key"].to_pylist()
+
+
+def test_classes_from_source_are_the_folders_and_must_be_as_many_as_promised(source, tmp_path):
+    text = f"name: mine\nlicence: MIT\nclasses: from_source\nnum_classes: {{}}\nsource: {{{{format: folder, path: {source}}}}}\n"
+    file = tmp_path / "card.yaml"
+    file.write_text(text.format(2))
+    assert load(str(file)).classes == CLASSES
+    file.write_text(text.format(3))
+    with pytest.raises(UserError, match="num_classes is 3, but there are 2"):
+        load(str(file))
+
+
+# ---- formats -------------------------------------------------------------------------------------------------------------
+def parquet_card(folder: Path, source: Path, as_struct: bool = True, numbers: bool = True) -> Card:
+    for split in ("train", "test"):
+        rows = []
+        for file in sorted((source / split).rglob("*.png")):
+            label = CLASSES.index(file.parent.name) if numbers else file.parent.name
+            data = file.read_bytes()
+            rows.append({"img": {"bytes": data, "path": file.name} if as_struct else data, "fine_label": label})
+        (folder / "pq").mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), folder / "pq" / f"{split}-00000-of-00001.parquet", row_group_size=6)
+    return card_of(folder / "pq", "parquet", source={"image": "img", "label": "fine_label"})
+
+
+def digests(shards: Shards) -> set[tuple[str, str, str]]:
+    return {(r["split"], r["class"], r["sha256"]) for r in shards.index.to_pylist()}
+
+
+@pytest.mark.parametrize("as_struct", [True, False])
+@pytest.mark.parametrize("numbers", [True, False])
+def test_parquet_gives_the_images_of_the_folder(source, tmp_path, as_struct, numbers):
+    _, folder = run(card_of(source), tmp_path, "folder")
+    _, parquet = run(parquet_card(tmp_path, source, as_struct, numbers), tmp_path, "parquet", threads)
+    assert digests(parquet) == digests(folder)
+    assert len(digests(parquet)) == 28
+
+
+def test_parquet_rows_without_image_or_label_are_listed(source, tmp_path):
+    card = parquet_card(tmp_path, source, as_struct=False)
+    table = pq.read_table(tmp_path / "pq" / "train-00000-of-00001.parquet").to_pylist()
+    table += [{"img": None, "fine_label": 0}, {"img": picture(1), "fine_label": None}, {"img": picture(1), "fine_label": 9}]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "pq" / "train-00000-of-00001.parquet")
+    manifest, _ = run(card.model_copy(update={"max_bad_fraction": 0.2}), tmp_path)
+    assert manifest["rejected"] == {"corrupt": 1, "unlabelled": 2}
+
+
+def test_parquet_without_the_named_column_is_refused(source, tmp_path):
+    card = parquet_card(tmp_path, source)
+    wrong = card.model_copy(update={"source": card.source.model_copy(update={"label": "coarse"})})
+    with pytest.raises(UserError, match="no column 'coarse', only img, fine_label"):
+        run(wrong, tmp_path)
+
+
+def tar_card(folder: Path, source: Path, **extra: bytes) -> Card:
+    (folder / "tars").mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        with tarfile.open(folder / "tars" / f"{split}-0.tar", "w") as tar:
+            for n, file in enumerate(sorted((source / split).rglob("*.png"))):
+                for suffix, data in (("png", file.read_bytes()), ("cls", str(CLASSES.index(file.parent.name)).encode())):
+                    member = tarfile.TarInfo(f"{n:04d}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return card_of(folder / "tars", "tar")
+
+
+def test_tars_give_the_images_of_the_folder(source, tmp_path):
+    _, folder = run(card_of(source), tmp_path, "folder")
+    _, tars = run(tar_card(tmp_path, source), tmp_path, "tars", threads)
+    assert digests(tars) == digests(folder)
+
+
+@pytest.mark.parametrize("less", [0, 300, 512 * 3])  # bytes missing beside the end mark
+def test_a_tar_cut_short_is_refused(source, tmp_path, less):
+    card, file = tar_card(tmp_path, source), tmp_path / "tars" / "train-0.tar"
+    with tarfile.open(file) as tar:
+        end = max(m.offset_data + -(-m.size // 512) * 512 for m in tar)
+    file.write_bytes(file.read_bytes()[: end - less])
+    with pytest.raises(UserError, match="cut short"):
+        run(card, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/etc/a.png", "../a.png", "x/../../a.png"])
+def test_a_tar_that_points_outside_is_refused(source, tmp_path, name):
+    card = tar_card(tmp_path, source)
+    with tarfile.open(tmp_path / "tars" / "train-0.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(UserError, match="points outside"):
+        run(card, tmp_path)
+
+
+def test_rare_formats_become_png_and_keep_their_pixels(source, tmp_path):
+    (source / "train" / "cat" / "00.png").unlink()
+    (source / "train" / "cat" / "00.bmp").write_bytes(picture(3, form="BMP"))
+    _, shards = run(card_of(source), tmp_path)
+    row = next(r for r in shards.index.to_pylist() if r["key"] == "train/cat/00")
+    assert row["ext"] == "png"
+    stored = shards.read(row["shard"], row["offset"], row["bytes"])
+    assert np.array_equal(decode(stored, 9), decode(picture(3), 9))
+
+
+def test_equal_names_in_a_class_get_keys_of_their_own(source, tmp_path):
+    (source / "train" / "cat" / "00.jpg").write_bytes(picture(5, form="JPEG"))
+    (source / "train" / "cat" / "a.b.png").write_bytes(picture(6))
+    _, shards = run(card_of(source), tmp_path)
+    keys = shards.index["key"].to_pylist()
+    assert len(set(keys)) == 30
+    assert "train/cat/a_b" in keys
+    assert not any("." in key for key in keys)
+
+
+def test_digits_need_no_network(tmp_path):
+    manifest, shards = run(load("digits"), tmp_path)
+    assert manifest["counts"] == {"train": 1438, "test": 359}
+    assert len(set(shards.index["class"].to_pylist())) == 10
+
+
+def test_torchvision_data_is_read_with_its_own_split(tmp_path, monkeypatch):
+    from torchvision import datasets
+
+    class Fake:
+        def __init__(self, root, train=True, download=False):
+            self.count, self.shift = (6, 0) if train else (4, 50)
+
+        def __len__(self):
+            return self.count
+
+        def __getitem__(self, i):
+            return Image.open(io.BytesIO(picture(self.shift + i))), i % 2
+
+    monkeypatch.setattr(datasets, "Fake", Fake, raising=False)
+    manifest, shards = run(card_of(tmp_path, "torchvision", source={"name": "Fake"}), tmp_path)
+    assert manifest["counts"] == {"train": 6, "test": 4}
+    row = next(r for r in shards.index.to_pylist() if r["key"] == "test/dog/00000003")
+    stored = shards.read(row["shard"], row["offset"], row["bytes"])
+    assert np.array_equal(decode(stored, 9), decode(picture(53), 9))
+
+
+def test_a_flipped_bit_in_a_shard_is_detected(source, tmp_path):
+    _, shards = run(card_of(source), tmp_path)
+    row = shards.index.to_pylist()[3]
+    path = Path(shards.uri(row["shard"]))
+    data = bytearray(path.read_bytes())
+    data[row["offset"] + row["bytes"] // 2] ^= 1
+    path.write_bytes(data)
+    found = shards.read(row["shard"], row["offset"], row["bytes"])
+    with pytest.raises(DamagedArtefact, match=row["key"]):
+        shards.verify(row["key"], found, row["sha256"])
+
+
+@pytest.mark.skipif(not (DATA / "real7").exists(), reason=f"no real data in {DATA}; set ACCRETE_DATA")
+def test_a_real_data_set_holds_what_its_card_promises(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCRETE_DATA", str(DATA))
+    card = load("real7-scripts")
+    manifest, shards = run(card, tmp_path, map_fn=threads)
+    assert manifest["rejected"] == {}
+    assert hashlib.sha256(shards.read(*(shards.index[n][0].as_py() for n in ("shard", "offset", "bytes")))).hexdigest() == (
+        shards.index["sha256"][0].as_py())

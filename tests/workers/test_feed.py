@@ -1,0 +1,317 @@
+"""Promises of the feed: every sample exactly once, the same for any number of ranks, loader threads and places of pixels."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from workers.artefact import Attempt
+from workers.data.feed import Feed
+from workers.data.rows import hold_out
+from workers.data.shards import INDEX, SCHEMA, Shards, decode
+from workers.dist import Group
+from workers.errors import DamagedArtefact, UserError
+from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
+
+SIDE = 8
+CLASSES = {"red": 9, "green": 8, "blue": 6}
+PLACES = {"resident": 1 << 30, "streamed": 0}
+
+
+def publish(root: Path, key: str, classes: dict[str, int], test: int = 5, shard_images: int = 6) -> None:
+    """An artefact as ingest writes it; the pixels of every image say which one it is."""
+    attempt, rows = Attempt(str(root), key), []
+    for split in ("train", "test"):
+        wanted = [(split, name, i) for name, count in classes.items() for i in range(count if split == "train" else test)]
+        wanted.sort(key=lambda w: hashlib.sha256(repr(w).encode()).digest())
+        for first in range(0, len(wanted), shard_images):
+            shard, buffer = f"{split}-{first:05d}.tar", io.BytesIO()
+            with tarfile.open(fileobj=buffer, mode="w") as tar:
+                for _, name, i in wanted[first : first + shard_images]:
+                    record = f"{split}/{name}/{i:03d}"
+                    png = io.BytesIO()
+                    noise = np.random.default_rng([*record.encode()]).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+                    Image.fromarray(noise).save(png, "PNG")
+                    for ext, data in (("png", png.getvalue()), ("cls", name.encode())):
+                        member = tarfile.TarInfo(f"{record}.{ext}")
+                        member.size = len(data)
+                        tar.addfile(member, io.BytesIO(data))
+                        if ext == "png":
+                            rows.append({"split": split, "key": record, "class": name, "shard": shard, "bytes": len(data),
+                                         "offset": tar.offset - -(-len(data) // 512) * 512, "ext": ext,
+                                         "sha256": hashlib.sha256(data).hexdigest()})
+            attempt.write(shard, buffer.getvalue())
+    table = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), table)
+    attempt.write(INDEX, table.getvalue())
+    attempt.commit({"kind": "ingest"})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    publish(tmp_path, "colours", CLASSES)
+    publish(tmp_path, "shapes", {"disc": 5, "ring": 7})
+    return tmp_path
+
+
+COLOURS = Task("colours", "colours", "colours", tuple(CLASSES))
+SHAPES = Task("shapes", "shapes", "shapes", ("disc", "ring"))
+AUGMENTED = {"crop": "pad", "flip": 0.5, "erase": 0.5}
+
+
+def feed_of(root: Path, place: str, rank: int = 0, world: int = 1, split: str = "train", training: bool = True,
+            tasks: tuple[Task, ...] = (COLOURS,), workers: int = 2, batch: int = 4, accumulate: int = 1, cache: str = "",
+            data: dict | None = None) -> Feed:
+    job = StageJob(
+        "id", "key", "train", str(root), "linear", {}, BackboneSettings(img_size=SIDE, crop_pct=1.0),
+        DataSettings(**{"val_fraction": 0.25, **AUGMENTED, **(data or {})}), TrainSettings(batch_size=batch, accumulate=accumulate),
+        "task", 7, COLOURS, tasks, resident_bytes=PLACES[place], loader_workers=workers, cache=cache)
+    feed = Feed(job, tasks, split, Group(rank, world), training)
+    assert feed.resident == (place == "resident")
+    return feed
+
+
+def samples(feeds: list[Feed], epoch: int = 0, start: int = 0) -> list[dict[int, tuple[bytes, int, int]]]:
+    """Per step: position in the global batch -> what the sample is after augmentation. Stand-ins are left out."""
+    steps: list[dict[int, tuple[bytes, int, int]]] = []
+    for feed in feeds:
+        for step, batches in enumerate(feed.epoch(epoch, start)):
+            if step == len(steps):
+                steps.append({})
+            for b in batches:
+                if b.weight:
+                    assert b.weight == len(b) / b.draw.size
+                    for row, image, label, task in zip(b.draw.rows.tolist(), b.images, b.labels.tolist(), b.tasks.tolist(), strict=True):
+                        assert row not in steps[step], "one sample in two places"
+                        steps[step][row] = (image.numpy().tobytes(), label, task)
+    return steps
+
+
+def plain(feed: Feed, epoch: int = 0) -> Counter:
+    return Counter(image for step in samples([feed], epoch) for image, _, _ in step.values())
+
+
+# ---- exactly once, the same everywhere -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", PLACES)
+def test_every_sample_comes_exactly_once_per_epoch(root, place):
+    feed = feed_of(root, place, training=False)
+    table = feed.rows.table
+    expected = Counter()
+    for row in range(len(feed.rows)):
+        pixels = torch.from_numpy(decode(feed.rows.bytes_of(row), SIDE).copy()).permute(2, 0, 1)
+        expected[feed.augment.normalise(pixels).numpy().tobytes()] += 1
+    assert len(expected) == table.num_rows == feed.num_samples == 23 - 6
+    assert plain(feed, 0) == plain(feed, 1) == expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
+def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(root, place, world, accumulate, data):
+    one = samples([feed_of(root, place, data=data)], epoch=2)
+    many = samples([feed_of(root, place, r, world, workers=1 + 2 * r, accumulate=accumulate, data=data) for r in range(world)], epoch=2)
+    assert one == many
+    assert [len(step) for step in one] == [4, 4, 4, 4, 1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root, place):
+    feeds = [feed_of(root, place, rank, 3, accumulate=2) for rank in range(3)]
+    per_rank = [list(feed.epoch(0)) for feed in feeds]
+    assert [len(steps) for steps in per_rank] == [feeds[0].steps_per_epoch] * 3 == [5] * 3
+    for step in range(5):
+        batches = [b for steps in per_rank for b in steps[step]]
+        assert len(batches) == 6
+        assert all(len(b) for b in batches)
+        assert sum(b.weight for b in batches) == pytest.approx(1)
+    assert [b.weight for steps in per_rank for b in steps[4]] == [1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_epochs_differ_and_repeat(root, place):
+    feed = feed_of(root, place)
+    assert samples([feed], 0) != samples([feed], 1)
+    assert samples([feed], 1) == samples([feed_of(root, place)], 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_resumed_epoch_goes_on_where_it_stopped(root, place):
+    whole = samples([feed_of(root, place)], 1)
+    assert samples([feed_of(root, place)], 1, start=3) == whole[3:]
+    assert samples([feed_of(root, place)], 1, start=5) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(root, place):
+    alone = feed_of(root, place)
+    assert alone.seed == feed_of(root, place, tasks=(COLOURS,), batch=9).seed
+    assert alone.seed != feed_of(root, place, tasks=(SHAPES,)).seed
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_several_tasks_are_mixed_and_keep_their_labels(root, place):
+    shared = Task("warm", "colours", "colours", ("blue", "red"))  # classes of another task, in another order
+    tasks = (SHAPES, COLOURS, shared)
+    feed = feed_of(root, place, tasks=tasks, training=False)
+    found = Counter()
+    for batches in feed.epoch(0):
+        for b in batches:
+            found.update((tasks[t].name, tasks[t].classes[y]) for t, y in zip(b.tasks.tolist(), b.labels.tolist(), strict=True))
+    assert found == {("shapes", "disc"): 4, ("shapes", "ring"): 5, ("colours", "red"): 7, ("colours", "green"): 6,
+                     ("colours", "blue"): 4, ("warm", "red"): 7, ("warm", "blue"): 4}
+    first = {t for batches in list(feed.epoch(0))[:4] for b in batches for t in b.tasks.tolist()}
+    assert len(first) > 1
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_measuring_deals_whole_batches_in_a_fixed_order(root, world):
+    kept = feed_of(root, "resident", split="test", training=False)
+    expected = [(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in kept.evaluate(4)]
+    assert [len(keys) for keys, _, _ in expected] == [4, 4, 4, 3]
+    assert [key for keys, _, _ in expected for key in keys] == kept.rows.table["key"].to_pylist()
+    for place in PLACES:
+        feeds = [feed_of(root, place, rank, world, split="test", training=False) for rank in range(world)]
+        dealt = [[(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in feed.evaluate(4)] for feed in feeds]
+        assert dealt == [expected[rank::world] for rank in range(world)]
+    for keys, _, labels in expected:
+        assert [key.split("/")[1] for key in keys] == [COLOURS.classes[label] for label in labels]
+
+
+# ---- validation ----------------------------------------------------------------------------------------------------------
+def keys_of(feed: Feed) -> set[str]:
+    return set(feed.rows.table["key"].to_pylist())
+
+
+def test_validation_is_stratified_disjoint_and_apart_from_test(root):
+    train, val, test = (keys_of(feed_of(root, "resident", split=s, training=False)) for s in ("train", "val", "test"))
+    assert Counter(key.split("/")[1] for key in val) == {"red": 2, "green": 2, "blue": 2}
+    assert not train & val
+    assert {key.split("/")[0] for key in train | val} == {"train"}
+    assert len(train | val) == 23
+    assert {key.split("/")[0] for key in test} == {"test"}
+
+
+def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root):
+    table = Shards.open(str(root), "colours").select("train", ["red", "green", "blue"])
+    alone = Shards.open(str(root), "colours").select("train", ["green"])
+    shuffled = table.take(np.random.default_rng(0).permutation(table.num_rows))
+    held = [{k for k in hold_out(t, 0.3)[1]["key"].to_pylist() if "/green/" in k} for t in (table, alone, shuffled)]
+    assert held[0] == held[1] == held[2]
+    assert len(held[0]) == 2
+
+
+@pytest.mark.parametrize(("count", "fraction", "expected"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (9, 0.0, 0), (10, 0.3, 3)])
+def test_validation_leaves_something_on_both_sides(count, fraction, expected):
+    table = pa.table({"key": [str(i) for i in range(count)], "class": ["a"] * count})
+    train, val = hold_out(table, fraction)
+    assert (train.num_rows, val.num_rows) == (count - expected, expected)
+
+
+def test_empty_splits_and_classes_are_refused(root):
+    with pytest.raises(UserError, match="class 'grey' of task 'colours' has no train images"):
+        feed_of(root, "resident", tasks=(Task("colours", "colours", "colours", ("red", "grey")),))
+    with pytest.raises(UserError, match=r"no validation images with data\.val_fraction = 0"):
+        feed_of(root, "resident", split="val", data={"val_fraction": 0.0})
+    publish(root, "untested", {"red": 2}, test=0)
+    with pytest.raises(UserError, match="task 'x' has no test images"):
+        feed_of(root, "resident", split="test", tasks=(Task("x", "untested", "untested", ("red",)),))
+
+
+# ---- the cache, and damage -----------------------------------------------------------------------------------------------
+def test_the_cache_is_written_once_and_mended_when_cut_short(root, tmp_path):
+    cache = tmp_path / "cache"
+    expected = samples([feed_of(root, "resident")])
+    assert samples([feed_of(root, "resident", cache=str(cache))]) == expected
+    (file,) = cache.glob("*.npy")
+    written = file.stat().st_mtime_ns
+    assert samples([feed_of(root, "resident", cache=str(cache))]) == expected
+    assert file.stat().st_mtime_ns == written
+    file.write_bytes(file.read_bytes()[:-100])
+    assert samples([feed_of(root, "resident", cache=str(cache))]) == expected
+    assert not list(cache.glob("*.part"))
+    feed_of(root, "resident", cache=str(cache), split="val")
+    assert len(list(cache.glob("*.npy"))) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(root, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="decoded images cannot be kept in"):
+        feed_of(root, "resident", cache=str(tmp_path / "file"))
+
+
+def use(root: Path, place: str) -> None:
+    for _ in feed_of(root, place).epoch(0):
+        pass
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_flipped_bit_names_the_damaged_image(root, place):
+    shards = Shards.open(str(root), "colours")
+    row = feed_of(root, "resident").rows.table.slice(3, 1).to_pylist()[0]
+    path = Path(shards.uri(row["shard"]))
+    data = bytearray(path.read_bytes())
+    data[row["offset"] + row["bytes"] - 20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedArtefact, match=row["key"]) as caught:
+        use(root, place)
+    assert caught.value.key == "colours"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("left", [0, 512 * 8, 512 * 9 + 100, None])
+def test_a_shard_that_is_cut_short_or_missing_is_damage(root, place, left):
+    path = Path(Shards.open(str(root), "colours").uri("train-00006.tar"))
+    if left is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(DamagedArtefact, match="run the same command again"):
+        use(root, place)
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------------
+def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+def test_every_mode_decodes_to_rgb(mode):
+    if mode == "I;16":
+        image = Image.fromarray(np.full((6, 9), 40000, np.uint16))
+    else:
+        image = Image.new("RGB", (9, 6), (200, 200, 200)).convert(mode)
+    pixels = decode(encoded(image), 4)
+    assert (pixels.shape, pixels.dtype) == ((4, 4, 3), np.uint8)
+    assert abs(int(pixels[1, 1, 0]) - {"1": 255, "I;16": 40000 >> 8}.get(mode, 200)) < (256 if mode == "1" else 8)
+
+
+def test_transparent_pixels_lie_on_white():
+    assert (decode(encoded(Image.new("RGBA", (5, 5), (0, 0, 0, 0))), 3) == 255).all()
+
+
+def test_decoding_keeps_the_middle_square():
+    wide = np.zeros((4, 12, 3), np.uint8)
+    wide[:, 4:8] = 255
+    assert (decode(encoded(Image.fromarray(wide)), 4) == 255).all()
+    assert (decode(encoded(Image.fromarray(wide.transpose(1, 0, 2))), 4) == 255).all()
+
+
+def test_decoding_refuses_what_is_too_big_or_no_image():
+    with pytest.raises(UserError, match="max_pixels"):
+        decode(encoded(Image.new("RGB", (50, 50))), 4, max_pixels=100)
+    with pytest.raises(UserError, match="cannot be decoded"):
+        decode(b"no image", 4)

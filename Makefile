@@ -16,18 +16,21 @@ help:
 
 setup: .venv/.ready
 
-# The requirements of pyproject.toml, at the versions of constraints.txt. The application itself is not installed: it runs
-# from this folder. Byte code is compiled at first import, because most of what is installed is never imported.
+# The requirements of pyproject.toml at the versions of constraints.txt. Accrete itself is not installed, it runs from this
+# folder. Byte code is compiled on all cores afterwards (pip uses one), without the packages' own tests; some files are
+# written for a newer Python, do not compile and are never imported.
 .venv/.ready: constraints.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, Accrete needs 3.11 or \
-	newer; name one: make PYTHON=python3.12" % sys.version_info[:2])'
-	@echo "Setting up .venv, once: about 3 GB to download, 2 to 5 minutes ..."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, Accrete needs 3.11 or newer: \
+	give another one, as in  make PYTHON=python3.12" % sys.version_info[:2])'
+	@echo "Setting up .venv, once: about 3 GB to download, some minutes ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *sum(p["optional-dependencies"].values(), []), sep="\n")' > .venv/requirements.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r .venv/requirements.txt -c constraints.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -r .venv/requirements.txt -c constraints.txt
+	@echo "Installed; compiling byte code ..."
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || :
 	@touch $@
-	@echo "Ready: $(BIN)/python -m pipeline --help"
+	@echo "Ready. Try: make demo, or $(BIN)/python -m pipeline --help"
 
 demo: .venv/.ready
 	$(BIN)/python -m pipeline run configs/demo.yaml

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline import cards, ingest
-from pipeline.config import Config, TaskEntry
+from pipeline.config import Config, TaskEntry, expand
 from pipeline.graph import Graph, Stage
 from pipeline.store import Store, key_of
 from workers.errors import UserError
@@ -53,7 +53,7 @@ class Builder:
         entry = c.methods[label] if label else None
         return StageJob(
             id=stage_id, key="", step=step, root=self.store.root, method=entry.method if entry else "finetune",
-            settings=entry.settings if entry else {}, backbone_settings=c.backbone, scenario=c.stream.scenario, seed=c.seed,
+            settings=entry.settings if entry else {}, backbone_settings=c.backbone.model_copy(update={"weights": weights_path(c)}), scenario=c.stream.scenario, seed=c.seed,
             data=c.data_of(label) if label else c.data, train=c.train_of(label, step) if label else c.train, task=task, tasks=tasks,
             backbone=self.keys["backbone"] if label else None, provenance=self.provenance,
             resident_bytes=c.cluster.resident_mb << 20, checkpoint_s=c.cluster.checkpoint_s,
@@ -127,9 +127,14 @@ def _seen(store: Store, card: cards.Card) -> str:
     return seen
 
 
+def weights_path(config: Config) -> str:
+    """`none`, `hub`, or the absolute path of the weights file."""
+    return config.backbone.weights if config.backbone.weights in ("none", "hub") else os.path.abspath(expand(config.backbone.weights))
+
+
 def _weights_digest(config: Config, store: Store) -> str:
     """Digest of the weights file, or what names the weights where there is no file."""
-    path = config.backbone.weights
+    path = weights_path(config)
     if path in ("none", "hub"):
         return path
     identity = "weights-" + hashlib.sha256(path.encode()).hexdigest()[:24]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
-import re
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
+from pipeline.config import expand, read_yaml, sentence_of
 from workers.errors import UserError
 from workers.job import Frozen
 
@@ -65,20 +63,10 @@ class Card(Frozen):
         return tuple(self.classes[i] for i in numpy.random.RandomState(self.class_order_seed).permutation(len(self.classes)))
 
     def identity(self) -> str:
-        """Hash of everything on the card that can change what ingest writes."""
-        body = self.model_dump(exclude={"title", "licence", "cite"}, mode="json")
+        """Hash of everything on the card that can change what ingest writes. Not the place of the source: data may move, and
+        its fingerprint stands for what is there."""
+        body = self.model_dump(exclude={"title": True, "licence": True, "cite": True, "source": {"path"}}, mode="json")
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def expand(text: str) -> str:
-    """Replaces ${NAME} and ${NAME:-default} from the environment."""
-    def value(match: re.Match[str]) -> str:
-        name, _, default = match.group(1).partition(":-")
-        found = os.environ.get(name, default)
-        if not found:
-            raise UserError(f"{text!r} needs the environment variable {name}, which is not set; export it or write the path out")
-        return found
-    return re.sub(r"\$\{([^}]+)\}", value, text)
 
 
 def load(name: str) -> Card:
@@ -88,19 +76,12 @@ def load(name: str) -> Card:
         known = sorted(p.parent.name for p in CARDS.glob("*/card.yaml"))
         close = difflib.get_close_matches(name, known, 1)
         raise UserError(f"card {name!r} does not exist ({path}); " + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"))
-    try:
-        body = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not readable as YAML ({str(error).splitlines()[0]}); mend the file") from None
-    if not isinstance(body, dict):
-        raise UserError(f"{path}: a card is a mapping of keys to values, this is a {type(body).__name__}")
+    body = read_yaml(path, "a card")
     if body.get("classes") == "from_source":
         body = body | {"classes": _folders(path, body)}
     try:
         card = Card.model_validate(body)
     except ValidationError as error:
-        from pipeline.config import sentence_of
-
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
     twice = sorted({c for c in card.classes if card.classes.count(c) > 1})
     if twice:
@@ -120,8 +101,6 @@ def _folders(path: Path, body: dict[str, Any]) -> list[str]:
     try:
         source = Source.model_validate(body.get("source"))
     except ValidationError as error:
-        from pipeline.config import sentence_of
-
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
     if source.format != "folder" or not body.get("num_classes"):
         raise UserError(f"{path}: `classes: from_source` needs a source of format folder, and num_classes beside it; add it, or list "

@@ -96,10 +96,11 @@ class Config(Frozen):
             return value
         entries = {}
         for label, raw in value.items():
+            if not isinstance(raw, (dict, type(None))):
+                raise ValueError(f"methods.{label} is {raw!r}, it must be a mapping of settings")
             body = dict(raw or {})
-            shared = {k: body.pop(k) for k in ("train", "data", "steps", "settings") if k in body}
-            body = {"method": body.pop("method", label), **shared, "settings": {**(shared.get("settings") or {}), **body}}
-            entries[str(label)] = body
+            shared = {k: body.pop(k) or {} for k in ("train", "data", "steps") if k in body}
+            entries[str(label)] = {"method": body.pop("method", str(label)), **shared, "settings": body}
         return entries
 
     @model_validator(mode="after")
@@ -125,9 +126,7 @@ def load(path: str, overrides: list[str] | None = None) -> Config:
     if not file.exists():
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1) if file.parent.exists() else []
         raise UserError(f"config {path!r} does not exist" + (f"; did you mean {str(file.parent / near[0])!r}?" if near else "; give the path of a .yaml file"))
-    body = parse_yaml(file.read_text(), path)
-    if not isinstance(body, dict):
-        raise UserError(f"{path}: a config is a mapping of keys to values, this is a {type(body).__name__}")
+    body = read_yaml(file, "a config")
     for override in overrides or []:
         apply_override(body, override)
     return check(body, path)
@@ -250,6 +249,18 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
+def read_yaml(file: Path, kind: str) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises UserError where it is none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: not readable as text ({error}); give the path of a .yaml file") from None
+    body = parse_yaml(text, str(file))
+    if not isinstance(body, dict):
+        raise UserError(f"{file}: {kind} is a mapping of keys to values, this is a {type(body).__name__}; mend the file")
+    return body
+
+
 def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # a subclass of SafeLoader: builds plain values only
@@ -263,6 +274,17 @@ def dump(config: Config) -> dict[str, Any]:
     for entry in body["methods"].values():
         entry.update(entry.pop("settings"))
     return body
+
+
+def expand(text: str) -> str:
+    """Replaces ${NAME} and ${NAME:-default} from the environment."""
+    def value(match: re.Match[str]) -> str:
+        name, _, default = match.group(1).partition(":-")
+        found = os.environ.get(name) or default
+        if not found:
+            raise UserError(f"{text!r} needs the environment variable {name}, which is not set; export it or write the path out")
+        return found
+    return re.sub(r"\$\{([^}]+)\}", value, text)
 
 
 def absolute(uri: str) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -237,13 +239,13 @@ def run_segment(queue: Any, group: int, cluster: ClusterSettings, storage: str) 
         train_loop_config={"queue": queue, "group": group, "gpu": bool(cluster.gpus_per_worker), "threads": cluster.cpus_per_worker},
         scaling_config=ScalingConfig(num_workers=cluster.workers, use_gpu=bool(cluster.gpus_per_worker), resources_per_worker=resources),
         run_config=RunConfig(name=f"group-{os.getpid()}-{group}-{time.time_ns()}", storage_path=storage,
-                             failure_config=FailureConfig(max_failures=-1), logging_config=LoggingConfig("ERROR")),
+                             failure_config=FailureConfig(max_failures=-1), logging_config=LoggingConfig("ERROR")),  # type: ignore[call-arg]
     )
     trainer.fit()
 
 
 class OnRay:
-    """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest as Ray tasks, the report here."""
+    """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest over Ray tasks, the report here."""
 
     def __init__(self, store: Store, cluster: ClusterSettings, local: Local, width: int):
         ray = connect(cluster)
@@ -253,12 +255,13 @@ class OnRay:
         self.groups: dict[int, Any] = {}
         self.outbox: list[Stage] = []
         self.local_waiting: deque[Stage] = deque()
-        self.ingests: dict[Any, Stage] = {}
+        self.map = RayMap(ray, max(1, int(ray.cluster_resources().get("CPU", 1))))
+        self.threads = ThreadPoolExecutor(8, "ingest")  # they wait for Ray tasks, which do the work
+        self.ingests: list[Future[Event]] = []
 
     def submit(self, stage: Stage) -> None:
         if isinstance(stage.job, IngestJob):
-            fn = self.ray.remote(num_cpus=0, max_retries=0)(_ingest_on_ray)
-            self.ingests[fn.remote(self.store.storage, stage)] = stage
+            self.ingests.append(self.threads.submit(attempt, stage, lambda: run_ingest(self.store, stage, self.map)))
         elif stage.job is None:
             self.local_waiting.append(stage)
         else:
@@ -278,14 +281,9 @@ class OnRay:
         return events
 
     def _ingested(self) -> list[Event]:
-        ready, _ = self.ray.wait(list(self.ingests), timeout=0) if self.ingests else ([], [])
-        return [self._result(ref, self.ingests.pop(ref)) for ref in ready]
-
-    def _result(self, ref: Any, stage: Stage) -> Event:
-        try:
-            return self.ray.get(ref)
-        except Exception as error:
-            return Event("lost", stage.id, own_error(error))
+        ready = [f for f in self.ingests if f.done()]
+        self.ingests = [f for f in self.ingests if f not in ready]
+        return [f.result() for f in ready]
 
     def _start_groups(self) -> None:
         """As many groups as there is room for, and no more than stages that could run side by side."""
@@ -322,27 +320,36 @@ class OnRay:
         return []
 
     def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
         if self.groups:
             self.ray.get(self.queue.close.remote())
             self.ray.wait(list(self.groups.values()), num_returns=len(self.groups), timeout=10)
         self.ray.shutdown()
 
 
-def _ingest_on_ray(storage: str, stage: Stage) -> Event:
-    """Runs in a Ray task: parts of the card are read by further tasks, whose number does not change the result."""
-    return attempt(stage, lambda: run_ingest(Store(storage), stage, ray_map))
+class RayMap:
+    """`map` over Ray tasks, results in order; all that share one RayMap have together at most `limit` tasks under way, so
+    that many small data sets do not start a process each."""
 
+    def __init__(self, ray: Any, limit: int):
+        self.ray, self.free = ray, threading.BoundedSemaphore(limit)
 
-def ray_map(fn: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
-    """`map` over Ray tasks, results in order, with a bounded number under way."""
-    import ray
+    def __call__(self, fn: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
+        remote = self.ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(fn)
+        under_way: deque[Any] = deque()
+        try:
+            for item in items:
+                while not self.free.acquire(blocking=not under_way):
+                    yield self._result(under_way)
+                under_way.append(remote.remote(item))
+            while under_way:
+                yield self._result(under_way)
+        finally:
+            for _ in under_way:
+                self.free.release()
 
-    remote = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(fn)
-    limit = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    under_way: deque[Any] = deque()
-    for item in items:
-        if len(under_way) >= limit:
-            yield ray.get(under_way.popleft())
-        under_way.append(remote.remote(item))
-    while under_way:
-        yield ray.get(under_way.popleft())
+    def _result(self, under_way: deque[Any]) -> Any:
+        value = self.ray.get(under_way[0])
+        under_way.popleft()
+        self.free.release()
+        return value

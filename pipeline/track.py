@@ -8,8 +8,10 @@ becomes one sentence in `Recorder.warnings`, and what was not written is tried o
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from pipeline.store import flatten
 from workers.artefact import Artefact, join
@@ -142,8 +145,12 @@ class Recorder:
         parent = self.runs.get(("", ""))
         if parent is None:
             return []
-        base = base or (self.uri if self.uri.startswith("http") else "")
-        return [run_link(base, self.experiment, parent.info.run_id)] if base else [f"python -m pipeline ui --storage {self.storage}"]
+        base = base or (self.uri.rstrip("/") if self.uri.startswith("http") else "")
+        if not base:
+            return [f"record: python -m pipeline ui --storage {self.storage}"]
+        methods = [self.runs[label, ""].info.run_id for label in self._tables().labels]
+        return [f"record: {run_link(base, self.experiment, parent.info.run_id)}",
+                *([f"methods side by side: {compare_link(base, self.experiment, methods)}"] if len(methods) > 1 else [])]
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
@@ -221,13 +228,12 @@ class Recorder:
             self._trained(stage, artefact, label, task if label else "backbone")
 
     def _stands(self, run: Run, stage: Mapping[str, Any]) -> bool:
-        return run.data.tags.get(f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}") == stage["key"]
+        return run.data.tags.get(tag_of(stage)) == stage["key"]
 
     def _mark(self, run: Run, stage: Mapping[str, Any], points: Iterable[Point], tags: Mapping[str, str] | None = None) -> None:
         """Points and the tag that says they are there, in one call; the tag comes last."""
-        name = f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
-        self._points(run, points, {**(tags or {}), name: stage["key"]})
-        run.data.tags[name] = stage["key"]
+        self._points(run, points, {**(tags or {}), tag_of(stage): stage["key"]})
+        run.data.tags[tag_of(stage)] = stage["key"]
 
     def _ingested(self, stage: Mapping[str, Any], artefact: Artefact) -> None:
         from mlflow.data.http_dataset_source import HTTPDatasetSource
@@ -257,11 +263,6 @@ class Recorder:
             views = self._views(tables, label, task)
             files = entries.task_files(tables, label, task, [v for v in views if v is not None])
             points += entries.keep_points(views[-1] if views else None)
-        else:
-            from pipeline.report import plots
-
-            curves = plots.curves([(stage["step"], tables.history(stage["id"]))])
-            files = {} if curves is None else {"curves.png": plots.png(curves)}
         if label and manifest["files"].get("task.safetensors", {"bytes": STATE_BYTES + 1})["bytes"] <= STATE_BYTES:
             files["task.safetensors"] = artefact.read("task.safetensors")
         if manifest.get("warnings"):
@@ -320,7 +321,7 @@ class Recorder:
         if parent.info.status == status and parent.data.tags.get("accrete.report") == digest:
             return
         environment = [{"name": name, "value": ", ".join(values)} for name, values in tables.environment().items()]
-        extra = {"environment.json": json_bytes(tables.environment()), "environment.csv": files.as_csv(environment)} if environment else {}
+        extra = {"environment.json": json.dumps(tables.environment(), indent=1).encode(), "environment.csv": files.as_csv(environment)} if environment else {}
         self._files(parent, {**entries.of_run(report), **extra})
         for label in tables.labels:
             self._files(self._run(label, ""), entries.of_label(report, label))
@@ -370,10 +371,9 @@ class Recorder:
             self.client.log_artifacts(run.info.run_id, folder)
 
 
-def json_bytes(value: Any) -> bytes:
-    import json
-
-    return json.dumps(value, indent=1).encode()
+def tag_of(stage: Mapping[str, Any]) -> str:
+    """The tag whose value is the key of a recorded stage."""
+    return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
 
 
 def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
@@ -390,18 +390,30 @@ def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
 
 
 # ---- looking at it -----------------------------------------------------------------------------------------------------
+MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
+
+
 def runs_link(base: str, experiment: str) -> str:
-    return f"{base}/#/experiments/{experiment}/runs"
+    return f"{base}/#/experiments/{experiment}/runs{MODE}"
 
 
 def run_link(base: str, experiment: str, run: str) -> str:
-    return f"{base}/#/experiments/{experiment}/runs/{run}"
+    return f"{base}/#/experiments/{experiment}/runs/{run}{MODE}"
 
 
-def recorded(client: MlflowClient, experiment: str, most: int = 10) -> list[tuple[str, str]]:
-    """(name, id) of the graphs recorded last, the newest first."""
-    found: Sequence[Run] = client.search_runs([experiment], "tags.`accrete.kind` = 'run'", max_results=most, order_by=["attributes.start_time DESC"])
-    return [(r.info.run_name or "", r.info.run_id) for r in found]
+def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
+    """The page that lays the methods of a run side by side."""
+    lists = (quote(json.dumps(v, separators=(",", ":"))) for v in (list(runs), [experiment]))
+    return f"{base}/#/compare-runs?runs={next(lists)}&experiments={next(lists)}&workflowType=machine_learning"
+
+
+def recorded(client: MlflowClient, experiment: str, most: int = 10) -> list[tuple[str, str, list[str]]]:
+    """(name, run id, run ids of its methods) of the graphs recorded last, the newest first."""
+    newest = ["attributes.start_time DESC"]
+    found = client.search_runs([experiment], "tags.`accrete.kind` = 'run'", max_results=most, order_by=newest)
+    methods = client.search_runs([experiment], "tags.`accrete.kind` = 'method'", max_results=1000, order_by=newest)
+    return [(r.info.run_name or "", r.info.run_id, [m.info.run_id for m in reversed(methods) if m.data.tags.get("mlflow.parentRunId") == r.info.run_id])
+            for r in found]
 
 
 def server_command(uri: str, storage: str, host: str, port: int) -> list[str]:
@@ -428,6 +440,7 @@ def serve(storage: str, host: str = "127.0.0.1", port: int = 0, uri: str = "", e
         print_links(client, address.rstrip("/"), number)
         return 0
     port = free_port(host, port)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated `ui` takes its server with it
     server = subprocess.Popen(server_command(address, storage, host, port), env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL,
                               stderr=subprocess.PIPE, text=True)
     try:
@@ -449,8 +462,10 @@ def serve(storage: str, host: str = "127.0.0.1", port: int = 0, uri: str = "", e
 
 def print_links(client: MlflowClient, base: str, experiment: str) -> None:
     print(f"MLflow: {runs_link(base, experiment)}")
-    for name, run in recorded(client, experiment):
+    for name, run, methods in recorded(client, experiment):
         print(f"  {name}: {run_link(base, experiment, run)}")
+        if len(methods) > 1:
+            print(f"  {' ' * len(name)}  its methods side by side: {compare_link(base, experiment, methods)}")
     sys.stdout.flush()
 
 

@@ -14,8 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from workers.artefact import delete_dir, file_info, join, read_bytes, resolve, write_bytes
-from workers.errors import UserError
+from workers.artefact import delete_dir, exists, file_info, join, read_bytes, resolve, write_bytes
 from workers.taskstate import load_tensors
 
 
@@ -61,18 +60,18 @@ def folder_of(root: str, key: str) -> str:
 
 
 def save(root: str, key: str, model: nn.Module, optimizer: torch.optim.Optimizer, best: dict[str, Tensor], mark: Checkpoint) -> None:
-    """The tensors first, under a name of their own; then `latest.json`, which names them with size and sha256."""
+    """One file with everything, under a name of its own; then `latest.json`, which names it with size and sha256."""
     tensors = {f"model/{n}": t for n, t in trained_state(model).items()} | {f"best/{n}": t for n, t in best.items()}
     for index, values in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{n}": torch.as_tensor(v) for n, v in values.items() if v is not None}
-    data = safetensors.torch.save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()})
+    where = {"epoch": mark.epoch, "step": mark.step, "history": mark.history, "sums": mark.sums, "best": mark.best}
+    data = safetensors.torch.save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, {"accrete": json.dumps(where)})
     folder, info = folder_of(root, key), file_info(data)
     name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
     before = _latest(folder)
     write_bytes(join(folder, name), data)
-    meta = {"file": name, **info, "epoch": mark.epoch, "step": mark.step, "history": mark.history, "sums": mark.sums, "best": mark.best}
-    write_bytes(join(folder, "latest.json"), json.dumps(meta).encode())
-    if before and before["file"] != name:
+    write_bytes(join(folder, "latest.json"), json.dumps({"file": name, **info}).encode())
+    if before and before["file"] != name and exists(join(folder, before["file"])):
         system, path = resolve(join(folder, before["file"]))
         system.delete_file(path)
 
@@ -80,17 +79,17 @@ def save(root: str, key: str, model: nn.Module, optimizer: torch.optim.Optimizer
 def load(root: str, key: str) -> Checkpoint | None:
     """The last checkpoint of a stage; None where there is none or where it is damaged (the stage then starts anew)."""
     folder = folder_of(root, key)
-    meta = _latest(folder)
-    if meta is None:
+    latest = _latest(folder)
+    if latest is None:
         return None
     try:
-        data = read_bytes(join(folder, meta["file"]))
-        if file_info(data) != {"bytes": meta["bytes"], "sha256": meta["sha256"]}:
-            return None
-        tensors, _ = load_tensors(data, "checkpoint")
-        return Checkpoint(meta["epoch"], meta["step"], meta["history"], meta["sums"], meta["best"], tensors)
-    except (FileNotFoundError, KeyError, UserError):
+        data = read_bytes(join(folder, latest["file"]))
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    if {"file": latest["file"], **file_info(data)} != latest:
+        return None
+    tensors, where = load_tensors(data, f"checkpoint {latest['file']}")
+    return Checkpoint(**where, tensors=tensors)
 
 
 def drop(root: str, key: str) -> None:
@@ -100,6 +99,8 @@ def drop(root: str, key: str) -> None:
 
 def _latest(folder: str) -> dict[str, Any] | None:
     try:
-        return json.loads(read_bytes(join(folder, "latest.json")))
+        latest = json.loads(read_bytes(join(folder, "latest.json")))
     except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return None
+    whole = isinstance(latest, dict) and latest.keys() == {"file", "bytes", "sha256"} and isinstance(latest["file"], str)
+    return latest if whole else None

@@ -25,7 +25,7 @@ from workers.evaluate import accuracy, evaluate_task
 from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Batch, Method, Progress, Rates
-from workers.model import vit
+from workers.model import noise, vit
 from workers.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
@@ -160,6 +160,7 @@ def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[B
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
     for batch in batches:
+        noise.draw_paths(method, batch.draw)
         with torch.autocast(group.device.type, torch.bfloat16) if job.train.precision == "bf16" else contextlib.nullcontext():
             loss, parts = method.loss(batch, progress)
         (loss * batch.weight).backward()

@@ -75,7 +75,6 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
              "accuracy_matrix.csv": files.as_csv(square(matrix)), "accuracy_matrix.parquet": files.as_parquet(rows)}
     if matrix.finished:
         found["averages.csv"] = files.as_csv([{"after": matrix.tasks[t], **matrix.over_time[t]} for t in range(matrix.finished)])
-        found["averages.png"] = plots.png(plots.averages([matrix]))
     if sizes := tables.sizes(label):
         found["sizes.csv"] = files.as_csv(sizes)
     return found
@@ -94,8 +93,7 @@ def listed(values: Any) -> list[list[Any]]:
 
 def task_files(tables: RunTables, label: str, task: str, views: Sequence[MaskView]) -> dict[str, bytes]:
     """What a task left behind, as pictures and tables. views: masks of the tasks so far, this task's last."""
-    curves = plots.curves([(s["step"], tables.history(s["id"])) for s in tables.stages(label, task)])
-    found = {} if curves is None else {"curves.png": plots.png(curves)}
+    found: dict[str, bytes] = {}
     if not views or views[-1].task != task:
         return found
     own = views[-1]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -31,31 +32,38 @@ def over_image(image: NDArray[np.uint8], kept: NDArray[np.bool_]) -> NDArray[np.
 
 
 def token_masks(entries: Sequence[tuple[str, NDArray[np.bool_], NDArray[np.uint8] | None]], most_blocks: int = 6) -> Figure:
-    """One row per (task, token masks (blocks, patches), image or None): the image, then what each block still sees."""
+    """One line per (task, token masks (blocks, patches), image or None): the image, then what each block still sees. A
+    single task has its blocks in lines of six."""
     blocks = spread(max(len(masks) for _, masks, _ in entries), most_blocks)
-    figure, axes = figure_of(1.5 * (len(blocks) + 1) + 0.4, 1.72 * len(entries) + 0.2, len(entries), len(blocks) + 1)
+    panels = 1 + len(blocks)
+    columns = panels if len(entries) > 1 else min(panels, 6)
+    lines = -(-panels // columns)
+    figure, axes = figure_of(1.5 * columns + 0.4, 1.72 * len(entries) * lines + 0.2, len(entries) * lines, columns)
+    for ax in axes:
+        ax.set_axis_off()
     for row, (task, masks, image) in enumerate(entries):
-        line = axes[row * (len(blocks) + 1) : (row + 1) * (len(blocks) + 1)]
-        side = math.isqrt(masks.shape[1])
-        for ax in line:
-            ax.set_xticks([])
-            ax.set_yticks([])
-            ax.spines[:].set_visible(False)
+        first, *others = axes[row * lines * columns :]
         if image is None:
-            line[0].text(0.5, 0.5, "no sample\nimage here", ha="center", va="center", fontsize=8, color=FAINT, transform=line[0].transAxes)
+            first.text(0.5, 0.4, "no sample\nimage here", ha="center", va="center", fontsize=8, color=FAINT, transform=first.transAxes)
         else:
-            line[0].imshow(image)
-        line[0].set_ylabel(task, fontsize=9.5, color=INK)
-        for ax, block in zip(line[1:], blocks, strict=True):
-            if block >= len(masks) or side * side != masks.shape[1]:
-                continue
-            kept = masks[block].reshape(side, side)
-            if image is None:
-                ax.imshow(kept, cmap=ListedColormap([DROPPED, KEPT]), vmin=0, vmax=1, interpolation="nearest")
-            else:
-                ax.imshow(over_image(image, kept), interpolation="nearest")
-            ax.set_title(f"block {block}: keeps {100 * kept.mean():.0f} %", fontsize=8, color=INK)
+            first.imshow(image)
+        first.set_title(task, fontsize=9, color=INK, fontweight="bold")
+        for ax, block in zip(others, blocks, strict=False):
+            _masked(ax, masks, block, image)
     return figure
+
+
+def _masked(axes: Axes, masks: NDArray[np.bool_], block: int, image: NDArray[np.uint8] | None) -> None:
+    """What one block sees; nothing where the task has no such block or the patches form no square."""
+    side = math.isqrt(masks.shape[1])
+    if block >= len(masks) or side * side != masks.shape[1]:
+        return
+    kept = masks[block].reshape(side, side)
+    if image is None:
+        axes.imshow(kept, cmap=ListedColormap([DROPPED, KEPT]), vmin=0, vmax=1, interpolation="nearest")
+    else:
+        axes.imshow(over_image(image, kept), interpolation="nearest")
+    axes.set_title(f"block {block}: {100 * kept.mean():.0f} % kept", fontsize=8, color=INK)
 
 
 def density(views: Sequence[MaskView]) -> Figure | None:

@@ -38,7 +38,8 @@ def accuracy(label: str, after: int, task: int) -> float:
 def stages() -> list[Stage]:
     """The graph, in topological order; a stage's key depends on its id alone."""
     def stage(name: str, step: str, parents: tuple[str, ...] = (), label: str | None = None, task: str | None = None) -> Stage:
-        return Stage(name, step, hashlib.sha256(name.encode()).hexdigest()[:32], {"step": step}, parents, label, task)
+        inputs = {"method": METHODS[label], "settings": {"lam": 0.75}, "train": {"epochs": 6, "lr": 0.001}} if label else {"revision": 1}
+        return Stage(name, step, hashlib.sha256(name.encode()).hexdigest()[:32], inputs, parents, label, task)
 
     found = [stage(f"data/{card}", "ingest") for card in dict.fromkeys(t["card"] for t in TASKS)]
     found.append(stage("backbone", "backbone", ("data/shapes",), task="shapes"))

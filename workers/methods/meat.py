@@ -45,7 +45,7 @@ class MeatSettings(MethodSettings):
     mask_lr: PositiveFloat | Literal["auto", "paper"] = Field(
         "auto", description="rate on each logit of the pair; `paper`: .1 * batch / 1024; `auto`: by mask_travel")
     mask_travel: PositiveFloat = Field(
-        3.0, description="for mask_lr auto: how far a logit can go over all steps, in distances to the flip")
+        8.0, description="for mask_lr auto: how far a logit can go over all steps, in distances to the flip")
 
 
 class Meat(Method):

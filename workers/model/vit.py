@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import BackboneSettings
+from workers.model.noise import own_drop_paths
 from workers.taskstate import load_tensors
 
 
@@ -31,6 +32,7 @@ def build(settings: BackboneSettings) -> nn.Module:
                         f"{settings.options}: {error}; img_size must be a multiple of the patch size") from None
     if not isinstance(model, VisionTransformer):
         raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be a timm VisionTransformer such as vit_tiny_patch16_224")
+    own_drop_paths(model)
     return model
 
 

@@ -1,0 +1,193 @@
+"""The laboratory: streams of tiny tasks through the real ingest, backbone, train and evaluate stages, in this process."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor
+
+from pipeline import config, launch
+from pipeline.build import IngestJob, graph_of
+from pipeline.store import Store
+from workers import evaluate, loop
+from workers.artefact import Artefact
+from workers.data.feed import Feed
+from workers.data.shards import Shards
+from workers.dist import Group
+from workers.job import StageJob
+from workers.methods import METHODS
+from workers.methods.base import Method
+from workers.taskstate import Carried, TaskState
+
+TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}  # the later one has more classes
+PER_CLASS = {"train": 40, "test": 20}
+TINY = {"name": "vit_tiny_patch16_224", "img_size": 16, "crop_pct": 1.0,
+        "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"}}  # timm's usual start is too faint to tell digits apart
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05},
+    "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05}}
+
+
+@dataclass
+class Lab:
+    """A store, and what ran in it. `live`: stage key -> the method as training left it. `opened`: stage key -> splits."""
+
+    folder: Path
+    live: dict[str, Method] = field(default_factory=dict)
+    opened: dict[str, set[str]] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+
+    @cached_property
+    def store(self) -> Store:
+        return Store(str(self.folder / "storage"))
+
+    @cached_property
+    def card(self) -> Path:
+        """A card over PNG files of scikit-learn's digits, a few dozen per class."""
+        from sklearn.datasets import load_digits
+
+        pixels, labels = load_digits(return_X_y=True)
+        for name in sorted({c for classes in TASKS.values() for c in classes}):
+            mine = iter(pixels[labels == int(name)])
+            for split, count in PER_CLASS.items():
+                folder = self.folder / "raw" / split / name
+                folder.mkdir(parents=True)
+                for i in range(count):
+                    Image.fromarray((next(mine).reshape(8, 8) * 15).astype("uint8")).save(folder / f"{i:03d}.png")
+        path = self.folder / "card.yaml"
+        source = {"format": "folder", "path": str(self.folder / "raw")}
+        path.write_text(yaml.safe_dump({"name": "digits", "licence": "CC BY 4.0", "source": source, "classes": [*"01234"]}))
+        return path
+
+    def run(self, method: str, optimizer: str = "adamw", order: tuple[str, ...] = tuple(TASKS), **train: Any) -> Run:
+        """A stream of `order` under one method; its stages run when they are asked for."""
+        return self.run_of(method, {**OPTIMIZERS[optimizer], **train}, order)
+
+    def run_of(self, method: str, train: dict[str, Any], order: tuple[str, ...] = tuple(TASKS), **rest: Any) -> Run:
+        """The same with any sections of a config (`data`, `backbone`, `seed`)."""
+        scenarios = METHODS[method].scenarios
+        body = {"name": "lab", "storage": self.store.storage, "tracking": False, "backbone": TINY,
+                "train": {"epochs": 3, "batch_size": 16, **train}, "methods": {method: {}}, **rest,
+                "stream": {"scenario": "task" if "task" in scenarios else min(scenarios),
+                           "tasks": [{"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order]}}
+        known = repr(body)
+        if known not in self.runs:
+            graph, _ = graph_of(config.check(body, "lab"), self.store)
+            stages = {s.id: s.job for s in graph if s.step != "report"}
+            for stage in graph:
+                if isinstance(stage.job, IngestJob) and Artefact.open(self.store.root, stage.key) is None:
+                    launch.run_ingest(self.store, stage, map)
+            self.runs[known] = Run(self, method, order, {i: j for i, j in stages.items() if isinstance(j, StageJob)})
+        return self.runs[known]
+
+    def stage(self, job: StageJob, group: Group | None = None) -> Artefact:
+        """Runs a stage, unless its result stands, and looks over its shoulder."""
+        fit, select = loop.fit, Shards.select
+
+        def watched(job: StageJob, method: Method, *rest: Any) -> Any:
+            self.live[job.key] = method
+            return fit(job, method, *rest)
+
+        def noted(shards: Shards, split: str, classes: Any) -> pa.Table:
+            self.opened.setdefault(job.key, set()).add(split)
+            return select(shards, split, classes)
+
+        with mock.patch.object(loop, "fit", watched), mock.patch.object(Shards, "select", noted):
+            loop.run_stage(job, group or Group(), lambda event: None)
+        return Artefact.need(job.root, job.key)
+
+
+@dataclass
+class Run:
+    """A stream under one method. Tasks are named by their place in the stream, from 0."""
+
+    lab: Lab
+    method: str
+    order: tuple[str, ...]
+    jobs: dict[str, StageJob]
+
+    def stages(self, task: int) -> list[StageJob]:
+        """The training steps of a task, in order."""
+        head = f"{self.method}/{self.order[task]}/"
+        return [job for i, job in self.jobs.items() if i.startswith(head) and not i.endswith("/evaluate")]
+
+    def artefact(self, job: StageJob) -> Artefact:
+        """The result of a stage; whatever it needs runs first."""
+        if Artefact.open(job.root, job.key) is None:
+            for other in self.jobs.values():
+                if other.key in (job.backbone, job.previous, *job.states.values()):
+                    self.artefact(other)
+            return self.lab.stage(job)
+        return Artefact.need(job.root, job.key)
+
+    def trained(self, task: int) -> Artefact:
+        """The result of the last training step of a task."""
+        return self.artefact(self.stages(task)[-1])
+
+    def live(self, task: int) -> Method:
+        """The method as the last step of a task left it."""
+        self.trained(task)
+        return self.lab.live[self.stages(task)[-1].key]
+
+    def evaluated(self, task: int) -> dict[str, Any]:
+        return self.artefact(self.evaluate_job(task)).manifest["result"]
+
+    def evaluate_job(self, task: int) -> StageJob:
+        return self.jobs[f"{self.method}/{self.order[task]}/evaluate"]
+
+    def state(self, task: int) -> TaskState:
+        return TaskState.from_bytes(self.trained(task).read("task.safetensors"))
+
+    def carried(self, task: int) -> Carried:
+        return Carried.from_bytes(self.trained(task).read("carried.safetensors"))
+
+    def served(self, after: int) -> Method:
+        """The method as it stands after a task, with all tasks up to it loaded, as `evaluate` and `predict` load it."""
+        for task in range(after + 1):
+            self.trained(task)
+        return evaluate.served(self.evaluate_job(after), Group())
+
+    def fresh(self, task: int = 0) -> Method:
+        """A method as a stage of `task` starts with it: the common backbone and nothing else."""
+        job = self.stages(task)[0]
+        self.artefact(next(j for j in self.jobs.values() if j.key == job.backbone))
+        return METHODS[job.method](loop.load_backbone(job), loop.settings_of(job), job.seed)
+
+    def images(self, task: int) -> Tensor:
+        """Test images of a task (n, 3, 16, 16)."""
+        job = self.stages(task)[0]
+        assert job.task is not None
+        return next(iter(Feed(job, (job.task,), "test", Group(), training=False).evaluate())).images
+
+
+@torch.no_grad()
+def answers(method: Method, images: Tensor, task: str) -> Tensor:
+    """Logits as they are served."""
+    return method.eval().logits(images, task).clone()
+
+
+def again(job: StageJob, name: str, **changes: Any) -> StageJob:
+    """The same stage under another key, so that it runs a second time."""
+    return replace(job, key=f"{job.key}-{name}", **changes)
+
+
+def contents(artefact: Artefact) -> dict[str, str]:
+    """sha256 of every file that lies in an artefact's folder, whatever its manifest says."""
+    folder = Path(artefact.root) / artefact.key
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def history(artefact: Artefact) -> list[dict[str, Any]]:
+    """A row per epoch, without what a clock decided."""
+    rows = pq.read_table(pa.BufferReader(artefact.read("history.parquet"))).to_pylist()
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]

@@ -1,0 +1,258 @@
+"""Promises of the config: what it reads, what it refuses, and that a key changes exactly where a result can."""
+
+from __future__ import annotations
+
+import copy
+from fnmatch import fnmatch
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from pipeline import build
+from pipeline.config import ClusterSettings, Config, TrackingSettings, absolute, apply_override, check, dump, expand, load, parse_yaml
+from pipeline.store import Store
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, TrainSettings
+from workers.methods import METHODS
+
+BODY: dict[str, Any] = {
+    "name": "r", "tracking": False, "methods": {"finetune": {}, "joint": {}, "meat": {}},
+    "stream": {"tasks": [{"name": "base", "card": "digits", "classes": ["0", "1"], "role": "base"},
+                         {"name": "a", "card": "digits", "classes": ["2", "3"]},
+                         {"name": "b", "card": "digits", "classes": ["4", "5"]}]},
+    "backbone": {"img_size": 16, "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}}, "train": {"epochs": 2}}
+
+
+def config(*overrides: str, **changes: Any) -> Config:
+    body = {**copy.deepcopy(BODY), **changes}
+    for override in overrides:
+        apply_override(body, override)
+    return check(body, "test")
+
+
+def without_base() -> Config:
+    return config(stream={"tasks": copy.deepcopy(BODY["stream"]["tasks"][1:])})
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------------
+def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(BODY))
+    found = load(str(path), ["train.lr=1e-3", "stream.tasks.1.name=first", "methods.meat.lambda=0.75", "methods.meat.train.epochs=7",
+                             "backbone.options.depth=3", "data.crop_scale=[0.2, 0.9]", "tracking=off", "cluster.workers=2", "name=other"])
+    assert (found.train.lr, found.stream.tasks[1].name, found.methods["meat"].settings) == (1e-3, "first", {"lambda": 0.75})
+    assert (found.train_of("meat").epochs, found.train_of("finetune").epochs) == (7, 2)
+    assert found.backbone.options["depth"] == 3
+    assert found.backbone.options["embed_dim"] == 32
+    assert found.data.crop_scale == (0.2, 0.9)
+    assert (found.tracking.enabled, found.cluster.workers, found.name) == (False, 2, "other")
+
+
+def test_later_overrides_win():
+    assert config("train.epochs=3", "train.epochs=4").train.epochs == 4
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "+1e-3", "1.e-3", "0.001"])
+def test_numbers_in_scientific_notation_are_numbers(text):
+    assert parse_yaml(f"lr: {text}", "here") == {"lr": 0.001}
+
+
+@pytest.mark.parametrize("text", ['"1e-3"', "e-3", "1e", "1e-3x", "v1e3"])
+def test_words_that_look_like_numbers_stay_words(text):
+    assert isinstance(parse_yaml(f"lr: {text}", "here")["lr"], str)
+
+
+def test_a_key_that_stands_twice_is_refused_at_any_depth():
+    with pytest.raises(UserError, match=r"key 'epochs' stands twice \(line 3\)"):
+        parse_yaml("name: r\ntrain:\n  epochs: 1\n  lr: 1\n  epochs: 2\n", "here")
+
+
+def test_settings_cannot_be_changed_after_they_were_checked():
+    found = config()
+    for target, key in ((found, "seed"), (found.train, "epochs"), (found.cluster, "workers")):
+        with pytest.raises(ValidationError):
+            setattr(target, key, 1)
+
+
+def test_a_label_stands_for_its_method_unless_it_names_one():
+    found = config(methods={"meat": {"lambda": 0.8}, "meat-soft": {"method": "meat", "lambda": 0.9, "train": {"lr": 0.1}}, "linear": None})
+    assert {label: entry.method for label, entry in found.methods.items()} == {"meat": "meat", "meat-soft": "meat", "linear": "linear"}
+    assert found.methods["meat-soft"].settings == {"lambda": 0.9}
+    assert found.train_of("meat-soft").lr == 0.1
+
+
+def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones():
+    found = config(methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}}, train={"epochs": 1, "momentum": 0.5})
+    train = found.train_of("meat", "train")
+    assert (train.epochs, train.lr, train.momentum) == (9, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(("text", "enabled"), [("off", False), ("false", False), ("on", True), ("{experiment: x}", True)])
+def test_tracking_is_switched_by_a_word(text, enabled):
+    assert config(f"tracking={text}").tracking.enabled is enabled
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"tracking": {"uri": "sqlite:///x.db"}}, {"methods": {"m": {"method": "meat", "lambda": 0.7, "data": {"flip": 0.5}, "steps": {"train": {"lr": 0.1}}}}},
+    {"stream": {"tasks": [{"card": "digits", "split": 5}]}}, {"train": {"lr": 1e-5, "precision": "bf16"}}])
+def test_a_dumped_config_reads_back_as_the_same(changes):
+    found = config(**changes)
+    again = check(parse_yaml(yaml.safe_dump(dump(found)), "dumped"), "dumped")
+    assert again == found
+    assert dump(again) == dump(found)
+
+
+def test_classes_are_names_also_where_they_look_like_numbers():
+    assert config("stream.tasks.1.classes=[2, 3]").stream.tasks[1].classes == ("2", "3")
+
+
+def test_variables_are_replaced_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCRETE_TEST", "/there")
+    monkeypatch.delenv("ACCRETE_OTHER", raising=False)
+    assert expand("${ACCRETE_TEST}/x") == "/there/x"
+    assert expand("${ACCRETE_OTHER:-../data}/x") == "../data/x"
+    with pytest.raises(UserError, match="ACCRETE_OTHER, which is not set"):
+        expand("${ACCRETE_OTHER}/x")
+    monkeypatch.setenv("ACCRETE_OTHER", "")
+    assert expand("${ACCRETE_OTHER:-../data}/x") == "../data/x"
+
+
+def test_paths_become_absolute_and_addresses_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute("storage") == str(tmp_path / "storage")
+    assert absolute("s3://bucket/x") == "s3://bucket/x"
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------------
+def keys_of(found: Config, folder: Any) -> dict[str, str]:
+    graph, _ = build.graph_of(found, Store(str(folder)))
+    return {stage.id: stage.key for stage in graph}
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    assert before.keys() == after.keys()
+    return {i for i in before if before[i] != after[i]}
+
+
+def matching(keys: dict[str, str], *patterns: str) -> set[str]:
+    return {i for i in keys if any(fnmatch(i, p) for p in patterns)}
+
+
+FREE = {
+    "cluster": {"workers": 3, "groups": 2, "cpus_per_worker": 4, "gpus_per_worker": 1.0, "address": "host:1", "retries": 7, "checkpoint_s": 5.0,
+                "loader_workers": 9, "resident_mb": 1},
+    "tracking": {"enabled": True, "uri": "sqlite:///x.db", "experiment": "y"}}
+
+
+@pytest.mark.parametrize(("section", "model"), [("cluster", ClusterSettings), ("tracking", TrackingSettings)])
+def test_where_a_run_happens_is_in_no_key(section, model, tmp_path):
+    assert FREE[section].keys() == model.model_fields.keys(), "say for the new setting that it cannot change a result"
+    before = keys_of(config(), tmp_path)
+    for name, value in FREE[section].items():
+        assert not changed(before, keys_of(config(**{section: {name: value}}), tmp_path)), name
+    assert not changed(before, keys_of(config(storage="elsewhere"), tmp_path / "elsewhere"))
+
+
+OTHER = {
+    "train": {"epochs": 3, "batch_size": 8, "accumulate": 2, "optimizer": "sgd", "lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "warmup": 0.5,
+              "floor": 0.5, "clip": 0.5, "precision": "bf16", "compile": True, "keep": "best"},
+    "data": {"val_fraction": 0.5, "crop": "pad", "crop_scale": [0.1, 0.2], "flip": 0.5, "randaugment": 1, "magnitude": 1.0, "mixup": 0.5,
+             "cutmix": 0.5, "erase": 0.5, "smoothing": 0.5},
+    "backbone": {"name": "vit_small_patch16_224", "img_size": 32, "weights": "hub", "mean": [0.1, 0.2, 0.3], "std": [0.1, 0.2, 0.3], "crop_pct": 0.5,
+                 "drop_path": 0.5, "options": {"depth": 3}}}
+LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
+
+
+@pytest.mark.parametrize(("section", "model", "without", "patterns"), [
+    ("train", TrainSettings, True, LEARNED), ("train", TrainSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
+    ("data", DataSettings, True, LEARNED), ("data", DataSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
+    ("backbone", BackboneSettings, True, (*LEARNED, "backbone")), ("backbone", BackboneSettings, False, (*LEARNED, "backbone", "*/base/evaluate"))])
+def test_each_setting_that_can_change_results_changes_the_keys_of_these(section, model, without, patterns, tmp_path):
+    """`without` a base task, the backbone is not trained and does not know how training goes."""
+    assert OTHER[section].keys() == model.model_fields.keys(), "name another value of the new setting"
+    start = without_base() if without else config()
+    before = keys_of(start, tmp_path)
+    for name, value in OTHER[section].items():
+        body = dump(start)
+        body[section][name] = value
+        assert changed(before, keys_of(check(body, "test"), tmp_path)) == matching(before, *patterns), name
+
+
+@pytest.mark.parametrize(("override", "patterns"), [
+    ("seed=9", ("backbone", "*/*/*", "report")),
+    ("name=other", ("report",)),
+    ("methods.meat.lambda=0.8", ("meat/*", "report")),
+    ("methods.meat.train.epochs=3", ("meat/[ab]/*", "report")),
+    ("methods.finetune.train.epochs=3", ("finetune/[ab]/*", "report")),
+    ("methods.finetune.steps.train.lr=3", ("finetune/[ab]/*", "report")),
+    ("methods.joint.data.flip=0.5", ("joint/[ab]/*", "report")),
+    ("stream.tasks.0.classes=['1', '0']", ("backbone", "*/*/*", "report")),
+    ("stream.tasks.0.name=root", None),
+    ("stream.tasks.1.classes=['3', '2']", ("*/a/*", "finetune/b/*", "joint/b/*", "meat/b/evaluate", "report")),
+    ("stream.tasks.2.classes=['5', '4']", ("*/b/*", "report")),
+    ("stream.tasks.2.classes=['4', '5', '6']", ("*/b/*", "report")),
+])
+def test_a_change_reaches_exactly_the_stages_that_it_can_affect(override, patterns, tmp_path):
+    before = keys_of(config(), tmp_path)
+    after = keys_of(config(override), tmp_path)
+    if patterns is None:  # the base task's name is in its evaluations' ids
+        assert {after[i] for i in after} & set(before.values()) == {before["data/digits"]}
+    else:
+        assert changed(before, after) == matching(before, *patterns)
+
+
+def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path):
+    default = METHODS["meat"].Settings().model_dump(by_alias=True)["lambda"]
+    assert not changed(keys_of(config(), tmp_path), keys_of(config(f"methods.meat.lambda={default}", "methods.meat.train.epochs=2"), tmp_path))
+
+
+def test_a_raised_revision_changes_the_keys_of_its_method_alone(tmp_path, monkeypatch):
+    before = keys_of(config(), tmp_path)
+    monkeypatch.setattr(METHODS["meat"], "revision", 99)
+    assert changed(before, keys_of(config(), tmp_path)) == matching(before, "meat/*", "report")
+
+
+def test_another_label_of_the_same_method_shares_its_results(tmp_path):
+    """A label is a name for people: two that mean the same have the same keys."""
+    keys = keys_of(config(methods={"meat": {}, "again": {"method": "meat"}, "other": {"method": "meat", "lambda": 0.8}}), tmp_path)
+    assert keys["meat/b/train"] == keys["again/b/train"]
+    assert keys["meat/b/train"] != keys["other/b/train"]
+
+
+def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path):
+    alone, both = keys_of(config(methods={"meat": {}}), tmp_path), keys_of(config(), tmp_path)
+    assert {i for i in alone if alone[i] != both[i]} == {"report"}
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_a_task_at_the_end_leaves_every_key_as_it_was(base, tmp_path):
+    start = config() if base else without_base()
+    body = dump(start)
+    body["stream"]["tasks"].append({"name": "c", "card": "digits", "classes": ["6", "7"]})
+    before, after = keys_of(start, tmp_path), keys_of(check(body, "test"), tmp_path)
+    assert {i for i in before if before[i] != after[i]} == {"report"}
+    assert after.keys() - before.keys() == {f"{label}/c/{step}" for label in start.methods for step in ("train", "evaluate")}
+
+
+def test_the_order_of_tasks_is_in_no_key_of_a_stars_training_and_in_every_later_one_of_a_chain(tmp_path):
+    body = dump(config())
+    tasks = body["stream"]["tasks"]
+    before = keys_of(config(), tmp_path)
+    tasks[1], tasks[2] = tasks[2], tasks[1]
+    moved = changed(before, keys_of(check(body, "test"), tmp_path))
+    assert not moved & matching(before, "meat/*/train", "backbone", "data/*", "*/base/*")
+    assert moved >= matching(before, "finetune/*/train", "joint/*/train")
+
+
+def test_the_base_task_comes_first_wherever_it_stands(tmp_path):
+    body = dump(config())
+    body["stream"]["tasks"].append(body["stream"]["tasks"].pop(0))
+    assert not changed(keys_of(config(), tmp_path), keys_of(check(body, "test"), tmp_path))
+
+
+def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path):
+    found = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
+    _, tasks = build.graph_of(found, Store(str(tmp_path)))
+    assert [(t.name, t.classes) for t in tasks] == [(f"d-{i}", (str(2 * i), str(2 * i + 1))) for i in range(5)]

@@ -1,0 +1,131 @@
+"""Runs of a few seconds on handwritten digits: cards, configs, the command line in fresh processes, what must be equal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from pipeline.store import Store
+
+PRELOAD = ["torch", "timm", "sklearn.datasets", "matplotlib.figure", "pipeline.cli", "pipeline.build", "pipeline.launch",
+           "pipeline.console", "pipeline.track", "pipeline.report.page", "tests.small_run"]
+BACKBONE = {"img_size": 16, "crop_pct": 1.0, "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}}
+TASKS = {"base": "01", "a": "23", "b": "45", "c": "67"}
+
+
+@functools.cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return (data.images * 255 / 16).round().astype(np.uint8), data.target
+
+
+def make_card(folder: Path, name: str, classes: Iterable[str], train: int = 20, test: int = 10, **card: Any) -> str:
+    """Images of some digits in a folder of their own, and a card beside them. Returns the path of the card."""
+    images, labels = digits()
+    for label in classes:
+        rows = np.flatnonzero(labels == int(label))[: train + test]
+        for number, row in enumerate(rows):
+            place = folder / "raw" / name / ("train" if number < train else "test") / label
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(images[row]).save(place / f"{row:05d}.png")
+    body = {"name": name, "licence": "CC BY 4.0", "classes": list(classes), "source": {"format": "folder", "path": str(folder / "raw" / name)}, **card}
+    path = folder / "cards" / f"{name}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(body))
+    return str(path)
+
+
+def make_cards(folder: Path, names: Iterable[str] = TASKS) -> dict[str, str]:
+    return {name: make_card(folder, name, TASKS[name]) for name in names}
+
+
+def make_body(folder: Path, cards: Mapping[str, str], methods: Iterable[str] = ("finetune", "meat"), **changes: Any) -> dict[str, Any]:
+    """A config as plain values: a task per card (one that is called `base` trains the backbone), two epochs, in process."""
+    tasks = [{"name": name, "card": card, "role": "base" if name == "base" else "task"} for name, card in cards.items()]
+    body = {"name": "small", "seed": 5, "storage": str(folder / "storage"), "tracking": False, "stream": {"tasks": tasks}, "backbone": BACKBONE,
+            "train": {"epochs": 2, "batch_size": 16, "lr": 2e-3}, "methods": {label: {} for label in methods},
+            "cluster": {"workers": 0, "checkpoint_s": 1e-6, "loader_workers": 1}}
+    return {key: {**value, **changes[key]} if isinstance(changes.get(key), dict) and key not in ("methods", "stream") else changes.get(key, value)
+            for key, value in body.items()}
+
+
+def write_config(path: Path, body: Mapping[str, Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(dict(body)))
+    return str(path)
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------------
+def start(argv: list[str], out: Path) -> Any:
+    """`python -m pipeline ARGV` in a process of its own, forked from one that has imported everything: it starts at once.
+    What it says goes to the file `out`. Returns a multiprocessing.Process, whose `kill` is SIGKILL."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=main_into, args=(argv, str(out)))
+    process.start()
+    return process
+
+
+def main_into(argv: list[str], out: str) -> None:
+    from pipeline.cli import main
+
+    with open(out, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        code = main(argv)
+        stream.flush()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run(argv: list[str], out: Path, timeout: float = 240) -> str:
+    """The same, to its end. Returns what it said; AssertionError where its exit code is not 0."""
+    process = start(argv, out)
+    process.join(timeout)
+    said = out.read_text()
+    assert process.exitcode == 0, f"exit code {process.exitcode}: {said}"
+    return said
+
+
+# ---- what must be equal --------------------------------------------------------------------------------------------------
+def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, Any]]:
+    """Stage id -> manifest, of the stages of a run whose result stands; read without the code under test."""
+    record = json.loads((Path(storage) / "runs" / name / "run.json").read_text())
+    paths = {s["id"]: Path(storage) / "stages" / s["key"] / "manifest.json" for s in record["stages"]}
+    return {stage_id: json.loads(path.read_text()) for stage_id, path in paths.items() if path.exists()}
+
+
+def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
+    """Stage id -> what may not depend on interruptions: integer counts and logits digests of evaluations, digests of states,
+    shards and index; not the tables that hold seconds, nor the report made of them."""
+    found = {}
+    for stage_id, manifest in manifests(storage, name).items():
+        if manifest["step"] != "report":
+            digests = {n: f["sha256"] for n, f in manifest["files"].items() if n.endswith((".safetensors", ".tar")) or n == "index.parquet"}
+            found[stage_id] = manifest.get("result") or digests
+    return found
+
+
+def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:
+    """Stage id -> name of the attempt that was published: it changes when a stage is run again."""
+    return {stage_id: manifest["attempt"] for stage_id, manifest in manifests(storage, name).items()}
+
+
+def artefact(storage: Path | str, stage_id: str, file: str, name: str = "small") -> Path:
+    manifest = manifests(storage, name)[stage_id]
+    return Path(storage) / "stages" / manifest["key"] / manifest["attempt"] / file
+
+
+def store_of(body: Mapping[str, Any]) -> Store:
+    return Store(str(body["storage"]))

@@ -40,10 +40,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Lab:
-    """A store, and what ran in it. `live`: stage key -> the method as training left it. `opened`: stage key -> splits."""
+    """A store, and what ran in it. By stage key: `live`, the method as training left it; `finished`, what
+    it handed out at the end; `opened`, the splits whose images were looked up."""
 
     folder: Path
     live: dict[str, Method] = field(default_factory=dict)
+    finished: dict[str, tuple[TaskState, Carried]] = field(default_factory=dict)
     opened: dict[str, set[str]] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
 
@@ -95,7 +97,13 @@ class Lab:
         fit, select = loop.fit, Shards.select
 
         def watched(job: StageJob, method: Method, *rest: Any) -> Any:
-            self.live[job.key] = method
+            self.live[job.key], finish = method, method.finish
+
+            def finished() -> tuple[TaskState, Carried]:
+                self.finished[job.key] = finish()
+                return self.finished[job.key]
+
+            method.finish = finished  # type: ignore[method-assign]
             return fit(job, method, *rest)
 
         def noted(shards: Shards, split: str, classes: Any) -> pa.Table:
@@ -138,6 +146,11 @@ class Run:
         """The method as the last step of a task left it."""
         self.trained(task)
         return self.lab.live[self.stages(task)[-1].key]
+
+    def finished(self, task: int) -> tuple[TaskState, Carried]:
+        """What the last step of a task handed out, before it became bytes."""
+        self.trained(task)
+        return self.lab.finished[self.stages(task)[-1].key]
 
     def evaluated(self, task: int) -> dict[str, Any]:
         return self.artefact(self.evaluate_job(task)).manifest["result"]

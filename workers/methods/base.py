@@ -112,6 +112,7 @@ class Method(nn.Module):
     trains_on: ClassVar[Literal["task", "seen"]] = "task"  # "seen": all tasks so far, as joint training does
     freezes_backbone: ClassVar[bool] = True
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
+    starts_as_backbone: ClassVar[bool] = True  # before its first step a task's features are those of the backbone
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
 
     @classmethod

@@ -10,7 +10,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from pipeline.graph import Graph, Stage
 from pipeline.run import Event, Executor
 from pipeline.store import Store
 from workers import dist
+from workers.artefact import delete_dir, join
 from workers.errors import DamagedArtefact, UserError
 from workers.loop import run_stage
 
@@ -33,21 +34,36 @@ QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
 Local = Callable[[Stage], dict[str, Any]]  # stages that the driver runs itself (the report)
 
 
+class Offer(NamedTuple):
+    """A stage that may run; the deepest one, with most stages behind it, goes first."""
+
+    depth: int
+    stage: Stage
+
+
+def take(offers: list[Offer], last: Stage | None = None) -> Stage:
+    """Removes and returns the next stage: the deepest; among equals a child of `last`, so that a chain keeps its group."""
+    best = max(offers, key=lambda o: (o.depth, last is not None and last.id in o.stage.parents))
+    offers.remove(best)
+    return best.stage
+
+
 class InProcess:
     """`cluster.workers: 0`: every stage runs here, one after the other, without Ray."""
 
     def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None]):
-        self.store, self.local, self.waiting, self.progress = store, local, deque[Stage](), progress
+        self.store, self.local, self.progress = store, local, progress
+        self.waiting: list[Offer] = []
         self.events: list[Event] = []
         torch.set_num_threads(cluster.cpus_per_worker)
         self.device = torch.device("cuda" if cluster.gpus_per_worker and torch.cuda.is_available() else "cpu")
 
-    def submit(self, stage: Stage) -> None:
-        self.waiting.append(stage)
+    def submit(self, stage: Stage, depth: int) -> None:
+        self.waiting.append(Offer(depth, stage))
 
     def poll(self) -> list[Event]:
         if self.waiting:
-            stage = self.waiting.popleft()
+            stage = take(self.waiting)
             self.events.append(attempt(stage, lambda: self._run(stage)))
         events, self.events = self.events, []
         return events
@@ -146,21 +162,21 @@ class Queue:
     """The actor between the driver and the worker groups: stages out, events in."""
 
     def __init__(self) -> None:
-        self.offers: list[Stage] = []
+        self.offers: list[Offer] = []
         self.held: dict[int, Stage] = {}  # group -> the stage it runs
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
         self.closed = False
 
-    def offer(self, stages: list[Stage]) -> list[Event]:
+    def offer(self, offers: list[Offer]) -> list[Event]:
         """From the driver: new stages; returns what happened since."""
-        self.offers += stages
+        self.offers += offers
         events, self.events = self.events, []
         return events
 
     def next(self, group: int) -> Stage | str | None:
         """From rank 0 of a group: a stage, None for nothing yet, `stop`. A group that asks while it holds a stage was
-        started anew: its workers died. A child of what the group ran last is preferred: a chain keeps its group."""
+        started anew: its workers died."""
         held = self.held.pop(group, None)
         if held is not None:
             self.events.append(Event("lost", held.id, "its workers died"))
@@ -168,16 +184,13 @@ class Queue:
             return "stop"
         if not self.offers:
             return None
-        last = self.last.get(group)
-        chosen = next((s for s in self.offers if last and last.id in s.parents), self.offers[0])
-        self.offers.remove(chosen)
-        self.held[group] = self.last[group] = chosen
+        chosen = self.held[group] = self.last[group] = take(self.offers, self.last.get(group))
         return chosen
 
     def post(self, group: int, event: Event) -> None:
-        if event.kind != "progress":
-            self.held.pop(group, None)
-        self.events.append(event)
+        """From a rank: how a stage goes or ended. Of several ranks that fail together the first one is heard."""
+        if event.kind == "progress" or self.held.pop(group, None) is not None:
+            self.events.append(event)
 
     def abandon(self, group: int, message: str) -> None:
         """From the driver: the group itself is gone for good."""
@@ -234,14 +247,18 @@ def run_segment(queue: Any, group: int, cluster: ClusterSettings, storage: str) 
     resources: dict[str, float] = {"CPU": cluster.cpus_per_worker}
     if cluster.gpus_per_worker:
         resources["GPU"] = cluster.gpus_per_worker
+    name = f"group-{os.getpid()}-{group}-{time.time_ns()}"
     trainer = TorchTrainer(
         train_loop_per_worker,
         train_loop_config={"queue": queue, "group": group, "gpu": bool(cluster.gpus_per_worker), "threads": cluster.cpus_per_worker},
         scaling_config=ScalingConfig(num_workers=cluster.workers, use_gpu=bool(cluster.gpus_per_worker), resources_per_worker=resources),
-        run_config=RunConfig(name=f"group-{os.getpid()}-{group}-{time.time_ns()}", storage_path=storage,
+        run_config=RunConfig(name=name, storage_path=storage,
                              failure_config=FailureConfig(max_failures=-1), logging_config=LoggingConfig("ERROR")),  # type: ignore[call-arg]
     )
-    trainer.fit()
+    try:
+        trainer.fit()
+    finally:
+        delete_dir(join(storage, name))  # Ray's own bookkeeping; what counts is in the store
 
 
 class OnRay:
@@ -253,19 +270,19 @@ class OnRay:
         self.width = width  # most stages that can run side by side
         self.queue: Any = ray.remote(num_cpus=0)(Queue).remote()
         self.groups: dict[int, Any] = {}
-        self.outbox: list[Stage] = []
+        self.outbox: list[Offer] = []
         self.local_waiting: deque[Stage] = deque()
         self.map = RayMap(ray, max(1, int(ray.cluster_resources().get("CPU", 1))))
         self.threads = ThreadPoolExecutor(8, "ingest")  # they wait for Ray tasks, which do the work
         self.ingests: list[Future[Event]] = []
 
-    def submit(self, stage: Stage) -> None:
+    def submit(self, stage: Stage, depth: int) -> None:
         if isinstance(stage.job, IngestJob):
             self.ingests.append(self.threads.submit(attempt, stage, lambda: run_ingest(self.store, stage, self.map)))
         elif stage.job is None:
             self.local_waiting.append(stage)
         else:
-            self.outbox.append(stage)
+            self.outbox.append(Offer(depth, stage))
 
     def poll(self) -> list[Event]:
         events = self._ingested()

@@ -41,17 +41,18 @@ class Event:
 
 @dataclass(frozen=True)
 class Decision:
-    """launch a stage, retry it, fail it, or block it because of another."""
+    """launch a stage, retry it, fail it, or block it because of another. depth: how many stages still follow it."""
 
     kind: str
     stage: str
     reason: str = ""
+    depth: int = 0
 
 
 class Executor(Protocol):
-    """Runs stages somewhere and reports events."""
+    """Runs stages somewhere, those with most work behind them first, and reports events."""
 
-    def submit(self, stage: Stage) -> None: ...
+    def submit(self, stage: Stage, depth: int) -> None: ...
     def poll(self) -> list[Event]: ...
     def close(self) -> None: ...
 
@@ -85,7 +86,7 @@ class Walk:
                 ready.append(stage)
         depth = self._depths()
         ready.sort(key=lambda s: -depth[s.id])
-        return decisions + [Decision("launch", s.id, self.messages.get(s.id, "")) for s in ready]
+        return decisions + [Decision("launch", s.id, depth=depth[s.id]) for s in ready]
 
     def _depths(self) -> dict[str, int]:
         depth: dict[str, int] = {}
@@ -186,7 +187,7 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
                 walk.carry_out(decision)
                 tell(watchers, walk, decision)
                 if decision.kind == "launch":
-                    executor.submit(graph[decision.stage])
+                    executor.submit(graph[decision.stage], decision.depth)
             events = executor.poll()
             for event in events:
                 follow_up = walk.apply(event)

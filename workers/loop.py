@@ -165,7 +165,7 @@ def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[B
             loss, parts = method.loss(batch, progress)
         (loss * batch.weight).backward()
         for name, value in {"loss": loss.detach(), **parts}.items():
-            terms[name] = terms.get(name, 0.0) + value * batch.weight  # type: ignore[assignment]
+            terms[name] = terms.get(name, 0.0) + value * batch.weight
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     group.sum_gradients(parameters)
     method.after_backward()
@@ -182,11 +182,11 @@ class Sums:
     def __init__(self, start: dict[str, float], device: torch.device):
         self.values = {name: torch.tensor(v, dtype=torch.float64, device=device) for name, v in start.items() if name != "images"}
         self.images = int(start.get("images", 0))
-        self.started, self.first = time.perf_counter(), self.images
+        self.started = time.perf_counter()
 
     def add(self, terms: dict[str, torch.Tensor], images: int) -> None:
         for name, value in terms.items():
-            self.values[name] = self.values.get(name, 0.0) + value.double() * images  # type: ignore[assignment]
+            self.values[name] = self.values.get(name, 0.0) + value.double() * images
         self.images += images
 
     def plain(self) -> dict[str, float]:

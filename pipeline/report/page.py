@@ -99,7 +99,7 @@ def warnings(tables: RunTables) -> str:
     rows = tables.warnings()
     if not rows:
         return ""
-    items = "".join(f"<li>{escape(r['warning'])} <span class=soft>({escape(r['stage'])}{f' and {r_more} more stages' if (r_more := r['stages'] - 1) else ''})"
+    items = "".join(f"<li>{escape(r['warning'])} <span class=soft>({escape(r['stage'])}{f' and {more} more' if (more := r['stages'] - 1) else ''})"
                     "</span></li>" for r in rows)
     return f'<div class="note"><b>{len(rows)} warning{"s" * (len(rows) != 1)}</b><ul>{items}</ul></div>'
 
@@ -121,8 +121,9 @@ ANSWERS = {"identical": '<span class="done">identical</span>', "changed": '<span
 
 def summary(tables: RunTables) -> str:
     rows = tables.summary()
+    even = len({(r["tasks_finished"], r["tasks"]) for r in rows}) == 1  # else the methods are not at the same point
     best = {key: pick(values) for key, _, _, _, pick in COLUMNS
-            if pick and len(values := [r[key] for r in rows if r[key] is not None and not math.isnan(r[key])]) > 1}
+            if even and pick and len(values := [r[key] for r in rows if r[key] is not None and not math.isnan(r[key])]) > 1}
     heading = "".join(f'<th title="{escape(says)}">{text}</th>' for _, text, says, _, _ in COLUMNS)
     body = ""
     for row in rows:
@@ -131,8 +132,9 @@ def summary(tables: RunTables) -> str:
         cells = "".join(f'<td{" class=best" if key in best and row[key] == best[key] else ""}>{written(row[key], kind)}</td>' for key, _, _, kind, _ in COLUMNS)
         body += (f'<tr><td class=left><a href="#method-{escape(row["label"])}"><b>{escape(row["label"])}</b></a>{other}{unfinished}</td>{cells}'
                  f'<td>{ANSWERS[row["answers"]]}</td></tr>')
+    hint = "; the best value of a column is bold" if best else "; not all are at the same point of the stream yet" if not even else ""
     words = "; ".join(f"<b>{text.replace('<br>', ' ')}</b>: {says}" for _, text, says, _, _ in COLUMNS)
-    return (f'<h2 id="summary">Summary</h2><p>One row per method; the best value of a column is bold.</p><div class="scroll"><table class="summary">'
+    return (f'<h2 id="summary">Summary</h2><p>One row per method{hint}.</p><div class="scroll"><table class="summary">'
             f'<tr><th class=left>method</th>{heading}<th title="whether the logits on old tasks stayed the same, bit by bit">old<br>answers</th></tr>{body}'
             f'</table></div><details><summary>What the columns mean</summary><p>{words}; <b>old answers</b>: whether the logits on tasks that were tested '
             "again later are the same, bit by bit (compared by sha256).</p></details>")

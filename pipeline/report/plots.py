@@ -124,7 +124,8 @@ def averages(matrices: Sequence[Matrix]) -> Figure:
         for index, m in enumerate(matrices):
             values = [row[name] for row in m.over_time[: m.finished]]
             at = [tasks.index(t) if t in tasks else k for k, t in enumerate(m.tasks)][: m.finished]
-            axes.plot(at, values, label=m.label, linewidth=1.8, markersize=5.5, **look(index))
+            # Thinner and smaller from line to line, so that one that lies under another can still be seen.
+            axes.plot(at, values, label=m.label, linewidth=max(1.3, 3.2 - 0.5 * index), markersize=max(4.5, 8.5 - index), **look(index))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(tasks) - 0.75, 0.25))
         task_ticks(axes, tasks, "x")
@@ -159,9 +160,14 @@ def comparison(summary: Sequence[Row]) -> Figure:
         axes.set_xlim(min([0, *(v for v in values if not math.isnan(v))]), 1.18 * high)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.set_yticks(range(len(rows)), [r["label"] for r in rows], fontsize=9.5)
+        axes.set_yticks(range(len(rows)), [label_of(r) for r in rows], fontsize=9.5)
         axes.tick_params(axis="y", length=0)
     return figure
+
+
+def label_of(row: Row) -> str:
+    """The method, and how far it is where it is not finished: its numbers then do not compare with the others'."""
+    return row["label"] if row["tasks_finished"] == row["tasks"] else f"{row['label']}\n({row['tasks_finished']} of {row['tasks']} tasks)"
 
 
 def bytes_text(count: float | None) -> str:
@@ -220,9 +226,9 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
         return None
     terms, measures = split_columns([row for _, rows in histories for row in rows])
     figure, axes = figure_of(10.4, 3.1, 1, 3 if measures else 2)
-    panels = [("loss", ["loss", *terms] if len(terms) > 1 else ["loss"]), ("validation accuracy", ["val"])] + ([(measures[0] if len(measures) == 1 else "measures", measures)] if measures else [])
+    panels = [("Loss", ["loss", *terms] if len(terms) > 1 else ["loss"]), ("Validation accuracy", ["val"])] + ([(measures[0] if len(measures) == 1 else "Measures", measures)] if measures else [])
     for ax, (name, wanted) in zip(axes, panels, strict=True):
-        dress(ax, f"{title}: {name}" if title else name[0].upper() + name[1:], "epoch")
+        dress(ax, f"{title}: {name}" if title else name, "epoch")
         start, ends = 0, []
         for which, (task, rows) in enumerate(histories):
             epochs = np.arange(start, start + len(rows)) + 1
@@ -234,7 +240,7 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
             ends.append((start - len(rows) + 0.5, start + 0.5, task))
         _spans(ax, ends)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if name.startswith("val"):
+        if wanted == ["val"]:
             ax.set_ylim(0, 1.02)
             ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         if len(wanted) > 1:

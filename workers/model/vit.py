@@ -36,7 +36,7 @@ def build(settings: BackboneSettings) -> nn.Module:
     return model
 
 
-def load_weights(model: nn.Module, settings: BackboneSettings) -> None:
+def load_weights(model: Any, settings: BackboneSettings) -> None:
     """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings are resampled."""
     from timm.models.vision_transformer import checkpoint_filter_fn
 

@@ -1,0 +1,316 @@
+"""Promises that every method inherits. Each is a function of a laboratory, a method's name and an optimizer.
+
+Whether a promise applies follows from what the class declares (`carries`, `forgets`, `freezes_backbone`, ...), never from
+its name. A promise is shown on every optimizer where the optimizer could break it, else on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, answers, contents, history
+from torch import Tensor
+
+from workers import loop
+from workers.artefact import Artefact
+from workers.data.feed import Feed
+from workers.dist import Group
+from workers.errors import UserError
+from workers.evaluate import accuracy
+from workers.job import StageJob
+from workers.methods.base import Method, Rates
+from workers.model.vit import digest_of
+from workers.taskstate import KINDS, Carried, TaskState
+
+Check = Callable[[Lab, str, str], None]
+FIRST, SECOND = 0, 1  # places of the two tasks in the stream
+STATE, CARRIED = "task.safetensors", "carried.safetensors"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A check, the classes it applies to, and the optimizers that it is shown on."""
+
+    check: Check
+    applies: Callable[[type[Method]], bool]
+    optimizers: tuple[str, ...]
+
+
+PROMISES: dict[str, Promise] = {}
+
+
+def promise(applies: Callable[[type[Method]], bool] = lambda cls: True, optimizers: tuple[str, ...] = ("adamw",)) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        PROMISES[check.__name__.removeprefix("check_")] = Promise(check, applies, optimizers)
+        return check
+    return register
+
+
+# ---- what stays ----------------------------------------------------------------------------------------------------------
+@promise(lambda cls: cls.freezes_backbone, tuple(OPTIMIZERS))
+def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    for task in (FIRST, SECOND):
+        live = run.live(task)
+        assert digest_of(live.backbone) == live.backbone_digest == run.state(task).backbone_digest
+
+
+@promise(lambda cls: not cls.forgets, tuple(OPTIMIZERS))
+def check_old_answers_stay(lab: Lab, method: str, optimizer: str) -> None:
+    """Bit for bit, with the later task loaded beside the earlier one. The optimizers catch a lock that holds gradients
+    back and forgets what weight decay and momentum do."""
+    old_answers_stay(lab.run(method, optimizer))
+
+
+def old_answers_stay(run: Run) -> None:
+    images = run.images(FIRST)
+    alone, beside = run.served(FIRST), run.served(SECOND)
+    assert torch.equal(answers(alone, images, run.order[FIRST]), answers(beside, images, run.order[FIRST]))
+
+
+@promise(lambda cls: not cls.forgets)
+def check_old_answers_stay_under_accumulation_and_bf16(lab: Lab, method: str, optimizer: str) -> None:
+    old_answers_stay(lab.run(method, optimizer, accumulate=2, precision="bf16", epochs=1))
+
+
+@promise(lambda cls: not cls.forgets)
+def check_another_tasks_training_leaves_a_loaded_task_alone(lab: Lab, method: str, optimizer: str) -> None:
+    """Its head gets no gradient, and neither head nor loaded state change."""
+    run = lab.run(method, optimizer)
+    task, state = run.order[FIRST], run.state(FIRST)
+    live, job = run.fresh(SECOND), again(run.stages(SECOND)[0], "beside")
+    live.load(state)
+    loop.fit(job, live, loop.load_carried(job), Group(), lambda event: None)
+    assert any(p.grad is not None for p in live.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in live.heads[task].parameters())
+    assert same(live.heads.export(task), run.state(FIRST).head)
+    assert all(same(getattr(state, kind), getattr(run.state(FIRST), kind)) for kind in KINDS)
+
+
+@promise()
+def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
+    """What a task hands out shares no storage with the model, nor with what another task handed out."""
+    run = lab.run(method, optimizer)
+    taken: dict[int, str] = {}
+    for task in (FIRST, SECOND):
+        live, (state, carried) = run.live(task), run.finished(task)
+        own = {t.untyped_storage().data_ptr(): f"a tensor of the model {n}" for n, t in [*live.named_parameters(), *live.named_buffers()]}
+        handed = {f"{kind}/{n}": t for kind in KINDS for n, t in getattr(state, kind).items()} | carried.tensors
+        for name, tensor in handed.items():
+            where = tensor.untyped_storage().data_ptr()
+            assert where not in own, f"{name} is {own.get(where)}"
+            assert taken.setdefault(where, f"{task}:{name}") == f"{task}:{name}"
+
+
+# ---- what is stored ------------------------------------------------------------------------------------------------------
+@promise()
+def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str) -> None:
+    """Packed and unpacked, a task gives the same logits; so does the method as training left it, up to rounding."""
+    run = lab.run(method, optimizer)
+    name, images, direct = run.order[FIRST], run.images(FIRST), run.fresh()
+    state, carried = run.finished(FIRST)
+    direct.load(state)
+    if run.evaluate_job(FIRST).previous is not None:
+        direct.attach(carried)
+    served = answers(run.served(FIRST), images, name)
+    assert torch.equal(answers(direct, images, name), served)
+    assert torch.allclose(answers(run.live(FIRST), images, name), served, atol=1e-4)
+    stored = run.trained(FIRST)
+    assert run.state(FIRST).to_bytes() == stored.read(STATE)
+    assert Carried.from_bytes(stored.read(CARRIED)).to_bytes() == stored.read(CARRIED)
+
+
+@promise()
+def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    for task in (FIRST, SECOND):
+        stored = run.trained(task)
+        for name, recorded in ((STATE, sum(stored.manifest["sizes"].values())), (CARRIED, stored.manifest["carried_bytes"])):
+            data = stored.read(name)
+            header = 8 + int.from_bytes(data[:8], "little")
+            assert recorded == len(data) - header, name
+
+
+@promise()
+def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    state, other = run.state(FIRST), run.fresh()
+    with pytest.raises(UserError, match="belongs to backbone"):
+        other.load(replace(state, backbone_digest="0" * 64))
+    with pytest.raises(UserError, match="written by method"):
+        other.load(replace(state, method="another"))
+
+
+# ---- how it trains -------------------------------------------------------------------------------------------------------
+@promise(lambda cls: cls.starts_as_backbone)
+def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    job, images, plain = run.stages(FIRST)[0], run.images(FIRST), run.fresh().backbone.eval()
+    live = begun(run)
+    assert job.task is not None
+    expected = live.heads[job.task.name](plain(images))
+    assert torch.allclose(answers(live, images, job.task.name), expected, atol=1e-6)
+
+
+def begun(run: Run) -> Method:
+    """The method at the first step of the first task, before anything was trained."""
+    live, job = run.fresh(), run.stages(FIRST)[0]
+    assert job.task is not None
+    live.feed_of = lambda split, training: Feed(job, (job.task,), split, Group(), training)  # type: ignore[arg-type]
+    live.begin(job.task, job.step, None, Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0), (job.task,))
+    return live
+
+
+@promise(lambda cls: cls.trains_on == "task" and not cls.carries)
+def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: str) -> None:
+    """A star's task has the same key, and when it is run, the same bytes, wherever it stands in the stream."""
+    run = lab.run(method, optimizer)
+    turned = lab.run(method, optimizer, order=(*reversed(run.order),))
+    assert run.trained(SECOND).key == turned.stages(FIRST)[-1].key
+    previous = {}
+    for job in turned.stages(FIRST):
+        job = again(job, "turned", previous=previous.get(job.previous, job.previous))
+        assert job.tasks != run.stages(SECOND)[0].tasks
+        stored, previous[job.key.removesuffix("-turned")] = lab.stage(job), job.key
+    assert stored.read(STATE) == run.trained(SECOND).read(STATE)
+
+
+@promise()
+def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    for job in run.stages(SECOND):
+        stored = run.artefact(job)
+        parents = [Artefact.need(job.root, key) for key in (job.backbone, job.previous) if key]
+        before = [contents(p) for p in parents]
+        torch.manual_seed(len(before))  # a stage owes nothing to what ran before it in this process
+        repeated = lab.stage(again(job, "retried"))
+        assert [repeated.read(n) for n in (STATE, CARRIED)] == [stored.read(n) for n in (STATE, CARRIED)]
+        assert history(repeated) == history(stored)
+        assert [contents(p) for p in parents] == before
+
+
+@promise()
+def check_an_interrupted_stage_ends_as_if_it_had_not_been(lab: Lab, method: str, optimizer: str) -> None:
+    """Whatever training keeps beside parameters must be in the checkpoint: a plain tensor would be lost."""
+    run = lab.run(method, optimizer)
+    job = next(j for j in run.stages(SECOND) if history(run.artefact(j)))
+    per_epoch = -(-history(run.artefact(job))[0]["images"] // job.train.batch_size)
+    stored, resumed = run.artefact(job), again(job, "resumed", checkpoint_s=1e-9)
+    with pytest.raises(Interrupted), interrupted_after(per_epoch + 2):
+        lab.stage(resumed)
+    with interrupted_after(1000) as steps:
+        repeated = lab.stage(resumed)
+    assert len(steps) == len(history(stored)) * per_epoch - per_epoch - 2  # it did go on, and not start anew
+    assert [repeated.read(n) for n in (STATE, CARRIED)] == [stored.read(n) for n in (STATE, CARRIED)]
+    assert history(repeated) == history(stored)
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+class interrupted_after:
+    """Steps of the train loop are counted, and the one after `steps` raises Interrupted."""
+
+    def __init__(self, steps: int):
+        self.steps, self.done, self.original = steps, [], loop.train_step  # type: ignore[var-annotated]
+
+    def __enter__(self) -> list[Any]:
+        self.patch = mock.patch.object(loop, "train_step", self.step)
+        self.patch.start()
+        return self.done
+
+    def step(self, *arguments: Any) -> Any:
+        if len(self.done) == self.steps:
+            raise Interrupted
+        self.done.append(arguments[3])
+        return self.original(*arguments)
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.stop()
+
+
+@promise()
+def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    for task in (FIRST, SECOND):
+        run.trained(task)
+        for job in run.stages(task):
+            assert lab.opened[job.key] <= {"train"}, "validation is held out of train, nothing else is read"
+        run.evaluated(task)
+        assert "test" in lab.opened[run.evaluate_job(task).key]
+
+
+@promise(optimizers=("sgd",))
+def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optimizer: str) -> None:
+    """On SGD: Adam divides a gradient by its own size, so that the rounding of a vanishing one becomes a whole step."""
+    whole = lab.run(method, optimizer, epochs=1, batch_size=24)
+    parts = lab.run(method, optimizer, epochs=1, batch_size=24, accumulate=2)
+    images, name = whole.images(FIRST), whole.order[FIRST]
+    assert torch.allclose(answers(whole.served(FIRST), images, name), answers(parts.served(FIRST), images, name), atol=1e-3)
+    for a, b in zip(history(whole.trained(FIRST)), history(parts.trained(FIRST)), strict=True):
+        assert {k: v for k, v in a.items() if k != "val_correct"} == pytest.approx({k: v for k, v in b.items() if k != "val_correct"}, abs=1e-3)
+
+
+@promise()
+def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
+    """Right after its training, each task is answered clearly better than by guessing."""
+    run = lab.run(method, optimizer)
+    rows = [next(r for r in run.evaluated(task)["rows"] if r["task"] == run.order[task]) for task in (FIRST, SECOND)]
+    chance = sum(row["total"] / len(TASKS[row["task"]]) for row in rows)
+    assert sum(row["correct"] for row in rows) > 1.2 * chance
+
+
+# ---- how it answers ------------------------------------------------------------------------------------------------------
+@promise()
+def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, optimizer: str) -> None:
+    """And each task has as many as it has classes, also where a later one has more."""
+    run = lab.run(method, optimizer)
+    served, images = run.served(SECOND), [run.images(task) for task in (FIRST, SECOND)]
+    turns = [[answers(served, images[task], run.order[task]) for task in (FIRST, SECOND)] for _ in range(2)]
+    for task in (FIRST, SECOND):
+        assert turns[0][task].shape == (len(images[task]), len(TASKS[run.order[task]]))
+        assert torch.equal(turns[0][task], turns[1][task])
+
+
+@promise()
+def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer: str) -> None:
+    """Every tensor, every module's mode, and the random numbers that come next."""
+    run = lab.run(method, optimizer)
+    live, job = run.live(SECOND), run.stages(SECOND)[-1]
+    assert job.task is not None
+    feed = Feed(job, (job.task,), "val", Group(), training=False)
+    live.train()
+    modes, tensors, random = modes_of(live), tensors_of(live), torch.get_rng_state()
+    accuracy(live, feed, Group())
+    assert modes_of(live) == modes
+    assert same(tensors_of(live), tensors)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@promise()
+def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    job = next(j for j in run.stages(FIRST) if history(run.artefact(j)))
+    with mock.patch.object(loop, "accuracy", lambda *arguments: (0, 1)):
+        blind = lab.stage(again(job, "blind"))
+    assert blind.read(STATE) == run.artefact(job).read(STATE)
+    assert blind.read(CARRIED) == run.artefact(job).read(CARRIED)
+
+
+def modes_of(model: torch.nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

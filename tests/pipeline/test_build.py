@@ -1,0 +1,231 @@
+"""Promises of the graph: its shape follows from what a method carries, its steps wait for what they say, pictures show all."""
+
+from __future__ import annotations
+
+import copy
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+import pytest
+
+from pipeline import build, draw
+from pipeline.config import check
+from pipeline.graph import Graph
+from pipeline.store import Store
+from workers.errors import UserError
+from workers.job import Task
+from workers.methods import METHODS
+from workers.methods.base import Method, Step
+
+BASE = {"name": "base", "card": "digits", "classes": ["0", "1"], "role": "base"}
+TASKS = [{"name": name, "card": "digits", "classes": list(classes)} for name, classes in (("a", "23"), ("b", "45"), ("c", "67"))]
+
+
+def graph_of(folder: Any, *labels: str, base: bool = False, **changes: Any) -> tuple[Graph, list[Task]]:
+    tasks = copy.deepcopy(([BASE] if base else []) + TASKS)
+    body = {"name": "r", "methods": {label: {} for label in labels}, "stream": {"tasks": tasks}, **changes}
+    return build.graph_of(check(body, "test"), Store(str(folder)))
+
+
+class Chained(Method):
+    """Three steps in a row, the second of them without epochs."""
+
+    name = "chained"
+    carries = ("weights",)
+    steps = (Step("train"), Step("prune", trains=False), Step("retrain"))
+
+
+class Side(Method):
+    """Two steps side by side, and one that waits for both."""
+
+    name = "side"
+    carries = ("memory",)
+    steps = (Step("train"), Step("herd", trains=False, after=("train",)), Step("calibrate", after=("train",)),
+             Step("align", trains=False, after=("herd", "calibrate")))
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    monkeypatch.setitem(METHODS, "chained", Chained)
+    monkeypatch.setitem(METHODS, "side", Side)
+
+
+# ---- star, chain, union --------------------------------------------------------------------------------------------------
+def test_what_carries_nothing_is_a_star(tmp_path):
+    graph, _ = graph_of(tmp_path, "meat")
+    for task in "abc":
+        assert graph[f"meat/{task}/train"].parents == ("backbone", "data/digits")
+        assert graph[f"meat/{task}/train"].job.previous is None
+
+
+def test_what_carries_something_is_a_chain(tmp_path):
+    graph, _ = graph_of(tmp_path, "finetune")
+    assert graph["finetune/a/train"].parents == ("backbone", "data/digits")
+    assert graph["finetune/b/train"].parents == ("backbone", "data/digits", "finetune/a/train")
+    assert graph["finetune/c/train"].parents == ("backbone", "data/digits", "finetune/b/train")
+    assert [graph[f"finetune/{t}/train"].job.previous for t in "abc"] == [None, graph["finetune/a/train"].key, graph["finetune/b/train"].key]
+
+
+def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_beside_the_one_before(tmp_path):
+    graph, _ = graph_of(tmp_path, "finetune", "meat")
+    chain, star = graph["finetune/c/evaluate"], graph["meat/c/evaluate"]
+    assert [t.name for t in chain.job.tasks] == ["a", "b", "c"]
+    assert chain.job.states == {t: graph[f"finetune/{t}/train"].key for t in "abc"}
+    assert chain.job.previous == graph["finetune/c/train"].key
+    assert [t.name for t in star.job.tasks] == ["b", "c"]
+    assert star.job.previous is None
+    assert star.parents == ("backbone", "data/digits", "meat/b/train", "meat/c/train")
+
+
+def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path):
+    graph, _ = graph_of(tmp_path, "finetune", "meat", "chained", base=True)
+    evaluations = [s.id for s in graph if s.step == "evaluate"]
+    assert set(graph["report"].parents) == set(evaluations)
+    assert all([c.id for c in graph.children(i)] == ["report"] for i in evaluations)
+    assert len(evaluations) == 3 * 4
+
+
+def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_path):
+    graph, _ = graph_of(tmp_path, "joint", base=True)
+    job = graph["joint/b/train"].job
+    assert [t.name for t in job.tasks] == ["base", "a", "b"]
+    assert job.previous is None
+    assert "joint/a/train" not in graph["joint/b/train"].parents
+    assert graph["joint/b/train"].inputs["seen"] == [["base", ["0", "1"]], ["a", ["2", "3"]], ["b", ["4", "5"]]]
+    assert [t.name for t in graph["joint/b/evaluate"].job.tasks] == ["base", "a", "b"]
+
+
+def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_path):
+    graph, tasks = graph_of(tmp_path, "finetune", "meat", base=True)
+    assert [t.name for t in tasks] == ["base", "a", "b", "c"]
+    assert graph["backbone"].parents == ("data/digits",)
+    assert graph["backbone"].job.task.name == "base"
+    assert "meat/base/train" not in graph.stages
+    assert graph["meat/base/evaluate"].job.states == {"base": graph["backbone"].key}
+    assert graph["finetune/b/evaluate"].job.states["base"] == graph["backbone"].key
+    assert graph["finetune/a/train"].job.previous is None
+
+
+def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path):
+    graph, _ = graph_of(tmp_path, "meat", stream={"tasks": [BASE]})
+    assert set(graph.stages) == {"data/digits", "backbone", "meat/base/evaluate", "report"}
+
+
+def test_without_a_base_task_the_backbone_waits_for_no_data(tmp_path):
+    graph, _ = graph_of(tmp_path, "meat")
+    assert graph["backbone"].parents == ()
+    assert graph["backbone"].job.task is None
+
+
+def test_a_card_is_ingested_once_however_many_tasks_it_has(tmp_path):
+    graph, tasks = graph_of(tmp_path, "meat", base=True)
+    assert [s.id for s in graph if s.step == "ingest"] == ["data/digits"]
+    assert {t.data for t in tasks} == {graph["data/digits"].key}
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------------
+def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_path):
+    graph, _ = graph_of(tmp_path, "chained")
+    assert graph["chained/a/prune"].parents == ("backbone", "data/digits", "chained/a/train")
+    assert graph["chained/a/retrain"].parents == ("backbone", "data/digits", "chained/a/prune")
+    assert graph["chained/b/train"].parents == ("backbone", "data/digits", "chained/a/retrain")
+    assert graph["chained/b/evaluate"].job.states == {t: graph[f"chained/{t}/retrain"].key for t in "ab"}
+    assert graph["chained/b/prune"].job.previous == graph["chained/b/train"].key
+
+
+def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(tmp_path):
+    graph, _ = graph_of(tmp_path, "side")
+    for step in ("herd", "calibrate"):
+        assert "side/a/train" in graph[f"side/a/{step}"].parents
+        assert graph[f"side/a/{step}"].job.previous == graph["side/a/train"].key
+    assert not {"side/a/herd", "side/a/calibrate"} & {*graph["side/a/herd"].parents, *graph["side/a/calibrate"].parents}
+    assert {"side/a/herd", "side/a/calibrate"} <= set(graph["side/a/align"].parents)
+    assert "side/a/align" in graph["side/b/train"].parents
+
+
+def test_no_stage_of_a_method_with_several_steps_is_left_hanging(tmp_path):
+    graph, _ = graph_of(tmp_path, "side", "chained")
+    assert [s.id for s in graph if not graph.children(s.id)] == ["report"]
+
+
+def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path):
+    before, _ = graph_of(tmp_path, "chained")
+    after, _ = graph_of(tmp_path, methods={"chained": {"steps": {"retrain": {"epochs": 3}}}})
+    same = {s.id for s in before if s.key == after[s.id].key}
+    assert same == {"data/digits", "backbone", "chained/a/train", "chained/a/prune"}
+    assert after["chained/a/retrain"].job.train.epochs == 3
+    assert after["chained/a/train"].job.train.epochs == before["chained/a/train"].job.train.epochs
+
+
+def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_path):
+    before, _ = graph_of(tmp_path, "chained")
+    assert before["chained/a/prune"].inputs["train"] == {}
+    assert before["chained/a/train"].inputs["train"]["epochs"] == 10
+
+
+def test_every_job_knows_its_own_key(tmp_path):
+    graph, _ = graph_of(tmp_path, "finetune", "meat", "side", base=True)
+    for stage in graph:
+        if stage.step not in ("ingest", "report"):
+            assert (stage.job.id, stage.job.key) == (stage.id, stage.key)
+
+
+def test_parents_come_before_their_children(tmp_path):
+    graph, _ = graph_of(tmp_path, "side", "joint", "meat", base=True)
+    seen: set[str] = set()
+    for stage in graph:
+        assert set(stage.parents) <= seen
+        seen.add(stage.id)
+
+
+def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
+    with pytest.raises(UserError, match="two tasks are called 'a'"):
+        graph_of(tmp_path, "meat", stream={"tasks": [TASKS[0], {**TASKS[1], "name": "a"}]})
+    with pytest.raises(UserError, match="'base' and 'second' both have role `base`"):
+        graph_of(tmp_path, "meat", stream={"tasks": [BASE, {**BASE, "name": "second"}]})
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------------
+LABELS = ("finetune", "meat", "joint", "chained", "side")
+
+
+def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path):
+    graph, _ = graph_of(tmp_path, *LABELS, base=True)
+    status = {s.id: "miss" if s.step == "train" else "hit" for s in graph}
+    root = ElementTree.fromstring(draw.to_svg(graph, status))
+    titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sorted(t.split()[0] for t in titles) == sorted(s.id for s in graph)
+    assert all(graph[t.split()[0]].key[:12] == t.split()[1] for t in titles)
+    boxes = [(r.get("x"), r.get("y")) for r in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert len(set(boxes)) == len(boxes) == len(graph)
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) >= len(graph) - 2
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    assert all(0 <= float(x or 0) < width and 0 <= float(y or 0) < height for x, y in boxes)
+
+
+def test_arrows_point_to_the_right(tmp_path):
+    graph, _ = graph_of(tmp_path, *LABELS)
+    root = ElementTree.fromstring(draw.to_svg(graph, {}))
+    groups = list(root.iter("{http://www.w3.org/2000/svg}g"))
+    place = {g[0].text.split()[0]: float(g[1].get("x", 0)) for g in groups if g[0].text}
+    assert all(place[p] < place[s.id] for s in graph for p in s.parents)
+
+
+def test_the_text_shows_stars_chains_and_what_will_run(tmp_path):
+    graph, _ = graph_of(tmp_path, *LABELS, base=True)
+    status = {s.id: "miss" if s.task == "c" else "hit" for s in graph}
+    lines = draw.to_text(graph, status).splitlines()
+    by_label = {line.split()[0]: line for line in lines}
+    assert "data/digits  backbone" in by_label["shared"]
+    assert "a -> b -> c*" in by_label["finetune"]
+    assert "a | b | c*" in by_label["meat"]
+    assert "a -> a/prune -> a/retrain -> b" in by_label["chained"]
+    assert "4 evaluate (1 to run)" in by_label["meat"]
+    for stage in graph:
+        if stage.method and stage.step not in ("evaluate", "train"):
+            assert f"{stage.task}/{stage.step}" in by_label[stage.method]
+
+
+def test_names_are_escaped_in_the_picture(tmp_path):
+    graph, _ = graph_of(tmp_path, "meat")
+    ElementTree.fromstring(draw.to_svg(graph, {"backbone": "<&>"}))

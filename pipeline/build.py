@@ -12,9 +12,11 @@ from pipeline import cards, ingest
 from pipeline.config import Config, TaskEntry, expand
 from pipeline.graph import Graph, Stage
 from pipeline.store import Store, key_of
+from workers.artefact import Artefact
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.methods import METHODS
+from workers.model import vit
 
 REPORT_REVISION = 1
 BACKBONE_REVISION = 1
@@ -37,14 +39,21 @@ class Builder:
     provenance: dict[str, Any]
     stages: list[Stage] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)  # cards whose source and shards no longer exist
 
     def add(self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any) -> Stage:
+        return self.keep(self.stage(stage_id, step, inputs, parents, **rest))
+
+    def stage(self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any) -> Stage:
+        """A stage with its key, which its job is told too."""
         key = key_of({"step": step, **inputs}, [self.keys[p] for p in parents])
         if isinstance(rest.get("job"), StageJob):
             rest["job"] = replace(rest["job"], key=key)
-        stage = Stage(stage_id, step, key, inputs, tuple(parents), **rest)
+        return Stage(stage_id, step, key, inputs, tuple(parents), **rest)
+
+    def keep(self, stage: Stage) -> Stage:
         self.stages.append(stage)
-        self.keys[stage_id] = key
+        self.keys[stage.id] = stage.key
         return stage
 
     def job(self, stage_id: str, step: str, label: str | None, task: Task | None, tasks: tuple[Task, ...], **rest: Any) -> StageJob:
@@ -53,7 +62,8 @@ class Builder:
         entry = c.methods[label] if label else None
         return StageJob(
             id=stage_id, key="", step=step, root=self.store.root, method=entry.method if entry else "finetune",
-            settings=entry.settings if entry else {}, backbone_settings=c.backbone.model_copy(update={"weights": weights_path(c)}), scenario=c.stream.scenario, seed=c.seed,
+            settings=entry.settings if entry else {}, scenario=c.stream.scenario, seed=c.seed,
+            backbone_settings=c.backbone.model_copy(update={"weights": weights_path(c)}),
             data=c.data_of(label) if label else c.data, train=c.train_of(label, step) if label else c.train, task=task, tasks=tasks,
             backbone=self.keys["backbone"] if label else None, provenance=self.provenance,
             resident_bytes=c.cluster.resident_mb << 20, checkpoint_s=c.cluster.checkpoint_s,
@@ -83,8 +93,11 @@ def add_tasks(builder: Builder) -> list[Task]:
             if clash:
                 raise UserError(f"stream.tasks: cards {clash!r} and {entry.card!r} have the same name {card.name!r}; rename one")
             loaded[entry.card] = card
-            builder.add(f"data/{card.name}", "ingest",
-                        {"card": card.identity(), "source": _seen(builder.store, card), "revision": ingest.REVISION}, [], job=IngestJob(card))
+            found = ingest.fingerprint(card)
+            inputs = {"card": card.identity(), "source": _seen(builder.store, card, found), "revision": ingest.REVISION}
+            stage = builder.add(f"data/{card.name}", "ingest", inputs, [], job=IngestJob(card))
+            if found is None and Artefact.open(builder.store.root, stage.key) is None:
+                builder.gone.add(card.name)
     tasks = [task for entry in builder.config.stream.tasks for task in _cut(builder, entry, loaded[entry.card])]
     names = [t.name for t in tasks]
     twice = next((n for n in names if names.count(n) > 1), None)
@@ -101,7 +114,8 @@ def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
     chosen = entry.classes if entry.classes is not None else order
     unknown = next((c for c in chosen if c not in order), None)
     if unknown is not None:
-        raise UserError(f"stream.tasks: class {unknown!r} is not on card {card.name!r}; its classes are {', '.join(order[:12])}{' ...' if len(order) > 12 else ''}")
+        more = " ..." if len(order) > 12 else ""
+        raise UserError(f"stream.tasks: class {unknown!r} is not on card {card.name!r}; its classes are {', '.join(order[:12])}{more}")
     if len(set(chosen)) != len(chosen):
         raise UserError(f"stream.tasks: task {entry.name or card.name!r} lists a class twice; list each once")
     name, key = entry.name or card.name, builder.keys[f"data/{card.name}"]
@@ -113,9 +127,8 @@ def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
     return [Task(f"{name}-{i:0{width}d}", card.name, key, tuple(chosen[i * size : (i + 1) * size]), entry.role) for i in range(entry.split)]
 
 
-def _seen(store: Store, card: cards.Card) -> str:
+def _seen(store: Store, card: cards.Card, found: str | None) -> str:
     """The fingerprint of the raw data; where it is gone, the one that was last seen, so that results stand."""
-    found = ingest.fingerprint(card)
     if found is not None:
         if store.remembered(card.identity()) != found:
             store.remember(card.identity(), found)
@@ -138,6 +151,8 @@ def _weights_digest(config: Config, store: Store) -> str:
     if path in ("none", "hub"):
         return path
     identity = "weights-" + hashlib.sha256(path.encode()).hexdigest()[:24]
+    if os.path.isdir(path):
+        raise UserError(f"backbone.weights is {path!r}, a folder; give a .safetensors file, `hub` or `none`")
     if os.path.exists(path):
         with open(path, "rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -151,6 +166,7 @@ def _weights_digest(config: Config, store: Store) -> str:
 
 def add_backbone(builder: Builder, base: Task | None) -> None:
     c = builder.config
+    vit.check(c.backbone)
     settings = {**c.backbone.model_dump(exclude={"weights"}), "weights": _weights_digest(c, builder.store)}
     inputs: dict[str, Any] = {"backbone": settings, "seed": c.seed, "revision": BACKBONE_REVISION}
     if base:
@@ -196,20 +212,33 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
 
 
 def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], last: dict[str, str], carried: str | None) -> str:
-    """A leaf. Where later stages can change old answers: all tasks so far. Else this task, and the one before as a canary."""
+    """A leaf. Where later stages can change old answers: all tasks so far. Else this task, and the one before as a canary.
+
+    Test data that is gone for good (source and shards) is asked for only where the result stands already: a new task can
+    be added all the same, and what cannot be measured stays empty in the matrix.
+    """
+    rewrites = METHODS[builder.config.methods[label].method].rewrites()
+    so_far = tuple(tasks[: tasks.index(task) + 1])
+    shown = so_far if rewrites else so_far[-2:]
+    states = {t.name: last[t.name] for t in (so_far if rewrites else shown)}
+    stage = _evaluate_stage(builder, label, task, shown, states, carried if rewrites else None)
+    there = tuple(t for t in shown if t.card not in builder.gone)
+    if task in there and len(there) < len(shown) and Artefact.open(builder.store.root, stage.key) is None:
+        stage = _evaluate_stage(builder, label, task, there, states, carried if rewrites else None)
+    return builder.keep(stage).id
+
+
+def _evaluate_stage(builder: Builder, label: str, task: Task, shown: tuple[Task, ...], states: dict[str, str], carried: str | None) -> Stage:
     entry = builder.config.methods[label]
     method = METHODS[entry.method]
-    so_far = tuple(tasks[: tasks.index(task) + 1])
-    shown = so_far if method.rewrites() else so_far[-2:]
-    parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *(last[t.name] for t in shown)]))
+    parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *states.values()]))
     stage_id = f"{label}/{task.name}/evaluate"
     inputs = {"method": entry.method, "revision": [method.revision, EVALUATE_REVISION], "task": task.name,
               "settings": method.Settings.model_validate(entry.settings).model_dump(by_alias=True), "seed": builder.config.seed,
               "seen": [[t.name, list(t.classes)] for t in shown], "scenario": builder.config.stream.scenario}
-    job = builder.job(stage_id, "evaluate", label, task, shown, previous=builder.keys[carried] if carried and method.rewrites() else None,
-                      states={t.name: builder.keys[last[t.name]] for t in shown})
-    builder.add(stage_id, "evaluate", inputs, parents, method=label, task=task.name, job=job)
-    return stage_id
+    job = builder.job(stage_id, "evaluate", label, task, shown, previous=builder.keys[carried] if carried else None,
+                      states={name: builder.keys[stage] for name, stage in states.items()})
+    return builder.stage(stage_id, "evaluate", inputs, parents, method=label, task=task.name, job=job)
 
 
 def cache_folder(storage: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline import draw
 from workers.errors import UserError
@@ -14,17 +14,18 @@ from workers.errors import UserError
 if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.graph import Graph, Stage
+    from pipeline.run import Executor
     from pipeline.store import Lookup, Store
     from workers.job import Task
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 0, or 2 with one sentence on stderr where the input cannot work."""
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         return args.command(args) or 0
     except UserError as error:
-        print(f"accrete: {error}", file=sys.stderr)
+        print(f"accrete: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)
@@ -34,8 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with the command line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m pipeline", description="Grow one vision transformer by one task at a time.")
+    top = Parser(prog="python -m pipeline", description="Grow one vision transformer by one task at a time.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, function: Any, text: str, config: bool = True) -> argparse.ArgumentParser:
@@ -86,14 +94,22 @@ def run(args: argparse.Namespace) -> int:
     record = record_of(graph, config, tasks, provenance())
     store.save_record(record)
     screen = console.Console(graph, lookups)
-    recorder = track.recorder(config.tracking, store.storage, record, draw.to_svg(graph, {}))
-    outcome = run_graph(
-        graph, store, lambda todo: launch.executor(store, config.cluster, graph, todo, screen.progress, lambda stage: make_report(store, graph, record, stage)),
-        config.cluster.retries, [screen, recorder], lookups)
-    raise_failures(outcome, command_of(args))
-    report = export_report(store, graph, config.name)
-    links = recorder.finish(report)
-    print(console.summary(RunTables.load(store.storage, record), outcome, [f"report: {report}", *links]))
+    recording = track.Background(track.Recorder(config.tracking, store.storage), graph, record, draw.to_svg(graph, {}))
+    files: dict[str, bytes] = {}
+    status = "KILLED"
+
+    def executor(todo: set[str]) -> Executor:
+        return launch.executor(store, config.cluster, graph, todo, screen.progress, lambda stage: make_report(store, graph, record, stage))
+
+    try:
+        outcome = run_graph(graph, store, executor, config.cluster.retries, [screen, recording], lookups)
+        status = "FAILED" if outcome.failures else "FINISHED"
+        raise_failures(outcome, command_of(args))
+        files = report_files(store, graph)
+    finally:
+        recorder = recording.finish(files, status)
+    page = export(store, config.name, files)
+    print(console.summary(RunTables.load(store.storage, record), outcome, [*recorder.warnings, f"report: {page}", *recorder.links()]))
     return 0
 
 
@@ -111,14 +127,20 @@ def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage
     return manifest
 
 
-def export_report(store: Store, graph: Graph, name: str) -> str:
-    """Copies the report stage's files to where people look, `runs/NAME/`; returns the place of the page."""
-    from workers.artefact import Artefact, join, write_bytes
+def report_files(store: Store, graph: Graph) -> dict[str, bytes]:
+    from workers.artefact import Artefact
 
     artefact = Artefact.need(store.root, graph["report"].key)
+    return {name: artefact.read(name) for name in artefact.manifest["files"]}
+
+
+def export(store: Store, name: str, files: dict[str, bytes]) -> str:
+    """Copies the report's files to where people look, `runs/NAME/`; returns the place of the page."""
+    from workers.artefact import join, write_bytes
+
     folder = join(store.storage, "runs", name)
-    for file in artefact.manifest["files"]:
-        write_bytes(join(folder, file), artefact.read(file))
+    for file, data in files.items():
+        write_bytes(join(folder, file), data)
     return join(folder, "report.html")
 
 
@@ -173,24 +195,22 @@ def report(args: argparse.Namespace) -> int:
     from pipeline import track
     from pipeline.report import page
     from pipeline.store import record_of
-    from workers.artefact import join, write_bytes
 
     config, store, graph, tasks = prepare(args)
     record = store.record(config.name) or record_of(graph, config, tasks, provenance())
     picture = draw.to_svg(graph, {})
-    folder = join(store.storage, "runs", config.name)
-    for name, data in page.build(store.storage, record, picture).items():
-        write_bytes(join(folder, name), data)
-    recorder = track.recorder(config.tracking, store.storage, record, picture)
-    links = recorder.finish(join(folder, "report.html"))
-    print("\n".join([f"report: {join(folder, 'report.html')}", *links]))
+    files = page.build(store.storage, record, picture)
+    recorder = track.Recorder(config.tracking, store.storage)
+    recorder.start(record, picture)
+    recorder.finish(None, files)
+    print("\n".join([*recorder.warnings, f"report: {export(store, config.name, files)}", *recorder.links()]))
     return 0
 
 
 def ui(args: argparse.Namespace) -> int:
-    from pipeline import config, track
+    from pipeline import browse, config
 
-    return track.serve(config.absolute(args.storage), port=args.port)
+    return browse.serve(config.absolute(args.storage), port=args.port)
 
 
 def collect_garbage(args: argparse.Namespace) -> int:

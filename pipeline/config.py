@@ -16,6 +16,8 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+PLAIN = {r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values", r"^dictionary": "this mapping", r"a valid (list|tuple)": "a list",
+         r"^(list|tuple)": "this list", r"^string": "this text", r"a valid string": "text"}  # pydantic's words for Python's types
 
 
 class TaskEntry(Frozen):
@@ -110,14 +112,14 @@ class Config(Frozen):
                 raise ValueError(f"methods.{label}: a label has letters, digits, '_', '.' and '-' only")
         return self
 
-    def train_of(self, label: str, step: str = "train") -> TrainSettings:
+    def train_of(self, label: str, step: str = "train", where: str = "") -> TrainSettings:
         """The training settings of one step of one method: `train`, then the method's, then the step's."""
         entry = self.methods[label]
         merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
-        return _checked(TrainSettings, merged, f"methods.{label}.train")
+        return _checked(TrainSettings, merged, f"methods.{label}.train", where)
 
-    def data_of(self, label: str) -> DataSettings:
-        return _checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data")
+    def data_of(self, label: str, where: str = "") -> DataSettings:
+        return _checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data", where)
 
 
 def load(path: str, overrides: list[str] | None = None) -> Config:
@@ -136,8 +138,8 @@ def check(body: dict[str, Any], where: str) -> Config:
     """Settings from plain YAML values. Raises UserError with one sentence."""
     config = _checked(Config, body, "", where)
     for label in config.methods:
-        config.train_of(label)
-        config.data_of(label)
+        config.train_of(label, where=where)
+        config.data_of(label, where)
     _check_methods(config, where)
     return config
 
@@ -159,7 +161,7 @@ def _check_methods(config: Config, where: str) -> None:
         for step in entry.steps:
             if step not in steps:
                 raise UserError(f"{where}: methods.{label}.steps.{step} is not a step of {entry.method!r}; its steps are {', '.join(steps)}")
-            config.train_of(label, step)
+            config.train_of(label, step, where)
 
 
 def _checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:
@@ -182,9 +184,12 @@ def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
         return f"{key} is not a known key (value {shown}); " + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(valid) or 'none'}")
     if first["type"] == "missing":
         return f"{key} is missing; add it"
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").removesuffix(" after validation, not 0")
     message = message[0].lower() + message[1:]
-    return f"{key} is {shown}: {message}; change it" if key else f"{message}; change it"
+    for python, plain in PLAIN.items():
+        message = re.sub(python, plain, message)
+    remedy = "write it in quotes" if first["type"] == "string_type" and isinstance(first["input"], (int, float)) else "change it"
+    return f"{key} is {shown}: {message}; {remedy}" if key else f"{message}; {remedy}"
 
 
 def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
@@ -239,10 +244,12 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which `1e-3` is a number and a key that stands twice is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
-        for key in keys:
-            if isinstance(key, (str, int)) and keys.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} stands twice (line {node.start_mark.line + 1})")
+        seen = set()
+        for key_node, _ in node.value:
+            key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else None
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key_node.value!r} stands twice", problem_mark=key_node.start_mark)
+            seen |= {key} - {None}
         return super().construct_mapping(node, deep)
 
 
@@ -254,10 +261,11 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: not readable as text ({error}); give the path of a .yaml file") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise UserError(f"{file}: not readable as text ({reason}); give the path of a .yaml file") from None
     body = parse_yaml(text, str(file))
     if not isinstance(body, dict):
-        raise UserError(f"{file}: {kind} is a mapping of keys to values, this is a {type(body).__name__}; mend the file")
+        raise UserError(f"{file}: {kind} is a mapping of keys to values, this is {body!r:.40}; mend the file")
     return body
 
 
@@ -265,7 +273,10 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # a subclass of SafeLoader: builds plain values only
     except yaml.YAMLError as error:
-        raise UserError(f"{where}: not readable as YAML ({' '.join(str(error).split())}); mend the file") from None
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        raise UserError(f"{where}{place}: not readable as YAML ({reason}); mend its brackets, quotes or indentation") from None
 
 
 def dump(config: Config) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,8 @@ class Store:
 
     def check_writable(self) -> None:
         """Raises UserError where the storage cannot be written."""
-        probe = join(self.storage, ".probe")
+        resolve(self.storage)
+        probe = join(self.storage, f".probe-{uuid.uuid4().hex[:8]}")  # of its own: two runs may start at the same moment
         try:
             write_bytes(probe, b"accrete")
             system, path = resolve(probe)
@@ -92,9 +94,10 @@ class Store:
     def record(self, name: str) -> dict[str, Any] | None:
         """What the named run consisted of when it was last started."""
         try:
-            return json.loads(read_bytes(self.record_path(name)))
-        except (FileNotFoundError, json.JSONDecodeError):
+            record = json.loads(read_bytes(self.record_path(name)))
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
+        return record if isinstance(record, dict) and "stages" in record else None
 
     def save_record(self, record: dict[str, Any]) -> None:
         write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())

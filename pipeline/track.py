@@ -11,18 +11,14 @@ import hashlib
 import json
 import logging
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
+from pipeline.browse import compare_link, run_link
 from pipeline.store import flatten
 from workers.artefact import Artefact, join
 from workers.errors import UserError
@@ -32,17 +28,17 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
     from pipeline.config import TrackingSettings
-    from pipeline.graph import Stage
+    from pipeline.graph import Graph, Stage
     from pipeline.report.entries import Point
     from pipeline.report.masks import MaskView
     from pipeline.report.tables import RunTables
+    from pipeline.run import Decision, Event, Walk
 
 ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
                "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
 STATE_BYTES = 32 << 20  # a larger task state stays in the store, its address in a tag
 CACHE_BYTES = 256 << 20  # masks kept in memory for the overlap with later tasks
-UP_S = 60.0
 
 
 # ---- the store of records ----------------------------------------------------------------------------------------------
@@ -134,10 +130,14 @@ class Recorder:
         if not self.settings.enabled or not self.record:
             return
         if self.broken:
-            for stage_id in [self.pending.pop(0) for _ in range(len(self.pending))]:
-                self.pending.append(stage_id)
+            todo, self.pending, self.broken = self.pending, [], False
+            self._attempt(self._reach)
+            if self.broken:
+                return
+            for stage_id in todo:  # one by one: a stage that fails twice does not hold up the others
+                self.pending = [stage_id]
                 self._attempt(self._flush)
-                self.pending.clear()  # one that fails twice does not hold up the others
+            self.pending = []
         self._attempt(lambda: self._finish(files or {}, status))
 
     def links(self, base: str = "") -> list[str]:
@@ -168,10 +168,16 @@ class Recorder:
             self._record(self.pending[0])
             self.pending.pop(0)
 
+    def _reach(self) -> None:
+        if ("", "") not in self.runs:
+            self._open_runs()
+        self.client.get_run(self.runs["", ""].info.run_id)
+
     # ---- runs --------------------------------------------------------------------------------------------------------
     def _open_runs(self) -> None:
         self.client, self.uri, self.experiment = open_store(self.storage, self.settings.uri, self.settings.experiment)
-        token, found = None, {}
+        token = None
+        found: dict[tuple[str, str], Run] = {}
         while True:
             page = self.client.search_runs([self.experiment], f"tags.`accrete.run` = '{identity(self.record)}'", max_results=1000, page_token=token)
             found |= {(r.data.tags.get("label", ""), r.data.tags.get("task", "")): r for r in page}
@@ -179,6 +185,9 @@ class Recorder:
             if not token:
                 break
         parent = found.get(("", "")) or self._create("", "", None)
+        if parent.info.status not in ("RUNNING", "FINISHED"):  # it had failed or was stopped, and goes on now
+            self.client.update_run(parent.info.run_id, "RUNNING")
+            parent.info._status = "RUNNING"
         self.runs = found | {("", ""): parent}
         for label in self._tables().labels:
             self._run(label, "")
@@ -205,7 +214,7 @@ class Recorder:
             tags["mlflow.parentRunId"] = above.info.run_id
         name = task or label or record["name"]
         run = self.client.create_run(self.experiment, tags={k: v for k, v in tags.items() if v}, run_name=name)
-        inputs = next((s["inputs"] for s in record["stages"] if s["label"] == label and s["step"] not in ("evaluate", "report")), {})
+        inputs: Mapping[str, Any] = next((s["inputs"] for s in record["stages"] if s["label"] == label and s["step"] not in ("evaluate", "report")), {})
         params = flatten(config) if not label and not task else flatten({k: v for k, v in inputs.items() if k != "seen"}) if not task else {}
         self._params(run, params)
         if above is None:
@@ -243,7 +252,8 @@ class Recorder:
         run = self.runs[("", "")]
         if self._stands(run, stage):
             return
-        data = MetaDataset(HTTPDatasetSource(join(self.storage, "stages", stage["key"])), name=stage["id"].removeprefix("data/"),
+        data = MetaDataset(  # type: ignore[abstract]
+            HTTPDatasetSource(join(self.storage, "stages", stage["key"])), name=stage["id"].removeprefix("data/"),
                            digest=str(artefact.manifest.get("content", stage["key"]))[:32])
         self.client.log_inputs(run.info.run_id, [DatasetInput(data._to_mlflow_entity(), [InputTag("mlflow.data.context", "stream")])])
         self._mark(run, stage, [])
@@ -257,7 +267,8 @@ class Recorder:
         tables, manifest = self._tables(), artefact.manifest
         points = entries.history_points(tables.history(stage["id"]), stage["step"])
         points += [entries.Point(f"size/{kind}", float(size), 0, 0) for kind, size in (manifest.get("sizes") or {}).items()]
-        points += [entries.Point(name, float(manifest[name]), 0, 0) for name in ("trained_parameters", "flops_share", "wall_s") if manifest.get(name) is not None]
+        points += [entries.Point(name, float(manifest[name]), 0, 0) for name in ("trained_parameters", "flops_share", "wall_s")
+                   if manifest.get(name) is not None]
         files: dict[str, bytes] = {}
         if label:
             views = self._views(tables, label, task)
@@ -314,9 +325,9 @@ class Recorder:
     def _finish(self, report: Mapping[str, bytes], status: str) -> None:
         from pipeline.report import entries, files
 
-        if ("", "") not in self.runs:
-            self._open_runs()
         parent, tables = self.runs[("", "")], self._tables()
+        if status == "FINISHED" and any(s["step"] == "evaluate" and s["id"] not in self.known for s in self.record["stages"]):
+            status = "KILLED"  # the report of a run that was stopped half-way
         digest = hashlib.sha256(b"".join(hashlib.sha256(report[name]).digest() for name in sorted(report))).hexdigest()[:32]
         if parent.info.status == status and parent.data.tags.get("accrete.report") == digest:
             return
@@ -371,6 +382,28 @@ class Recorder:
             self.client.log_artifacts(run.info.run_id, folder)
 
 
+class Background:
+    """Watches a walk and has finished stages recorded by one thread of its own, so that no stage waits for MLflow."""
+
+    def __init__(self, recorder: Recorder, graph: Graph, record: Mapping[str, Any], graph_svg: str):
+        self.recorder, self.graph = recorder, graph
+        self.thread = ThreadPoolExecutor(1, "record")
+        self.thread.submit(recorder.start, record, graph_svg)
+
+    def event(self, walk: Walk, event: Event) -> None:
+        if event.kind == "done":
+            self.thread.submit(self.recorder.stage, self.graph[event.stage], event.body)
+
+    def decision(self, walk: Walk, decision: Decision) -> None:
+        """Nothing to record: MLflow hears of results only."""
+
+    def finish(self, files: Mapping[str, bytes], status: str) -> Recorder:
+        """Waits until everything is written."""
+        self.thread.submit(self.recorder.finish, None, files, status)
+        self.thread.shutdown(wait=True)
+        return self.recorder
+
+
 def tag_of(stage: Mapping[str, Any]) -> str:
     """The tag whose value is the key of a recorded stage."""
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
@@ -387,95 +420,3 @@ def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
                 "a task. Model metrics have step = number of tasks learned before. One child run per task.")
     return (f"Run **{record['name']}**. Open `report.html` among the artifacts for the whole story, `graph.svg` for the stages. One child run per method, "
             "and below each one run per task. To compare methods, select their runs and press Compare.")
-
-
-# ---- looking at it -----------------------------------------------------------------------------------------------------
-MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
-
-
-def runs_link(base: str, experiment: str) -> str:
-    return f"{base}/#/experiments/{experiment}/runs{MODE}"
-
-
-def run_link(base: str, experiment: str, run: str) -> str:
-    return f"{base}/#/experiments/{experiment}/runs/{run}{MODE}"
-
-
-def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
-    """The page that lays the methods of a run side by side."""
-    lists = (quote(json.dumps(v, separators=(",", ":"))) for v in (list(runs), [experiment]))
-    return f"{base}/#/compare-runs?runs={next(lists)}&experiments={next(lists)}&workflowType=machine_learning"
-
-
-def recorded(client: MlflowClient, experiment: str, most: int = 10) -> list[tuple[str, str, list[str]]]:
-    """(name, run id, run ids of its methods) of the graphs recorded last, the newest first."""
-    newest = ["attributes.start_time DESC"]
-    found = client.search_runs([experiment], "tags.`accrete.kind` = 'run'", max_results=most, order_by=newest)
-    methods = client.search_runs([experiment], "tags.`accrete.kind` = 'method'", max_results=1000, order_by=newest)
-    return [(r.info.run_name or "", r.info.run_id, [m.info.run_id for m in reversed(methods) if m.data.tags.get("mlflow.parentRunId") == r.info.run_id])
-            for r in found]
-
-
-def server_command(uri: str, storage: str, host: str, port: int) -> list[str]:
-    """`mlflow server` with one process that serves and none that works on jobs."""
-    return [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--default-artifact-root", join(storage, "mlartifacts"),
-            "--host", host, "--port", str(port), "--workers", "1"]
-
-
-def free_port(host: str, port: int = 0) -> int:
-    """`port`, or a free one for 0. Raises UserError where it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(f"port {port} on {host} cannot be used ({error.strerror}); give another with --port, or none for a free one") from None
-        return probe.getsockname()[1]
-
-
-def serve(storage: str, host: str = "127.0.0.1", port: int = 0, uri: str = "", experiment: str = "accrete") -> int:
-    """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs. Returns its exit code."""
-    client, address, number = open_store(storage, uri, experiment)
-    if address.startswith(("http://", "https://")):
-        print_links(client, address.rstrip("/"), number)
-        return 0
-    port = free_port(host, port)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated `ui` takes its server with it
-    server = subprocess.Popen(server_command(address, storage, host, port), env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True)
-    try:
-        if not wait_until_up(server, host, port):
-            said = (server.communicate(timeout=5)[1] if server.poll() is not None else "").strip().splitlines()
-            raise UserError(f"mlflow server did not start on {host}:{port}" + (f" ({said[-1]})" if said else "") + "; try another --port")
-        print_links(client, f"http://{host}:{port}", number)
-        print("stop with Ctrl-C", flush=True)
-        for _ in server.stderr or ():  # its log is of no use here, but a full pipe would stop it
-            pass
-        return server.wait()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        if server.poll() is None:
-            server.terminate()
-            server.wait(timeout=20)
-
-
-def print_links(client: MlflowClient, base: str, experiment: str) -> None:
-    print(f"MLflow: {runs_link(base, experiment)}")
-    for name, run, methods in recorded(client, experiment):
-        print(f"  {name}: {run_link(base, experiment, run)}")
-        if len(methods) > 1:
-            print(f"  {' ' * len(name)}  its methods side by side: {compare_link(base, experiment, methods)}")
-    sys.stdout.flush()
-
-
-def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
-    """True once the port answers; False when the server ended or took too long."""
-    deadline = time.monotonic() + UP_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            socket.create_connection((host, port), timeout=1).close()
-            return True
-        except OSError:
-            time.sleep(0.2)
-    return False

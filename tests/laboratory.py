@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import pickle
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.multiprocessing
 import yaml
 from PIL import Image
 from torch import Tensor
@@ -38,7 +43,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05}}
 
 
-@dataclass
+@dataclass(repr=False)
 class Lab:
     """A store, and what ran in it. By stage key: `live`, the method as training left it; `finished`, what
     it handed out at the end; `opened`, the splits whose images were looked up."""
@@ -181,6 +186,58 @@ class Run:
         job = self.stages(task)[0]
         assert job.task is not None
         return next(iter(Feed(job, (job.task,), "test", Group(), training=False).evaluate())).images
+
+
+@dataclass
+class Steps:
+    """What one rank did in one stage: rows of its micro-batches and bytes synchronised, step by step."""
+
+    rows: list[list[int]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    synchronised: list[int] = field(default_factory=list)
+    trainable: int = 0
+
+
+def on_ranks(jobs: list[StageJob], world: int, folder: Path, stop_after: dict[str, int] | None = None) -> list[list[Steps]]:
+    """Runs stages on `world` processes joined by gloo. Returns what each rank did in each stage; stop_after: stage key -> the
+    number of steps after which all ranks break off."""
+    folder.mkdir()
+    torch.multiprocessing.spawn(_rank, (world, jobs, str(folder), stop_after or {}), nprocs=world)
+    return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, jobs: list[StageJob], folder: str, stop_after: dict[str, int]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", timeout=timedelta(seconds=120), rank=rank, world_size=world)
+    done: list[Steps] = []
+    step, add = loop.train_step, Group.sum_gradients
+
+    def noted_step(method: Method, optimizer: Any, batches: Any, *rest: Any) -> Any:
+        if len(done[-1].rows) == stop_after.get(rest[1].key):
+            raise InterruptedError
+        done[-1].rows.append([row for batch in batches if batch.weight for row in batch.draw.rows.tolist()])
+        done[-1].weights.append(sum(batch.weight for batch in batches))
+        done[-1].trainable = sum(p.numel() for p in method.parameters() if p.requires_grad)
+        return step(method, optimizer, batches, *rest)
+
+    def noted_sum(group: Group, parameters: list[Tensor]) -> int:
+        done[-1].synchronised.append(add(group, parameters))
+        return done[-1].synchronised[-1]
+
+    with mock.patch.object(loop, "train_step", noted_step), mock.patch.object(Group, "sum_gradients", noted_sum):
+        for job in jobs:
+            done.append(Steps())
+            with contextlib.suppress(InterruptedError), small_batches():
+                loop.run_stage(job, Group(rank, world), lambda event: None)
+            torch.distributed.barrier()
+    (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(done))
+    torch.distributed.destroy_process_group()
+
+
+def small_batches() -> Any:
+    """Measuring takes several batches even of a tiny split, so that every rank gets some."""
+    return mock.patch.object(Feed.evaluate, "__defaults__", (16,))
 
 
 @torch.no_grad()

@@ -31,3 +31,192 @@ def test_fine_tuning_forgets(lab: Lab, optimizer: str):
     images, task = run.images(0), run.order[0]
     before, after = answers(run.served(0), images, task), answers(run.served(1), images, task)
     assert (before - after).abs().max() > 0.1
+
+
+# ---- methods that break a promise ----------------------------------------------------------------------------------------
+class Thaws(Linear):
+    """Promises a frozen backbone and trains it."""
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        return super().begin(*arguments) + weight_groups(self.backbone, arguments[3])
+
+
+class HoldsGradientsOnly(FineTune):
+    """Locks all weights after the first task by their gradients alone: weight decay still moves them."""
+
+    forgets = False
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        self.locked = arguments[2] is not None
+        return super().begin(*arguments)
+
+    def after_backward(self) -> None:
+        if self.locked:
+            for p in self.backbone.parameters():
+                p.grad = torch.zeros_like(p)
+
+
+class SoftMask(Linear):
+    """Trains with a soft mask where only a hard one is stored."""
+
+    starts_as_backbone = False
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        self.mask = torch.full((self.heads.width,), 0.7)
+        return super().begin(*arguments)
+
+    def features(self, images: Tensor) -> Tensor:
+        return super().features(images) * self.mask.to(torch.float32)
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        state.masks["features"] = self.mask
+        return state, carried
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        self.mask = state.masks["features"]
+
+
+class StartsElsewhere(Linear):
+    """Scales the features from the start without saying so."""
+
+    def features(self, images: Tensor) -> Tensor:
+        return super().features(images) * 1.01
+
+
+class DrawsFromAnywhere(Linear):
+    """Draws from the process's own generator: a stage is never the same twice."""
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        groups = super().begin(*arguments)
+        with torch.no_grad():
+            groups[0]["params"][0].normal_(std=0.02)
+        return groups
+
+
+class CountsTasks(Linear):
+    """What it does depends on how many tasks the process has seen."""
+
+    seen = 0
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        type(self).seen += 1
+        self.seed = self.seen
+        return super().begin(*arguments)
+
+
+class TrainsOldHeads(Linear):
+    """Its optimizer gets the heads of all tasks that are loaded."""
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        groups = super().begin(*arguments)
+        groups[0]["params"] = [layer.weight for layer in self.heads.layers]
+        return groups
+
+
+class Peeks(Linear):
+    """Looks at the test split before it trains."""
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        self.feed_of("test", False)
+        return super().begin(*arguments)
+
+
+class SumsInsteadOfMeans(Linear):
+    """Its loss grows with the size of a micro-batch."""
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        loss, terms = super().loss(batch, progress)
+        return loss * len(batch) / 24, terms
+
+
+class AnyBackbone(Linear):
+    """Loads states of whatever backbone."""
+
+    def load(self, state: Any) -> None:
+        self.heads.restore(state.task, state.head)
+
+
+class NoiseWhileServing(Linear):
+    """Draws noise when it is asked for logits."""
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        return super().logits(images, task) + torch.randn(())
+
+
+class LearnsFromValidation(Linear):
+    """What it is validated on moves its head."""
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        found = super().logits(images, task)
+        with torch.no_grad():
+            self.heads[str(task)].bias += 1e-3
+        return found
+
+
+class OneTokenForAll(Linear):
+    """Every task's token is the same tensor."""
+
+    token = torch.ones(3)
+
+    def finish(self) -> Any:
+        return self.state(tokens={"token": self.token}), super().finish()[1]
+
+
+class RemembersBeside(Linear):
+    """Keeps a running mean that no checkpoint knows of, and stores it."""
+
+    mean: Tensor | float = 0.0
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * batch.images.mean()
+        return super().loss(batch, progress)
+
+    def finish(self) -> Any:
+        return self.state(tokens={"mean": torch.as_tensor(self.mean)}), super().finish()[1]
+
+
+class LearnsNothing(Linear):
+    """Its gradients come to nothing."""
+
+    def after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad = None
+
+
+class MiscountsItsSize(Linear):
+    """Records that it stores nothing."""
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        state.sizes = dict  # type: ignore[method-assign]
+        return state, carried
+
+
+BROKEN = [
+    (Thaws, "the_backbone_stays_frozen"), (HoldsGradientsOnly, "old_answers_stay"),
+    (HoldsGradientsOnly, "old_answers_stay_under_accumulation_and_bf16"), (SoftMask, "the_stored_bytes_are_the_method"),
+    (StartsElsewhere, "it_starts_as_the_backbone"), (CountsTasks, "the_order_of_tasks_changes_nothing"),
+    (DrawsFromAnywhere, "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone"),
+    (TrainsOldHeads, "another_tasks_training_leaves_a_loaded_task_alone"), (Peeks, "training_never_looks_at_test_data"),
+    (SumsInsteadOfMeans, "accumulation_changes_nothing_but_rounding"), (AnyBackbone, "a_state_of_another_backbone_is_refused"),
+    (NoiseWhileServing, "answers_are_the_same_twice_and_in_any_turn"), (NoiseWhileServing, "measuring_leaves_the_model_as_it_was"),
+    (LearnsFromValidation, "measuring_has_no_part_in_training"), (OneTokenForAll, "tasks_share_no_memory"),
+    (RemembersBeside, "an_interrupted_stage_ends_as_if_it_had_not_been"), (LearnsNothing, "it_learns"),
+    (MiscountsItsSize, "the_recorded_size_is_the_size_of_the_file")]
+
+
+@pytest.mark.parametrize(("broken", "promise"), [pytest.param(*b, id=f"{b[0].__name__}-{b[1]}") for b in BROKEN])
+def test_a_method_that_breaks_a_promise_is_found_out(lab: Lab, monkeypatch: pytest.MonkeyPatch, broken: type[Method], promise: str):
+    class Named(broken):  # type: ignore[misc,valid-type]
+        name = broken.__name__
+
+    monkeypatch.setitem(METHODS, Named.name, Named)
+    assert PROMISES[promise].applies(Named)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        PROMISES[promise].check(lab, Named.name, PROMISES[promise].optimizers[0])
+
+
+def test_every_promise_is_seen_to_fail():
+    assert {promise for _, promise in BROKEN} == PROMISES.keys()

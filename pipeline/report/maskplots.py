@@ -107,7 +107,7 @@ def overlaps(views: Sequence[MaskView]) -> Figure | None:
         ax.spines[:].set_visible(False)
         task_ticks(ax, [v.task for v in views])
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
     return figure
 

@@ -41,7 +41,8 @@ td .soft { font-size: 13px; } td.best { font-weight: 650; }
 .note { border-left: 4px solid #E69F00; background: #fff8e8; padding: 8px 14px; margin: 14px 0; } .note ul { margin: 4px 0; padding-left: 20px; }
 pre { background: var(--band); border: 1px solid var(--line); border-radius: 6px; padding: 12px 14px; overflow-x: auto; font-size: 12.5px; line-height: 1.45; }
 code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12.5px; }
-details { margin: 12px 0; } summary { cursor: pointer; font-weight: 600; } dl { columns: 2; margin: 8px 0; } dt { float: left; color: var(--soft); margin-right: 8px; }
+details { margin: 12px 0; } summary { cursor: pointer; font-weight: 600; }
+dl { columns: 2; margin: 8px 0; } dt { float: left; color: var(--soft); margin-right: 8px; }
 dd { margin: 0 0 3px; break-inside: avoid; overflow-wrap: anywhere; } .done { color: #1a7f37; } .pending { color: #9a6700; } .bad { color: #b3261e; }
 @media print { details { display: block; } main { max-width: none; padding: 0; } figure { break-inside: avoid; } }
 """
@@ -116,7 +117,7 @@ COLUMNS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("trained_parameters", "trained<br>parameters", "numbers that the optimizer changes for one task", "count", None),
     ("flops_share", "work per<br>image", "operations of one image with masks applied, relative to the plain backbone", "rate", None),
 )
-ANSWERS = {"identical": '<span class="done">identical</span>', "changed": '<span class="bad">changed</span>', "not measured again": "–"}
+ANSWERS = {"identical": '<span class="done">identical</span>', "changed": '<span class="bad">changed</span>', "not measured again": "-"}
 
 
 def summary(tables: RunTables) -> str:
@@ -142,10 +143,10 @@ def summary(tables: RunTables) -> str:
 
 def written(value: Any, kind: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        return '<span class=soft>–</span>'
+        return '<span class=soft>-</span>'
     if kind == "rate":
         return f"{100 * value:.1f} %".replace("-0.0", "0.0")
-    return {"bytes": bytes_text, "times": lambda v: f"{v:.2f} ×", "count": lambda v: f"{v:,.0f}", "seconds": seconds_text}[kind](value)
+    return {"bytes": bytes_text, "times": lambda v: f"{v:.2f}x", "count": lambda v: f"{v:,.0f}", "seconds": seconds_text}[kind](value)
 
 
 def seconds_text(value: float) -> str:
@@ -203,7 +204,7 @@ def stages(tables: RunTables) -> str:
     rows = tables.stage_rows()
     spent = sum(r["wall_s"] or 0 for r in rows)
     body = [[f"<code>{escape(r['stage'])}</code>", f'<span class="{r["state"]}">{r["state"]}</span>', written(r["wall_s"], "seconds"), bytes_text(r["bytes"]),
-             escape(str(r["device"] or "–")), f"<code>{r['key'][:12]}</code>"] for r in rows]
+             escape(str(r["device"] or "-")), f"<code>{r['key'][:12]}</code>"] for r in rows]
     table = table_html(["stage", "state", "wall time", "stored", "device", "key"], body, 1, safe=True)
     return (f'<h2 id="stages">Stages</h2><p>The steps of the run and how long each took when it was computed, {seconds_text(spent)} in all; a stage that is '
             f"done is never run again while its inputs stay the same.</p><details{' open' if len(rows) <= 40 else ''}><summary>{len(rows)} stages</summary>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,15 @@ DASHES = ("-", "--", "-.", ":")
 INK, FAINT, EMPTY = "#222222", "#9aa0a6", "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
+DRAWING = threading.Lock()  # matplotlib draws in one thread at a time; the record and the report draw in two
 
 
 def png(figure: Figure) -> bytes:
     """The figure as PNG; the same figure always gives the same bytes."""
     FigureCanvasAgg(figure)
     sink = io.BytesIO()
-    figure.savefig(sink, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+    with DRAWING:
+        figure.savefig(sink, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     return sink.getvalue()
 
 
@@ -65,7 +68,7 @@ def shades(count: int) -> NDArray[np.float64]:
 
 
 def text_size(cells: int) -> float:
-    return 9.5 if cells <= 6 else 8 if cells <= 10 else 6.8 if cells <= 15 else 5.6
+    return 9.5 if cells <= 6 else 8.5 if cells <= 12 else 7.5
 
 
 def task_ticks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
@@ -110,7 +113,7 @@ def matrix(m: Matrix) -> Figure:
     axes.spines[:].set_visible(False)
     task_ticks(axes, m.tasks)
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0))
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
     return figure
 
@@ -145,7 +148,8 @@ def _legend(figure: Figure, axes: Axes, count: int) -> None:
 def comparison(summary: Sequence[Row]) -> Figure:
     """Bars: methods side by side, best average accuracy on top."""
     rows = sorted(summary, key=lambda r: (not math.isnan(r["average_accuracy"]), r["average_accuracy"]))
-    panels = (("average_accuracy", "Average accuracy", "higher is better"), ("average_incremental_accuracy", "Average incremental accuracy", "higher is better"),
+    panels = (("average_accuracy", "Average accuracy", "higher is better"),
+              ("average_incremental_accuracy", "Average incremental accuracy", "higher is better"),
               ("forgetting", "Forgetting", "lower is better"))
     figure, all_axes = figure_of(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, 3, sharey=True)
     order = {r["label"]: i for i, r in enumerate(summary)}
@@ -173,7 +177,7 @@ def label_of(row: Row) -> str:
 def bytes_text(count: float | None) -> str:
     """1234567 -> `1.23 MB`; powers of 1000."""
     if count is None or math.isnan(count):
-        return "–"
+        return "-"
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5 or unit == "GB":
             return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.3g} {unit}"
@@ -202,16 +206,18 @@ def size_accuracy(summary: Sequence[Row]) -> Figure:
 
 
 def _labels(axes: Axes, points: Sequence[tuple[float, float, int, str]]) -> None:
-    """A name beside each point; names that would touch are moved apart."""
-    low, high = axes.get_ylim()
-    step = 0.055 * (high - low)
-    taken: list[tuple[float, float]] = []  # (log x, y of the name)
-    for x, y, _, label in sorted(points, key=lambda p: p[1]):
-        at = y
-        while any(abs(math.log10(x) - lx) < 1.2 and abs(at - ly) < step for lx, ly in taken):
-            at += step / 4
-        taken.append((math.log10(x), at))
-        axes.annotate(label, (x, y), xytext=(x * 1.12, at), fontsize=9, va="center", color=INK)
+    """A name to the right of each point, moved up or down where it would touch a point or another name. Boxes are
+    (left, right, bottom, top) in shares of the axes."""
+    (left, right), (low, high) = np.log10(axes.get_xlim()), axes.get_ylim()
+    at = [((math.log10(x) - left) / (right - left), (y - low) / (high - low)) for x, y, _, _ in points]
+    taken = [(px - 0.014, px + 0.014, py - 0.02, py + 0.02) for px, py in at]
+    for (px, py), (_, _, _, label) in zip(at, points, strict=True):
+        for move in (0.0, 0.045, -0.045, 0.08, -0.08, 0.12, -0.12, 0.16, -0.16):
+            box = (px + 0.02, px + 0.022 + 0.0115 * len(label), py + move - 0.022, py + move + 0.022)
+            if not any(box[0] < t[1] and t[0] < box[1] and box[2] < t[3] and t[2] < box[3] for t in taken):
+                break
+        taken.append(box)
+        axes.text(box[0], (box[2] + box[3]) / 2, label, fontsize=9, va="center", color=INK, transform=axes.transAxes)
 
 
 # ---- training ----------------------------------------------------------------------------------------------------------
@@ -225,8 +231,10 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
     if not histories:
         return None
     terms, measures = split_columns([row for _, rows in histories for row in rows])
-    figure, axes = figure_of(10.4, 3.1, 1, 3 if measures else 2)
-    panels = [("Loss", ["loss", *terms] if len(terms) > 1 else ["loss"]), ("Validation accuracy", ["val"])] + ([(measures[0] if len(measures) == 1 else "Measures", measures)] if measures else [])
+    panels = [("Loss", ["loss", *terms] if len(terms) > 1 else ["loss"]), ("Validation accuracy", ["val"])]
+    if measures:
+        panels.append((measures[0] if len(measures) == 1 else "Measures", measures))
+    figure, axes = figure_of(10.4, 3.1, 1, len(panels))
     for ax, (name, wanted) in zip(axes, panels, strict=True):
         dress(ax, f"{title}: {name}" if title else name, "epoch")
         start, ends = 0, []
@@ -296,6 +304,6 @@ def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str) -> Fi
         axes.set_yticks(range(count), names)
         axes.tick_params(labelsize=9 if count <= 20 else 7)
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0))
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
     return figure

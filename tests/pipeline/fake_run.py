@@ -175,7 +175,8 @@ def _evaluate(attempt: Attempt, stage: Stage) -> dict[str, Any]:
         total, classes = IMAGES[task], len(TASKS[task]["classes"])
         correct = round(total * accuracy(label, after, task))
         drift = after if label == "finetune" else task
-        rows.append({"task": TASKS[task]["name"], "correct": correct, "total": total, "logits_sha256": hashlib.sha256(f"{label}{task}{drift}".encode()).hexdigest()})
+        rows.append({"task": TASKS[task]["name"], "correct": correct, "total": total,
+                     "logits_sha256": hashlib.sha256(f"{label}{task}{drift}".encode()).hexdigest()})
         truth = np.arange(total) % classes
         guess = np.where(np.arange(total) < correct, truth, (truth + 1) % classes)
         for name, values in zip(columns, ([TASKS[task]["name"]] * total, [f"{task}-{i:05d}" for i in range(total)], truth.tolist(), guess.tolist(),

@@ -65,7 +65,7 @@ def test_words_that_look_like_numbers_stay_words(text):
 
 
 def test_a_key_that_stands_twice_is_refused_at_any_depth():
-    with pytest.raises(UserError, match=r"key 'epochs' stands twice \(line 3\)"):
+    with pytest.raises(UserError, match=r"here, line 5, column 3: .*key 'epochs' stands twice"):
         parse_yaml("name: r\ntrain:\n  epochs: 1\n  lr: 1\n  epochs: 2\n", "here")
 
 

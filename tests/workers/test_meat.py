@@ -332,6 +332,18 @@ def test_training_another_task_does_not_move_a_loaded_one():
     assert torch.equal(method.eval().logits(images(), "one"), before)
 
 
+def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
+    method = meat()
+    trained(method)
+    method.eval()
+    kept = {name: t.clone() for name, t in method.state_dict().items()}
+    before = method.logits(images(), "one")
+    method.load_state_dict({name: -t if name.startswith("mask_modules") else t for name, t in kept.items()})
+    assert not torch.equal(method.logits(images(), "one"), before)
+    method.load_state_dict(kept)
+    assert torch.equal(method.logits(images(), "one"), before)
+
+
 def test_a_copy_of_a_serving_method_serves_the_same():
     method = meat().eval()
     method.load(with_random_masks(method))

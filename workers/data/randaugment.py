@@ -104,7 +104,7 @@ def _invert(pixels: Tensor, level: Tensor) -> Tensor:
 
 
 def _posterize(pixels: Tensor, level: Tensor) -> Tensor:
-    bits = (4 - (level.abs() / STRONGEST * 4).long())
+    bits = (4 - (level.abs() / STRONGEST * 4).long()).clamp(min=1)
     return _table(_values(pixels) & _per_image(256 - 2 ** (8 - bits), pixels))
 
 

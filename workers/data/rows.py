@@ -85,8 +85,8 @@ def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float) 
 
 def _refuse_empty(task: Task, split: str, part: pa.Table, val_fraction: float) -> None:
     if split == "val" and not len(part):
-        raise UserError(f"task {task.name!r} has no validation images with data.val_fraction = {val_fraction}; raise it, or set "
-                        "train.keep to `last`, which needs none")
+        raise UserError(f"task {task.name!r} has no validation images with data.val_fraction = {val_fraction}, as no class has more than one "
+                        "train image; set it to 0, or add images to the source")
     missing = sorted(set(task.classes) - set(part["class"].to_pylist())) if split == "train" else []
     if missing or not len(part):
         what = f"class {missing[0]!r} of task {task.name!r} has" if missing else f"task {task.name!r} has"

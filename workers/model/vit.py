@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-import os
 from typing import Any
 
 import safetensors.torch
@@ -22,18 +22,28 @@ def build(settings: BackboneSettings) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
     if settings.name not in timm.list_models():
-        close = timm.list_models(f"*{settings.name.split('_')[0]}*")[:5]
-        raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close) or 'vit_tiny_patch16_224'}")
+        close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or ["vit_tiny_patch16_224"]
+        raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close)}")
     try:
         model = timm.create_model(settings.name, num_classes=0, img_size=settings.img_size,
                                   drop_path_rate=settings.drop_path, **settings.options)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options "
-                        f"{settings.options}: {error}; img_size must be a multiple of the patch size") from None
+        raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options {settings.options}: {error}; "
+                        "it must be a timm VisionTransformer such as vit_tiny_patch16_224, and backbone.options arguments of it") from None
     if not isinstance(model, VisionTransformer):
         raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be a timm VisionTransformer such as vit_tiny_patch16_224")
+    patch: Any = model.patch_embed.patch_size
+    if any(settings.img_size % side for side in patch):
+        raise UserError(f"backbone.img_size is {settings.img_size}, which is no multiple of the patch size {patch[0]} of {settings.name!r}; change it, "
+                        "or backbone.options.patch_size")
     own_drop_paths(model)
     return model
+
+
+def check(settings: BackboneSettings) -> None:
+    """Raises UserError where `build` would, without memory for a single weight."""
+    with torch.device("meta"):
+        build(settings)
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
@@ -43,19 +53,37 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
     if settings.weights == "none":
         return
     if settings.weights == "hub":
-        import timm
-
-        tensors = timm.create_model(settings.name, pretrained=True).state_dict()
+        tensors = _from_hub(settings.name)
     else:
-        if not os.path.exists(settings.weights):
-            raise UserError(f"backbone.weights is {settings.weights!r}, which does not exist; give a .safetensors file, `hub` or `none`")
-        with open(settings.weights, "rb") as stream:
-            tensors, _ = load_tensors(stream.read(), f"backbone.weights {settings.weights!r}")
-    tensors = {name: t for name, t in checkpoint_filter_fn(tensors, model).items() if not name.startswith("head.")}
-    problems = model.load_state_dict(tensors, strict=False)
-    if problems.missing_keys or problems.unexpected_keys:
-        raise UserError(f"backbone.weights {settings.weights!r} do not fit {settings.name!r} (missing {problems.missing_keys[:3]}, "
-                        f"unexpected {problems.unexpected_keys[:3]}); give weights of the same architecture")
+        try:
+            with open(settings.weights, "rb") as stream:
+                data = stream.read()
+        except OSError as error:
+            raise UserError(f"backbone.weights is {settings.weights!r}, which cannot be read ({error.strerror}); give a .safetensors file, `hub` or `none`"
+                            ) from None
+        try:
+            tensors, _ = load_tensors(data, "weights")
+        except UserError:
+            raise UserError(f"backbone.weights {settings.weights!r} is not readable as safetensors; give a .safetensors file, `hub` or `none`") from None
+    try:
+        tensors = {name: t for name, t in checkpoint_filter_fn(tensors, model).items() if not name.startswith("head.")}
+        problems = model.load_state_dict(tensors, strict=False)
+        differs = [f"{kind} {names[:3]}" for kind, names in zip(("missing", "unexpected"), problems, strict=True) if names]
+    except (RuntimeError, KeyError, ValueError, AttributeError, IndexError) as error:  # other shapes
+        differs = [str(error).strip().splitlines()[-1].strip()]
+    if differs:
+        raise UserError(f"backbone.weights {settings.weights!r} do not fit {settings.name!r} ({', '.join(differs)}); give weights of the same architecture")
+
+
+def _from_hub(name: str) -> dict[str, Tensor]:
+    import timm
+
+    try:
+        return timm.create_model(name, pretrained=True).state_dict()
+    except Exception as error:  # the hub's client raises many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it ({reason}); fetch them on a machine with a "
+                        "network and give the .safetensors file, or choose another backbone.name") from None
 
 
 def digest_of(model: nn.Module) -> str:

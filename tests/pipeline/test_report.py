@@ -1,0 +1,268 @@
+"""Promises of the report: it tells what the store holds, finished or not, and its page needs nothing else."""
+
+import io
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fake_run
+
+from pipeline.report import entries, figures, maskplots, page, plots
+from pipeline.report.masks import MaskView, kinds, overlap
+from pipeline.report.tables import RunTables
+from workers.artefact import Artefact, withdraw
+from workers.taskstate import TaskState
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pictures():
+    usual, plots.DPI = plots.DPI, 40
+    yield
+    plots.DPI = usual
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("storage"))
+    fake_run.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tables(storage):
+    return RunTables.load(storage, fake_run.record())
+
+
+@pytest.fixture(scope="module")
+def report(storage):
+    return page.build(storage, fake_run.record(), '<?xml version="1.0"?><svg xmlns="x" width="300"><text>graph here</text></svg>')
+
+
+def half(folder, *missing):
+    """A store in which the stages whose id starts with one of `missing` are not there."""
+    fake_run.write(str(folder), {s.id for s in fake_run.stages() if not s.id.startswith(missing)})
+    return RunTables.load(str(folder), fake_run.record())
+
+
+# ---- matrices ----------------------------------------------------------------------------------------------------------
+def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_the_rest_follows(tables):
+    chain, star = tables.matrix("finetune"), tables.matrix("meat")
+    lower = np.tril(np.ones((4, 4), bool))
+    assert (chain.source[lower] == "measured").all()
+    assert (np.diagonal(star.source) == "measured").all()
+    assert (star.source[np.tril(lower, -1)] == "follows").all()
+    assert (star.source[~lower] == "ahead").all()
+    assert np.isnan(star.correct[~lower]).all()
+    for t, i in zip(*np.nonzero(lower), strict=True):
+        assert star.correct[t, i] == round(fake_run.IMAGES[i] * fake_run.accuracy("meat", i, i))
+        assert chain.correct[t, i] == round(fake_run.IMAGES[i] * fake_run.accuracy("finetune", t, i))
+        assert chain.total[t, i] == fake_run.IMAGES[i]
+
+
+def test_a_star_does_not_forget_and_fine_tuning_does(tables):
+    assert tables.matrix("meat").final["forgetting"] == 0
+    assert tables.matrix("hat-small").final["forgetting"] == 0
+    assert tables.matrix("finetune").final["forgetting"] > .3
+
+
+def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path):
+    tables = half(tmp_path, "finetune/roots", "meat/leaves/evaluate", "hat-small")
+    finetune, star, nothing = (tables.matrix(label) for label in ("finetune", "meat", "hat-small"))
+    assert (finetune.finished, star.finished, nothing.finished) == (3, 2, 0)
+    assert (finetune.source[3] == "missing").all()
+    assert star.source[3].tolist() == ["follows", "follows", "missing", "measured"]
+    assert finetune.final["average_accuracy"] == pytest.approx(np.mean(finetune.rates[2, :3]))
+    assert nothing.final == {}
+    row = next(r for r in tables.summary() if r["label"] == "hat-small")
+    assert math.isnan(row["average_accuracy"])
+    assert row["growth"] == pytest.approx(1 + 528 / fake_run.BACKBONE_BYTES)  # the head of the base task is there
+
+
+def test_an_empty_store_gives_a_page_and_no_numbers(tmp_path):
+    files = page.build(str(tmp_path), fake_run.record())
+    assert "0 of 25 stages finished so far" in files["report.html"].decode()
+    assert "comparison.png" not in files
+
+
+def test_the_second_matrix_of_scenario_class_is_absent_unless_it_was_written(tables):
+    assert "measured" not in tables.matrix("finetune", "correct_task_aware").source
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------------
+def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables):
+    rows = tables.sizes("meat")
+    assert [r["after"] for r in rows] == ["shapes", "birds", "leaves", "roots"]
+    bits = fake_run.DEPTH * (fake_run.GRID**2 + 2 * fake_run.HIDDEN * fake_run.WIDTH)
+    assert [r["masks"] for r in rows] == [0, bits // 8, 2 * bits // 8, 3 * bits // 8]
+    heads = np.cumsum([4 * len(t["classes"]) * (fake_run.WIDTH + 1) for t in fake_run.TASKS])
+    assert [r["head"] for r in rows] == heads.tolist()
+    assert rows[-1]["total"] == fake_run.BACKBONE_BYTES + rows[-1]["masks"] + rows[-1]["head"]
+    assert rows[-1]["growth"] == pytest.approx(rows[-1]["total"] / fake_run.BACKBONE_BYTES)
+
+
+def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables):
+    rows = tables.sizes("finetune")
+    assert rows[0]["carried"] == 0
+    assert rows[1]["carried"] == rows[3]["carried"] > 0
+    assert 2 < rows[3]["growth"] < 2.05
+
+
+# ---- evidence ----------------------------------------------------------------------------------------------------------
+def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
+    assert {r["label"]: r["answers"] for r in tables.summary()} == {"meat": "identical", "hat-small": "identical", "finetune": "changed"}
+    birds = next(r for r in tables.evidence("finetune") if r["task"] == "birds")
+    assert (birds["measured"], birds["distinct_logits"], birds["logits_equal"]) == (3, 3, False)
+    last = next(r for r in tables.evidence("hat-small") if r["task"] == "roots")
+    assert last["logits_equal"] is None
+
+
+def test_equal_warnings_are_said_once_with_their_number(tables):
+    assert [(r["stage"], r["stages"]) for r in tables.warnings()] == [("meat/roots/train", 3)]
+
+
+def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(tmp_path):
+    tables = half(tmp_path)
+    Path(tables.artefacts["meat/birds/train"].uri("history.parquet")).write_bytes(b"broken")
+    Path(tables.artefacts["meat/leaves/train"].uri("task.safetensors")).unlink()
+    files = page.build(str(tmp_path), fake_run.record())
+    text = files["report.html"].decode()
+    assert "history.parquet: is truncated or padded" in text
+    assert "task.safetensors: is missing" in text
+    assert "matrix-finetune.png" in files
+
+
+def test_a_confusion_matrix_counts_every_test_image(tables):
+    counts, names = tables.confusion("finetune", "roots", "birds")
+    assert names == ["wren", "owl", "crow"]
+    assert counts.sum() == 120
+    assert np.trace(counts) == tables.matrix("finetune").correct[3, 1]
+
+
+# ---- masks -------------------------------------------------------------------------------------------------------------
+def view(task, **masks):
+    return MaskView.of("m", TaskState(task, (), "m", "", masks={k.replace("_", "."): v for k, v in masks.items()}))
+
+
+def test_overlap_is_shared_entries_over_entries_of_either():
+    a = view("a", blocks_0_fc1=torch.tensor([[1, 1, 0], [0, 0, 0]]).bool(), blocks_1_fc1=torch.tensor([1, 0, 0]).bool())
+    b = view("b", blocks_0_fc1=torch.tensor([[1, 0, 1], [0, 0, 0]]).bool(), blocks_1_fc1=torch.tensor([1, 0, 0]).bool())
+    np.testing.assert_allclose(overlap([a, b], "fc1"), [[1, 2 / 4], [2 / 4, 1]])
+
+
+def test_masks_that_keep_nothing_overlap_fully_and_unlike_shapes_not_at_all():
+    none, other = view("a", blocks_0_fc1=torch.zeros(9).bool()), view("b", blocks_0_fc1=torch.ones(8).bool())
+    values = overlap([none, other], "fc1")
+    assert values[0, 0] == 1
+    assert np.isnan(values[0, 1])
+
+
+def test_masks_are_listed_tokens_first_then_block_by_block():
+    masks = {f"blocks.{b}.fc1": torch.ones(4).bool() for b in (10, 2, 0)} | {"tokens": torch.ones(3, 4).bool()}
+    found = MaskView.of("m", TaskState("a", (), "m", "", masks=masks))
+    assert list(found.bits) == ["tokens", "blocks.0.fc1", "blocks.2.fc1", "blocks.10.fc1"]
+    assert kinds([found]) == ["tokens", "fc1"]
+    assert [(r["kind"], r["block"], r["share"]) for r in found.rows()][:4] == [("tokens", 0, 1), ("tokens", 1, 1), ("tokens", 2, 1), ("fc1", 0, 1)]
+
+
+def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_does_not_divide_the_image():
+    image = np.full((10, 10, 3), 200, np.uint8)
+    shown = maskplots.over_image(image, np.array([[True, False, True]] * 3))
+    assert (shown[:, 0] == 200).all()
+    assert (shown[:, 4] < 60).all()
+    assert (shown[:, 9] == 200).all()
+
+
+def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(tmp_path):
+    tables = half(tmp_path)
+    image = figures.sample_image(tables, "birds")
+    assert image.shape == (192, 192, 3)
+    with_image = figures.token_picture(tables, figures.mask_views(tables, "meat"))
+    withdraw(tables.root, tables.artefacts["data/birds"].key)
+    assert figures.sample_image(tables, "birds") is None
+    assert figures.token_picture(tables, figures.mask_views(tables, "meat")) != with_image
+
+
+# ---- files and page ----------------------------------------------------------------------------------------------------
+def test_tables_are_written_as_csv_and_as_equal_parquet(report, tables):
+    rows = pq.read_table(io.BytesIO(report["matrix.parquet"])).to_pylist()
+    assert len(rows) == 30
+    assert report["matrix.csv"].decode().count("\n") == 31
+    assert rows[0] == {"label": "meat", "after_index": 0, "after": "shapes", "task_index": 0, "task": "shapes", "correct": 190, "total": 200,
+                       "rate": .95, "source": "measured"}
+    assert {n.removesuffix(".csv") for n in report if n.endswith(".csv")} == {n.removesuffix(".parquet") for n in report if n.endswith(".parquet")}
+
+
+def test_every_picture_is_a_png_and_stands_in_the_page(report):
+    pictures = [n for n in report if n.endswith(".png")]
+    expected = {"comparison.png", "averages.png", "size_accuracy.png", "masks-meat.png", "overlap-hat-small.png", "tokens-hat-small.png"}
+    assert expected | {f"{kind}-{label}.png" for kind in ("matrix", "curves") for label in fake_run.METHODS} <= set(pictures)
+    for name in pictures:
+        assert Image.open(io.BytesIO(report[name])).width > 80
+    assert report["report.html"].decode().count("data:image/png;base64,") == len(pictures)
+
+
+def test_the_page_asks_for_nothing_outside_itself(report):
+    text = re.sub(r"data:image/png;base64,[^\"]*", "", report["report.html"].decode())
+    assert not re.search(r'(src|href)="(?!#)[^"]+"|url\(|@import|<script|<link', text.replace('src=""', ""))
+    assert "graph here" in text
+    assert "<?xml" not in text
+
+
+def test_names_from_a_config_cannot_break_the_page(tmp_path):
+    record = fake_run.record("<b>&run</b>")
+    text = page.build(str(tmp_path), record)["report.html"].decode()
+    assert "<b>&run" not in text
+    assert "&lt;b&gt;&amp;run" in text
+
+
+def test_the_page_names_what_the_run_was(report):
+    text = report["report.html"].decode()
+    for part in ("85.0 %", "old<br>answers", "identical", "0123456789abcdef", "img_size: 32", "meat/leaves/train", "and 2 more", "finished"):
+        assert part in text
+
+
+def test_the_same_store_gives_the_same_report(storage, report, tmp_path):
+    shutil.copytree(storage, tmp_path / "copy")
+    again = page.build(str(tmp_path / "copy"), fake_run.record())
+    assert {n: d for n, d in again.items() if n != "report.html"} == {n: d for n, d in report.items() if n != "report.html"}
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"),
+                                             (1234, "1.23 kB"), (999_600, "1 MB"), (123_456_789, "123 MB"), (None, "-"), (math.nan, "-")])
+def test_bytes_are_written_with_three_digits(value, text):
+    assert plots.bytes_text(value) == text
+
+
+def test_loss_terms_and_measures_are_told_apart_in_the_order_the_train_loop_writes():
+    row = dict.fromkeys(["epoch", "lr", "loss", "ce", "penalty", "images", "seconds", "keep", "val_correct", "val_total"], 1)
+    assert plots.split_columns([row]) == (["ce", "penalty"], ["keep"])
+
+
+def test_curves_have_one_point_per_epoch_and_no_missing_numbers():
+    rows = [{"epoch": 0, "loss": 2.0, "seconds": 1.5, "val_correct": 3, "val_total": 4}, {"epoch": 1, "loss": math.nan, "seconds": 1.0, "odd name?": 1}]
+    points = entries.history_points(rows, "train")
+    assert ("train/val_accuracy", .75, 1, 1.5) in points
+    assert [p.step for p in points if p.name == "train/loss"] == [1]
+    assert any(p.name == "train/odd name_" and p.after_s == 2.5 for p in points)
+
+
+def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables):
+    body = json.loads(entries.method_files(tables, "meat")["accuracy_matrix.json"])
+    assert body["accuracy"][0] == [.95, None, None, None]
+    assert body["correct"][0] == [190, None, None, None]
+    assert body["source"][3] == ["follows", "follows", "follows", "measured"]
+
+
+def test_artefacts_are_only_read(storage, report):
+    stage = fake_run.stages()[0]
+    assert Artefact.need(f"{storage}/stages", stage.key).damage() is None

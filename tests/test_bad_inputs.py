@@ -1,0 +1,422 @@
+"""Every bad config, card, source or state gets one clear sentence and exit code 2; and nothing that stood is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+
+from pipeline import cli
+from pipeline.report import page
+from tests import small_run
+from workers.artefact import file_info
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Site:
+    """A finished run, and what a bad input needs: its folder, its config as plain values, and a place of the test's own."""
+
+    folder: Path
+    body: dict[str, Any]
+    own: Path
+
+    def card(self, name: str = "a", **changes: Any) -> None:
+        """Points the last task to a changed copy of a card."""
+        card = yaml.safe_load((self.folder / "cards" / f"{name}.yaml").read_text())
+        self.write_card(yaml.safe_dump({**card, "name": "bad", **changes}))
+
+    def write_card(self, text: str) -> None:
+        (self.own / "bad.yaml").write_text(text)
+        self.body["stream"]["tasks"][-1]["card"] = str(self.own / "bad.yaml")
+
+    def source(self, name: str = "a") -> Path:
+        """A copy of a card's raw data that the last task reads, free to be harmed."""
+        shutil.copytree(self.folder / "raw" / name, self.own / "raw")
+        self.card(name, source={"format": "folder", "path": str(self.own / "raw")})
+        return self.own / "raw"
+
+    def config(self) -> str:
+        return small_run.write_config(self.own / "config.yaml", self.body)
+
+    def set(self, **changes: Any) -> None:
+        for path, value in changes.items():
+            *parents, last = path.split("__")
+            here = self.body
+            for part in parents:
+                here = here.setdefault(part, {})
+            here[last] = value
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A run of two tasks and two methods that went well. Its report is a stub: pictures take longer than all the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+        folder = tmp_path_factory.mktemp("finished")
+        body = small_run.make_body(folder, small_run.make_cards(folder, ["a", "b"]))
+        assert cli.main(["run", small_run.write_config(folder / "good.yaml", body)]) == 0
+        yield Site(folder, body, folder)
+
+
+@pytest.fixture
+def site(finished: Site, tmp_path: Path) -> Iterator[Site]:
+    """After each test, everything that stood before still stands, byte for byte."""
+    before = whole(finished.folder / "storage" / "stages")
+    record = finished.folder / "storage" / "runs" / "small" / "run.json"
+    said = record.read_bytes()
+    yield Site(finished.folder, copy.deepcopy(finished.body), tmp_path)
+    after = whole(finished.folder / "storage" / "stages")
+    assert before.items() <= after.items()
+    record.write_bytes(said)
+
+
+def whole(folder: Path) -> dict[str, dict[str, Any]]:
+    return {str(p.relative_to(folder)): file_info(p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+def sentence(capfd: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """Runs a command that must be refused; what it said."""
+    capfd.readouterr()
+    code = cli.main(argv)
+    out, err = capfd.readouterr()
+    return judge(code, out, err)
+
+
+def judge(code: int, out: str, err: str) -> str:
+    assert code == 2, f"exit code {code}: {err}"
+    assert "Traceback" not in out + err
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("accrete: ")
+    assert len(err) < 900, "a sentence, not a page"
+    return err
+
+
+Change = Callable[[Site], Any]
+
+
+def entries(**values: Any) -> Change:
+    return lambda site: site.set(**values)
+
+
+def task(**values: Any) -> Change:
+    return lambda site: site.body["stream"]["tasks"][-1].update(values)
+
+
+def card(**values: Any) -> Change:
+    return lambda site: site.card(**values)
+
+
+# ---- configs -------------------------------------------------------------------------------------------------------------
+CONFIGS: dict[str, tuple[Change, list[str]]] = {
+    "unknown key": (entries(trian={}), ["trian is not a known key", "did you mean 'train'"]),
+    "unknown key below": (entries(train__epoch=3), ["train.epoch is not a known key (value 3)", "did you mean 'epochs'"]),
+    "unknown key of a task": (task(clases=["2"]), ["stream.tasks.1.clases", "did you mean 'classes'"]),
+    "unknown key below a method": (entries(methods__meat={"train": {"ephocs": 3}}), ["config.yaml: methods.meat.train.ephocs", "did you mean 'epochs'"]),
+    "unknown key far from any": (entries(zzz=1), ["zzz is not a known key", "valid keys are: backbone, cluster"]),
+    "missing key": (lambda site: site.body.pop("name"), ["name is missing", "add it"]),
+    "wrong type": (entries(train__epochs="many"), ["train.epochs is 'many'", "valid integer"]),
+    "section that is a value": (entries(train=5), ["train is 5", "a mapping of keys to values"]),
+    "out of range": (entries(data={"flip": 2.0}), ["data.flip is 2.0", "less than or equal to 1"]),
+    "negative rate": (entries(train__lr=-0.1), ["train.lr is -0.1", "greater than 0"]),
+    "infinite rate": (entries(train__lr=float("inf")), ["train.lr is inf", "finite"]),
+    "batch of nothing": (entries(train__batch_size=0), ["train.batch_size is 0", "greater than 0"]),
+    "name with a slash": (entries(name="my/run"), ["name is 'my/run'", "match"]),
+    "no methods": (entries(methods={}), ["methods is {}", "should have at least 1 item"]),
+    "methods as a list": (entries(methods=["meat"]), ["methods is ['meat']", "a mapping"]),
+    "method that is a number": (entries(methods={"meat": 3}), ["methods.meat is 3", "mapping"]),
+    "method's training that is a number": (entries(methods={"meat": {"train": 3}}), ["methods.meat.train is 3", "a mapping"]),
+    "label with a slash": (entries(methods={"a/b": {"method": "meat"}}), ["methods.a/b", "letters, digits"]),
+    "unknown method": (entries(methods={"maet": {}}), ["methods.maet", "'maet', which does not exist", "did you mean 'meat'"]),
+    "unknown method far from any": (entries(methods={"x": {"method": "qqq"}}), ["'qqq'", "there are: ", "finetune"]),
+    "unknown method setting": (entries(methods={"meat": {"lamda": 0.5}}), ["methods.meat.lamda is not a known key", "did you mean 'lambda'"]),
+    "method setting out of range": (entries(methods={"meat": {"lambda": 7}}), ["methods.meat.lambda is 7", "less than or equal to 1"]),
+    "unknown step": (entries(methods={"meat": {"steps": {"prune": {"epochs": 1}}}}), ["methods.meat.steps.prune is not a step of 'meat'", "train"]),
+    "bad setting of a step": (entries(methods={"meat": {"steps": {"train": {"epochs": -1}}}}), ["methods.meat", "epochs is -1", "greater than or equal to 0"]),
+    "scenario not served": (entries(stream__scenario="class"), ["cannot serve stream.scenario 'class'", "'finetune' serves task"]),
+    "unknown scenario": (entries(stream__scenario="domain"), ["stream.scenario is 'domain'", "'task' or 'class'"]),
+    "empty stream": (entries(stream__tasks=[]), ["stream.tasks is []", "at least 1"]),
+    "two tasks of one name": (task(name="a"), ["two tasks are called 'a'", "its own `name`"]),
+    "two base tasks": (lambda site: [t.update(role="base") for t in site.body["stream"]["tasks"]], ["'a' and 'b' both have role `base`", "one base"]),
+    "split that does not divide": (task(split=3), ["2 classes of 'b' cannot be split into 3", "divisor"]),
+    "class not on the card": (task(classes=["4", "77"]), ["class '77' is not on card 'b'", "its classes are 4, 5"]),
+    "class twice in a task": (task(classes=["4", "4"]), ["task 'b' lists a class twice", "once"]),
+    "no class in a task": (task(classes=[]), ["stream.tasks.1.classes is []", "at least 1"]),
+    "crop of no size": (entries(data={"crop": "resized", "crop_scale": [0.9, 0.1]}), ["crop_scale: [0.9, 0.1]", "low <= high"]),
+    "block that is not there": (entries(methods={"meat": {"token_mask_blocks": [7]}}), ["token_mask_blocks is [7]", "blocks 0 to 1"]),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_bad_setting_is_named_with_its_rule_and_remedy(case, site, capfd):
+    change, says = CONFIGS[case]
+    change(site)
+    said = sentence(capfd, ["run", site.config()])
+    for words in says:
+        assert words in said
+
+
+FILES: dict[str, tuple[bytes | None, list[str]]] = {
+    "no file": (None, ["does not exist", "did you mean", "confog.yaml"]),
+    "no yaml": (b"name: [1, 2\ntrain: {", ["not readable as YAML", "line 2", "mend"]),
+    "a tab": (b"train:\n\tepochs: 1\n", ["not readable as YAML", "mend"]),
+    "key twice": (b"name: r\nseed: 1\nseed: 2\n", ["line 3", "key 'seed' stands twice", "mend"]),
+    "nothing": (b"", ["mapping of keys to values", "this is None"]),
+    "a list": (b"- name\n", ["mapping of keys to values", "['name']"]),
+    "no text": (b"\x89PNG\r\n\xff\xfe", ["not readable as text", ".yaml"]),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_no_config_is_refused(case, site, capfd):
+    data, says = FILES[case]
+    (site.own / "confog.yaml").write_bytes(data or b"")
+    said = sentence(capfd, ["run", str(site.own / ("config.yaml" if data is None else "confog.yaml"))])
+    for words in says:
+        assert words in said
+
+
+def test_a_folder_is_no_config(site, capfd):
+    assert "not readable as text" in sentence(capfd, ["plan", str(site.own)])
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("train.epochs", ["'train.epochs' is not of the form key=value", "for example"]),
+    ("=3", ["not of the form key=value"]),
+    ("seed.x=1", ["'seed' holds the value 5 and has no keys below it", "check the path"]),
+    ("stream.tasks.9.name=x", ["'9' is not a position in a list of 2", "count from 0"]),
+    ("stream.tasks.first.name=x", ["'first' is not a position", "count from 0"]),
+    ("train.epochs=[1", ["--set", "not readable as YAML"]),
+    ("train.epoch=3", ["train.epoch is not a known key", "did you mean 'epochs'"]),
+    ("data=", ["data is None", "a mapping"]),
+])
+def test_a_bad_override_is_refused(override, says, site, capfd):
+    said = sentence(capfd, ["run", site.config(), "--set", override])
+    for words in says:
+        assert words in said
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    ([], ["COMMAND"]), (["rnu", "x.yaml"], ["'rnu'", "run"]), (["run"], ["config"]), (["run", "x.yaml", "--sett", "a=1"], ["--sett"])])
+def test_a_bad_command_line_is_refused(argv, says, capfd):
+    said = sentence(capfd, argv)
+    for words in [*says, "--help"]:
+        assert words in said
+
+
+# ---- cards ---------------------------------------------------------------------------------------------------------------
+CARDS: dict[str, tuple[Change, list[str]]] = {
+    "missing": (task(card="digitz"), ["card 'digitz' does not exist", "did you mean 'digits'"]),
+    "missing file": (task(card="nowhere/card.yaml"), ["card 'nowhere/card.yaml' does not exist"]),
+    "unknown key": (card(clases=["2"]), ["clases is not a known key", "did you mean 'classes'"]),
+    "unknown key of the source": (card(source={"format": "folder", "pathh": "x"}), ["source.pathh is not a known key", "did you mean 'path'"]),
+    "unknown format": (card(source={"format": "floppy"}), ["source.format is 'floppy'", "'folder'"]),
+    "class twice": (card(classes=["2", "3", "2"]), ["class '2' is listed twice", "one place"]),
+    "number of classes": (card(num_classes=3), ["num_classes is 3, but there are 2 classes", "mend"]),
+    "classes that are numbers": (card(classes=[2, 3]), ["classes.0 is 2", "write it in quotes"]),
+    "no yaml": (lambda site: site.write_card("classes: ["), ["not readable as YAML", "bad.yaml", "mend"]),
+    "key twice": (lambda site: site.write_card("name: x\nname: y\n"), ["key 'name' stands twice", "bad.yaml"]),
+    "no mapping": (lambda site: site.write_card("- x\n"), ["a card is a mapping", "bad.yaml"]),
+    "no licence": (lambda site: site.write_card("name: x\nclasses: ['1']\nsource: {format: sklearn}\n"), ["licence is missing", "bad.yaml"]),
+    "one name for two": (lambda site: (site.card(name="b"), site.body["stream"]["tasks"].append({"name": "c", "card": str(site.own / "bad.yaml")}),
+                                       site.body["stream"]["tasks"].append({"name": "d", "card": small_run.make_card(site.own, "bad", "8")})),
+                         ["have the same name 'bad'", "rename one"]),
+    "variable not set": (card(source={"format": "folder", "path": "${ACCRETE_NOT_SET}/x"}), ["environment variable ACCRETE_NOT_SET", "export it"]),
+    "source that is not there": (card(source={"format": "folder", "path": "/nowhere/at/all"}), ["card 'bad'", "/nowhere/at/all", "does not exist"]),
+    "classes from a source that is not there": (card(classes="from_source", num_classes=2, source={"format": "folder", "path": "/nowhere/at/all"}),
+                                                ["/nowhere/at/all", "there are none"]),
+    "classes from a source that has none": (card(classes="from_source", source={"format": "sklearn"}), ["num_classes", "list the classes"]),
+    "class without images": (card(classes=["2", "3", "9"]), ["class '9' has no train images", "raw/a"]),
+    "count": (card(counts={"train": 41, "test": 20}), ["promises 41 train and 20 test images", "40 and 20"]),
+    "content": (card(content="00ff"), ["promises content 00ff", "mend `content`"]),
+    "unknown data set of scikit-learn": (card(source={"format": "sklearn", "name": "iris"}), ["source.name is 'iris'", "`digits`"]),
+    "unknown data set of torchvision": (card(source={"format": "torchvision", "name": "Nothing", "path": "x"}), ["'Nothing'", "CIFAR10"]),
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_a_bad_card_is_named_with_its_rule_and_remedy(case, site, capfd):
+    change, says = CARDS[case]
+    change(site)
+    said = sentence(capfd, ["run", site.config()])
+    for words in says:
+        assert words in said
+
+
+# ---- sources -------------------------------------------------------------------------------------------------------------
+def test_a_tar_that_is_cut_short_is_refused(site, capfd):
+    tar = next((site.folder / "storage" / "stages").glob("*/*/train-00000.tar"))
+    (site.own / "train.tar").write_bytes(tar.read_bytes()[:5000])
+    (site.own / "test.tar").write_bytes(tar.read_bytes())
+    site.card(source={"format": "tar", "path": str(site.own)})
+    said = sentence(capfd, ["run", site.config()])
+    assert "stage data/bad failed" in said
+    assert "train.tar is cut short" in said
+    assert "resume with: python -m pipeline run" in said
+
+
+def test_too_many_corrupt_images_are_refused_with_some_of_their_names(site, capfd):
+    for path in (site.source() / "train" / "2").iterdir():
+        path.write_bytes(b"no image")
+    said = sentence(capfd, ["run", site.config()])
+    for words in ("20 of 60 images are corrupt", "max_bad_fraction", "train/2/", "not an image"):
+        assert words in said
+
+
+def test_no_image_at_all_is_refused(site, capfd):
+    for path in site.source().rglob("*.png"):
+        path.write_bytes(b"")
+    assert "60 of 60 images are corrupt" in sentence(capfd, ["run", site.config()])
+
+
+def test_validation_that_would_be_empty_is_refused(site, capfd):
+    raw = site.source()
+    for label in "23":
+        for path in sorted((raw / "train" / label).iterdir())[1:]:
+            path.unlink()
+    said = sentence(capfd, ["run", site.config()])
+    for words in ("task 'b' has no validation images", "data.val_fraction = 0.1", "set it to 0"):
+        assert words in said
+    assert cli.main(["ingest", site.config()]) == 0, "what was ingested stands"
+
+
+# ---- backbones -----------------------------------------------------------------------------------------------------------
+def saved(site: Site, tensors: dict[str, torch.Tensor]) -> str:
+    path = site.own / "weights.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    return str(path)
+
+
+def state_of(site: Site) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(small_run.artefact(site.folder / "storage", "backbone", "state.safetensors"))
+
+
+def text_as_weights(site: Site) -> str:
+    (site.own / "weights.safetensors").write_text("no weights")
+    return str(site.own / "weights.safetensors")
+
+
+BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
+    "image no multiple of the patch": (lambda _: {"img_size": 18}, ["backbone.img_size is 18", "multiple of the patch size 4"]),
+    "unknown name": (lambda _: {"name": "vit_tiny_patch17_224"}, ["backbone.name is 'vit_tiny_patch17_224', which timm does not have", "vit_tiny_patch16_224"]),
+    "no transformer": (lambda _: {"name": "resnet18", "options": {}}, ["backbone", "resnet18", "VisionTransformer"]),
+    "unknown option": (lambda site: {"options": {**site.body["backbone"]["options"], "patchsize": 4}}, ["backbone", "patchsize"]),
+    "heads that do not divide": (lambda site: {"options": {**site.body["backbone"]["options"], "num_heads": 5}}, ["backbone", "num_heads"]),
+    "weights that are not there": (lambda _: {"weights": "nowhere.safetensors"}, ["backbone.weights", "nowhere.safetensors", "does not exist"]),
+    "weights that are a folder": (lambda site: {"weights": str(site.own)}, ["backbone.weights", "folder", ".safetensors file"]),
+    "weights that are no weights": (lambda site: {"weights": text_as_weights(site)}, ["backbone.weights", "not readable as safetensors", "`hub` or `none`"]),
+    "weights of a deeper one": (lambda site: {"weights": saved(site, state_of(site)), "options": {**site.body["backbone"]["options"], "depth": 3}},
+                                ["do not fit 'vit_tiny_patch16_224'", "missing", "blocks.2", "same architecture"]),
+    "weights of a wider one": (lambda site: {"weights": saved(site, state_of(site)), "options": {**site.body["backbone"]["options"], "embed_dim": 64}},
+                               ["do not fit 'vit_tiny_patch16_224'", "same architecture"]),
+    "weights of something else": (lambda site: {"weights": saved(site, {"conv1.weight": torch.zeros(3)})}, ["do not fit", "same architecture"]),
+}
+
+
+@pytest.mark.parametrize("case", BACKBONES)
+def test_a_bad_backbone_is_refused(case, site, capfd):
+    change, says = BACKBONES[case]
+    site.set(backbone={**site.body["backbone"], **change(site)})
+    said = sentence(capfd, ["run", site.config()])
+    for words in says:
+        assert words in said
+
+
+def test_a_backbone_that_is_not_the_one_it_says_is_refused(site, capfd):
+    """Files and digests fit each other, but the weights are not those that the digest in the manifest was taken of."""
+    storage = site.own / "storage"
+    shutil.copytree(site.folder / "storage", storage)
+    state = small_run.artefact(storage, "backbone", "state.safetensors")
+    tensors = safetensors.torch.load_file(state)
+    tensors["cls_token"] += 1
+    safetensors.torch.save_file(tensors, state)
+    manifest = state.parents[1] / "manifest.json"
+    body = json.loads(manifest.read_text())
+    body["files"]["state.safetensors"] = file_info(state.read_bytes())
+    manifest.write_text(json.dumps(body))
+    site.set(storage=str(storage), train__epochs=1)
+    said = sentence(capfd, ["run", site.config()])
+    assert "masks mean nothing on other weights" in said
+    assert "digest" in said
+
+
+# ---- training, storage, cluster ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["finetune", "meat"])
+def test_a_loss_that_is_no_number_ends_the_stage_and_says_what_to_lower(method, site, capfd):
+    site.set(methods={method: {}}, train__lr=1e30, train__epochs=3)
+    said = sentence(capfd, ["run", site.config()])
+    for words in (f"stage {method}/", "the loss became", "lower train.lr", "resume with"):
+        assert words in said
+
+
+def test_a_storage_that_is_a_file_is_refused(site, capfd):
+    (site.own / "file").write_text("x")
+    for place in ("file", "file/below"):
+        site.set(storage=str(site.own / place))
+        said = sentence(capfd, ["run", site.config()])
+        assert "cannot be written" in said
+        assert "--set storage=" in said
+        assert (site.own / "file").read_text() == "x"
+
+
+def test_a_storage_of_no_known_kind_is_refused(site, capfd):
+    site.set(storage="ftp://host/there")
+    assert "storage 'ftp://host/there' cannot be opened" in sentence(capfd, ["run", site.config()])
+
+
+def test_a_damaged_record_of_the_run_is_no_obstacle(site, capfd):
+    storage = site.own / "storage"
+    shutil.copytree(site.folder / "storage", storage)
+    site.set(storage=str(storage))
+    for text in ("{}", "[]", "{", "\udcff"):
+        (storage / "runs" / "small" / "run.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert cli.main(["plan", site.config()]) == 0
+        assert "0 to run" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("address", "says"), [
+    ("127.0.0.1:1", ["no Ray cluster answers at '127.0.0.1:1'", "cluster.address=local"]),
+    ("nonsense", ["'nonsense' is not of the form host:port", "RAY_ADDRESS"])])
+@pytest.mark.parametrize("through", ["config", "environment"])
+def test_a_cluster_that_does_not_answer_is_told_at_once(address, says, through, site, capfd, monkeypatch):
+    if through == "config":
+        site.set(cluster__address=address)
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    site.set(cluster__workers=1, train__epochs=1)
+    said = sentence(capfd, ["run", site.config()])
+    for words in says:
+        assert words in said
+
+
+@pytest.mark.slow
+def test_a_cluster_without_the_accelerators_asked_for_is_refused(site):
+    site.set(cluster__workers=1, cluster__gpus_per_worker=64, train__epochs=1)
+    said = in_a_process(["run", site.config()])
+    assert "do not fit into this cluster" in said
+    assert "lower them or add nodes" in said
+
+
+# ---- as people call it ---------------------------------------------------------------------------------------------------
+def in_a_process(argv: list[str]) -> str:
+    done = subprocess.run([sys.executable, "-m", "pipeline", *argv], cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    return judge(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_process_ends_with_one_line_and_code_2(site):
+    for path in (site.source() / "train" / "2").iterdir():
+        path.write_bytes(b"no image")
+    said = in_a_process(["run", site.config()])
+    assert "stage data/bad failed" in said

@@ -1,0 +1,157 @@
+"""Promises of checkpoints: whole or absent, the last one that was finished, and nothing of a frozen backbone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from workers import checkpoint
+from workers.checkpoint import Checkpoint, drop, load, save, trained_state
+
+KEY = "stage"
+
+
+class Model(nn.Module):
+    """A frozen backbone with a buffer, a trained head, a buffer of the method's own."""
+
+    freezes_backbone = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.BatchNorm1d(3).requires_grad_(False)
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+
+
+def trained(steps: int, optimizer: str = "AdamW") -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model()
+    chosen: Any = {"AdamW": torch.optim.AdamW, "SGD": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}[optimizer](model.head.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, chosen)
+    return model, chosen
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model.head(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    model.counts += 1
+
+
+def mark(epoch: int = 1, step: int = 2) -> Checkpoint:
+    return Checkpoint(epoch, step, [{"epoch": 0, "loss": 0.1 + 0.2}], {"images": 7, "loss": 1 / 3}, {"epoch": 0, "val_correct": 5})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "stages")
+
+
+def files(root: str) -> list[Path]:
+    return sorted(Path(checkpoint.folder_of(root, KEY)).iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimizer: str):
+    model, trainer = trained(3, optimizer)
+    save(root, KEY, model, trainer, {"head.bias": torch.tensor([1.0, 2.0])}, mark())
+    step(model, trainer)
+    fresh, other = trained(0, optimizer)
+    found = load(root, KEY)
+    assert found is not None
+    best = found.restore(fresh, other)
+    assert torch.equal(best["head.bias"], torch.tensor([1.0, 2.0]))
+    assert (found.epoch, found.step, found.history, found.sums, found.best) == (
+        mark().epoch, mark().step, mark().history, mark().sums, mark().best), "floats come back to the last bit"
+    step(fresh, other)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
+
+
+def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is():
+    model = Model()
+    assert trained_state(model).keys() == {"head.weight", "head.bias", "counts"}
+    model.freezes_backbone = False
+    model.backbone.requires_grad_(True)
+    assert trained_state(model).keys() == {"head.weight", "head.bias", "counts", "backbone.weight", "backbone.bias", "backbone.running_mean",
+                                           "backbone.running_var", "backbone.num_batches_tracked"}
+
+
+def test_only_the_last_one_is_kept(root: str):
+    model, trainer = trained(1)
+    for at in range(3):
+        save(root, KEY, model, trainer, {}, mark(0, at))
+        step(model, trainer)
+        assert len(files(root)) == 2
+    found = load(root, KEY)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_one_that_was_broken_off_leaves_the_one_before(root: str, monkeypatch: pytest.MonkeyPatch):
+    model, trainer = trained(1)
+    save(root, KEY, model, trainer, {}, mark(0, 1))
+    write = checkpoint.write_bytes
+
+    def killed(uri: str, data: bytes) -> None:
+        if uri.endswith("latest.json"):
+            raise KeyboardInterrupt
+        write(uri, data)
+
+    step(model, trainer)
+    monkeypatch.setattr(checkpoint, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(root, KEY, model, trainer, {}, mark(0, 2))
+    found = load(root, KEY)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str):
+    assert load(root, KEY) is None
+    save(root, KEY, *trained(1), {}, mark())
+    drop(root, KEY)
+    assert load(root, KEY) is None
+    assert not Path(checkpoint.folder_of(root, KEY)).exists()
+    drop(root, KEY)
+
+
+def test_a_flipped_bit_anywhere_is_noticed(root: str):
+    save(root, KEY, *trained(1), {}, mark())
+    for path in files(root):
+        data = path.read_bytes()
+        for at in range(0, len(data), 1 if path.suffix == ".json" else 29):
+            for bit in (0, 5):
+                path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+                assert load(root, KEY) is None, f"{path.name} byte {at} bit {bit}"
+        path.write_bytes(data)
+    assert load(root, KEY) is not None
+
+
+def test_after_damage_the_next_one_is_written_as_usual(root: str):
+    model, trainer = trained(1)
+    for harm in (Path.unlink, lambda path: path.write_bytes(b"{}"), lambda path: path.write_bytes(b"[1]")):
+        for index in (0, 1):
+            drop(root, KEY)
+            save(root, KEY, model, trainer, {}, mark(0, 1))
+            harm(files(root)[index])
+            assert load(root, KEY) is None
+            save(root, KEY, model, trainer, {}, mark(0, 5))
+            found = load(root, KEY)
+            assert found is not None
+            assert found.step == 5
+
+
+def test_a_checkpoint_holds_no_code(root: str):
+    """Tensors and JSON only: nothing that loading could run."""
+    save(root, KEY, *trained(1), {}, mark())
+    tensors, pointer = files(root)
+    assert (tensors.suffix, pointer.name) == (".safetensors", "latest.json")
+    header = json.loads(tensors.read_bytes()[8 : 8 + int.from_bytes(tensors.read_bytes()[:8], "little")])
+    assert header.pop("__metadata__").keys() == {"accrete"}
+    assert {entry["dtype"] for entry in header.values()} <= {"F32", "I64"}

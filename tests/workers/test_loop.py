@@ -1,0 +1,243 @@
+"""Promises of the train loop: an interruption, the number of ranks and what ran before change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import CARRIED, STATE, Interrupted, interrupted_after
+from laboratory import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
+
+from workers import checkpoint, loop
+from workers.artefact import Artefact
+from workers.dist import Group
+from workers.errors import UserError
+from workers.job import StageJob
+
+AUGMENTED = {"val_fraction": 0.125, "crop": "pad", "flip": 0.5, "mixup": 0.2, "randaugment": 2, "erase": 0.5, "smoothing": 0.1}
+SAMPLES, BATCH = 70, 23  # three whole batches, and one sample over: a rank of two has no row in the last step
+PER_EPOCH = 4
+
+
+def augmented(lab: Lab, method: str, optimizer: str = "adamw", dropout: float = 0.0, **train: Any) -> Run:
+    """Everything that is random is on, and the best epoch is kept. The first task is trained, without interruption."""
+    options = {"proj_drop_rate": dropout} if dropout else {}
+    settings = {**OPTIMIZERS[optimizer], "batch_size": BATCH, "keep": "best", **train}
+    run = lab.run_of(method, settings, data=AUGMENTED, backbone={**TINY, "drop_path": 0.3, "options": {**TINY["options"], **options}})
+    run.trained(0)
+    return run
+
+
+def results(artefact: Artefact) -> tuple[Any, ...]:
+    return artefact.read(STATE), artefact.read(CARRIED), history(artefact)
+
+
+def folder_of(job: StageJob) -> Path:
+    return Path(checkpoint.folder_of(job.root, job.key))
+
+
+def interrupt(lab: Lab, job: StageJob, steps: int) -> None:
+    with pytest.raises(Interrupted), interrupted_after(steps):
+        lab.stage(job)
+
+
+# ---- interruptions -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["finetune", "meat"])
+@pytest.mark.parametrize(("steps", "place"), [(2, (0, 2)), (PER_EPOCH, (1, 0)), (PER_EPOCH + 3, (1, 3)), (2 * PER_EPOCH, (2, 0))])
+def test_a_stage_resumes_at_the_step_it_had_reached_and_ends_with_the_same_bytes(lab: Lab, method: str, steps: int, place: tuple[int, int]):
+    run = augmented(lab, method)
+    job = again(run.stages(0)[0], f"at-{steps}", checkpoint_s=1e-9)
+    interrupt(lab, job, steps)
+    mark = checkpoint.load(job.root, job.key)
+    assert mark is not None
+    assert (mark.epoch, mark.step) == place
+    with interrupted_after(1000) as done:
+        resumed = lab.stage(job)
+    assert len(done) == 3 * PER_EPOCH - steps
+    assert results(resumed) == results(run.trained(0))
+
+
+def test_a_stage_may_be_interrupted_again_and_again(lab: Lab):
+    run = augmented(lab, "finetune", dropout=0.2)  # timm's own layers draw from the process's generator
+    job = again(run.stages(0)[0], "often", checkpoint_s=1e-9)
+    for _ in range(3 * PER_EPOCH - 1):
+        interrupt(lab, job, 1)
+    with interrupted_after(1) as done:
+        resumed = lab.stage(job)
+    assert len(done) == 1
+    assert results(resumed) == results(run.trained(0))
+
+
+def flip_a_bit(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Any] = {
+    "a flipped bit in the tensors": ("*.safetensors", lambda path: flip_a_bit(path, 0.9)),
+    "a flipped bit in the header": ("*.safetensors", lambda path: flip_a_bit(path, 0.02)),
+    "a truncated file": ("*.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100])),
+    "a missing file": ("*.safetensors", Path.unlink),
+    "a flipped bit in the pointer": ("latest.json", lambda path: flip_a_bit(path, 0.5)),
+    "an empty pointer": ("latest.json", lambda path: path.write_bytes(b""))}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_makes_the_stage_start_anew_and_end_with_the_same_bytes(lab: Lab, damage: str):
+    run = augmented(lab, "linear")
+    job = again(run.stages(0)[0], damage.replace(" ", "-"), checkpoint_s=1e-9)
+    interrupt(lab, job, 6)
+    pattern, harm = DAMAGES[damage]
+    (path,) = folder_of(job).glob(pattern)
+    harm(path)
+    with interrupted_after(1000) as done:
+        stored = lab.stage(job)
+    assert len(done) == 3 * PER_EPOCH
+    assert results(stored) == results(run.trained(0))
+
+
+def test_a_finished_stage_leaves_no_checkpoint_and_is_not_run_again(lab: Lab):
+    job = again(augmented(lab, "linear").stages(0)[0], "clean", checkpoint_s=1e-9)
+    interrupt(lab, job, 2)
+    assert folder_of(job).exists()
+    lab.stage(job)
+    assert not folder_of(job).exists()
+    with interrupted_after(0):
+        lab.stage(job)
+
+
+def test_checkpoints_are_written_no_more_often_than_asked_for(lab: Lab):
+    for seconds in (0.0, 3600.0):
+        job = again(augmented(lab, "linear").stages(0)[0], f"every-{seconds}", checkpoint_s=seconds)
+        interrupt(lab, job, PER_EPOCH + 2)
+        assert not folder_of(job).exists()
+
+
+# ---- one task after another ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_momentum_never_crosses_tasks(lab: Lab, monkeypatch: pytest.MonkeyPatch, optimizer: str):
+    run, states, step = augmented(lab, "finetune", optimizer, epochs=1), [], loop.train_step
+
+    def noted(method: Any, optimizer: Any, *rest: Any) -> Any:
+        states.append(len(optimizer.state))
+        return step(method, optimizer, *rest)
+
+    monkeypatch.setattr(loop, "train_step", noted)
+    run.trained(1)
+    assert states[0] == 0
+    assert all(states[1:])
+
+
+def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab):
+    """A rate that ruins what a good first epoch learned: the first epoch's answers are the ones that are kept."""
+    run = augmented(lab, "linear", "sgd", keep="best", epochs=4)
+    right = [row["val_correct"] for row in history(run.trained(0))]
+    best = right.index(max(right))
+    shorter = again(run.stages(0)[0], "until-best", checkpoint_s=1e-9)
+    interrupt(lab, shorter, (best + 1) * PER_EPOCH)
+    mark = checkpoint.load(shorter.root, shorter.key)
+    assert mark is not None
+    kept = {name.removeprefix("model/heads.layers.0."): t for name, t in mark.tensors.items() if name.startswith("model/")}
+    head = run.state(0).head
+    assert best < len(right) - 1, "a test of the best epoch needs one that is not the last"
+    assert all(torch.equal(head[name], kept[name]) for name in head)
+
+
+def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(lab: Lab):
+    with pytest.raises(UserError, match=r"^stage finetune/two/train: the loss became (nan|inf); .*lower train\.lr") as caught:
+        augmented(lab, "finetune", "sgd", lr=1e30)
+    assert "\n" not in str(caught.value)
+    job = next(reversed(lab.runs.values())).jobs["finetune/two/train"]
+    assert job.train.lr == 1e30
+    assert Artefact.open(job.root, job.key) is None
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------------
+RANKED = {"finetune": ("finetune", "sgd", {}), "finetune accumulated": ("finetune", "sgd", {"accumulate": 2}), "meat": ("meat", "sgd", {}),
+          "finetune on adamw": ("finetune", "adamw", {"epochs": 1}), "meat on adamw": ("meat", "adamw", {"epochs": 1})}
+
+
+@pytest.fixture(scope="module")
+def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
+    """Everything that is asked of two ranks, in one start of two processes: label -> one-rank run, two-rank stage, steps."""
+    runs = {label: augmented(lab, method, optimizer, keep="last", **train) for label, (method, optimizer, train) in RANKED.items()}
+    jobs = {label: again(run.stages(0)[0], "two-ranks") for label, run in runs.items()}
+    for label in ("finetune", "meat"):
+        with small_batches():
+            runs[label].evaluated(1)
+        runs[f"evaluate {label}"], jobs[f"evaluate {label}"] = runs[label], again(runs[label].evaluate_job(1), "two-ranks")
+    runs["elastic"], jobs["elastic"] = runs["finetune"], again(runs["finetune"].stages(0)[0], "elastic", checkpoint_s=1e-9)
+    done = on_ranks(list(jobs.values()), 2, lab.folder / "ranks", {jobs["elastic"].key: PER_EPOCH + 2})
+    return {label: (runs[label], jobs[label], [rank[i] for rank in done]) for i, label in enumerate(jobs)}
+
+
+@pytest.mark.parametrize("label", RANKED)
+def test_two_ranks_equal_one(ranked: dict[str, Any], label: str):
+    """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the same."""
+    run, job, _ = ranked[label]
+    close(history(run.trained(0)), history(Artefact.need(job.root, job.key)), 1e-3)
+    for one, two in zip(tensors_of(run.trained(0)), tensors_of(Artefact.need(job.root, job.key)), strict=True):
+        if one.dtype == torch.uint8 or one.dtype == torch.bool:
+            assert (one != two).float().mean() < 1e-3
+        elif job.train.optimizer == "sgd":  # Adam makes whole steps of the rounding of gradients that vanish
+            assert torch.allclose(one, two, atol=1e-4)
+
+
+def tensors_of(artefact: Artefact) -> list[torch.Tensor]:
+    from workers.taskstate import load_tensors
+
+    return [t for name in (STATE, CARRIED) for _, t in sorted(load_tensors(artefact.read(name), name)[0].items())]
+
+
+def close(one: list[dict[str, Any]], two: list[dict[str, Any]], tolerance: float) -> None:
+    for a, b in zip(one, two, strict=True):
+        counted = a.pop("val_correct"), b.pop("val_correct")
+        assert abs(counted[0] - counted[1]) <= 1
+        assert a == pytest.approx(b, abs=tolerance)
+
+
+@pytest.mark.parametrize("label", RANKED)
+def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], label: str):
+    _, job, (first, second) = ranked[label]
+    assert len(first.rows) == len(second.rows) == job.train.epochs * PER_EPOCH
+    for step, (mine, others) in enumerate(zip(first.rows, second.rows, strict=True)):
+        size = SAMPLES % BATCH if step % PER_EPOCH == PER_EPOCH - 1 else BATCH
+        assert sorted(mine + others) == list(range(size))
+        assert first.weights[step] + second.weights[step] == pytest.approx(1)
+    assert second.rows[PER_EPOCH - 1] == [], "the second rank has no row of the last batch"
+
+
+@pytest.mark.parametrize("label", RANKED)
+def test_a_step_synchronises_what_is_trained_and_nothing_else(ranked: dict[str, Any], label: str):
+    _, job, ranks = ranked[label]
+    manifest = Artefact.need(job.root, job.key).manifest
+    for steps in ranks:
+        assert steps.synchronised == [4 * steps.trainable] * len(steps.rows)
+        assert steps.trainable == manifest["trained_parameters"]
+
+
+@pytest.mark.parametrize("method", ["finetune", "meat"])
+def test_two_ranks_measure_the_same_logits_to_the_last_bit(ranked: dict[str, Any], method: str):
+    run, job, _ = ranked[f"evaluate {method}"]
+    measured = Artefact.need(job.root, job.key)
+    assert measured.manifest["result"] == run.evaluated(1)
+    assert measured.read("predictions.parquet") == run.artefact(run.evaluate_job(1)).read("predictions.parquet")
+
+
+def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str, Any]):
+    run, job, (first, _) = ranked["elastic"]
+    assert len(first.rows) == PER_EPOCH + 2
+    with interrupted_after(1000) as done:
+        resumed = lab.stage(job)
+    assert len(done) == 2 * PER_EPOCH - 2
+    for one, two in zip(tensors_of(run.trained(0)), tensors_of(resumed), strict=True):
+        assert torch.allclose(one, two, atol=1e-4)
+
+
+def test_a_rank_alone_needs_no_process_group():
+    assert not torch.distributed.is_initialized()
+    assert Group().sum_gradients([torch.zeros(3)]) == 0
+    assert Group().gather(5) == [5]

@@ -1,0 +1,68 @@
+"""Promises of stochastic depth: who is dropped belongs to the sample, and the step decides it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from laboratory import TINY, Lab, again
+
+from workers.data.draw import Draw
+from workers.job import BackboneSettings
+from workers.model import noise, vit
+from workers.model.noise import DrawnDropPath, draw_paths
+
+CPU = torch.device("cpu")
+
+
+def draw(rows: torch.Tensor, size: int, step: int = 0) -> Draw:
+    return Draw(1, 0, step, rows, size, CPU)
+
+
+def path(probability: float) -> DrawnDropPath:
+    return DrawnDropPath(probability).train()
+
+
+def test_a_share_of_samples_is_dropped_and_the_others_grow_so_that_the_mean_stays():
+    layer, x = path(0.25), torch.ones(20_000, 2, 3)
+    draw_paths(layer, draw(torch.arange(len(x)), len(x)))
+    out = layer(x)
+    assert out[:, 0, 0].unique().tolist() == pytest.approx([0, 1 / 0.75])
+    assert torch.equal(out, out[:, :1, :1].expand_as(out)), "a sample is dropped as a whole"
+    assert float(out.mean()) == pytest.approx(1, abs=0.02)
+
+
+def test_a_sample_meets_the_same_fate_whatever_rank_holds_it():
+    layer, x = path(0.5), torch.ones(64, 1)
+    draw_paths(layer, draw(torch.arange(64), 64))
+    whole = layer(x)
+    for rank in range(3):
+        rows = torch.arange(64)[rank::3]
+        draw_paths(layer, draw(rows, 64))
+        assert torch.equal(layer(x[rows]), whole[rows])
+    draw_paths(layer, draw(torch.arange(64), 64, step=1))
+    assert not torch.equal(layer(x), whole)
+
+
+def test_blocks_are_dropped_independently_and_only_while_training():
+    model = vit.build(BackboneSettings.model_validate({**TINY, "drop_path": 0.5}))
+    paths = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
+    assert paths
+    draw_paths(model.train(), draw(torch.arange(256), 256))
+    drawn = [p(torch.ones(256, 1)) for p in paths]
+    assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    assert all(torch.equal(p.eval()(torch.ones(9, 1)), torch.ones(9, 1)) for p in paths)
+
+
+def test_numbers_for_another_batch_are_an_error_and_not_a_broadcast():
+    layer = path(0.5)
+    draw_paths(layer, draw(torch.zeros(1, dtype=torch.int64), 8))
+    with pytest.raises(AssertionError, match="another batch"):
+        layer(torch.ones(8, 1))
+
+
+def test_the_loop_decides_before_each_step(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    run = lab.run_of("finetune", {"epochs": 1}, backbone={**TINY, "drop_path": 0.5})
+    with_it = run.trained(0)
+    monkeypatch.setattr(noise, "draw_paths", lambda *arguments: None)
+    without = lab.stage(again(run.stages(0)[0], "undrawn"))
+    assert with_it.read("carried.safetensors") != without.read("carried.safetensors")

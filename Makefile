@@ -1,7 +1,7 @@
 # Set-up, demo and checks. Everything runs from .venv, which is made when it is missing or its inputs changed.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-all lint bench clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -12,6 +12,7 @@ help:
 	@echo "make test      lint, types and all fast tests"
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff and mypy alone"
+	@echo "make bench     speed against plain loops and limits, on a quiet machine: benchmarks/README.md"
 	@echo "make clean     remove .venv and caches; results in storage/ stay"
 
 setup: .venv/.ready
@@ -44,6 +45,11 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest
+
+BENCHMARKS := synchronised_bytes train_step meat_inference feed launch
+bench: .venv/.ready
+	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
+	test -z "$$failed" || { echo "missed a demand:$$failed"; exit 1; }
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -71,6 +71,9 @@ class Report:
     def at_most(self, what: str, ratio: float, demand: float) -> None:
         self._line(ratio <= demand, what, f"{ratio:.2f}x", f"at most {demand:.2f}x")
 
+    def below(self, what: str, seconds: float, demand: float) -> None:
+        self._line(seconds <= demand, what, f"{seconds * 1000:.1f} ms", f"at most {demand * 1000:.0f} ms")
+
     def note(self, what: str, value: str) -> None:
         print(f"      {what}: {value}")
 

@@ -30,7 +30,7 @@ from workers.methods import METHODS
 from workers.methods.base import Batch, Method, Progress, Rates
 
 DEMAND = 1.05  # train loop / hand-written loop, CPU time
-SIDE, BATCH, BATCHES = 96, 16, 4
+SIDE, BATCH, BATCHES = 96, 16, 8
 EPOCHS = 1000  # of the schedule; a timed step is one of its first
 ROUNDS = 15
 GROUP = dist.Group()

@@ -222,16 +222,25 @@ def collect_garbage(args: argparse.Namespace) -> int:
     garbage = store.garbage()
     size = sum(b for _, b in garbage)
     if not garbage:
-        print("nothing to delete: every stage result belongs to a named run")
+        print("nothing to delete: every result belongs to a named run")
         return 0
-    print(f"{len(garbage)} stage results, {size / 1e6:.1f} MB, belong to no named run")
-    if not args.yes and input("delete them? [y/N] ").strip().lower() not in ("y", "yes"):
+    print(f"{len(garbage)} results and remains of interrupted ones, {size / 1e6:.1f} MB, belong to no named run")
+    if not args.yes and ask("delete them? [y/N] ") not in ("y", "yes"):
         print("nothing was deleted")
         return 0
-    for key, _ in garbage:
-        delete_dir(join(store.root, key))
+    for path, _ in garbage:
+        delete_dir(join(store.storage, path))
     print("deleted")
     return 0
+
+
+def ask(question: str) -> str:
+    """A person's answer in small letters; empty where nobody is there."""
+    try:
+        return input(question).strip().lower()
+    except EOFError:
+        print()
+        return ""
 
 
 def command_of(args: argparse.Namespace) -> str:

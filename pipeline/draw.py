@@ -8,7 +8,8 @@ from html import escape
 from pipeline.graph import Graph, Stage
 
 COLOURS = {"hit": "#cfe8d5", "miss": "#fde3c8", "failed": "#f6c6c6", "done": "#cfe0f5"}
-BOX_W, BOX_H, GAP_X, GAP_Y = 128, 30, 46, 12
+BOX_W, BOX_H, GAP_X, GAP_Y = 128, 36, 46, 10
+MOST_LETTERS = 20  # that fit into a box
 
 
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
@@ -59,12 +60,17 @@ def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
     for stage in graph:
         x, y = place[stage.id]
         colour = COLOURS.get(status.get(stage.id, ""), "#eeeeee")
-        label = "/".join(p for p in stage.id.split("/") if p)
-        short = label if len(label) <= 22 else label[:10] + "…" + label[-11:]
+        upper = _short(stage.task or stage.id.removeprefix("data/"))
+        lower = _short(f"{stage.method} · {stage.step}" if stage.method else stage.step)
         parts.append(f'<g><title>{escape(stage.id)} {stage.key[:12]} {escape(status.get(stage.id, ""))}</title>'
                      f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="5" fill="{colour}" stroke="#888"/>'
-                     f'<text x="{x + BOX_W / 2}" y="{y + BOX_H / 2 + 4}" text-anchor="middle">{escape(short)}</text></g>')
+                     f'<text x="{x + BOX_W / 2}" y="{y + 15}" text-anchor="middle">{escape(upper)}</text>'
+                     f'<text x="{x + BOX_W / 2}" y="{y + 29}" text-anchor="middle" fill="#555">{escape(lower)}</text></g>')
     return "".join(parts) + "</svg>"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS // 2] + "…" + text[1 - MOST_LETTERS // 2 :]
 
 
 def _rows(graph: Graph, depth: Mapping[str, int]) -> dict[str, int]:

@@ -158,18 +158,15 @@ class Watcher(Protocol):
 
 
 def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
-    """A look-up per stage. A stage whose result stands needs none of its ancestors: they count as hits only if they stand."""
+    """A look-up per stage; with `verify`, every file is compared with its digest."""
     return {stage.id: store.look_up(stage, previous, verify) for stage in graph}
 
 
 def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
-    """Stages to run: the missing ones that a missing result, or the report, really waits for."""
-    want: set[str] = set()
-    for stage in reversed(list(graph)):
-        children = graph.children(stage.id)
-        if not lookups[stage.id].hit and (not children or any(c.id in want for c in children)):
-            want.add(stage.id)
-    return want
+    """Stages to run: all that are missing, but data only where one of them waits for it: what was learned stands without."""
+    missing = {s.id for s in graph if not lookups[s.id].hit}
+    want = {i for i in missing if graph[i].step != "ingest"}
+    return want | {p for i in want for p in graph[i].parents if p in missing}
 
 
 def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Executor], retries: int, watchers: list[Watcher],
@@ -180,6 +177,9 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
     walk = Walk.over(graph, (s.id for s in graph if s.id not in todo), retries)
     if not todo:
         return Outcome(walk.states, {}, time.monotonic() - started)
+    for stage_id in todo:
+        if lookups[stage_id].damaged:
+            store.withdraw(graph[stage_id].key)
     executor = executor_of(todo)
     try:
         while not walk.ended:

@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, dump
 from pipeline.graph import Graph, Stage
-from workers.artefact import Artefact, join, read_bytes, resolve, withdraw, write_bytes
+from workers.artefact import MANIFEST, Artefact, exists, join, read_bytes, resolve, withdraw, write_bytes
 from workers.errors import UserError
 from workers.job import Task
 
@@ -47,11 +47,12 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Lookup:
-    """hit: the result stands and is whole. reason: why not, in words."""
+    """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is not as it was written."""
 
     hit: bool
     reason: str
     manifest: dict[str, Any] | None = None
+    damaged: bool = False
 
 
 class Store:
@@ -74,16 +75,18 @@ class Store:
                             "or mend its permissions") from None
 
     def look_up(self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True) -> Lookup:
-        """Is the result of `stage` there? With `verify`, every file is compared with its digest and a damaged result is
-        withdrawn so that the stage runs again. previous: the record of the same run before, for the reason of a miss."""
+        """Is the result of `stage` there? With `verify`, every file is compared with its digest.
+        previous: the record of the same run before, for the reason of a miss."""
         found = Artefact.open(self.root, stage.key)
         if found is not None:
             damage = found.damage() if verify else None
             if damage is None:
                 return Lookup(True, "stands", found.manifest)
-            withdraw(self.root, stage.key)
-            return Lookup(False, f"damaged: {damage}; it is computed again")
-        return Lookup(False, why(stage, previous))
+        elif exists(join(self.root, stage.key, MANIFEST)):
+            damage = f"{MANIFEST} is not as it was written"
+        else:
+            return Lookup(False, why(stage, previous))
+        return Lookup(False, f"damaged: {damage}", damaged=True)
 
     def withdraw(self, key: str) -> None:
         withdraw(self.root, key)
@@ -108,15 +111,35 @@ class Store:
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
 
     def garbage(self) -> list[tuple[str, int]]:
-        """Stage folders, with their bytes, that no named run needs."""
-        needed = {s["key"] for name in self.run_names() for s in (self.record(name) or {"stages": []})["stages"]}
-        system, path = resolve(self.root)
-        infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+        """Folders below the storage, with their bytes, that no named run needs: results of no named run, what interrupted
+        attempts left beside a result that stands, and its checkpoints. Raises UserError where a record cannot be read."""
+        needed: set[str] = set()
+        for name in self.run_names():
+            record = self.record(name)
+            if record is None and exists(self.record_path(name)):
+                raise UserError(f"{self.record_path(name)} is not readable, so what run {name!r} needs is not known; start the run again, or "
+                                f"remove {join(self.storage, 'runs', name)}")
+            needed |= {s["key"] for s in record["stages"]} if record else set()
+        standing = {key: found.manifest["attempt"] for key in needed if (found := Artefact.open(self.root, key))}
         sizes: dict[str, int] = {}
-        for info in infos:
-            key = info.path[len(path):].strip("/").split("/")[0]
-            sizes[key] = sizes.get(key, 0) + (info.size or 0 if info.type == fs.FileType.File else 0)
-        return sorted((k, size) for k, size in sizes.items() if k not in needed)
+        for place in ("stages", "checkpoints"):
+            for path, size in self._files(place):
+                key, _, rest = path.partition("/")
+                attempt, below, _ = rest.partition("/")
+                if key not in needed or (place == "checkpoints" and key in standing):
+                    folder = key
+                elif below and attempt != standing.get(key, attempt):
+                    folder = f"{key}/{attempt}"
+                else:
+                    continue
+                sizes[f"{place}/{folder}"] = sizes.get(f"{place}/{folder}", 0) + size
+        return sorted(sizes.items())
+
+    def _files(self, place: str) -> list[tuple[str, int]]:
+        """(path below `place`, bytes) of every file."""
+        system, path = resolve(join(self.storage, place))
+        infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+        return [(i.path[len(path):].strip("/"), i.size or 0) for i in infos if i.type == fs.FileType.File]
 
     # ---- what a source looked like when it was last seen, so that results stand after the raw data is gone -------------
     def remember(self, identity: str, value: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: also 
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """See `laboratory.Lab`: runs streams of tiny tasks through the real stages and remembers what it has run."""
     import torch
-
     from laboratory import Lab
 
     before = torch.get_num_threads()
@@ -24,8 +22,3 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         yield Lab(tmp_path_factory.mktemp("lab"))
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def repository() -> Path:
-    return Path(__file__).resolve().parent.parent

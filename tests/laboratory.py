@@ -36,7 +36,7 @@ from workers.taskstate import Carried, TaskState
 
 TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}  # the later one has more classes
 PER_CLASS = {"train": 40, "test": 20}
-TINY = {"name": "vit_tiny_patch16_224", "img_size": 16, "crop_pct": 1.0,
+TINY: dict[str, Any] = {"name": "vit_tiny_patch16_224", "img_size": 16, "crop_pct": 1.0,
         "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"}}  # timm's usual start is too faint to tell digits apart
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05},

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import multiprocessing
 import os
-import sys
+import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,6 @@ from typing import Any
 import numpy as np
 import yaml
 from PIL import Image
-
-from pipeline.store import Store
 
 PRELOAD = ["torch", "timm", "sklearn.datasets", "matplotlib.figure", "pipeline.cli", "pipeline.build", "pipeline.launch",
            "pipeline.console", "pipeline.track", "pipeline.report.page", "tests.small_run"]
@@ -69,24 +68,48 @@ def write_config(path: Path, body: Mapping[str, Any]) -> str:
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------------
-def start(argv: list[str], out: Path) -> Any:
+def start(argv: list[str], out: Path, kill_before: int = 0) -> Any:
     """`python -m pipeline ARGV` in a process of its own, forked from one that has imported everything: it starts at once.
-    What it says goes to the file `out`. Returns a multiprocessing.Process, whose `kill` is SIGKILL."""
+    What it says goes to the file `out`; the report has no pictures, which take longer than all the rest.
+
+    kill_before: the process kills itself (SIGKILL) before its n-th system call that makes something durable.
+    Returns a multiprocessing.Process, whose `kill` is SIGKILL.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=main_into, args=(argv, str(out)))
+    process = context.Process(target=main_into, args=(argv, str(out), kill_before))
     process.start()
     return process
 
 
-def main_into(argv: list[str], out: str) -> None:
-    from pipeline.cli import main
+def main_into(argv: list[str], out: str, kill_before: int) -> None:
+    import torch
 
+    from pipeline import cli
+    from pipeline.report import page
+
+    torch.set_num_threads(1)
+    page.build = lambda *_: {"report.html": b"a page"}
+    if kill_before:
+        doom(kill_before)
     with open(out, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-        code = main(argv)
-        stream.flush()
-    sys.stdout.flush()
+        code = cli.main(argv)
     os._exit(code)
+
+
+def doom(calls: int) -> None:
+    """The death of this process before its `calls`-th fsync, rename, link or deletion of a file."""
+    left = itertools.count(calls, -1)
+
+    def deadly(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(left) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+        return call
+
+    for name in ("fsync", "replace", "link", "unlink"):
+        setattr(os, name, deadly(getattr(os, name)))
 
 
 def run(argv: list[str], out: Path, timeout: float = 240) -> str:
@@ -125,7 +148,3 @@ def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:
 def artefact(storage: Path | str, stage_id: str, file: str, name: str = "small") -> Path:
     manifest = manifests(storage, name)[stage_id]
     return Path(storage) / "stages" / manifest["key"] / manifest["attempt"] / file
-
-
-def store_of(body: Mapping[str, Any]) -> Store:
-    return Store(str(body["storage"]))

@@ -20,7 +20,7 @@ import yaml
 from pipeline import cli
 from pipeline.report import page
 from tests import small_run
-from workers.artefact import file_info
+from workers.artefact import digest_of, file_info
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -345,7 +345,7 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(site, capfd):
     manifest = state.parents[1] / "manifest.json"
     body = json.loads(manifest.read_text())
     body["files"]["state.safetensors"] = file_info(state.read_bytes())
-    manifest.write_text(json.dumps(body))
+    manifest.write_text(json.dumps({**body, "sha256": digest_of(body)}))
     site.set(storage=str(storage), train__epochs=1)
     said = sentence(capfd, ["run", site.config()])
     assert "masks mean nothing on other weights" in said

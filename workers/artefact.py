@@ -3,7 +3,7 @@
 Layout of one artefact, `<root>/<key>/`:
 
     <attempt>/state.safetensors ...   the files of the attempt that won
-    manifest.json                     written last; names the attempt and the size and sha256 of each file
+    manifest.json                     written last; names the attempt, the size and sha256 of each file, and its own sha256
 
 Files are written below a name that only one attempt uses, and the manifest is a single atomic write, so two runs that
 compute the same artefact at the same time can never mix their files, on a disk and on an object store alike: whichever
@@ -17,6 +17,7 @@ import json
 import os
 import posixpath
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +74,11 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def delete_dir(uri: str) -> None:
+    """Deletes a folder and all in it; one that is not there, or that another process deletes meanwhile, is no error."""
     system, path = resolve(uri)
-    if system.get_file_info(path).type == fs.FileType.Directory:
-        system.delete_dir(path)
+    with suppress(FileNotFoundError):
+        if system.get_file_info(path).type == fs.FileType.Directory:
+            system.delete_dir(path)
 
 
 def file_info(data: bytes) -> dict[str, Any]:
@@ -104,11 +107,12 @@ class Attempt:
         if exists(target):
             self.discard()
             return False
-        body = {**manifest, "key": self.key, "attempt": self.name, "files": self.files}
-        data = json.dumps(body, indent=1, sort_keys=True, default=str).encode()
+        body = json.loads(json.dumps({**manifest, "key": self.key, "attempt": self.name, "files": self.files}, default=str))
+        data = json.dumps({**body, "sha256": digest_of(body)}, indent=1, sort_keys=True).encode()
         system, path = resolve(target)
         if isinstance(system, fs.LocalFileSystem):
             part = f"{path}.{self.name}.part"
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(part, "wb") as stream:
                 stream.write(data)
                 stream.flush()
@@ -128,6 +132,12 @@ class Attempt:
         delete_dir(join(self.root, self.key, self.name))
 
 
+def digest_of(manifest: dict[str, Any]) -> str:
+    """sha256 of a manifest as JSON gives it back, without its own `sha256`: it holds counts, which nothing else guards."""
+    body = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Artefact:
     """A published artefact: every read is checked against the manifest."""
@@ -138,12 +148,13 @@ class Artefact:
 
     @classmethod
     def open(cls, root: str, key: str) -> Artefact | None:
-        """The artefact, or None where no readable manifest stands."""
+        """The artefact, or None where no manifest stands that is as it was written."""
         try:
             manifest = json.loads(read_bytes(join(root, key, MANIFEST)))
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
-        return cls(root, key, manifest) if {"attempt", "files"} <= manifest.keys() else None
+        whole = isinstance(manifest, dict) and manifest.get("sha256") == digest_of(manifest)
+        return cls(root, key, manifest) if whole else None
 
     @classmethod
     def need(cls, root: str, key: str) -> Artefact:

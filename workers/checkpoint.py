@@ -7,6 +7,7 @@ every rank: a resumed stage meets exactly what the uninterrupted one would have 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from workers.artefact import delete_dir, exists, file_info, join, read_bytes, resolve, write_bytes
+from workers.artefact import delete_dir, file_info, join, read_bytes, resolve, write_bytes
 from workers.taskstate import load_tensors
 
 
@@ -69,11 +70,12 @@ def save(root: str, key: str, model: nn.Module, optimizer: torch.optim.Optimizer
     folder, info = folder_of(root, key), file_info(data)
     name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
     before = _latest(folder)
-    write_bytes(join(folder, name), data)
-    write_bytes(join(folder, "latest.json"), json.dumps({"file": name, **info}).encode())
-    if before and before["file"] != name and exists(join(folder, before["file"])):
-        system, path = resolve(join(folder, before["file"]))
-        system.delete_file(path)
+    with suppress(FileNotFoundError):  # another run of the same stage was faster, and its checkpoints are dropped
+        write_bytes(join(folder, name), data)
+        write_bytes(join(folder, "latest.json"), json.dumps({"file": name, **info}).encode())
+        if before and before["file"] != name:
+            system, path = resolve(join(folder, before["file"]))
+            system.delete_file(path)
 
 
 def load(root: str, key: str) -> Checkpoint | None:

@@ -71,29 +71,10 @@ _CURRENT = Group()
 
 
 def current() -> Group:
-    """The group of this process, for terms of a loss that need a mean over the global batch."""
+    """The group that this process runs its present stage in."""
     return _CURRENT
 
 
 def enter(group: Group) -> None:
     global _CURRENT
     _CURRENT = group
-
-
-class _GlobalMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, weight: float) -> Tensor:
-        return _CURRENT.sum(local.detach() * weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def global_mean(local_mean: Tensor, weight: float) -> Tensor:
-    """Mean over the global batch of a per-rank mean. `weight` is the rank's share of the global batch (`Batch.weight`).
-
-    The gradient reaches this rank's samples as if the loss had been computed on the whole batch: the train loop scales
-    each rank's loss by its weight before it sums gradients over ranks, so none is applied here.
-    """
-    return local_mean if _CURRENT.world == 1 else _GlobalMean.apply(local_mean, weight)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
+import json
 import math
 import os
 import platform
@@ -22,7 +25,7 @@ from workers.data.draw import seed_of
 from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
-from workers.job import StageJob
+from workers.job import BackboneSettings, StageJob
 from workers.methods import METHODS
 from workers.methods.base import Batch, Method, Progress, Rates
 from workers.model import noise, vit
@@ -238,14 +241,21 @@ def settings_of(job: StageJob) -> Any:
 
 
 def load_backbone(job: StageJob) -> torch.nn.Module:
-    """A fresh copy of the backbone stage's result."""
+    """A fresh copy of the backbone stage's result, which this process reads and verifies once."""
     assert job.backbone is not None
-    artefact = Artefact.need(job.root, job.backbone)
-    backbone = vit.build(job.backbone_settings)
-    vit.from_bytes(backbone, artefact.read("state.safetensors"), f"backbone {job.backbone}")
+    manifest = json.dumps(Artefact.need(job.root, job.backbone).manifest)
+    return copy.deepcopy(_verified_backbone(job.root, job.backbone, manifest, job.backbone_settings.model_dump_json()))
+
+
+@functools.lru_cache(maxsize=1)
+def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
+    # More than a second of CPU for a ViT-B, half of it random weights that are then replaced: a warm worker pays it once.
+    artefact = Artefact(root, key, json.loads(manifest))
+    backbone = vit.build(BackboneSettings.model_validate_json(settings))
+    vit.from_bytes(backbone, artefact.read("state.safetensors"), f"backbone {key}")
     digest = vit.digest_of(backbone)
     if digest != artefact.manifest["digest"]:
-        raise UserError(f"stage {job.id}: the backbone in {job.backbone} has digest {digest[:12]}, its manifest says {artefact.manifest['digest'][:12]}; "
+        raise UserError(f"the backbone in {key} has digest {digest[:12]}, its manifest says {artefact.manifest['digest'][:12]}; "
                         "masks mean nothing on other weights, remove that folder and run the same command again")
     return backbone
 

@@ -65,7 +65,9 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path, harm):
         artefact.read("state.safetensors")
     found = store.look_up(stage("k"))
     assert not found.hit
+    assert found.damaged
     assert "state.safetensors" in found.reason
+    store.withdraw("k")
     assert Artefact.open(store.root, "k") is None
     assert publish(store, "k", {"state.safetensors": b"again"})
 
@@ -88,10 +90,17 @@ def test_a_half_written_manifest_is_no_result(tmp_path):
     store = Store(str(tmp_path))
     publish(store, "k", {"a": b"1"})
     path = tmp_path / "stages" / "k" / "manifest.json"
-    path.write_text(path.read_text()[:40])
-    assert not store.look_up(stage("k")).hit
-    (tmp_path / "stages" / "k" / "manifest.json").write_text(json.dumps({"kind": "train"}))
-    assert not store.look_up(stage("k")).hit
+    whole = path.read_text()
+    for text in (whole[:40], json.dumps({"kind": "train"}), "[]", whole.replace("train", "trawn"), whole + "x", ""):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        assert Artefact.open(store.root, "k") is None
+        found = store.look_up(stage("k"))
+        assert not found.hit
+        assert "manifest.json is not as it was written" in found.reason
+        store.withdraw("k")
+        assert publish(store, "k", {"a": b"1"}), "the stage can be published again"
+        assert store.look_up(stage("k")).hit
 
 
 def test_a_miss_explains_itself():
@@ -108,7 +117,7 @@ def test_garbage_is_what_no_named_run_needs(tmp_path):
     publish(store, "kept", {"a": b"1"})
     publish(store, "lost", {"a": b"12345"})
     store.save_record({"name": "r", "stages": [{"key": "kept"}]})
-    assert [key for key, _ in store.garbage()] == ["lost"]
+    assert [path for path, _ in store.garbage()] == ["stages/lost"]
     assert store.garbage()[0][1] > 5
 
 

@@ -12,7 +12,7 @@ from workers.errors import UserError
 
 
 def graph(edges: dict[str, tuple[str, ...]]) -> Graph:
-    return Graph.of("g", [Stage(i, "train", f"key-{i}", {}, parents) for i, parents in edges.items()])
+    return Graph.of("g", [Stage(i, "ingest" if i == "data" else "train", f"key-{i}", {}, parents) for i, parents in edges.items()])
 
 
 CHAIN = {"data": (), "base": ("data",), "a": ("base",), "b": ("a",), "c": ("b",), "ea": ("a",), "eb": ("b",), "ec": ("c",), "report": ("ea", "eb", "ec")}
@@ -120,10 +120,14 @@ def test_only_what_is_missing_and_waited_for_runs():
     assert needed(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {"c", "ec", "report"}
 
 
-def test_results_that_are_gone_are_not_missed_when_nothing_waits_for_them():
-    """The first task's raw data and shards may be deleted: what was computed from them stands."""
-    hits = [s for s in CHAIN if s not in ("data", "base")]
-    assert needed(graph(CHAIN), look_up(CHAIN, hits)) == set()
+def test_data_that_is_gone_is_not_missed_when_nothing_waits_for_it():
+    """The first task's raw data and shards may be deleted: what was learned from them stands."""
+    assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "data"])) == set()
+
+
+def test_what_was_learned_is_a_result_of_its_own_and_missed_even_where_all_evaluations_stand():
+    assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "b"])) == {"b"}
+    assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s not in ("data", "base")])) == {"data", "base"}
 
 
 def test_a_circle_and_equal_names_are_refused_in_a_sentence():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workers import checkpoint
 from workers.checkpoint import Checkpoint, drop, load, save, trained_state
@@ -20,6 +21,7 @@ class Model(nn.Module):
     """A frozen backbone with a buffer, a trained head, a buffer of the method's own."""
 
     freezes_backbone = True
+    counts: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +33,8 @@ class Model(nn.Module):
 def trained(steps: int, optimizer: str = "AdamW") -> tuple[Model, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Model()
-    chosen: Any = {"AdamW": torch.optim.AdamW, "SGD": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}[optimizer](model.head.parameters(), lr=0.1)
+    kinds: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": partial(torch.optim.SGD, momentum=0.9)}
+    chosen = kinds[optimizer](model.head.parameters(), lr=0.1)
     for _ in range(steps):
         step(model, chosen)
     return model, chosen

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -19,7 +22,7 @@ def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_f
     assert found[:10] == pytest.approx([i / 11 for i in range(1, 11)])
     assert found[10] == max(found) == 1
     assert found[55] == pytest.approx(0.01 + 0.99 / 2)
-    assert all(a > b for a, b in zip(found[10:], found[11:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(found[10:]))
     assert 0.01 <= found[-1] < 0.011
 
 
@@ -55,7 +58,7 @@ def test_every_group_follows_the_schedule_from_its_own_peak():
 def test_groups_take_what_they_do_not_name_from_the_settings(kind: str):
     own, configured = layers(2)
     train = TrainSettings.model_validate({"optimizer": kind, "lr": 0.01, "weight_decay": 0.3, "momentum": 0.7})
-    groups = [{"params": [own], "weight_decay": 0.0}, {"params": [configured]}, {"params": []}]
+    groups: list[dict[str, Any]] = [{"params": [own], "weight_decay": 0.0}, {"params": [configured]}, {"params": []}]
     optimizer = build(groups, train)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.3]
     assert kind == "adamw" or all(g["momentum"] == 0.7 for g in optimizer.param_groups)

@@ -1,0 +1,338 @@
+"""Kill anything at any moment: what was persisted stays, the same command goes on, and the numbers come out the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import cli
+from pipeline.report import page
+from tests import small_run
+from workers import loop
+from workers.artefact import Artefact
+
+MOMENTS = 20260101  # seed of the moments at which things are killed
+
+
+@dataclass
+class Lab:
+    """Cards, and an uninterrupted run on them: what it left behind, what it said, and how long it took."""
+
+    folder: Path
+    cards: dict[str, str]
+    body: dict[str, Any]
+    expected: dict[str, Any]
+    seconds: float
+
+    def config(self, place: Path, **changes: Any) -> str:
+        """The same run in a storage of its own."""
+        return small_run.write_config(place / "config.yaml", small_run.make_body(place, self.cards, **changes))
+
+    def copy(self, place: Path, **changes: Any) -> str:
+        """The same with everything done."""
+        shutil.copytree(self.folder / "storage", place / "storage")
+        return self.config(place, **changes)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("reference")
+    cards = small_run.make_cards(folder, ["base", "a", "b"])
+    body = small_run.make_body(folder, cards)
+    small_run.run(["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt")  # the fork server is up after it
+    started = time.monotonic()
+    small_run.run(["run", small_run.write_config(folder / "config.yaml", body)], folder / "out.txt")
+    yield Lab(folder, cards, body, small_run.results(folder / "storage"), time.monotonic() - started)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process make a report without pictures."""
+    monkeypatch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+
+
+def judge(lab: Lab, place: Path, before: dict[str, str], said: str) -> None:
+    """What must hold after the command was given again."""
+    storage = place / "storage"
+    after = small_run.attempts(storage)
+    assert before.items() <= after.items(), "a result that stood was computed again"
+    assert f"{len(after) - len(before)} stages run, {len(before)} reused" in said or len(after) == len(before)
+    assert small_run.results(storage) == lab.expected
+    for stage_id, manifest in small_run.manifests(storage).items():
+        found = Artefact.need(str(storage / "stages"), manifest["key"])
+        assert found.damage() is None, stage_id
+        assert not any(name.endswith(".part") for name in manifest["files"])
+
+
+def standing(place: Path) -> dict[str, str]:
+    """The attempts that are published, also where the run died before it wrote its record."""
+    return small_run.attempts(place / "storage") if (place / "storage" / "runs" / "small" / "run.json").exists() else {}
+
+
+# ---- SIGKILL of the driver -----------------------------------------------------------------------------------------------
+def killed_at_a_moment(lab: Lab, place: Path, moment: float) -> None:
+    process = small_run.start(["run", lab.config(place)], place / "killed.txt")
+    process.join(moment)
+    process.kill()
+    process.join()
+    before = standing(place)
+    judge(lab, place, before, small_run.run(["run", lab.config(place)], place / "again.txt"))
+
+
+def killed_at_a_call(lab: Lab, place: Path, call: int) -> bool:
+    """Returns whether the process lived to make so many calls."""
+    process = small_run.start(["run", lab.config(place)], place / "killed.txt", kill_before=call)
+    process.join(240)
+    assert process.exitcode in (-9, 0)
+    before = standing(place)
+    judge(lab, place, before, small_run.run(["run", lab.config(place)], place / "again.txt"))
+    return process.exitcode == -9
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(trial, lab, tmp_path):
+    killed_at_a_moment(lab, tmp_path, random.Random(f"{MOMENTS}-{trial}").uniform(0.1, 0.95) * lab.seconds)
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(trial, lab, tmp_path):
+    assert killed_at_a_call(lab, tmp_path, random.Random(f"{MOMENTS}-call-{trial}").randrange(5, 120))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(20))
+def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(trial, lab, tmp_path):
+    killed_at_a_moment(lab, tmp_path, (trial + random.Random(f"{MOMENTS}-slow-{trial}").random()) / 20 * lab.seconds)
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(lab, tmp_path):
+    """Every seventh call that makes something durable; the last ones are beyond the end of the run."""
+    call, lived = 1, True
+    while lived:
+        lived = killed_at_a_call(lab, tmp_path / str(call), call)
+        call += 7
+    assert call > 100
+
+
+def test_a_run_killed_again_and_again_comes_to_its_end(lab, tmp_path):
+    """Ten lives, each of which ends a few writes after the last."""
+    config = lab.config(tmp_path)
+    before: dict[str, str] = {}
+    for life in range(10):
+        process = small_run.start(["run", config], tmp_path / "out.txt", kill_before=8 + 3 * life)
+        process.join(240)
+        after = standing(tmp_path)
+        assert before.items() <= after.items()
+        before = after
+    judge(lab, tmp_path, before, small_run.run(["run", config], tmp_path / "again.txt"))
+
+
+# ---- checkpoints inside a stage ------------------------------------------------------------------------------------------
+class Crash(BaseException):
+    """Passes all `except Exception`, like the end of a process."""
+
+
+@contextlib.contextmanager
+def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
+    """Notes the stage of every training step; crashes before the step of that number (from 1)."""
+    made: list[str] = []
+    step = loop.train_step
+
+    def noted(method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, group: Any) -> Any:
+        if crash_at and len(made) + 1 == crash_at:
+            raise Crash
+        made.append(job.id)
+        return step(method, optimizer, batches, progress, job, group)
+
+    with patch.context() as inner:
+        inner.setattr(loop, "train_step", noted)
+        yield made
+
+
+@pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
+def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(crash_at, lab, tmp_path, quick, monkeypatch):
+    """Three steps per epoch, two epochs: after every step but the last of an epoch's end there is a checkpoint."""
+    config = lab.config(tmp_path)
+    with pytest.raises(Crash), steps(monkeypatch, crash_at) as first:
+        cli.main(["run", config])
+    with steps(monkeypatch) as second:
+        assert cli.main(["run", config]) == 0
+    together = [*first, *second]
+    per_stage = 2 * -(-2 * (20 - 2) // 16)  # two classes of 20, of which 2 validate, in batches of 16
+    assert all(together.count(stage) == per_stage for stage in together), "a step was made twice or left out"
+    assert small_run.results(tmp_path / "storage") == lab.expected
+    assert not list((tmp_path / "storage" / "checkpoints").rglob("*.safetensors")), "checkpoints go when the result stands"
+
+
+def test_without_checkpoints_a_stage_starts_again(lab, tmp_path, quick, monkeypatch):
+    config = lab.config(tmp_path, cluster={"checkpoint_s": 0.0})
+    with pytest.raises(Crash), steps(monkeypatch, 5):
+        cli.main(["run", config])
+    with steps(monkeypatch) as second:
+        assert cli.main(["run", config]) == 0
+    assert second.count(second[0]) == 6
+    assert small_run.results(tmp_path / "storage") == lab.expected
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "meta"])
+def test_a_damaged_checkpoint_is_not_believed(harm, lab, tmp_path, quick, monkeypatch):
+    config = lab.config(tmp_path)
+    with pytest.raises(Crash), steps(monkeypatch, 5):
+        cli.main(["run", config])
+    (tensors,) = (tmp_path / "storage" / "checkpoints").rglob("*.safetensors")
+    spoil(tensors.with_name("latest.json") if harm == "meta" else tensors, "truncate" if harm == "meta" else harm)
+    with steps(monkeypatch) as second:
+        assert cli.main(["run", config]) == 0
+    assert second.count(second[0]) == 6, "the stage starts anew"
+    assert small_run.results(tmp_path / "storage") == lab.expected
+
+
+# ---- damage --------------------------------------------------------------------------------------------------------------
+def spoil(path: Path, harm: str) -> None:
+    data = bytearray(path.read_bytes())
+    if harm == "remove":
+        path.unlink()
+    elif harm == "truncate":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= 1  # in a tar, a byte of an image and not of the padding
+        path.write_bytes(data)
+
+
+FILES = [("backbone", "state.safetensors"), ("backbone", "task.safetensors"), ("finetune/a/train", "task.safetensors"),
+         ("finetune/a/train", "carried.safetensors"), ("meat/b/train", "history.parquet"), ("finetune/b/evaluate", "predictions.parquet"),
+]
+DATA = [("data/a", "train-00000.tar"), ("data/a", "test-00000.tar"), ("data/b", "index.parquet"), ("data/b", "rejected.csv")]
+
+
+@pytest.mark.parametrize(("stage_id", "file"), FILES)
+@pytest.mark.parametrize("harm", ["flip", "truncate"])
+def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(harm, stage_id, file, lab, tmp_path, quick, capsys):
+    config = lab.copy(tmp_path)
+    before = small_run.attempts(tmp_path / "storage")
+    spoil(small_run.artefact(tmp_path / "storage", stage_id, file), harm)
+    assert cli.main(["run", config]) == 0
+    said = capsys.readouterr().out
+    assert f"{stage_id}: damaged: {file} is {'damaged' if harm == 'flip' else 'truncated'}" in said
+    after = small_run.attempts(tmp_path / "storage")
+    assert {i for i in after if after[i] != before[i]} == {stage_id}
+    assert small_run.results(tmp_path / "storage") == lab.expected
+    assert "1 stages run" in said
+
+
+@pytest.mark.parametrize(("stage_id", "file"), DATA)
+@pytest.mark.parametrize("harm", ["flip", "truncate"])
+def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_anew_when_something_does(
+        harm, stage_id, file, lab, tmp_path, quick, capsys):
+    """Its source may be gone, and most of it may be whole."""
+    config, storage = lab.copy(tmp_path), tmp_path / "storage"
+    before = small_run.attempts(storage)
+    spoil(small_run.artefact(storage, stage_id, file), harm)
+    assert cli.main(["run", config]) == 0
+    said = capsys.readouterr().out
+    assert f"{stage_id}: damaged: {file} is" in said
+    assert "no stage was run" in said
+    assert small_run.attempts(storage) == before
+    shutil.rmtree(storage / "stages" / small_run.manifests(storage)["finetune/b/evaluate"]["key"])
+    assert cli.main(["run", config]) == 0
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before[i]} == {stage_id, "finetune/b/evaluate"}
+    assert small_run.results(storage) == lab.expected
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+def test_a_damaged_manifest_is_no_result(harm, lab, tmp_path, quick, capsys):
+    config = lab.copy(tmp_path)
+    before = small_run.attempts(tmp_path / "storage")
+    spoil(small_run.artefact(tmp_path / "storage", "meat/a/evaluate", "x").parents[1] / "manifest.json", harm)
+    assert cli.main(["run", config]) == 0
+    assert harm == "remove" or "meat/a/evaluate: damaged: manifest.json is not as it was written" in capsys.readouterr().out
+    after = small_run.attempts(tmp_path / "storage")
+    assert {i for i in after if after[i] != before[i]} == {"meat/a/evaluate"}
+    assert small_run.results(tmp_path / "storage") == lab.expected
+
+
+@pytest.mark.parametrize(("stage_id", "file"), [("finetune/a/train", "carried.safetensors"), ("backbone", "state.safetensors"),
+                                                ("data/b", "train-00000.tar"), ("data/b", "index.parquet")])
+def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(stage_id, file, lab, tmp_path, quick, monkeypatch, capsys):
+    """The file goes bad after the driver looked at it: the stage that reads it says so, and the one that wrote it is run."""
+    config = lab.copy(tmp_path)
+    storage = tmp_path / "storage"
+    for stage in ("finetune/b/train", "finetune/b/evaluate"):
+        shutil.rmtree(storage / "stages" / small_run.manifests(storage)[stage]["key"])
+    shutil.rmtree(storage / "cache")
+    spoil(small_run.artefact(storage, stage_id, file), "flip")
+    monkeypatch.setattr(Artefact, "damage", lambda self: None)
+    before = small_run.attempts(storage)
+    assert cli.main(["run", config]) == 0
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before.get(i)} == {stage_id, "finetune/b/train", "finetune/b/evaluate"}
+    assert small_run.results(storage) == lab.expected
+    assert file in capsys.readouterr().out or stage_id == "data/b"
+
+
+# ---- the same command again, and a longer stream -------------------------------------------------------------------------
+def test_the_same_command_again_runs_nothing_and_says_so(lab, tmp_path, quick, capsys):
+    config = lab.copy(tmp_path)
+    before = small_run.attempts(tmp_path / "storage")
+    assert cli.main(["run", config]) == 0
+    said = capsys.readouterr().out
+    assert f"nothing to do: all {len(before)} stage results stand, no stage was run" in said
+    assert small_run.attempts(tmp_path / "storage") == before
+
+
+def without_data(storage: Path, folder: Path, names: str) -> None:
+    """Deletes the raw data and the shards of some cards."""
+    for name in names:
+        shutil.rmtree(folder / "raw" / name)
+        shutil.rmtree(storage / "stages" / small_run.manifests(storage)[f"data/{name}"]["key"])
+    shutil.rmtree(storage / "cache")
+
+
+@pytest.mark.parametrize("gone", ["", "a", "ab"])
+def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(gone, tmp_path, quick, capsys):
+    """A star: tasks a and b are learned and their data deleted; then c comes."""
+    cards = small_run.make_cards(tmp_path, "ab")
+    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"]))
+    assert cli.main(["run", config]) == 0
+    storage, before = tmp_path / "storage", small_run.attempts(tmp_path / "storage")
+    results = small_run.results(storage)
+    if gone:
+        without_data(storage, tmp_path, gone)
+    assert cli.main(["run", config]) == 0, "what was learned stands without its data"
+    assert "nothing to do" in capsys.readouterr().out
+    cards |= small_run.make_cards(tmp_path, "c")
+    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"]))
+    assert cli.main(["run", config]) == 0
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before.get(i)} == {"data/c", "meat/c/train", "meat/c/evaluate", "report"}
+    for stage_id, result in small_run.results(storage).items():
+        assert results.get(stage_id, result) == result
+    assert cli.main(["run", config]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+# ---- two at once ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("trial", range(2))
+def test_two_drivers_at_the_same_moment_publish_every_stage_once(trial, lab, tmp_path):
+    configs = [lab.config(tmp_path), lab.config(tmp_path)]
+    processes = [small_run.start(["run", config], tmp_path / f"out{i}.txt") for i, config in enumerate(configs)]
+    for i, process in enumerate(processes):
+        process.join(240)
+        assert process.exitcode == 0, (tmp_path / f"out{i}.txt").read_text()
+        assert "tried again" not in (tmp_path / f"out{i}.txt").read_text()
+    storage = tmp_path / "storage"
+    assert small_run.results(storage) == lab.expected
+    for folder in (storage / "stages").iterdir():
+        assert len(list(folder.iterdir())) == 2, f"{folder}: one attempt and its manifest"

@@ -141,8 +141,9 @@ def _seen(store: Store, card: cards.Card, found: str | None) -> str:
 
 
 def weights_path(config: Config) -> str:
-    """`none`, `hub`, or the absolute path of the weights file."""
-    return config.backbone.weights if config.backbone.weights in ("none", "hub") else os.path.abspath(expand(config.backbone.weights))
+    """`none`, `hub`, or the absolute path of the weights file; a relative one starts at the checkout, as on cards."""
+    weights = config.backbone.weights
+    return weights if weights in ("none", "hub") else os.path.normpath(cards.CARDS.parent / expand(weights))
 
 
 def _weights_digest(config: Config, store: Store) -> str:

@@ -1,4 +1,4 @@
-"""The command line: run, plan, ingest, report, ui, store. Few flags; everything else is `--set key=value`."""
+"""The command line: run, plan, ingest, report, ui, gc. Few flags; everything else is `--set key=value`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"accrete: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stderr.close()
+        return 0
+    except OSError as error:
+        print(f"accrete: {error.filename or 'a file'} cannot be used ({error.strerror or error}); mend its path or permissions and run the same "
+              "command again", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
 
 
 class Parser(argparse.ArgumentParser):
@@ -157,8 +161,11 @@ def plan(args: argparse.Namespace) -> int:
     print(f"\n{len(graph)} stages: {len(graph) - len(todo)} stand, {len(todo)} to run (marked * below)\n")
     print(draw.to_text(graph, status))
     if args.svg:
-        with open(args.svg, "w") as stream:
-            stream.write(draw.to_svg(graph, status))
+        try:
+            with open(args.svg, "w", encoding="utf-8") as stream:
+                stream.write(draw.to_svg(graph, status))
+        except OSError as error:
+            raise UserError(f"--svg {args.svg!r} cannot be written ({error.strerror}); name a file in a folder that is there") from None
         print(f"\npicture: {args.svg}")
     return 0
 
@@ -210,7 +217,10 @@ def report(args: argparse.Namespace) -> int:
 def ui(args: argparse.Namespace) -> int:
     from pipeline import browse, config
 
-    return browse.serve(config.absolute(args.storage), port=args.port)
+    storage = config.absolute(args.storage)
+    if "://" not in storage and not os.path.isdir(storage):
+        raise UserError(f"storage {args.storage!r} does not exist; give the folder that holds the runs with --storage")
+    return browse.serve(storage, port=args.port)
 
 
 def collect_garbage(args: argparse.Namespace) -> int:
@@ -243,9 +253,15 @@ def ask(question: str) -> str:
         return ""
 
 
+def python() -> str:
+    """This interpreter as one would type it here."""
+    short = os.path.relpath(sys.executable)
+    return sys.executable if short.startswith("..") else short
+
+
 def command_of(args: argparse.Namespace) -> str:
     sets = "".join(f" --set {o}" for o in args.overrides)
-    return f"python -m pipeline run {args.config}{sets}"
+    return f"{python()} -m pipeline run {args.config}{sets}"
 
 
 def provenance() -> dict[str, Any]:

@@ -138,8 +138,10 @@ def check(body: dict[str, Any], where: str) -> Config:
     """Settings from plain YAML values. Raises UserError with one sentence."""
     config = _checked(Config, body, "", where)
     for label in config.methods:
-        config.train_of(label, where=where)
-        config.data_of(label, where)
+        train, data = config.train_of(label, where=where), config.data_of(label, where)
+        if train.keep == "best" and not data.val_fraction:
+            raise UserError(f"{where}: methods.{label}.train.keep is 'best' with data.val_fraction 0: the best epoch is chosen on validation "
+                            "images; hold some out, or set train.keep=last")
     _check_methods(config, where)
     return config
 

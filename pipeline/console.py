@@ -69,6 +69,8 @@ class Console:
 
 
 def _progress(body: dict[str, Any]) -> str:
+    if "doing" in body:
+        return f"{body['doing']} {body.get('images', 0)}" + (f"/{body['of']}" if body.get("of") else "") + " images"
     if "epoch" not in body:
         return f"{body.get('task', '')} {body.get('done', 0)}/{body.get('of', 1)}"
     accuracy = f", validation {body['accuracy']:.3f}" if body.get("accuracy") is not None else ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from pipeline import ingest
 from pipeline.build import IngestJob
 from pipeline.config import ClusterSettings
 from pipeline.graph import Graph, Stage
+from pipeline.offers import Offer, Queue, take
 from pipeline.run import Event, Executor
 from pipeline.store import Store
 from workers import dist
@@ -31,21 +33,9 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
 }
 QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
+IDLE_S = 10.0  # how long the ranks of an idle group wait for each other at a time
+WAIT_S = 30.0  # after so long without a worker group, a person is told what is waited for
 Local = Callable[[Stage], dict[str, Any]]  # stages that the driver runs itself (the report)
-
-
-class Offer(NamedTuple):
-    """A stage that may run; the deepest one, with most stages behind it, goes first."""
-
-    depth: int
-    stage: Stage
-
-
-def take(offers: list[Offer], last: Stage | None = None) -> Stage:
-    """Removes and returns the next stage: the deepest; among equals a child of `last`, so that a chain keeps its group."""
-    best = max(offers, key=lambda o: (o.depth, last is not None and last.id in o.stage.parents))
-    offers.remove(best)
-    return best.stage
 
 
 class InProcess:
@@ -56,7 +46,10 @@ class InProcess:
         self.waiting: list[Offer] = []
         self.events: list[Event] = []
         torch.set_num_threads(cluster.cpus_per_worker)
-        self.device = torch.device("cuda" if cluster.gpus_per_worker and torch.cuda.is_available() else "cpu")
+        if cluster.gpus_per_worker and not torch.cuda.is_available():
+            raise UserError(f"cluster.gpus_per_worker is {cluster.gpus_per_worker}, but this machine has no GPU that torch can use; set it to 0 "
+                            "or run where there is one")
+        self.device = torch.device("cuda" if cluster.gpus_per_worker else "cpu")
 
     def submit(self, stage: Stage, depth: int) -> None:
         self.waiting.append(Offer(depth, stage))
@@ -70,7 +63,7 @@ class InProcess:
 
     def _run(self, stage: Stage) -> dict[str, Any]:
         if isinstance(stage.job, IngestJob):
-            return run_ingest(self.store, stage, map)
+            return run_ingest(self.store, stage, map, self.progress)
         if stage.job is None:
             return self.local(stage)
         return run_stage(stage.job, dist.Group(0, 1, self.device), lambda body: self.progress(Event("progress", stage.id, body=body)))
@@ -98,10 +91,11 @@ def own_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{place}"
 
 
-def run_ingest(store: Store, stage: Stage, map_fn: Callable[..., Iterable[Any]]) -> dict[str, Any]:
+def run_ingest(store: Store, stage: Stage, map_fn: Callable[..., Iterable[Any]], progress: Callable[[Event], None]) -> dict[str, Any]:
     started = time.monotonic()
     extra = {"stage": stage.id, "step": "ingest"}
-    manifest = ingest.ingest(stage.job.card, store.root, stage.key, map_fn, extra)
+    manifest = ingest.ingest(stage.job.card, store.root, stage.key, map_fn, extra,
+                             lambda body: progress(Event("progress", stage.id, body=body)))
     return {**manifest, "wall_s": round(time.monotonic() - started, 3)}
 
 
@@ -109,7 +103,7 @@ def executor(store: Store, cluster: ClusterSettings, graph: Graph, todo: set[str
     """What runs the stages `todo`: this process, or worker groups on Ray."""
     if cluster.workers == 0:
         return InProcess(store, cluster, local, progress)
-    return OnRay(store, cluster, local, width_of(graph, todo))
+    return OnRay(store, cluster, local, progress, width_of(graph, todo))
 
 
 def width_of(graph: Graph, todo: set[str]) -> int:
@@ -139,8 +133,12 @@ def connect(cluster: ClusterSettings) -> Any:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
         return ray
     check_reachable(address)
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # submitted as a job: it has brought the code along
+        ray.init(address=address, **quiet)
+        return ray
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    ray.init(address=address, runtime_env={"working_dir": root, "excludes": [".venv", ".git", "storage", "tests"]}, **quiet)
+    code = {"working_dir": root, "excludes": [".venv", ".git", "storage", "tests"], "env_vars": ENVIRONMENT}
+    ray.init(address=address, runtime_env=code, **quiet)
     return ray
 
 
@@ -156,50 +154,6 @@ def check_reachable(address: str) -> None:
     except OSError as error:
         raise UserError(f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address or RAY_ADDRESS, "
                         "or set cluster.address=local") from None
-
-
-class Queue:
-    """The actor between the driver and the worker groups: stages out, events in."""
-
-    def __init__(self) -> None:
-        self.offers: list[Offer] = []
-        self.held: dict[int, Stage] = {}  # group -> the stage it runs
-        self.last: dict[int, Stage] = {}  # group -> the stage it ran last
-        self.events: list[Event] = []
-        self.closed = False
-
-    def offer(self, offers: list[Offer]) -> list[Event]:
-        """From the driver: new stages; returns what happened since."""
-        self.offers += offers
-        events, self.events = self.events, []
-        return events
-
-    def next(self, group: int) -> Stage | str | None:
-        """From rank 0 of a group: a stage, None for nothing yet, `stop`. A group that asks while it holds a stage was
-        started anew: its workers died."""
-        held = self.held.pop(group, None)
-        if held is not None:
-            self.events.append(Event("lost", held.id, "its workers died"))
-        if self.closed:
-            return "stop"
-        if not self.offers:
-            return None
-        chosen = self.held[group] = self.last[group] = take(self.offers, self.last.get(group))
-        return chosen
-
-    def post(self, group: int, event: Event) -> None:
-        """From a rank: how a stage goes or ended. Of several ranks that fail together the first one is heard."""
-        if event.kind == "progress" or self.held.pop(group, None) is not None:
-            self.events.append(event)
-
-    def abandon(self, group: int, message: str) -> None:
-        """From the driver: the group itself is gone for good."""
-        held = self.held.pop(group, None)
-        if held is not None:
-            self.events.append(Event("lost", held.id, message))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
@@ -223,11 +177,14 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
     while True:
         stage: Any = None
-        while rank == 0 and stage is None:
+        until = time.monotonic() + IDLE_S
+        while rank == 0 and stage is None and time.monotonic() < until:
             stage = ray.get(queue.next.remote(index))
             if stage is None:
                 time.sleep(QUEUE_POLL_S)
-        stage = group.share(stage)
+        stage = group.share(stage)  # None after IDLE_S: the other ranks wait in a collective, which has a timeout
+        if stage is None:
+            continue
         if stage == "stop":
             return
         event = attempt(stage, lambda stage=stage: run_stage(  # type: ignore[misc]
@@ -253,7 +210,7 @@ def run_segment(queue: Any, group: int, cluster: ClusterSettings, storage: str) 
         train_loop_config={"queue": queue, "group": group, "gpu": bool(cluster.gpus_per_worker), "threads": cluster.cpus_per_worker},
         scaling_config=ScalingConfig(num_workers=cluster.workers, use_gpu=bool(cluster.gpus_per_worker), resources_per_worker=resources),
         run_config=RunConfig(name=name, storage_path=storage,
-                             failure_config=FailureConfig(max_failures=-1), logging_config=LoggingConfig("ERROR")),  # type: ignore[call-arg]
+                             failure_config=FailureConfig(max_failures=cluster.retries), logging_config=LoggingConfig("ERROR")),  # type: ignore[call-arg]
     )
     try:
         trainer.fit()
@@ -264,12 +221,14 @@ def run_segment(queue: Any, group: int, cluster: ClusterSettings, storage: str) 
 class OnRay:
     """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest over Ray tasks, the report here."""
 
-    def __init__(self, store: Store, cluster: ClusterSettings, local: Local, width: int):
+    def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None], width: int):
         ray = connect(cluster)
-        self.ray, self.store, self.cluster, self.local = ray, store, cluster, local
+        self.ray, self.store, self.cluster, self.local, self.progress = ray, store, cluster, local, progress
         self.width = width  # most stages that can run side by side
         self.queue: Any = ray.remote(num_cpus=0)(Queue).remote()
         self.groups: dict[int, Any] = {}
+        self.starts: dict[int, int] = {}  # group -> how often it was started since its workers last came up
+        self.waiting_since: float | None = None
         self.outbox: list[Offer] = []
         self.local_waiting: deque[Stage] = deque()
         self.map = RayMap(ray, max(1, int(ray.cluster_resources().get("CPU", 1))))
@@ -278,7 +237,7 @@ class OnRay:
 
     def submit(self, stage: Stage, depth: int) -> None:
         if isinstance(stage.job, IngestJob):
-            self.ingests.append(self.threads.submit(attempt, stage, lambda: run_ingest(self.store, stage, self.map)))
+            self.ingests.append(self.threads.submit(attempt, stage, lambda: run_ingest(self.store, stage, self.map, self.progress)))
         elif stage.job is None:
             self.local_waiting.append(stage)
         else:
@@ -290,8 +249,10 @@ class OnRay:
             self._start_groups()
         if self.groups:
             outbox, self.outbox = self.outbox, []
-            events += self.ray.get(self.queue.offer.remote(outbox))
-            events += self._gone()
+            news, asked = self.ray.get(self.queue.offer.remote(outbox))
+            self._say_what_is_waited_for(asked)
+            self._start_again(asked)
+            events += news
         if self.local_waiting and not events:
             stage = self.local_waiting.popleft()
             events.append(attempt(stage, lambda: self.local(stage)))
@@ -314,16 +275,19 @@ class OnRay:
             raise UserError(f"cluster.workers={self.cluster.workers} with {self.cluster.cpus_per_worker} CPUs and "
                             f"{self.cluster.gpus_per_worker} GPUs each do not fit into this cluster "
                             f"({total.get('CPU', 0):.0f} CPUs, {total.get('GPU', 0):.0f} GPUs); lower them or add nodes")
+        self.waiting_since = time.monotonic()
         for index in range(min(room, self.width, self.cluster.groups or room)):
             self._start_group(index)
 
     def _start_group(self, index: int) -> None:
-        storage = self.store.storage if "://" in self.store.storage else os.path.abspath(self.store.storage)
         fn = self.ray.remote(num_cpus=0, max_retries=0)(run_segment)
-        self.groups[index] = fn.remote(self.queue, index, self.cluster, storage + "/ray")
+        self.starts[index] = self.starts.get(index, 0) + 1
+        self.groups[index] = fn.remote(self.queue, index, self.cluster, join(self.store.storage, "ray"))
 
-    def _gone(self) -> list[Event]:
-        """Groups whose trainer ended before the queue was closed are started anew; what they held is offered again."""
+    def _start_again(self, asked: list[int]) -> None:
+        """Groups whose trainer ended before the queue was closed are started anew, and what they held is offered again.
+        Raises UserError where a group's workers never come up."""
+        self.starts.update(dict.fromkeys(asked, 0))
         done, _ = self.ray.wait(list(self.groups.values()), num_returns=len(self.groups), timeout=0)
         for ref in done:
             index = next(i for i, r in self.groups.items() if r == ref)
@@ -332,9 +296,21 @@ class OnRay:
                 message = "its worker group ended"
             except Exception as error:
                 message = own_error(error)
+            if self.starts[index] > self.cluster.retries:
+                raise UserError(f"worker group {index} could not be started in {self.starts[index]} tries: {message}; mend what it says, "
+                                "or use fewer workers with --set cluster.workers=N")
             self.ray.get(self.queue.abandon.remote(index, message))
             self._start_group(index)
-        return []
+
+    def _say_what_is_waited_for(self, asked: list[int]) -> None:
+        if asked or self.waiting_since is None:
+            self.waiting_since = None
+        elif time.monotonic() - self.waiting_since > WAIT_S:
+            self.waiting_since = None
+            need = f"{self.cluster.workers} x {self.cluster.cpus_per_worker} CPUs"
+            need += f" and {self.cluster.workers} x {self.cluster.gpus_per_worker} GPUs" if self.cluster.gpus_per_worker else ""
+            print(f"waiting for a worker group: {need}, free now: {self.ray.available_resources().get('CPU', 0):.0f} CPUs, "
+                  f"{self.ray.available_resources().get('GPU', 0):.0f} GPUs", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
@@ -366,7 +342,10 @@ class RayMap:
                 self.free.release()
 
     def _result(self, under_way: deque[Any]) -> Any:
-        value = self.ray.get(under_way[0])
+        try:
+            value = self.ray.get(under_way[0])
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # what went wrong, without the remote traceback around it
         under_way.popleft()
         self.free.release()
         return value

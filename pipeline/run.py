@@ -75,6 +75,7 @@ class Walk:
     def decide(self) -> list[Decision]:
         """Stages to launch now, those with most work behind them first; stages that can never run."""
         decisions, ready, states = [], [], dict(self.states)
+        busy = {s.key for s in self.graph if states[s.id] is State.RUNNING}
         for stage in self.graph:
             if states[stage.id] is not State.WAITING:
                 continue
@@ -82,7 +83,8 @@ class Walk:
             if bad is not None:
                 states[stage.id] = State.BLOCKED  # so that what waits for this one is blocked in the same pass
                 decisions.append(Decision("block", stage.id, f"{bad} did not finish"))
-            elif all(states[p] in FINISHED for p in stage.parents):
+            elif all(states[p] in FINISHED for p in stage.parents) and stage.key not in busy:
+                busy.add(stage.key)  # two stages that are the same work: one does it, the other then finds it done
                 ready.append(stage)
         depth = self._depths()
         ready.sort(key=lambda s: -depth[s.id])
@@ -113,7 +115,10 @@ class Walk:
         if event.kind == "damaged":
             owner = next((s.id for s in self.graph if s.key == event.key), None)
             if owner is not None and self._try_again(event.stage):
-                self.states[owner] = self.states[event.stage] = State.WAITING
+                self.states[event.stage] = State.WAITING
+                if self.states[owner] not in FINISHED:  # another reader has found it before, and it is being computed
+                    return Decision("retry", event.stage, event.message)
+                self.states[owner] = State.WAITING
                 return Decision("recompute", owner, event.message)
         elif not event.final and self._try_again(event.stage):
             self.states[event.stage] = State.WAITING
@@ -163,9 +168,10 @@ def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, ver
 
 
 def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
-    """Stages to run: all that are missing, but data only where one of them waits for it: what was learned stands without."""
+    """Stages to run: all that are missing, but data only where it is wanted for itself, or one of them waits for it: what was
+    learned stands without."""
     missing = {s.id for s in graph if not lookups[s.id].hit}
-    want = {i for i in missing if graph[i].step != "ingest"}
+    want = {i for i in missing if graph[i].step != "ingest" or not graph.children(i)}
     return want | {p for i in want for p in graph[i].parents if p in missing}
 
 
@@ -194,7 +200,7 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
                 for watcher in watchers:
                     watcher.event(walk, event)
                 if follow_up:
-                    if follow_up.kind == "recompute":
+                    if follow_up.kind == "recompute" and store.look_up(graph[follow_up.stage]).damaged:
                         store.withdraw(graph[follow_up.stage].key)
                     tell(watchers, walk, follow_up)
             if not events:

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,12 @@ def main_into(argv: list[str], out: str, kill_before: int) -> None:
     page.build = lambda *_: {"report.html": b"a page"}
     if kill_before:
         doom(kill_before)
+    code = 1
     with open(out, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-        code = cli.main(argv)
+        try:
+            code = cli.main(argv)
+        except Exception:
+            traceback.print_exc()
     os._exit(code)
 
 

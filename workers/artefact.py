@@ -12,33 +12,54 @@ manifest stands decides, and the other attempt's files are dropped.
 
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
 import json
 import os
 import posixpath
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from pyarrow import fs
 
 from workers.errors import DamagedArtefact, UserError
 
 MANIFEST = "manifest.json"
+LARGE_BYTES = 64 << 20
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     """The filesystem and the path inside it of an absolute path or a URI (`s3://`, `gs://`, `hdfs://`, `file://`)."""
+    if "://" not in uri:
+        return fs.LocalFileSystem(), os.path.abspath(uri)
+    parts = urlsplit(uri)
+    system, top = _opened(urlunsplit(parts._replace(path="/")))
+    return system, posixpath.normpath(posixpath.join(top, parts.path.lstrip("/")))
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(uri: str) -> tuple[fs.FileSystem, str]:
+    """The filesystem of a URI without its path: opened once, since an object store may ask for its region each time."""
     try:
-        return fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
+        return fs.FileSystem.from_uri(uri)
     except (ValueError, OSError, NotImplementedError) as error:
         raise UserError(f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI pyarrow knows "
                         "(file, s3, gs, hdfs) with its credentials in the environment") from None
 
 
 def join(uri: str, *parts: str) -> str:
-    return posixpath.join(uri, *parts)
+    """A place below `uri`; a query (`s3://bucket/folder?region=...`) stays at the end."""
+    path, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
+    return posixpath.join(path, *parts) + mark + query
+
+
+def parent(uri: str) -> str:
+    """The folder that `uri` lies in."""
+    path, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
+    return posixpath.dirname(path.rstrip("/")) + mark + query
 
 
 def exists(uri: str) -> bool:
@@ -74,11 +95,14 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def delete_dir(uri: str) -> None:
-    """Deletes a folder and all in it; one that is not there, or that another process deletes meanwhile, is no error."""
+    """Deletes a folder and all in it. No error where it is not there, or another process deletes it or writes there too."""
     system, path = resolve(uri)
-    with suppress(FileNotFoundError):
+    try:
         if system.get_file_info(path).type == fs.FileType.Directory:
             system.delete_dir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise
 
 
 def file_info(data: bytes) -> dict[str, Any]:
@@ -175,12 +199,21 @@ class Artefact:
         return data
 
     def damage(self) -> str | None:
-        """The first file that is missing, truncated or altered, in words; None when everything is as it was written."""
-        for name in self.manifest["files"]:
-            problem, _ = self._read(name)
+        """The first file that is missing, truncated or altered, in words; None when everything is as it was written. Files
+        above LARGE_BYTES (shards of big data sets) are judged by their size here and by their digests when they are read."""
+        for name, expected in self.manifest["files"].items():
+            problem = self._size_problem(name) if expected["bytes"] > LARGE_BYTES else self._read(name)[0]
             if problem:
                 return f"{name} {problem}"
         return None
+
+    def _size_problem(self, name: str) -> str | None:
+        system, path = resolve(self.uri(name))
+        info = system.get_file_info(path)
+        if info.type == fs.FileType.NotFound:
+            return "is missing"
+        expected = self.manifest["files"][name]["bytes"]
+        return None if info.size == expected else f"is truncated or padded ({info.size} bytes, the manifest says {expected})"
 
     def _read(self, name: str) -> tuple[str | None, bytes]:
         expected = self.manifest["files"].get(name)
@@ -198,8 +231,8 @@ class Artefact:
 
 
 def withdraw(root: str, key: str) -> None:
-    """Takes a damaged artefact out of sight so that its stage runs again; nothing else refers to its files."""
+    """Takes a damaged artefact out of sight so that its stage runs again. Its files stay until `gc`: most may be whole, and
+    what they were made of may be gone."""
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:
-        system.delete_file(path)
-    delete_dir(join(root, key))
+        system.move(path, f"{path}.damaged")

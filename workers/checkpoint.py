@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from workers.artefact import delete_dir, file_info, join, read_bytes, resolve, write_bytes
+from workers.artefact import delete_dir, file_info, join, parent, read_bytes, resolve, write_bytes
 from workers.taskstate import load_tensors
 
 
@@ -57,7 +57,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 def folder_of(root: str, key: str) -> str:
     """Checkpoints live beside the stages, below the key of the stage that they belong to."""
-    return join(root.rsplit("/", 1)[0], "checkpoints", key)
+    return join(parent(root), "checkpoints", key)
 
 
 def save(root: str, key: str, model: nn.Module, optimizer: torch.optim.Optimizer, best: dict[str, Tensor], mark: Checkpoint) -> None:

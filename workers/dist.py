@@ -29,12 +29,14 @@ class Group:
     def sum_gradients(self, parameters: list[Tensor]) -> int:
         """Sums the gradients of `parameters` over ranks in a few flat buckets; a missing gradient counts as zero.
         Returns the bytes that were synchronised per rank."""
+        for p in parameters:
+            if p.grad is None:  # on one rank too: what the optimizer does with it must not depend on the number of ranks
+                p.grad = torch.zeros_like(p)
         if self.world == 1:
             return 0
         total, bucket, size = 0, [], 0
         for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+            assert p.grad is not None
             bucket.append(p.grad)
             size += p.grad.numel() * p.grad.element_size()
             if size >= BUCKET_BYTES:

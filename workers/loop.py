@@ -33,6 +33,7 @@ from workers.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
 REPORT_S = 1.0  # seconds between two progress reports of a stage
+AGREE_STEPS = 8  # steps between two moments at which several ranks ask whether a checkpoint is due
 
 
 def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
@@ -117,13 +118,14 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
 
 def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, feed: Feed, val: Feed | None, epochs: int,
             group: dist.Group, report: Report) -> list[dict[str, Any]]:
-    mark = checkpoint.load(job.root, job.key) or Checkpoint(0, 0, [], {}, {})
+    found = checkpoint.load(job.root, job.key) if group.rank == 0 else None  # one rank looks, so that none starts elsewhere
+    mark = group.share(found) or Checkpoint(0, 0, [], {}, {})
     best = mark.restore(method, optimizer) if mark.tensors else {}
     history, saved = list(mark.history), time.monotonic()
     clock = Clock(job, epochs, feed.steps_per_epoch, report if group.rank == 0 else (lambda event: None))
     for epoch in range(mark.epoch, epochs):
         resumed = epoch == mark.epoch and mark.tensors
-        sums = Sums(mark.sums if resumed else {}, group.device)
+        sums = Sums(mark.sums if resumed else {}, group)
         first = mark.step if resumed else 0
         method.train()
         for step, batches in enumerate(feed.epoch(epoch, first), first):
@@ -131,9 +133,10 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
             torch.manual_seed(seed_of(job.seed, "step", epoch, step, group.rank))
             sums.add(train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size)
             clock.tick(progress, batches[0].draw.size, sums)
-            if job.checkpoint_s and time.monotonic() - saved > job.checkpoint_s and step + 1 < feed.steps_per_epoch:
+            if job.checkpoint_s and step + 1 < feed.steps_per_epoch and is_due(saved + job.checkpoint_s, step, group):
+                so_far = sums.total()
                 if group.rank == 0:
-                    checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch, step + 1, history, sums.plain(), mark.best))
+                    checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch, step + 1, history, so_far, mark.best))
                 saved = time.monotonic()
         row = {"epoch": epoch, "lr": optimizer.param_groups[0]["lr"], **sums.means(job.id), **method.measures()}
         if val is not None:
@@ -179,12 +182,21 @@ def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[B
     return terms
 
 
-class Sums:
-    """Running sums of loss terms over an epoch, kept on the device so that no step waits for them."""
+def is_due(when: float, step: int, group: dist.Group) -> bool:
+    """Whether rank 0's clock has passed `when`; all ranks hear the same, and several ask each other only now and then."""
+    if group.world > 1 and (step + 1) % AGREE_STEPS:
+        return False
+    return bool(group.share(time.monotonic() > when))
 
-    def __init__(self, start: dict[str, float], device: torch.device):
-        self.values = {name: torch.tensor(v, dtype=torch.float64, device=device) for name, v in start.items() if name != "images"}
-        self.images = int(start.get("images", 0))
+
+class Sums:
+    """This rank's running sums of loss terms over an epoch, on the device so that no step waits for them; `images` counts
+    those of all ranks. start: the totals of a checkpoint, which rank 0 goes on from."""
+
+    def __init__(self, start: dict[str, float], group: dist.Group):
+        mine = start if group.rank == 0 else {}
+        self.values = {name: torch.tensor(v, dtype=torch.float64, device=group.device) for name, v in mine.items() if name != "images"}
+        self.group, self.images = group, int(start.get("images", 0))
         self.started = time.perf_counter()
 
     def add(self, terms: dict[str, torch.Tensor], images: int) -> None:
@@ -192,14 +204,13 @@ class Sums:
             self.values[name] = self.values.get(name, 0.0) + value.double() * images
         self.images += images
 
-    def plain(self) -> dict[str, float]:
-        return {"images": self.images, **{name: float(v) for name, v in self.values.items()}}
+    def total(self) -> dict[str, float]:
+        """Sums over all ranks."""
+        return {"images": self.images, **{name: float(self.group.sum(v.clone())) for name, v in self.values.items()}}
 
     def means(self, where: str) -> dict[str, float]:
         """Epoch means over the global batch. Raises UserError where the loss is not a finite number."""
-        means = {}
-        for name, value in self.values.items():
-            means[name] = float(dist.current().sum(value.clone())) / self.images
+        means = {name: value / self.images for name, value in self.total().items() if name != "images"}
         check_finite(means["loss"], where)
         return {**means, "images": self.images, "seconds": round(time.perf_counter() - self.started, 3)}
 
@@ -225,8 +236,8 @@ class Clock:
         if now - self.said < REPORT_S:
             return
         self.said, spent = now, now - self.started
-        loss = float(sums.values["loss"]) / sums.images
-        if dist.current().world == 1:
+        loss = float(sums.values["loss"]) / sums.images * sums.group.world  # of several ranks, what this one's share tells
+        if sums.group.world == 1:
             check_finite(loss, self.job.id)
         self.report({"stage": self.job.id, "epoch": progress.epoch + 1, "epochs": self.epochs, "loss": loss, "accuracy": self.accuracy,
                      "images_per_s": self.images / spent, "left_s": (progress.total - progress.done - 1) * spent / self.steps})

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -168,13 +169,13 @@ class RunTables:
         hits, totals = np.full((size, size), np.nan), np.full((size, size), np.nan)
         source = np.where(np.tril(np.ones((size, size), bool)), "missing", "ahead").astype("U8")
         for t, after in enumerate(tasks):
-            rows = [r for r in (self.result(label, after) or {"rows": []})["rows"] if r["task"] in tasks and r.get(correct) is not None]
+            rows = [r for r in self.measured(label, after) if r["task"] in tasks and r.get(correct) is not None]
             for row in rows:
                 i = tasks.index(row["task"])
                 hits[t, i], totals[t, i], source[t, i] = row[correct], row["total"], "measured"
-            if [r["task"] for r in rows] == [after]:  # a star measures the new task only: nothing can change the others
+            if rows and not (self.result(label, after) or {})["rewrites"]:  # nothing can change the answers on other tasks
                 for i in range(t):
-                    if source[i, i] == "measured":
+                    if source[t, i] == "missing" and source[i, i] == "measured":
                         hits[t, i], totals[t, i], source[t, i] = hits[i, i], totals[i, i], "follows"
         return Matrix(label, tuple(tasks), hits, totals, source)
 
@@ -235,20 +236,20 @@ class RunTables:
         """Per task: how often it was measured, and whether its logits had the same sha256 each time."""
         seen: dict[str, list[str]] = {}
         for after in self.tasks(label):
-            for row in (self.result(label, after) or {"rows": []})["rows"]:
+            for row in self.measured(label, after):
                 seen.setdefault(row["task"], []).append(row.get("logits_sha256") or "")
         return [{"label": label, "task": task, "measured": len(hashes), "distinct_logits": len(set(hashes)),
                  "logits_equal": len(set(hashes)) == 1 if len(hashes) > 1 and all(hashes) else None} for task, hashes in seen.items()]
 
-    def canaries(self) -> list[Row]:
-        """Checks in which an early task was measured again to prove that its logits are still the same."""
-        return [{"label": label, "after": after, **result["canary"]} for label in self.labels for after in self.tasks(label)
-                if (result := self.result(label, after)) and result.get("canary")]
+    def measured(self, label: str, after: str) -> list[Row]:
+        """What was measured after learning `after`: the row of the matrix, or of a star the new task and its canary, the
+        task before, which is measured again beside the new one."""
+        result = self.result(label, after) or {"rows": []}
+        return [*result["rows"], *([result["canary"]] if result.get("canary") else [])]
 
     def verdict(self, label: str) -> str:
         """`identical` or `changed` where earlier tasks were measured again, else `not measured again`."""
-        said = [r["logits_equal"] for r in self.evidence(label)] + [c["equal"] for c in self.canaries() if c["label"] == label]
-        said = [s for s in said if s is not None]
+        said = [r["logits_equal"] for r in self.evidence(label) if r["logits_equal"] is not None]
         return "not measured again" if not said else "identical" if all(said) else "changed"
 
     def confusion(self, label: str, after: str, task: str) -> tuple[NDArray[np.int64], list[str]] | None:
@@ -256,12 +257,11 @@ class RunTables:
         table = self.table(self.artefacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
             return None
-        rows = table.select(["task", "label", "prediction"]).to_pandas()
-        rows = rows[rows["task"] == task]
+        rows = table.filter(pc.equal(table["task"], task))
         if not len(rows):
             return None
         names = list(self.task(task)["classes"])
-        truth, guess = rows["label"].to_numpy(int), rows["prediction"].to_numpy(int)
+        truth, guess = rows["label"].to_numpy(), rows["prediction"].to_numpy()
         if max(truth.max(), guess.max()) >= len(names):  # positions in the output space of all tasks learned so far
             order = self.tasks(label)
             names = [c for t in order[: order.index(after) + 1] for c in self.task(t)["classes"]]
@@ -309,7 +309,7 @@ class RunTables:
         histories = [{"stage": s["id"], "label": s["label"], "task": s["task"], "step": s["step"], **row}
                      for s in self.record["stages"] if s["step"] not in ("ingest", "evaluate", "report") for row in self.history(s["id"])]
         found = {"summary": self.summary(), "matrix": entries, "averages": averages, "sizes": [r for lb in self.labels for r in self.sizes(lb)],
-                 "histories": histories, "logits": [r for lb in self.labels for r in self.evidence(lb)], "canaries": self.canaries(),
+                 "histories": histories, "logits": [r for lb in self.labels for r in self.evidence(lb)],
                  "stages": self.stage_rows(), "warnings": self.warnings()}
         return {name: rows for name, rows in found.items() if rows}
 

@@ -172,15 +172,20 @@ def _evaluate(attempt: Attempt, stage: Stage) -> dict[str, Any]:
     after, label = _index(stage.task), str(stage.method)
     rows, columns = [], {name: [] for name in ("task", "key", "label", "prediction", "confidence")}
     for task in [after] if label == "meat" else range(after + 1):
-        total, classes = IMAGES[task], len(TASKS[task]["classes"])
-        correct = round(total * accuracy(label, after, task))
-        drift = after if label == "finetune" else task
-        rows.append({"task": TASKS[task]["name"], "correct": correct, "total": total,
-                     "logits_sha256": hashlib.sha256(f"{label}{task}{drift}".encode()).hexdigest()})
+        row = _row(label, after, task)
+        rows.append(row)
+        total, correct, classes = row["total"], row["correct"], len(TASKS[task]["classes"])
         truth = np.arange(total) % classes
         guess = np.where(np.arange(total) < correct, truth, (truth + 1) % classes)
         for name, values in zip(columns, ([TASKS[task]["name"]] * total, [f"{task}-{i:05d}" for i in range(total)], truth.tolist(), guess.tolist(),
                                           [.5] * total), strict=True):
             columns[name] += values
     attempt.write("predictions.parquet", parquet(columns))
-    return {"result": {"rows": rows, "canary": {"task": TASKS[after - 1]["name"], "equal": True} if label == "meat" and after else None}}
+    star = label == "meat"
+    return {"result": {"rewrites": not star, "rows": rows, "canary": _row(label, after, after - 1) if star and after else None}}
+
+
+def _row(label: str, after: int, task: int) -> dict[str, Any]:
+    drift = after if label == "finetune" else task
+    return {"task": TASKS[task]["name"], "correct": round(IMAGES[task] * accuracy(label, after, task)), "total": IMAGES[task],
+            "logits_sha256": hashlib.sha256(f"{label}{task}{drift}".encode()).hexdigest()}

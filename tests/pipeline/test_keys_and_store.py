@@ -7,8 +7,8 @@ from pyarrow import fs
 
 from pipeline.graph import Stage
 from pipeline.store import Store, key_of, why
-from workers.artefact import Artefact, Attempt, join
-from workers.errors import DamagedArtefact
+from workers.artefact import Artefact, Attempt, join, write_bytes
+from workers.errors import DamagedArtefact, UserError
 
 
 def stage(key: str, inputs: dict | None = None) -> Stage:
@@ -69,6 +69,7 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path, harm):
     assert "state.safetensors" in found.reason
     store.withdraw("k")
     assert Artefact.open(store.root, "k") is None
+    assert (tmp_path / "stages" / "k" / artefact.manifest["attempt"] / "other").exists(), "what is whole may be all that is left"
     assert publish(store, "k", {"state.safetensors": b"again"})
 
 
@@ -92,7 +93,6 @@ def test_a_half_written_manifest_is_no_result(tmp_path):
     path = tmp_path / "stages" / "k" / "manifest.json"
     whole = path.read_text()
     for text in (whole[:40], json.dumps({"kind": "train"}), "[]", whole.replace("train", "trawn"), whole + "x", ""):
-        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         assert Artefact.open(store.root, "k") is None
         found = store.look_up(stage("k"))
@@ -116,9 +116,33 @@ def test_garbage_is_what_no_named_run_needs(tmp_path):
     store = Store(str(tmp_path))
     publish(store, "kept", {"a": b"1"})
     publish(store, "lost", {"a": b"12345"})
-    store.save_record({"name": "r", "stages": [{"key": "kept"}]})
+    store.save_record({"name": "r", "stages": [{"key": "kept"}, {"key": "unfinished"}]})
+    Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
     assert [path for path, _ in store.garbage()] == ["stages/lost"]
     assert store.garbage()[0][1] > 5
+
+
+def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(tmp_path):
+    store = Store(str(tmp_path))
+    interrupted, damaged = Attempt(store.root, "k"), Attempt(store.root, "k")
+    interrupted.write("a", b"half")
+    damaged.write("a", b"1")
+    damaged.commit({})
+    store.withdraw("k")
+    write_bytes(join(str(tmp_path), "checkpoints", "k", "latest.json"), b"{}")
+    store.save_record({"name": "r", "stages": [{"key": "k"}]})
+    assert store.garbage() == []
+    publish(store, "k", {"a": b"1"})
+    assert {path for path, _ in store.garbage()} == {"checkpoints/k", f"stages/k/{interrupted.name}", f"stages/k/{damaged.name}"}
+
+
+def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path):
+    store = Store(str(tmp_path))
+    publish(store, "k", {"a": b"1"})
+    store.save_record({"name": "r", "stages": [{"key": "k"}]})
+    (tmp_path / "runs" / "r" / "run.json").write_text("{")
+    with pytest.raises(UserError, match="what run 'r' needs is not known"):
+        store.garbage()
 
 
 def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path):

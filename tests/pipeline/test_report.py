@@ -17,6 +17,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent))
 import fake_run
 
+from pipeline import metrics
 from pipeline.report import entries, figures, maskplots, page, plots
 from pipeline.report.masks import MaskView, kinds, overlap
 from pipeline.report.tables import RunTables
@@ -60,7 +61,8 @@ def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_th
     lower = np.tril(np.ones((4, 4), bool))
     assert (chain.source[lower] == "measured").all()
     assert (np.diagonal(star.source) == "measured").all()
-    assert (star.source[np.tril(lower, -1)] == "follows").all()
+    assert (star.source[np.tril(lower, -2)] == "follows").all()
+    assert (star.source[np.tril(lower, -1) & ~np.tril(lower, -2)] == "measured").all()  # the canaries
     assert (star.source[~lower] == "ahead").all()
     assert np.isnan(star.correct[~lower]).all()
     for t, i in zip(*np.nonzero(lower), strict=True):
@@ -75,12 +77,23 @@ def test_a_star_does_not_forget_and_fine_tuning_does(tables):
     assert tables.matrix("finetune").final["forgetting"] > .3
 
 
+def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero(tmp_path):
+    """What was not measured must not be filled in from the diagonal: a chain can have changed it."""
+    fake_run.write(str(tmp_path))
+    tables = RunTables.load(str(tmp_path), fake_run.record())
+    result = tables.artefacts["finetune/roots/evaluate"].manifest["result"]
+    result["rows"] = [r for r in result["rows"] if r["task"] == "roots"]
+    matrix = tables.matrix("finetune")
+    assert matrix.source[3].tolist() == ["missing", "missing", "missing", "measured"]
+    assert np.isnan(metrics.forgetting(matrix.correct, matrix.total))
+
+
 def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path):
     tables = half(tmp_path, "finetune/roots", "meat/leaves/evaluate", "hat-small")
     finetune, star, nothing = (tables.matrix(label) for label in ("finetune", "meat", "hat-small"))
     assert (finetune.finished, star.finished, nothing.finished) == (3, 2, 0)
     assert (finetune.source[3] == "missing").all()
-    assert star.source[3].tolist() == ["follows", "follows", "missing", "measured"]
+    assert star.source[3].tolist() == ["follows", "follows", "measured", "measured"]
     assert finetune.final["average_accuracy"] == pytest.approx(np.mean(finetune.rates[2, :3]))
     assert nothing.final == {}
     row = next(r for r in tables.summary() if r["label"] == "hat-small")
@@ -260,7 +273,7 @@ def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables):
     body = json.loads(entries.method_files(tables, "meat")["accuracy_matrix.json"])
     assert body["accuracy"][0] == [.95, None, None, None]
     assert body["correct"][0] == [190, None, None, None]
-    assert body["source"][3] == ["follows", "follows", "follows", "measured"]
+    assert body["source"][3] == ["follows", "follows", "measured", "measured"]
 
 
 def test_artefacts_are_only_read(storage, report):

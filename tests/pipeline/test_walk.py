@@ -140,3 +140,24 @@ def test_a_circle_and_equal_names_are_refused_in_a_sentence():
 def test_order_of_stages_given_does_not_matter():
     for order in itertools.islice(itertools.permutations(STAR.items()), 0, 700, 37):
         assert needed(graph(dict(order)), look_up(STAR, ["data", "base"])) == {"a", "b", "c", "report"}
+
+
+def test_two_readers_of_one_damaged_result_have_it_computed_once():
+    walk = Walk.over(graph(STAR), ["data", "base"], 3)
+    launch_all(walk)
+    assert walk.apply(Event("damaged", "a", "base is damaged", key="key-base")).kind == "recompute"
+    assert launch_all(walk) == ["base"]
+    assert walk.apply(Event("damaged", "b", "base is damaged", key="key-base")).kind == "retry"
+    assert walk.states["base"] is State.RUNNING
+    walk.apply(Event("done", "base"))
+    assert sorted(launch_all(walk)) == ["a", "b"]
+
+
+def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time():
+    twins = Graph.of("g", [Stage("a", "train", "same", {}), Stage("b", "train", "same", {}), Stage("c", "train", "other", {})])
+    walk = Walk.over(twins, [], 0)
+    first = launch_all(walk)
+    assert len(first) == 2
+    assert "c" in first
+    walk.apply(Event("done", next(s for s in first if s != "c")))
+    assert len(launch_all(walk)) == 1

@@ -155,10 +155,13 @@ class Meat(Method):
         return shares | ({"flipped": 1 - _share(list(masks.values()))} if masks else {})
 
     def warnings(self) -> list[str]:
-        if self.task is not None and self.masks and self.measures()["flipped"] == 0:
-            return [f"task {self.task.name!r}: no mask entry left its initial state, so the masks do nothing; "
-                    "raise mask_travel or mask_lr, or train for more steps"]
-        return []
+        """Masks of a kind that did nothing: tokens nearly always flip under drop control, FFN masks need a rate."""
+        said = []
+        for kind, name in (("token_keep", "token"), ("ffn_density", "FFN")):
+            if self.task is not None and self.measures().get(kind) == 1:
+                said.append(f"task {self.task.name!r}: no {name} mask entry left its initial state, so these masks do nothing; "
+                            "raise mask_travel or mask_lr, or train for more steps")
+        return said
 
     def finish(self) -> tuple[TaskState, Carried]:
         chosen = self.settings.model_dump(by_alias=True, mode="json")

@@ -1,0 +1,285 @@
+"""Promises of the command line: what plan says is what run does, gc asks first, and what is printed is few lines for people."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import shutil
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import cli, console
+from pipeline.graph import Graph, Stage
+from pipeline.report import page
+from pipeline.run import Event, Walk
+from pipeline.store import Lookup
+from tests import small_run
+
+STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
+
+
+@dataclass
+class Run:
+    folder: Path
+    body: dict[str, Any]
+    said: str
+
+    def config(self, **changes: Any) -> str:
+        return small_run.write_config(self.folder / "config.yaml", {**copy.deepcopy(self.body), **changes})
+
+    @property
+    def storage(self) -> Path:
+        return self.folder / "storage"
+
+
+@pytest.fixture(autouse=True)
+def pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Reports are stubs: pictures take longer than all the rest. The names of the runs that one was made for."""
+    made: list[str] = []
+
+    def build(storage: str, record: dict[str, Any], picture: str) -> dict[str, bytes]:
+        made.append(record["name"])
+        return {"report.html": b"a page", "tables/matrix.csv": b"a table"}
+
+    monkeypatch.setattr(page, "build", build)
+    return made
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("cli")
+    body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["meat"])
+    config = small_run.write_config(folder / "config.yaml", body)
+    return Run(folder, body, small_run.run(["run", config], folder / "out.txt"))
+
+
+@pytest.fixture
+def own(finished: Run, tmp_path: Path) -> Run:
+    """A copy of the finished run, free to be changed."""
+    shutil.copytree(finished.storage, tmp_path / "storage")
+    return Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, finished.said)
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert cli.main(list(argv)) == code
+    return capsys.readouterr().out
+
+
+# ---- plan ----------------------------------------------------------------------------------------------------------------
+def table(said: str) -> dict[str, tuple[str, str]]:
+    """Stage id -> (hit or miss, reason) of what plan printed."""
+    rows = [re.match(r"(hit|miss) +(\S+) +[0-9a-f]{12} *(.*)$", line) for line in said.splitlines()]
+    return {row[2]: (row[1], row[3]) for row in rows if row}
+
+
+def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(finished, tmp_path, capsys):
+    run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
+    said = output(capsys, "plan", run.config())
+    assert set(table(said).values()) == {("miss", "new")}
+    assert f"{STAGES} stages: 0 stand, {STAGES} to run" in said
+    assert not (run.storage / "stages").exists()
+
+
+def test_plan_of_a_finished_run_has_hits_only(own, capsys):
+    said = output(capsys, "plan", own.config())
+    assert set(table(said).values()) == {("hit", "")}
+    assert f"{STAGES} stages: {STAGES} stand, 0 to run" in said
+
+
+def test_plan_says_what_changed_from_old_to_new(own, capsys):
+    before = small_run.attempts(own.storage)
+    rows = table(output(capsys, "plan", own.config(), "--set", "methods.meat.lambda=0.8"))
+    assert rows["data/a"][0] == rows["backbone"][0] == "hit"
+    assert re.fullmatch(r"changed settings\.lambda: [\d.]+ -> 0\.8", rows["meat/a/train"][1])
+    assert rows["report"] == ("miss", "an earlier stage changed")
+    rows = table(output(capsys, "plan", own.config(), "--set", "backbone.img_size=32"))
+    assert rows["backbone"] == ("miss", "changed backbone.img_size: 16 -> 32")
+    assert rows["meat/b/train"] == ("miss", "an earlier stage changed")
+    assert small_run.attempts(own.storage) == before
+
+
+def test_plan_says_what_is_not_finished(own, capsys):
+    shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["meat/b/train"]["key"])
+    rows = table(output(capsys, "plan", own.config()))
+    assert {i: row for i, row in rows.items() if row[0] == "miss"} == {"meat/b/train": ("miss", "not finished")}
+
+
+def test_plan_says_that_data_is_gone_and_not_missed(own, capsys):
+    shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["data/a"]["key"])
+    assert table(output(capsys, "plan", own.config()))["data/a"] == ("hit", "result is gone, and nothing that is missing waits for it")
+
+
+def test_run_runs_what_plan_says(own, capsys):
+    override = ["--set", "methods.meat.train.lr=0.01"]
+    rows = table(output(capsys, "plan", own.config(), *override))
+    before = small_run.attempts(own.storage)
+    output(capsys, "run", own.config(), *override)
+    after = small_run.attempts(own.storage)
+    assert {i for i in after if after[i] != before[i]} == {i for i, row in rows.items() if row[0] == "miss"}
+
+
+def test_plan_writes_the_picture(own, tmp_path, capsys):
+    said = output(capsys, "plan", own.config(), "--svg", str(tmp_path / "graph.svg"))
+    assert f"picture: {tmp_path / 'graph.svg'}" in said
+    titles = [t.text or "" for t in ElementTree.parse(tmp_path / "graph.svg").iter("{http://www.w3.org/2000/svg}title")]
+    assert {t.split()[0] for t in titles} == set(table(said))
+    assert all(t.endswith(" hit") for t in titles)
+    assert cli.main(["plan", own.config(), "--svg", str(tmp_path / "nowhere" / "graph.svg")]) == 2
+    assert "name a file in a folder that is there" in capsys.readouterr().err
+
+
+# ---- ingest, report ------------------------------------------------------------------------------------------------------
+def test_ingest_brings_the_data_and_trains_nothing(finished, tmp_path, capsys):
+    run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
+    said = output(capsys, "ingest", run.config())
+    for name in "ab":
+        assert f"data/{name}: 20 test, 40 train; none rejected" in said or f"data/{name}: 40 train, 20 test; none rejected" in said
+    assert len(list((run.storage / "stages").iterdir())) == 2
+    rows = table(output(capsys, "plan", run.config()))
+    assert {i for i, row in rows.items() if row[0] == "hit"} == {"data/a", "data/b"}
+    kept = {p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()}
+    output(capsys, "ingest", run.config())
+    assert kept == {p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()}
+
+
+def test_report_writes_the_page_again_from_the_store(own, pages, capsys):
+    shutil.rmtree(own.storage / "runs" / "small")
+    assert cli.main(["run", own.config()]) == 0
+    assert not pages, "the report stage stands, its files are copied"
+    place = own.storage / "runs" / "small" / "report.html"
+    assert place.read_bytes() == b"a page"
+    place.unlink()
+    said = output(capsys, "report", own.config())
+    assert pages == ["small"]
+    assert f"report: {place}" in said
+    assert place.exists()
+    assert (place.parent / "tables" / "matrix.csv").exists()
+
+
+def test_report_of_an_unfinished_run_shows_what_is_there(own, pages, capsys):
+    for stage_id in ("meat/b/evaluate", "report"):
+        shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)[stage_id]["key"])
+    output(capsys, "report", own.config())
+    assert pages == ["small"]
+    assert "meat/b/evaluate" not in small_run.attempts(own.storage)
+
+
+# ---- gc ------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def littered(own, capsys) -> Run:
+    """A run that was changed since: three results belong to no named run any more."""
+    output(capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01")
+    return own
+
+
+def folders(run: Run) -> set[str]:
+    return {p.name for p in (run.storage / "stages").iterdir()}
+
+
+@pytest.mark.parametrize("answer", ["n", "", "nope", None])
+def test_gc_deletes_nothing_without_a_yes(answer, littered, monkeypatch, capsys):
+    def reply(question: str) -> str:
+        if answer is None:
+            raise EOFError
+        return answer
+
+    before = folders(littered)
+    monkeypatch.setattr("builtins.input", reply)
+    said = output(capsys, "gc", "--storage", str(littered.storage))
+    assert re.search(r"5 results .* belong to no named run", said)
+    assert "nothing was deleted" in said
+    assert folders(littered) == before
+
+
+@pytest.mark.parametrize("way", ["y", "Yes ", "--yes"])
+def test_gc_deletes_what_no_named_run_needs_and_nothing_else(way, littered, monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", lambda question: way)
+    kept = small_run.attempts(littered.storage)
+    said = output(capsys, "gc", "--storage", str(littered.storage), *(["--yes"] if way == "--yes" else []))
+    assert "deleted" in said.splitlines()[-1]
+    assert folders(littered) == {m["key"] for m in small_run.manifests(littered.storage).values()}
+    assert small_run.attempts(littered.storage) == kept
+    assert "nothing to do" in output(capsys, "run", littered.config(), "--set", "methods.meat.train.lr=0.01")
+    assert "nothing to delete" in output(capsys, "gc", "--storage", str(littered.storage))
+
+
+def test_gc_of_a_storage_that_is_not_there_deletes_nothing(tmp_path, capsys):
+    assert "nothing to delete" in output(capsys, "gc", "--storage", str(tmp_path / "nowhere"))
+    assert not (tmp_path / "nowhere").exists()
+
+
+# ---- what is printed -----------------------------------------------------------------------------------------------------
+def test_a_run_prints_a_line_per_stage_and_a_summary(finished):
+    lines = finished.said.splitlines()
+    stages = [line for line in lines if line.startswith("[")]
+    assert len(stages) == STAGES
+    assert [line.split("]")[0] for line in stages] == [f"[{i}/{STAGES}" for i in range(1, STAGES + 1)]
+    assert all(re.fullmatch(r"\[\d+/\d+\] \S+: .+ in [\d.]+ s", line) for line in stages)
+    assert len(lines) < STAGES + 20
+    assert "\r" not in finished.said
+    assert "\x1b" not in finished.said
+    assert "meat: accuracy in %, row = after task, column = on task" in finished.said
+    assert re.search(r"8 stages run, 0 reused, [\d.]+ s", finished.said)
+    assert f"report: {finished.storage / 'runs' / 'small' / 'report.html'}" in finished.said
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watched(stream: io.StringIO) -> tuple[console.Console, Walk]:
+    graph = Graph.of("g", [Stage("meat/a/train", "train", "k", {})])
+    return console.Console(graph, {"meat/a/train": Lookup(False, "new")}, stream), Walk.over(graph, [], 2)
+
+
+def epoch(number: int) -> Event:
+    return Event("progress", "meat/a/train", body={"epoch": number, "epochs": 100, "loss": 1.5, "accuracy": 0.25, "images_per_s": 10.0, "left_s": 3600.0})
+
+
+def test_where_nobody_watches_progress_is_a_line_now_and_then(monkeypatch):
+    stream, now = io.StringIO(), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen, walk = watched(stream)
+    for second in range(100):
+        now[0] = 1000.0 + second
+        screen.event(walk, epoch(second))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "[0/1] meat/a/train: epoch 31/100, loss 1.5000, validation 0.250, 10 images/s, 60 min 00 s left"
+
+
+def test_on_a_terminal_one_line_is_rewritten():
+    stream = Terminal()
+    screen, walk = watched(stream)
+    for number in range(50):
+        screen.event(walk, epoch(number))
+    assert stream.getvalue().count("\n") == 0
+    assert stream.getvalue().count("\r") == 50
+    screen.event(walk, Event("done", "meat/a/train", body={"kind": "train", "sizes": {"masks": 2000}, "wall_s": 61.0}))
+    assert stream.getvalue().endswith("meat/a/train: trained, 2.0 kB for the task in 1 min 01 s\n")
+
+
+def test_a_retry_says_why_and_how_often():
+    stream = io.StringIO()
+    screen, walk = watched(stream)
+    for decision in walk.decide():
+        walk.carry_out(decision)
+    decision = walk.apply(Event("lost", "meat/a/train", "its workers died"))
+    screen.decision(walk, decision)
+    assert stream.getvalue() == "[0/1] meat/a/train: its workers died; tried again from its last checkpoint (try 2 of 3)\n"
+
+
+def test_the_record_of_a_run_says_what_it_consisted_of(finished):
+    record = json.loads((finished.storage / "runs" / "small" / "run.json").read_text())
+    assert {s["id"] for s in record["stages"]} == set(small_run.attempts(finished.storage))
+    assert [t["name"] for t in record["tasks"]] == ["a", "b"]
+    assert record["config"]["methods"]["meat"]["method"] == "meat"

@@ -93,7 +93,7 @@ def main() -> None:
         job = stream.job_of(graph, "linear/t-0/train")
         data = Artefact.need(job.root, graph["data/generated"].key)
         shards = [data.uri(name) for name in sorted(data.manifest["files"]) if name.startswith("train")]
-        resident, streamed = make(job), make(replace(job, resident_bytes=0))
+        resident, streamed = make(job), make(replace(job, data=job.data.model_copy(update={"resident_mb": 0})))
         assert (resident.resident, streamed.resident) == (True, False)
         expected = sorted_images(by_hand(shards, job))
         for name, feed in (("resident", resident), ("streamed", streamed)):

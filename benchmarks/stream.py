@@ -49,7 +49,7 @@ def plan(folder: Path, card: str, tasks: int, **sections: Any) -> tuple[Store, G
 def ingest(store: Store, graph: Graph) -> None:
     for stage in graph:
         if isinstance(stage.job, IngestJob):
-            launch.run_ingest(store, stage, map)
+            launch.run_ingest(store, stage, map, lambda event: None)
 
 
 def job_of(graph: Graph, stage_id: str) -> StageJob:

@@ -23,6 +23,12 @@ UP_S = 60.0  # a server that has not answered by then is given up
 MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
 
 
+def this_python() -> str:
+    """This interpreter as one would type it here."""
+    short = os.path.relpath(sys.executable)
+    return sys.executable if short.startswith("..") else short
+
+
 def runs_link(base: str, experiment: str) -> str:
     return f"{base}/#/experiments/{experiment}/runs{MODE}"
 

@@ -12,15 +12,17 @@ from pipeline import cards, ingest
 from pipeline.config import Config, TaskEntry, expand
 from pipeline.graph import Graph, Stage
 from pipeline.store import Store, key_of
+from workers import evaluate, loop
 from workers.artefact import Artefact
+from workers.data import sources
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.methods import METHODS
+from workers.methods.base import Method
 from workers.model import vit
 
-REPORT_REVISION = 1
-BACKBONE_REVISION = 1
-EVALUATE_REVISION = 1
+REPORT_REVISION = 1  # raise it when the report shows other things
+BACKBONE_REVISION = 1  # raise it when other weights come out of the same settings: building, loading, resampling
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,7 @@ class Builder:
             backbone_settings=c.backbone.model_copy(update={"weights": weights_path(c)}),
             data=c.data_of(label) if label else c.data, train=c.train_of(label, step) if label else c.train, task=task, tasks=tasks,
             backbone=self.keys["backbone"] if label else None, provenance=self.provenance,
-            resident_bytes=c.cluster.resident_mb << 20, checkpoint_s=c.cluster.checkpoint_s,
-            loader_workers=c.cluster.loader_workers, cache=cache_folder(self.store.storage), **rest)
+            checkpoint_s=c.cluster.checkpoint_s, loader_workers=c.cluster.loader_workers, cache=cache_folder(self.store.storage), **rest)
 
 
 def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None) -> tuple[Graph, list[Task]]:
@@ -88,7 +89,7 @@ def add_tasks(builder: Builder) -> list[Task]:
     loaded: dict[str, cards.Card] = {}
     for entry in builder.config.stream.tasks:
         if entry.card not in loaded:
-            card = cards.load(entry.card)
+            card = cards.load(entry.card, builder.store)
             clash = next((other for other, c in loaded.items() if c.name == card.name), None)
             if clash:
                 raise UserError(f"stream.tasks: cards {clash!r} and {entry.card!r} have the same name {card.name!r}; rename one")
@@ -171,74 +172,103 @@ def add_backbone(builder: Builder, base: Task | None) -> None:
     settings = {**c.backbone.model_dump(exclude={"weights"}), "weights": _weights_digest(c, builder.store)}
     inputs: dict[str, Any] = {"backbone": settings, "seed": c.seed, "revision": BACKBONE_REVISION}
     if base:
-        inputs |= {"task": base.name, "classes": base.classes, "train": c.train.model_dump(), "data": c.data.model_dump()}
+        inputs |= {"task": base.name, "classes": base.classes, "train": c.train.model_dump(), "data": c.data.model_dump(),
+                   "finetune": METHODS["finetune"].revision, **shared_revisions()}
     job = builder.job("backbone", "backbone", None, base, (base,) if base else ())
     builder.add("backbone", "backbone", inputs, [f"data/{base.card}"] if base else [], task=base.name if base else None, job=job)
+
+
+def shared_revisions() -> dict[str, int]:
+    """Revisions of the code that every training step runs, whatever its method."""
+    return {"training": loop.TRAIN_REVISION, "decoding": sources.DECODING}
 
 
 def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | None) -> list[str]:
     """All stages of one method; returns the ids of its leaves."""
     method = METHODS[builder.config.methods[label].method]
     last: dict[str, str] = {base.name: "backbone"} if base else {}  # task -> stage that holds its state
-    leaves = [_add_evaluate(builder, label, base, tasks, last, None)] if base else []
-    previous: str | None = None  # the stage whose carried state the next task starts from
+    leaves = [_add_evaluate(builder, label, base, tasks, last, {})] if base else []
+    ends: dict[str, str] = {}  # step -> stage: those whose carried states the next task starts from
     for position, task in enumerate(tasks):
         if task is base:
             continue
         seen = tuple(tasks[: position + 1])
-        ends = _add_steps(builder, label, task, seen, previous if method.carries else None)
-        last[task.name] = previous = ends
-        leaves.append(_add_evaluate(builder, label, task, tasks, last, previous))
+        stages = _add_steps(builder, label, task, seen, ends if method.carries else {}, last)
+        last[task.name] = stages[method.steps[-1].name]
+        ends = {step: stages[step] for step in _ends(method)}
+        leaves.append(_add_evaluate(builder, label, task, tasks, last, ends))
     return leaves
 
 
-def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...], previous: str | None) -> str:
+def _waits(method: type[Method]) -> dict[str, tuple[str, ...]]:
+    """Step -> the steps of the same task that it waits for."""
+    names = [step.name for step in method.steps]
+    return {step.name: tuple(names[max(0, i - 1) : i]) if step.after is None else step.after for i, step in enumerate(method.steps)}
+
+
+def _ends(method: type[Method]) -> list[str]:
+    """The steps that no step waits for."""
+    waits = _waits(method)
+    awaited = {name for names in waits.values() for name in names}
+    return [name for name in waits if name not in awaited]
+
+
+def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...], before: dict[str, str], last: dict[str, str]) -> dict[str, str]:
+    """The training stages of one task, by step. before: what the task before ended with; last: the stages that hold the
+    states of earlier tasks."""
     c, entry = builder.config, builder.config.methods[label]
     method = METHODS[entry.method]
     settings = method.Settings.model_validate(entry.settings).model_dump(by_alias=True)
-    trained_on = seen if method.trains_on == "seen" else (task,)
-    done: dict[str, str] = {}
+    reads = seen if (method.reads or method.trains_on) == "seen" else (task,)
+    states = {t.name: last[t.name] for t in seen[:-1]} if method.carries else {}  # their stages are ancestors of this task's
+    loaded = states.values() if method.loads_states(c.stream.scenario) else ()
+    waits, done = _waits(method), dict[str, str]()
     for step in method.steps:
-        waits = [done[s] for s in step.after] if step.after else ([done[method.steps[len(done) - 1].name]] if done else [])
-        start = waits[0] if waits else previous
-        parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in trained_on), *([start] if start else []), *waits]))
+        start = {name: done[name] for name in waits[step.name]} or before
+        parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in reads), *start.values(), *loaded]))
         stage_id = f"{label}/{task.name}/{step.name}"
         inputs = {"method": entry.method, "revision": method.revision, "settings": settings, "task": task.name,
-                  "seen": [[t.name, list(t.classes)] for t in trained_on], "scenario": c.stream.scenario, "seed": c.seed,
-                  "train": c.train_of(label, step.name).model_dump() if step.trains else {}, "data": c.data_of(label).model_dump()}
-        job = builder.job(stage_id, step.name, label, task, seen, previous=builder.keys[start] if start else None)
+                  "seen": [[t.name, list(t.classes)] for t in reads], "scenario": c.stream.scenario, "seed": c.seed,
+                  "train": c.train_of(label, step.name).model_dump() if step.trains else {}, "data": c.data_of(label).model_dump(),
+                  **shared_revisions()}
+        job = builder.job(stage_id, step.name, label, task, seen, previous={name: builder.keys[stage] for name, stage in start.items()},
+                          states={name: builder.keys[stage] for name, stage in states.items()})
         builder.add(stage_id, step.name, inputs, parents, method=label, task=task.name, job=job)
         done[step.name] = stage_id
-    return done[method.steps[-1].name]
+    return done
 
 
-def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], last: dict[str, str], carried: str | None) -> str:
+def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], last: dict[str, str], ends: dict[str, str]) -> str:
     """A leaf. Where later stages can change old answers: all tasks so far. Else this task, and the one before as a canary.
 
     Test data that is gone for good (source and shards) is asked for only where the result stands already: a new task can
     be added all the same, and what cannot be measured stays empty in the matrix.
     """
-    rewrites = METHODS[builder.config.methods[label].method].rewrites()
+    method = METHODS[builder.config.methods[label].method]
     so_far = tuple(tasks[: tasks.index(task) + 1])
-    shown = so_far if rewrites else so_far[-2:]
-    states = {t.name: last[t.name] for t in (so_far if rewrites else shown)}
-    stage = _evaluate_stage(builder, label, task, shown, states, carried if rewrites else None)
-    there = tuple(t for t in shown if t.card not in builder.gone)
-    if task in there and len(there) < len(shown) and Artefact.open(builder.store.root, stage.key) is None:
-        stage = _evaluate_stage(builder, label, task, there, states, carried if rewrites else None)
+    served = so_far if method.rewrites(builder.config.stream.scenario) else so_far[-2:]
+    stages = {t: last[t.name] for t in served}
+    start = ends if method.carries or method.trains_on == "seen" else {}
+    stage = _evaluate_stage(builder, label, stages, served, start)
+    there = tuple(t for t in served if t.card not in builder.gone)
+    if task in there and len(there) < len(served) and Artefact.open(builder.store.root, stage.key) is None:
+        stage = _evaluate_stage(builder, label, stages, there, start)
     return builder.keep(stage).id
 
 
-def _evaluate_stage(builder: Builder, label: str, task: Task, shown: tuple[Task, ...], states: dict[str, str], carried: str | None) -> Stage:
+def _evaluate_stage(builder: Builder, label: str, stages: dict[Task, str], shown: tuple[Task, ...], start: dict[str, str]) -> Stage:
+    """stages: the tasks that are served, with the stages that hold their states, this stage's own task last. shown: those that are
+    measured. start: what the task ended with, by step."""
     entry = builder.config.methods[label]
-    method = METHODS[entry.method]
-    parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *states.values()]))
+    method, task = METHODS[entry.method], [*stages][-1]
+    parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *stages.values(), *start.values()]))
     stage_id = f"{label}/{task.name}/evaluate"
-    inputs = {"method": entry.method, "revision": [method.revision, EVALUATE_REVISION], "task": task.name,
+    inputs = {"method": entry.method, "revision": [method.revision, evaluate.EVALUATE_REVISION, sources.DECODING], "task": task.name,
               "settings": method.Settings.model_validate(entry.settings).model_dump(by_alias=True), "seed": builder.config.seed,
               "seen": [[t.name, list(t.classes)] for t in shown], "scenario": builder.config.stream.scenario}
-    job = builder.job(stage_id, "evaluate", label, task, shown, previous=builder.keys[carried] if carried else None,
-                      states={name: builder.keys[stage] for name, stage in states.items()})
+    job = builder.job(stage_id, "evaluate", label, task, tuple(stages), measured=tuple(t.name for t in shown),
+                      previous={name: builder.keys[stage] for name, stage in start.items()},
+                      states={t.name: builder.keys[stage] for t, stage in stages.items()})
     return builder.stage(stage_id, "evaluate", inputs, parents, method=label, task=task.name, job=job)
 
 

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, ValidationError
 
@@ -69,8 +69,18 @@ class Card(Frozen):
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def load(name: str) -> Card:
-    """A card by name, or by path of a .yaml file. Raises UserError naming the nearest card."""
+class Memory(Protocol):
+    """What was seen before, by a name of its own (the store keeps it)."""
+
+    def remember(self, identity: str, value: Any) -> None: ...
+    def remembered(self, identity: str) -> Any: ...
+
+
+def load(name: str, memory: Memory | None = None) -> Card:
+    """A card by name, or by path of a .yaml file. Raises UserError naming the nearest card.
+
+    memory: gives the classes of a card that leaves them to its source once the source is gone.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CARDS / name / "card.yaml"
     if not path.exists():
         known = sorted(p.parent.name for p in CARDS.glob("*/card.yaml"))
@@ -78,7 +88,7 @@ def load(name: str) -> Card:
         raise UserError(f"card {name!r} does not exist ({path}); " + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"))
     body = read_yaml(path, "a card")
     if body.get("classes") == "from_source":
-        body = body | {"classes": _folders(path, body)}
+        body = body | {"classes": _folders(path, body, memory)}
     try:
         card = Card.model_validate(body)
     except ValidationError as error:
@@ -94,7 +104,7 @@ def load(name: str) -> Card:
     return card
 
 
-def _folders(path: Path, body: dict[str, Any]) -> list[str]:
+def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
     """The classes of a card that leaves them to its source: the sorted names of the folders in the train split."""
     from pipeline.formats import folders
 
@@ -106,6 +116,10 @@ def _folders(path: Path, body: dict[str, Any]) -> list[str]:
         raise UserError(f"{path}: `classes: from_source` needs a source of format folder, and num_classes beside it; add it, or list "
                         "the classes")
     where, names = folders(expand(source.path), source.splits.get("train", "train"))
+    identity = "classes-" + hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()[:24]
+    if memory and names and names != memory.remembered(identity):
+        memory.remember(identity, names)
+    names = names or (memory.remembered(identity) if memory else None) or []
     if not names:
         raise UserError(f"{path}: its classes come from the folders in {where}, and there are none; put the data there, or list the "
                         "classes on the card")

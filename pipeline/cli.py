@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline import draw
+from pipeline import browse, draw
 from workers.errors import UserError
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def ui(args: argparse.Namespace) -> int:
-    from pipeline import browse, config
+    from pipeline import config
 
     storage = config.absolute(args.storage)
     if "://" not in storage and not os.path.isdir(storage):
@@ -253,15 +253,9 @@ def ask(question: str) -> str:
         return ""
 
 
-def python() -> str:
-    """This interpreter as one would type it here."""
-    short = os.path.relpath(sys.executable)
-    return sys.executable if short.startswith("..") else short
-
-
 def command_of(args: argparse.Namespace) -> str:
     sets = "".join(f" --set {o}" for o in args.overrides)
-    return f"{python()} -m pipeline run {args.config}{sets}"
+    return f"{browse.this_python()} -m pipeline run {args.config}{sets}"
 
 
 def provenance() -> dict[str, Any]:

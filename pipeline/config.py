@@ -51,7 +51,6 @@ class ClusterSettings(Frozen):
     retries: int = Field(2, ge=0, description="how often a stage that was interrupted or failed is tried again")
     checkpoint_s: float = Field(60.0, ge=0, description="seconds between checkpoints inside a stage")
     loader_workers: int = Field(2, ge=0, description="decoding threads of a rank")
-    resident_mb: int = Field(2048, ge=0, description="a task whose decoded images need more is streamed")
 
 
 class TrackingSettings(Frozen):

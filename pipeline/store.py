@@ -142,13 +142,13 @@ class Store:
         return [(i.path[len(path):].strip("/"), i.size or 0) for i in infos if i.type == fs.FileType.File]
 
     # ---- what a source looked like when it was last seen, so that results stand after the raw data is gone -------------
-    def remember(self, identity: str, value: str) -> None:
+    def remember(self, identity: str, value: Any) -> None:
         write_bytes(join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode())
 
-    def remembered(self, identity: str) -> str | None:
+    def remembered(self, identity: str) -> Any:
         try:
             return json.loads(read_bytes(join(self.storage, "sources", f"{identity}.json")))["seen"]
-        except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
             return None
 
 

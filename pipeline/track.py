@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.browse import compare_link, run_link
+from pipeline.browse import compare_link, run_link, this_python
 from pipeline.store import flatten
 from workers.artefact import Artefact, join
 from workers.errors import UserError
@@ -147,7 +147,7 @@ class Recorder:
             return []
         base = base or (self.uri.rstrip("/") if self.uri.startswith("http") else "")
         if not base:
-            return [f"record: {os.path.relpath(sys.executable)} -m pipeline ui --storage {os.path.relpath(self.storage)}"]
+            return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
         methods = [self.runs[label, ""].info.run_id for label in self._tables().labels]
         return [f"record: {run_link(base, self.experiment, parent.info.run_id)}",
                 *([f"methods side by side: {compare_link(base, self.experiment, methods)}"] if len(methods) > 1 else [])]

@@ -116,7 +116,7 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
     name, images, direct = run.order[FIRST], run.images(FIRST), run.fresh()
     state, carried = run.finished(FIRST)
     direct.load(state)
-    if run.evaluate_job(FIRST).previous is not None:
+    if run.evaluate_job(FIRST).previous:
         direct.attach(carried)
     served = answers(run.served(FIRST), images, name)
     assert torch.equal(answers(direct, images, name), served)
@@ -138,7 +138,7 @@ def check_whatever_is_stored_has_a_part_in_the_answers(lab: Lab, method: str, op
         for key, tensor in stored.items():
             stored[key] = ~tensor if kind == "masks" else tensor + torch.linspace(0, 1, tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
         changed.load(state)
-        if run.evaluate_job(FIRST).previous is not None:
+        if run.evaluate_job(FIRST).previous:
             changed.attach(run.carried(FIRST))
         assert not stored or not torch.equal(answers(changed, images, name), expected), kind
 
@@ -190,11 +190,11 @@ def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: s
     run = lab.run(method, optimizer)
     turned = lab.run(method, optimizer, order=(*reversed(run.order),))
     assert run.trained(SECOND).key == turned.stages(FIRST)[-1].key
-    previous: dict[str | None, str] = {}
+    turned_key: dict[str, str] = {}
     for job in turned.stages(FIRST):
-        job = again(job, "turned", previous=previous.get(job.previous))
+        job = again(job, "turned", previous={step: turned_key[key] for step, key in job.previous.items()})
         assert job.tasks != run.stages(SECOND)[0].tasks
-        stored, previous[job.key.removesuffix("-turned")] = lab.stage(job), job.key
+        stored, turned_key[job.key.removesuffix("-turned")] = lab.stage(job), job.key
     assert stored.read(STATE) == run.trained(SECOND).read(STATE)
 
 
@@ -203,7 +203,7 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
     run = lab.run(method, optimizer)
     for job in run.stages(SECOND):
         stored = run.artefact(job)
-        parents = [Artefact.need(job.root, key) for key in (job.backbone, job.previous) if key]
+        parents = [Artefact.need(job.root, key) for key in (job.backbone, *job.previous.values()) if key]
         before = [contents(p) for p in parents]
         torch.manual_seed(len(before))  # a stage owes nothing to what ran before it in this process
         repeated = lab.stage(again(job, "retried"))

@@ -81,19 +81,19 @@ class Lab:
         return self.run_of(method, {**OPTIMIZERS[optimizer], **train}, order)
 
     def run_of(self, method: str, train: dict[str, Any], order: tuple[str, ...] = tuple(TASKS), **rest: Any) -> Run:
-        """The same with any sections of a config (`data`, `backbone`, `seed`)."""
+        """The same with any sections of a config (`data`, `backbone`, `stream`)."""
         scenarios = METHODS[method].scenarios
         body = {"name": "lab", "storage": self.store.storage, "tracking": False, "backbone": TINY,
-                "train": {"epochs": 3, "batch_size": 16, **train}, "methods": {method: {}}, **rest,
+                "train": {"epochs": 3, "batch_size": 16, **train}, "methods": {method: {}},
                 "stream": {"scenario": "task" if "task" in scenarios else min(scenarios),
-                           "tasks": [{"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order]}}
+                           "tasks": [{"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order]}, **rest}
         known = repr(body)
         if known not in self.runs:
             graph, _ = graph_of(config.check(body, "lab"), self.store)
             stages = {s.id: s.job for s in graph if s.step != "report"}
             for stage in graph:
                 if isinstance(stage.job, IngestJob) and Artefact.open(self.store.root, stage.key) is None:
-                    launch.run_ingest(self.store, stage, map)
+                    launch.run_ingest(self.store, stage, map, lambda event: None)
             self.runs[known] = Run(self, method, order, {i: j for i, j in stages.items() if isinstance(j, StageJob)})
         return self.runs[known]
 
@@ -138,7 +138,7 @@ class Run:
         """The result of a stage; whatever it needs runs first."""
         if Artefact.open(job.root, job.key) is None:
             for other in self.jobs.values():
-                if other.key in (job.backbone, job.previous, *job.states.values()):
+                if other.key in (job.backbone, *job.previous.values(), *job.states.values()):
                     self.artefact(other)
             return self.lab.stage(job)
         return Artefact.need(job.root, job.key)
@@ -179,7 +179,7 @@ class Run:
         """A method as a stage of `task` starts with it: the common backbone and nothing else."""
         job = self.stages(task)[0]
         self.artefact(next(j for j in self.jobs.values() if j.key == job.backbone))
-        return METHODS[job.method](loop.load_backbone(job), loop.settings_of(job), job.seed)
+        return loop.new_method(job)
 
     def images(self, task: int) -> Tensor:
         """Test images of a task (n, 3, 16, 16)."""

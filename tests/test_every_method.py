@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checks import PROMISES
@@ -86,13 +87,37 @@ class StartsElsewhere(Linear):
 
 
 class DrawsFromAnywhere(Linear):
-    """Draws from the process's own generator: a stage is never the same twice."""
+    """Draws from a generator that nobody seeds: a stage is never the same twice."""
 
     def begin(self, *arguments: Any) -> list[dict[str, Any]]:
         groups = super().begin(*arguments)
         with torch.no_grad():
-            groups[0]["params"][0].normal_(std=0.02)
+            groups[0]["params"][0].copy_(torch.from_numpy(np.random.default_rng().normal(0, 0.02, groups[0]["params"][0].shape)))
         return groups
+
+
+class StartsAsPyTorchDoes(Linear):
+    """Has a layer of its own that starts from the process's generator: that is allowed."""
+
+    name = "starts-as-pytorch-does"
+    starts_as_backbone = False
+
+    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        groups = super().begin(*arguments)
+        self.adapter = torch.nn.Linear(self.heads.width, self.heads.width)
+        return [*groups, {"name": "adapter", "params": [*self.adapter.parameters()]}]
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.adapter(super().features(images))
+
+    def finish(self) -> Any:
+        return self.state(copies={n: t.detach().clone() for n, t in self.adapter.state_dict().items()}), super().finish()[1]
+
+
+def test_a_method_may_start_from_the_process_generator(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(METHODS, StartsAsPyTorchDoes.name, StartsAsPyTorchDoes)
+    PROMISES["a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone"].check(lab, StartsAsPyTorchDoes.name, "adamw")
+    PROMISES["the_order_of_tasks_changes_nothing"].check(lab, StartsAsPyTorchDoes.name, "adamw")
 
 
 class CountsTasks(Linear):

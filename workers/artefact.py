@@ -19,6 +19,7 @@ import json
 import os
 import posixpath
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -28,6 +29,7 @@ from pyarrow import fs
 from workers.errors import DamagedArtefact, UserError
 
 MANIFEST = "manifest.json"
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # from filesystems that know no hard links
 LARGE_BYTES = 64 << 20
 
 
@@ -137,17 +139,22 @@ class Attempt:
         if isinstance(system, fs.LocalFileSystem):
             part = f"{path}.{self.name}.part"
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(part, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
             try:
+                with open(part, "wb") as stream:
+                    stream.write(data)
+                    stream.flush()
+                    os.fsync(stream.fileno())
                 os.link(part, path)  # fails when another attempt was faster: exactly one wins
             except FileExistsError:
                 self.discard()
                 return False
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                os.replace(part, path)  # of two at the same moment the later one stands, as on an object store
             finally:
-                os.unlink(part)
+                with suppress(FileNotFoundError):
+                    os.unlink(part)
             return True
         write_bytes(target, data)
         return True

@@ -9,102 +9,121 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from workers import dist
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.errors import DamagedArtefact
 from workers.job import StageJob, Task
-from workers.methods import METHODS
 from workers.methods.base import Method
-from workers.taskstate import Carried, TaskState
 
-CANARY_BATCHES = 2
+EVALUATE_REVISION = 1  # raise it when measuring gives other numbers
+TOP = 5
+Answers = tuple[list[str], list[int], Tensor]  # of one batch: keys, labels inside the task, logits
 
 
 @torch.no_grad()
 def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
-    """Correct and total over all ranks; the method's mode is put back afterwards."""
+    """Correct and total over all ranks; the method's mode is put back afterwards. In scenario `class` all outputs compete."""
     was_training = method.training
     method.eval()
     counts = torch.zeros(2, dtype=torch.int64, device=group.device)
     for batch in feed.evaluate():
         for index in batch.tasks.unique().tolist():
-            rows = batch.tasks == index
-            right = method.logits(batch.images[rows], feed.tasks[index].name).argmax(1) == batch.labels[rows]
+            rows, task = batch.tasks == index, feed.tasks[index].name
+            right = answers(method, batch.images[rows], task).argmax(1) == batch.labels[rows] + first_column(method, task)
             counts += torch.stack([right.sum(), rows.sum()])
     method.train(was_training)
     correct, total = group.sum(counts).tolist()
     return correct, total
 
 
+def answers(method: Method, images: Tensor, task: str) -> Tensor:
+    """Logits as the scenario asks for them: over the classes of `task`, or over all classes so far."""
+    return method.logits(images, None if method.scenario == "class" else task)
+
+
+def first_column(method: Method, task: str) -> int:
+    """Where the classes of `task` begin among those logits."""
+    return method.columns()[task].start if method.scenario == "class" else 0
+
+
 def evaluate_task(job: StageJob, group: dist.Group, report: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """A row of the matrix: every task that this stage may have changed, and for methods that change none, this task and a
-    check that loading it leaves the answers on the one before as they were."""
+    """A row of the matrix: every task that this stage may have changed. For a method that changes none, this task, and the one
+    before as a canary: measured again beside the new one, its logits must have the digest that they had."""
     assert job.task is not None
     method = served(job, group)
+    rewrites = method.rewrites(job.scenario)
+    tasks = [t for t in job.tasks if t.name in job.measured]
+    before = [] if rewrites else [t for t in tasks if t != job.task]
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
-    tasks = job.tasks if method.rewrites() else (job.task,)
-    for done, task in enumerate(tasks):
-        report({"stage": job.id, "task": task.name, "done": done, "of": len(tasks)})
-        row, table = predictions(job, method, task, group)
+    for task in tasks if rewrites else [job.task]:
+        report({"stage": job.id, "task": task.name, "done": len(rows), "of": len(tasks)})
+        row, table = result(method, task, in_order(group.gather(logits_of(job, method, task, group))))
         rows.append(row)
         tables.append(table)
     buffer = io.BytesIO()
     pq.write_table(pa.concat_tables(tables), buffer)
-    return {"predictions.parquet": buffer.getvalue()}, {"kind": "evaluate", "result": {"rows": rows, "canary": canary(job, method, group)}}
+    found = {"rewrites": rewrites, "rows": rows, "canary": canary(job, method, before[-1], group) if before else None}
+    return {"predictions.parquet": buffer.getvalue()}, {"kind": "evaluate", "result": found}
 
 
-def served(job: StageJob, group: dist.Group, only: str | None = None) -> Method:
-    """The method with its finished tasks loaded, as it stands after this job's stage; `only` one of them if named."""
-    from workers.loop import load_backbone, settings_of
+def served(job: StageJob, group: dist.Group) -> Method:
+    """The method with its finished tasks loaded, as it stands after this job's stage."""
+    from workers.loop import load_carried, load_states, new_method
 
-    method = METHODS[job.method](load_backbone(job), settings_of(job), job.seed)
-    for task, key in job.states.items():
-        if only in (None, task):
-            artefact = Artefact.need(job.root, key)
-            method.load(TaskState.from_bytes(artefact.read("task.safetensors"), f"state of task {task!r} in {key}"))
-    if job.previous is not None:
-        artefact = Artefact.need(job.root, job.previous)
-        method.attach(Carried.from_bytes(artefact.read("carried.safetensors"), f"carried state of {job.previous}"))
+    method = new_method(job)
+    load_states(job, method)
+    carried = load_carried(job)
+    if carried is not None:
+        method.attach(carried)
     return method.to(group.device).eval()
 
 
 @torch.no_grad()
-def predictions(job: StageJob, method: Method, task: Task, group: dist.Group) -> tuple[dict[str, Any], pa.Table]:
-    """Counts, a digest of all logits in test order, and one line per test image."""
+def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
+    """What the method answers on this rank's share of the task's test images, batch by batch."""
     feed = Feed(job, (task,), "test", group, training=False)
-    mine: list[tuple[list[str], list[int], torch.Tensor]] = []
-    for batch in feed.evaluate():
-        mine.append((list(batch.keys or []), batch.labels.tolist(), method.logits(batch.images, task.name).float().cpu()))
-    gathered = group.gather(mine)  # whole batches went round the ranks in turn
-    batches = [gathered[i % group.world][i // group.world] for i in range(sum(map(len, gathered)))]
-    keys = [k for b in batches for k in b[0]]
-    labels = torch.tensor([label for b in batches for label in b[1]])
-    logits = torch.cat([b[2] for b in batches])
+    return [(list(batch.keys or []), batch.labels.tolist(), answers(method, batch.images, task.name).float().cpu())
+            for batch in feed.evaluate()]
+
+
+def in_order(shares: list[list[Answers]]) -> Answers:
+    """The answers of all ranks in test order: whole batches went round the ranks in turn."""
+    batches = [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+    keys, labels = [k for b in batches for k in b[0]], [label for b in batches for label in b[1]]
+    return keys, labels, torch.cat([b[2] for b in batches])
+
+
+def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], pa.Table]:
+    """Counts, a digest of all logits in test order, and one line per test image. In scenario `class` labels and predictions are
+    positions in the one output space, and `correct_task_aware` counts what is right among the task's own classes."""
+    keys, labels, logits = found[0], torch.tensor(found[1]), found[2]
+    row: dict[str, Any] = {"task": task.name, "total": len(keys), "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()}
+    if method.scenario == "class":
+        own = method.columns()[task.name]
+        row["correct_task_aware"] = int((logits[:, own].argmax(1) == labels).sum())
+        labels = labels + own.start
     confidence, predicted = logits.softmax(1).max(1)
-    row = {"task": task.name, "correct": int((predicted == labels).sum()), "total": len(labels),
-           "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()}
+    row["correct"] = int((predicted == labels).sum())
+    row["correct_top5"] = int((logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]).sum())
     table = pa.table({"task": [task.name] * len(keys), "key": keys, "label": labels.tolist(), "prediction": predicted.tolist(),
                       "confidence": pa.array(confidence.tolist(), pa.float32())})
     return row, table
 
 
-@torch.no_grad()
-def canary(job: StageJob, method: Method, group: dist.Group) -> dict[str, Any] | None:
-    """For methods that never change an old answer: the logits of the task before, alone and beside this task, compared
-    bit by bit on a few batches. None where there is no task before, or its test data is gone."""
-    if method.rewrites() or len(job.tasks) < 2:
-        return None
-    old = job.tasks[0]
+def canary(job: StageJob, method: Method, old: Task, group: dist.Group) -> dict[str, Any] | None:
+    """The row of the task before, measured beside the new one; None where any rank finds its test data gone or damaged."""
+    mine: list[Answers] | None
     try:
-        feed = Feed(job, (old,), "test", group, training=False)
-        alone, equal = served(job, group, only=old.name), True
-        for count, batch in enumerate(feed.evaluate()):
-            if count == CANARY_BATCHES:
-                break
-            equal = equal and torch.equal(alone.logits(batch.images, old.name), method.logits(batch.images, old.name))
-    except (FileNotFoundError, DamagedArtefact):
-        return None
-    return {"task": old.name, "equal": all(group.gather(equal))}
+        mine = logits_of(job, method, old, group)
+    except FileNotFoundError:
+        mine = None
+    except DamagedArtefact as error:
+        if error.key != old.data:
+            raise
+        mine = None
+    shares = group.gather(mine)  # no rank goes on alone
+    there = [share for share in shares if share is not None]
+    return result(method, old, in_order(there))[0] if len(there) == len(shares) else None

@@ -40,6 +40,7 @@ class DataSettings(Frozen):
     cutmix: NonNegativeFloat = Field(0.0, description="alpha of the Beta distribution; 0 turns it off")
     erase: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing")
+    resident_mb: NonNegativeInt = Field(2048, description="a task whose decoded images need more is streamed, in another order")
 
 
 class TrainSettings(Frozen):
@@ -80,8 +81,9 @@ class StageJob:
     """One stage, ready to run anywhere.
 
     tasks: every task of the stream up to and including this stage's own, in order (the base task first, if any).
-    backbone: key of the backbone stage. previous: key of the stage whose carried state this one starts from.
-    states: task name -> key of the stage that holds that task's state (for `evaluate`).
+    backbone: key of the backbone stage. previous: step name -> key of each stage whose carried state this one starts from.
+    states: task name -> key of the stage that holds that task's state, in stream order: for `evaluate` all that it serves
+    (`tasks` are the same), for training in a chain the earlier ones. measured: the tasks whose test data `evaluate` reads.
     """
 
     id: str
@@ -98,11 +100,11 @@ class StageJob:
     task: Task | None
     tasks: tuple[Task, ...]
     backbone: str | None = None
-    previous: str | None = None
+    previous: dict[str, str] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
+    measured: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
     # What cannot change the result:
-    resident_bytes: int = 2 << 30
     checkpoint_s: float = 60.0
     loader_workers: int = 2
     cache: str = ""  # node-local folder of decoded images

@@ -32,6 +32,7 @@ from workers.model import noise, vit
 from workers.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
+TRAIN_REVISION = 1  # raise it when training gives other numbers: this loop, optim, feed, augmentation, noise, heads
 REPORT_S = 1.0  # seconds between two progress reports of a stage
 AGREE_STEPS = 8  # steps between two moments at which several ranks ask whether a checkpoint is due
 
@@ -60,11 +61,13 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 def train_task(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
     """One step of one task: the method on a fresh copy of the backbone, from the state that the step before carried on."""
     assert job.task is not None
-    method = METHODS[job.method](load_backbone(job), settings_of(job), job.seed)
-    carried = load_carried(job)
-    history = fit(job, method, carried, group, report)
+    method = new_method(job)
+    if method.loads_states(job.scenario):
+        load_states(job, method)
+    history = fit(job, method, load_carried(job), group, report)
     state, handed_on = method.finish()
-    manifest = {"kind": "train", "sizes": state.sizes(), "trained_parameters": sum(p.numel() for p in method.parameters() if p.requires_grad),
+    trained = sum(p.numel() for p in method.parameters() if p.requires_grad) if history else 0
+    manifest = {"kind": "train", "sizes": state.sizes(), "trained_parameters": trained,
                 "carried_bytes": sum(t.numel() * t.element_size() for t in handed_on.tensors.values()),
                 "flops_share": method.flops_share(state), "warnings": method.warnings(), "backbone_digest": method.backbone_digest,
                 "epochs": len(history)}
@@ -93,11 +96,18 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> tuple[di
 def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report) -> list[dict[str, Any]]:
     """Epochs over the task's training data, resumed from the stage's checkpoint if there is one; a row per epoch."""
     assert job.task is not None
-    tasks = job.tasks if method.trains_on == "seen" else (job.task,)
+    own = job.tasks if method.trains_on == "seen" else (job.task,)
+    memory = {name: keys for name, keys in method.memory(job.task, job.step, carried).items() if keys}
+    assert not memory or "seen" in (method.reads, method.trains_on), f"{method.name} has a memory, so it must say reads = 'seen'"
+    tasks = tuple(t for t in job.tasks if t in own or t.name in memory)
     step = next((s for s in method.steps if s.name == job.step), None)
     epochs = job.train.epochs if step is None or step.trains else 0
-    method.feed_of = lambda split, training: Feed(job, tasks, split, group, training)
-    feed = Feed(job, tasks, "train", group, training=True) if epochs else None
+
+    def feed_of(split: str, training: bool) -> Feed:
+        return Feed(job, tasks, split, group, training, memory) if split == "train" else Feed(job, own, split, group, training)
+
+    method.feed_of = feed_of
+    feed = feed_of("train", True) if epochs else None
     per_epoch = feed.steps_per_epoch if feed else 0
     total = epochs * per_epoch
     method.to(group.device)
@@ -112,7 +122,7 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     if job.train.compile:
         method.backbone.compile()
     optimizer = optim.build(groups, job.train)
-    val = Feed(job, tasks, "val", group, training=False) if job.data.val_fraction else None
+    val = feed_of("val", False) if job.data.val_fraction else None
     return _epochs(job, method, optimizer, feed, val, epochs, group, report)
 
 
@@ -271,16 +281,46 @@ def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> tor
     return backbone
 
 
+def new_method(job: StageJob) -> Method:
+    """The method of a stage on a fresh copy of the backbone, told where it is. What it draws from the process's generator while
+    it is made and begins is the same on every rank and in every retry."""
+    backbone = load_backbone(job)  # draws too, where this process has not read it yet
+    torch.manual_seed(seed_of(job.seed, "begin", job.task.name if job.task else "", job.step))
+    method = METHODS[job.method](backbone, settings_of(job), job.seed)
+    method.scenario, method.stream = job.scenario, job.tasks
+    return method
+
+
+def load_states(job: StageJob, method: Method) -> None:
+    """Loads the states of the job's finished tasks, in stream order."""
+    for task, key in job.states.items():
+        artefact = Artefact.need(job.root, key)
+        method.load(TaskState.from_bytes(artefact.read("task.safetensors"), f"state of task {task!r} in {key}"))
+
+
 def load_carried(job: StageJob) -> Carried | None:
-    if job.previous is None:
+    """What the stages that this one starts from carried on, merged; None where it starts from none. Raises UserError where two
+    of them hand on something of the same name."""
+    if not job.previous:
         return None
-    artefact = Artefact.need(job.root, job.previous)
-    return Carried.from_bytes(artefact.read("carried.safetensors"), f"carried state of {job.previous}")
+    merged = Carried()
+    owner: dict[str, str] = {}  # name -> step that hands it on
+    for step, key in job.previous.items():
+        found = Carried.from_bytes(Artefact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}")
+        for name in [*found.tensors, *found.meta]:
+            if owner.setdefault(name, step) != step:
+                raise UserError(f"stage {job.id}: steps {owner[name]!r} and {step!r} of method {job.method!r} both hand on {name!r}; "
+                                "side by side they must hand on different names")
+        merged.tensors |= found.tensors
+        merged.meta |= found.meta
+    return merged
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
+    """A table with the columns of all rows; a row that lacks one has null there."""
+    columns = dict.fromkeys(name for row in rows for name in row)
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), buffer)
     return buffer.getvalue()
 
 

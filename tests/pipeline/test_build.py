@@ -50,12 +50,19 @@ def fakes(monkeypatch):
     monkeypatch.setitem(METHODS, "side", Side)
 
 
+def second_card(monkeypatch):
+    """The digits under any other name."""
+    load = build.cards.load
+    monkeypatch.setattr(build.cards, "load", lambda name, *rest: load("digits", *rest).model_copy(update={"name": name}))
+
+
 # ---- star, chain, union --------------------------------------------------------------------------------------------------
 def test_what_carries_nothing_is_a_star(tmp_path):
     graph, _ = graph_of(tmp_path, "meat")
     for task in "abc":
         assert graph[f"meat/{task}/train"].parents == ("backbone", "data/digits")
-        assert graph[f"meat/{task}/train"].job.previous is None
+        assert graph[f"meat/{task}/train"].job.previous == {}
+        assert graph[f"meat/{task}/train"].job.states == {}
 
 
 def test_what_carries_something_is_a_chain(tmp_path):
@@ -63,7 +70,8 @@ def test_what_carries_something_is_a_chain(tmp_path):
     assert graph["finetune/a/train"].parents == ("backbone", "data/digits")
     assert graph["finetune/b/train"].parents == ("backbone", "data/digits", "finetune/a/train")
     assert graph["finetune/c/train"].parents == ("backbone", "data/digits", "finetune/b/train")
-    assert [graph[f"finetune/{t}/train"].job.previous for t in "abc"] == [None, graph["finetune/a/train"].key, graph["finetune/b/train"].key]
+    assert [graph[f"finetune/{t}/train"].job.previous for t in "abc"] == [
+        {}, {"train": graph["finetune/a/train"].key}, {"train": graph["finetune/b/train"].key}]
 
 
 def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_beside_the_one_before(tmp_path):
@@ -71,9 +79,11 @@ def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_besi
     chain, star = graph["finetune/c/evaluate"], graph["meat/c/evaluate"]
     assert [t.name for t in chain.job.tasks] == ["a", "b", "c"]
     assert chain.job.states == {t: graph[f"finetune/{t}/train"].key for t in "abc"}
-    assert chain.job.previous == graph["finetune/c/train"].key
+    assert chain.job.previous == {"train": graph["finetune/c/train"].key}
+    assert chain.job.measured == ("a", "b", "c")
     assert [t.name for t in star.job.tasks] == ["b", "c"]
-    assert star.job.previous is None
+    assert star.job.measured == ("b", "c")
+    assert star.job.previous == {}
     assert star.parents == ("backbone", "data/digits", "meat/b/train", "meat/c/train")
 
 
@@ -89,7 +99,7 @@ def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_p
     graph, _ = graph_of(tmp_path, "joint", base=True)
     job = graph["joint/b/train"].job
     assert [t.name for t in job.tasks] == ["base", "a", "b"]
-    assert job.previous is None
+    assert job.previous == {}
     assert "joint/a/train" not in graph["joint/b/train"].parents
     assert graph["joint/b/train"].inputs["seen"] == [["base", ["0", "1"]], ["a", ["2", "3"]], ["b", ["4", "5"]]]
     assert [t.name for t in graph["joint/b/evaluate"].job.tasks] == ["base", "a", "b"]
@@ -103,7 +113,8 @@ def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_pa
     assert "meat/base/train" not in graph.stages
     assert graph["meat/base/evaluate"].job.states == {"base": graph["backbone"].key}
     assert graph["finetune/b/evaluate"].job.states["base"] == graph["backbone"].key
-    assert graph["finetune/a/train"].job.previous is None
+    assert graph["finetune/a/train"].job.previous == {}
+    assert graph["finetune/a/train"].job.states == {"base": graph["backbone"].key}
 
 
 def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path):
@@ -130,17 +141,80 @@ def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_pat
     assert graph["chained/a/retrain"].parents == ("backbone", "data/digits", "chained/a/prune")
     assert graph["chained/b/train"].parents == ("backbone", "data/digits", "chained/a/retrain")
     assert graph["chained/b/evaluate"].job.states == {t: graph[f"chained/{t}/retrain"].key for t in "ab"}
-    assert graph["chained/b/prune"].job.previous == graph["chained/b/train"].key
+    assert graph["chained/b/prune"].job.previous == {"train": graph["chained/b/train"].key}
+    assert graph["chained/b/prune"].job.states == {"a": graph["chained/a/retrain"].key}
 
 
 def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(tmp_path):
     graph, _ = graph_of(tmp_path, "side")
     for step in ("herd", "calibrate"):
         assert "side/a/train" in graph[f"side/a/{step}"].parents
-        assert graph[f"side/a/{step}"].job.previous == graph["side/a/train"].key
+        assert graph[f"side/a/{step}"].job.previous == {"train": graph["side/a/train"].key}
     assert not {"side/a/herd", "side/a/calibrate"} & {*graph["side/a/herd"].parents, *graph["side/a/calibrate"].parents}
     assert {"side/a/herd", "side/a/calibrate"} <= set(graph["side/a/align"].parents)
+    assert graph["side/a/align"].job.previous == {step: graph[f"side/a/{step}"].key for step in ("herd", "calibrate")}
     assert "side/a/align" in graph["side/b/train"].parents
+    assert graph["side/b/train"].job.previous == {"align": graph["side/a/align"].key}
+
+
+def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_for_none(tmp_path, monkeypatch):
+    class Forked(Method):
+        name = "forked"
+        carries = ("memory",)
+        steps = (Step("train"), Step("herd", trains=False), Step("probe", after=()))
+
+    monkeypatch.setitem(METHODS, "forked", Forked)
+    graph, _ = graph_of(tmp_path, "forked")
+    assert graph["forked/a/probe"].parents == ("backbone", "data/digits")
+    ends = {step: graph[f"forked/a/{step}"].key for step in ("herd", "probe")}
+    assert graph["forked/b/train"].job.previous == graph["forked/b/probe"].job.previous == ends
+    assert graph["forked/b/train"].parents == ("backbone", "data/digits", "forked/a/herd", "forked/a/probe")
+    assert graph["forked/b/evaluate"].job.states == {t: graph[f"forked/{t}/probe"].key for t in "ab"}
+    assert {"forked/b/herd", "forked/b/probe"} <= set(graph["forked/b/evaluate"].parents)
+    assert graph["forked/b/evaluate"].job.previous == {step: graph[f"forked/b/{step}"].key for step in ("herd", "probe")}
+
+
+def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_reads(tmp_path, monkeypatch):
+    class Loads(Method):
+        name = "loads"
+        carries = ("memory",)
+        reads = "seen"
+        needs_states = True
+
+    monkeypatch.setitem(METHODS, "loads", Loads)
+    tasks = [BASE, TASKS[0], {**TASKS[1], "card": "roots"}]
+    second_card(monkeypatch)
+    graph, _ = graph_of(tmp_path, "loads", "finetune", stream={"tasks": tasks})
+    assert graph["loads/b/train"].parents == ("backbone", "data/digits", "data/roots", "loads/a/train")
+    assert graph["finetune/b/train"].parents == ("backbone", "data/roots", "finetune/a/train")
+    assert graph["loads/b/train"].job.states == {"base": graph["backbone"].key, "a": graph["loads/a/train"].key}
+    assert graph["loads/b/train"].inputs["seen"] == [["base", ["0", "1"]], ["a", ["2", "3"]], ["b", ["4", "5"]]]
+    assert graph["finetune/b/train"].inputs["seen"] == [["b", ["4", "5"]]]
+
+
+def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far(tmp_path, monkeypatch):
+    class Apart(Method):
+        name = "apart"
+        scenarios = frozenset({"task", "class"})
+
+    monkeypatch.setitem(METHODS, "apart", Apart)
+    told, _ = graph_of(tmp_path, "apart", "finetune")
+    graph, _ = graph_of(tmp_path, "apart", "finetune", stream={"scenario": "class", "tasks": TASKS})
+    assert told["apart/c/evaluate"].job.measured == ("b", "c")
+    assert graph["apart/c/evaluate"].job.measured == graph["finetune/c/evaluate"].job.measured == ("a", "b", "c")
+    assert graph["apart/c/evaluate"].job.states == {t: graph[f"apart/{t}/train"].key for t in "abc"}
+    assert set(graph["finetune/c/train"].parents) == {"backbone", "data/digits", "finetune/a/train", "finetune/b/train"}
+
+
+def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_the_output_space(tmp_path, monkeypatch):
+    second_card(monkeypatch)
+    stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
+    graph_of(tmp_path, "finetune", stream=stream)
+    monkeypatch.setattr(build.ingest, "fingerprint", lambda card, f=build.ingest.fingerprint: None if card.name == "roots" else f(card))
+    graph, _ = graph_of(tmp_path, "finetune", stream=stream)
+    job = graph["finetune/b/evaluate"].job
+    assert ([t.name for t in job.tasks], job.measured) == (["a", "b"], ("b",))
+    assert "data/roots" not in graph["finetune/b/evaluate"].parents
 
 
 def test_no_stage_of_a_method_with_several_steps_is_left_hanging(tmp_path):

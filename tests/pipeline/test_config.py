@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from pipeline import build
 from pipeline.config import ClusterSettings, Config, TrackingSettings, absolute, apply_override, check, dump, expand, load, parse_yaml
 from pipeline.store import Store
+from workers import evaluate, loop
+from workers.data import sources
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import METHODS
@@ -142,7 +144,7 @@ def matching(keys: dict[str, str], *patterns: str) -> set[str]:
 
 FREE = {
     "cluster": {"workers": 3, "groups": 2, "cpus_per_worker": 4, "gpus_per_worker": 1.0, "address": "host:1", "retries": 7, "checkpoint_s": 5.0,
-                "loader_workers": 9, "resident_mb": 1},
+                "loader_workers": 9},
     "tracking": {"enabled": True, "uri": "sqlite:///x.db", "experiment": "y"}}
 
 
@@ -159,7 +161,7 @@ OTHER = {
     "train": {"epochs": 3, "batch_size": 8, "accumulate": 2, "optimizer": "sgd", "lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "warmup": 0.5,
               "floor": 0.5, "clip": 0.5, "precision": "bf16", "compile": True, "keep": "best"},
     "data": {"val_fraction": 0.5, "crop": "pad", "crop_scale": [0.1, 0.2], "flip": 0.5, "randaugment": 1, "magnitude": 1.0, "mixup": 0.5,
-             "cutmix": 0.5, "erase": 0.5, "smoothing": 0.5},
+             "cutmix": 0.5, "erase": 0.5, "smoothing": 0.5, "resident_mb": 1},
     "backbone": {"name": "vit_small_patch16_224", "img_size": 32, "weights": "hub", "mean": [0.1, 0.2, 0.3], "std": [0.1, 0.2, 0.3], "crop_pct": 0.5,
                  "drop_path": 0.5, "options": {"depth": 3}}}
 LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
@@ -212,6 +214,19 @@ def test_a_raised_revision_changes_the_keys_of_its_method_alone(tmp_path, monkey
     before = keys_of(config(), tmp_path)
     monkeypatch.setattr(METHODS["meat"], "revision", 99)
     assert changed(before, keys_of(config(), tmp_path)) == matching(before, "meat/*", "report")
+
+
+@pytest.mark.parametrize(("module", "name", "with_base", "without"), [
+    (loop, "TRAIN_REVISION", ("backbone", "*/*/*"), ("*/*/*",)), (sources, "DECODING", ("backbone", "*/*/*"), ("*/*/*",)),
+    (METHODS["finetune"], "revision", ("backbone", "*/*/*"), ("finetune/*/*",)),
+    (evaluate, "EVALUATE_REVISION", ("*/*/evaluate",), ("*/*/evaluate",))])
+def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_part_in(module, name, with_base, without, tmp_path, monkeypatch):
+    """The base task is trained by fine-tuning, whatever methods follow."""
+    before = [keys_of(config(), tmp_path), keys_of(without_base(), tmp_path)]
+    monkeypatch.setattr(module, name, 99)
+    after = [keys_of(config(), tmp_path), keys_of(without_base(), tmp_path)]
+    assert changed(before[0], after[0]) == matching(before[0], *with_base, "report")
+    assert changed(before[1], after[1]) == matching(before[1], *without, "report")
 
 
 def test_another_label_of_the_same_method_shares_its_results(tmp_path):

@@ -1,6 +1,8 @@
 """Promises of keys and the store: what names a result, and when it is believed."""
 
+import errno
 import json
+import os
 
 import pytest
 from pyarrow import fs
@@ -85,6 +87,18 @@ def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path):
     assert artefact.read("a") == b"first"
     assert set(artefact.manifest["files"]) == {"a"}
     assert sorted(p.name for p in (tmp_path / "k").iterdir()) == sorted(["manifest.json", first.name])
+
+
+def test_a_filesystem_without_hard_links_will_do(tmp_path, monkeypatch):
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = Store(str(tmp_path))
+    assert publish(store, "k", {"a": b"1"})
+    assert not publish(store, "k", {"a": b"2"})
+    assert Artefact.need(store.root, "k").read("a") == b"1"
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_a_half_written_manifest_is_no_result(tmp_path):

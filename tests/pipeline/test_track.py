@@ -128,7 +128,7 @@ def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded
 
 
 def test_links_open_mlflow_on_its_pages_for_training(recorded):
-    assert recorded.recorder.links() == [f"record: python -m pipeline ui --storage {recorded.storage}"]
+    assert recorded.recorder.links() == [f"record: {browse.this_python()} -m pipeline ui --storage {recorded.storage}"]
     run = recorded.after.runs["", ""].info
     one, many = recorded.recorder.links("http://127.0.0.1:5000")
     assert one.endswith(f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning")

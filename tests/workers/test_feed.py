@@ -25,7 +25,7 @@ from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSet
 
 SIDE = 8
 CLASSES = {"red": 9, "green": 8, "blue": 6}
-PLACES = {"resident": 1 << 30, "streamed": 0}
+PLACES = {"resident": 1024, "streamed": 0}  # data.resident_mb
 
 
 def publish(root: Path, key: str, classes: dict[str, int], test: int = 5, shard_images: int = 6) -> None:
@@ -74,8 +74,9 @@ def feed_of(root: Path, place: str, rank: int = 0, world: int = 1, split: str = 
             data: dict | None = None) -> Feed:
     job = StageJob(
         "id", "key", "train", str(root), "linear", {}, BackboneSettings(img_size=SIDE, crop_pct=1.0),
-        DataSettings(**{"val_fraction": 0.25, **AUGMENTED, **(data or {})}), TrainSettings(batch_size=batch, accumulate=accumulate),
-        "task", 7, COLOURS, tasks, resident_bytes=PLACES[place], loader_workers=workers, cache=cache)
+        DataSettings(**{"val_fraction": 0.25, "resident_mb": PLACES[place], **AUGMENTED, **(data or {})}),
+        TrainSettings(batch_size=batch, accumulate=accumulate),
+        "task", 7, COLOURS, tasks, loader_workers=workers, cache=cache)
     feed = Feed(job, tasks, split, Group(rank, world), training)
     assert feed.resident == (place == "resident")
     return feed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -24,19 +24,23 @@ class Feed:
 
     `train` is what validation leaves of it. training=True augments; `epoch` is for training, `evaluate` for measuring.
     Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) % accumulate. Images are kept
-    decoded where they fit into `job.resident_bytes`, else they are streamed. Raises UserError where a split is empty.
+    decoded where they fit into `data.resident_mb`, else they are streamed. memory: task name -> the sample keys that are
+    all it gives of that task (see `Method.memory`). Raises UserError where a split is empty.
     """
 
-    def __init__(self, job: StageJob, tasks: tuple[Task, ...], split: str, group: Group, training: bool):
+    def __init__(self, job: StageJob, tasks: tuple[Task, ...], split: str, group: Group, training: bool,
+                 memory: Mapping[str, Collection[str]] | None = None):
         self.tasks, self.group = tasks, group
         self.batch_size, self.accumulate = job.train.batch_size, job.train.accumulate
-        self.seed = seed_of(job.seed, "feed", *(task.name for task in tasks))
+        # A second step on the same samples (`retrain`) meets them in another order and under other noise than the first.
+        step = () if job.step in ("train", "backbone") else (job.step,)
+        self.seed = seed_of(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
         # A batch over several tasks has no common output space: nothing is mixed or smoothed in it.
         self.num_classes = tasks[0].num_classes if len(tasks) == 1 else None
-        self.rows = select(job.root, tasks, split, job.data.val_fraction)
+        self.rows = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         side = self.augment.size_in
-        self.resident = len(self.rows) * side * side * 3 <= job.resident_bytes
+        self.resident = len(self.rows) * side * side * 3 <= job.data.resident_mb << 20
         self.source: Source
         if self.resident:
             self.source = Resident(self.rows, side, self.seed, job.loader_workers, job.cache, group.device)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -62,8 +64,10 @@ def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
     return table.filter(pa.array(~held)), table.filter(pa.array(held))
 
 
-def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float) -> Rows:
-    """The rows of `tasks` in `split` (`train`, `val`, `test`). Raises UserError where a split is empty, or a class in train."""
+def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float,
+           memory: Mapping[str, Collection[str]] | None = None) -> Rows:
+    """The rows of `tasks` in `split` (`train`, `val`, `test`); of a task in `memory`, those of the named keys alone.
+    Raises UserError where a split is empty, or a class in train, or where a remembered key is not in the split."""
     keys = list(dict.fromkeys(task.data for task in tasks))
     shards = tuple(Shards.open(root, key) for key in keys)
     parts = []
@@ -73,6 +77,8 @@ def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float) 
         if split != "test":
             part = hold_out(part, val_fraction)[split == "val"]
         _refuse_empty(task, split, part, val_fraction)
+        if memory and task.name in memory:
+            part = _remembered(task, split, part, memory[task.name])
         label_of = {name: label for label, name in enumerate(task.classes)}
         labels = [label_of[name] for name in part["class"].to_pylist()]
         for name, values in (("label", labels), ("task", [index] * len(part)), ("data", [data] * len(part))):
@@ -81,6 +87,15 @@ def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float) 
     table = pa.concat_tables(parts).sort_by([("data", "ascending"), ("position", "ascending"), ("task", "ascending")])
     labels_of, tasks_of = (torch.from_numpy(table[name].to_numpy().copy()) for name in ("label", "task"))
     return Rows(shards, table.combine_chunks(), labels_of, tasks_of)
+
+
+def _remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -> pa.Table:
+    found = part.filter(pc.is_in(part["key"], pa.array(sorted(set(keys)), pa.string())))
+    if len(found) < len(set(keys)):
+        lost = min(set(keys) - set(found["key"].to_pylist()))
+        raise UserError(f"task {task.name!r}: sample {lost!r} is in the memory and not in its {split} split; memory holds keys of the "
+                        "same card and the same data.val_fraction, so give all stages of the method the same")
+    return found
 
 
 def _refuse_empty(task: Task, split: str, part: pa.Table, val_fraction: float) -> None:

@@ -31,7 +31,7 @@ from workers.errors import DamagedArtefact, UserError
 
 WINDOW = 4096  # records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
 AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
-DECODING = 1  # raise it when `decode` gives other pixels: older caches are then not used
+DECODING = 1  # raise it when `decode` gives other pixels: older caches are then not used, and results are made anew
 
 T = TypeVar("T")
 Pixels = Callable[[Tensor], Tensor]  # positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
@@ -133,7 +133,7 @@ class Resident:
         except OSError as error:
             size = np.prod(self.shape) / 2**30
             raise UserError(f"decoded images cannot be kept in {folder!r} ({error}); they need {size:.2f} GiB there: free the "
-                            "space, or lower the memory budget so that they are streamed") from None
+                            "space, or lower data.resident_mb so that they are streamed") from None
 
 
 class Streamed:

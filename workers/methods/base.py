@@ -5,21 +5,27 @@
         ...
 The life of a method during one step of one task (`workers/loop.py` drives it):
 
+    Mine.check(settings, train, data, scenario)      # when the config is read, before anything runs
     method = Mine(backbone, settings, seed)          # backbone: a fresh copy, never shared with another task
-    for state in earlier_states: method.load(state)  # only what the method carries, see `carries`
-    groups = method.begin(task, step, carried, rates)
-    for batch in feed:
+    method.scenario, method.stream = "task", tasks   # the loop says where the method is
+    for state in earlier_states: method.load(state)  # a chain with `needs_states`, or in scenario `class`
+    memory = method.memory(task, step, carried)      # the earlier samples that the feed gives beside the task's own
+    groups = method.begin(task, step, carried, rates, tasks)
+    for batch in feed:                               # not where the step does not train
         loss, terms = method.loss(batch, progress)
         loss.backward(); method.after_backward(); optimizer.step(); method.after_step(progress)
     state, carried = method.finish()
 
-and while it serves: `method.load(state)` for each task, then `method.logits(images, task)`.
+and while it serves: `method.load(state)` for each task, `method.attach(carried)` for a chain, then `method.logits(images, task)`.
+The process's own generator is seeded from (seed, task, step) before `Mine(...)`, so that a module may start from PyTorch's
+defaults and is the same on all ranks and in every retry. Noise while training comes from `Batch.draw`, and from nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +34,7 @@ from torch.nn import functional as F
 
 from workers.data.draw import Draw
 from workers.errors import UserError
-from workers.job import Frozen, Task
+from workers.job import DataSettings, Frozen, Task, TrainSettings
 from workers.model.heads import Heads
 from workers.model.vit import digest_of
 from workers.taskstate import Carried, TaskState
@@ -37,7 +43,9 @@ from workers.taskstate import Carried, TaskState
 @dataclass(frozen=True)
 class Step:
     """One step of a task. `trains=False`: no epochs, `begin` and `finish` do it all (herding, pruning). `after`: the steps
-    of the same task that it waits for; None means the one before it in the list."""
+    of the same task that it waits for, and whose carried states it gets, merged; None means the one before it in the list,
+    () none: it starts where the first step does. What no step waits for, the next task waits for. The last in the list
+    leaves the task's state."""
 
     name: str
     trains: bool = True
@@ -110,15 +118,27 @@ class Method(nn.Module):
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
     revision: ClassVar[int] = 1  # raise it when results change
     trains_on: ClassVar[Literal["task", "seen"]] = "task"  # "seen": all tasks so far, as joint training does
+    reads: ClassVar[Literal["task", "seen"] | None] = None  # whose data the stages wait for; None: what it trains on; memory needs "seen"
+    needs_states: ClassVar[bool] = False  # a chain that loads the states of all earlier tasks before `begin`
     freezes_backbone: ClassVar[bool] = True
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
     starts_as_backbone: ClassVar[bool] = True  # before its first step a task's features are those of the backbone
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
 
     @classmethod
-    def rewrites(cls) -> bool:
-        """True where a later stage can change the answers on earlier tasks, so that each row of the matrix is measured."""
-        return bool(cls.carries) or cls.trains_on == "seen"
+    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+        """Raises UserError where these settings cannot work together; asked before anything runs."""
+
+    @classmethod
+    def rewrites(cls, scenario: str) -> bool:
+        """True where a later stage can change the answers on earlier tasks, so that each row of the matrix is measured. In
+        scenario `class` a new task's outputs compete with the old ones, whatever the method."""
+        return bool(cls.carries) or cls.trains_on == "seen" or scenario == "class"
+
+    @classmethod
+    def loads_states(cls, scenario: str) -> bool:
+        """True where a chain's step gets the states of all earlier tasks: on demand, and for one growing output space."""
+        return bool(cls.carries) and (cls.needs_states or scenario == "class")
 
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
         super().__init__()
@@ -128,18 +148,26 @@ class Method(nn.Module):
         self.backbone_digest = digest_of(backbone)
         self.heads = Heads(backbone.num_features)  # type: ignore[arg-type]
         self.task: Task | None = None
-        self.feed_of: Callable[[str, bool], Any]  # set by the loop: (split, training) -> Feed over this step's tasks
+        self.scenario = "task"  # set by the loop, before anything else is called
+        self.stream: tuple[Task, ...] = ()  # set by the loop: the tasks so far in stream order, with the one in training
+        self.feed_of: Callable[[str, bool], Any]  # set by the loop: (split, training) -> Feed over what this step trains on
         if self.freezes_backbone:
             self.backbone.requires_grad_(False)
 
     # ---- training ----------------------------------------------------------------------------------------------------
+    def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
+        """Which remembered samples `step` of `task` trains on: task name -> keys in its train split. Earlier tasks are added
+        to the feed; where `task` itself is named, of it too the feed gives these keys alone. Needs `reads = "seen"`."""
+        return {}
+
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
         """Prepares for `step` of `task` and returns the optimizer's parameter groups (`params`, optional `lr`,
-        `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in the order of `Batch.tasks`."""
+        `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in the order of `Batch.tasks`. In scenario
+        `class` all heads are trained, since they answer together."""
         self.task, self.training_tasks = task, tasks
         for each in tasks:
             self.heads.add(each.name, each.num_classes, self.seed)
-        return self.head_groups(rates, [t.name for t in tasks])
+        return self.head_groups(rates, list(self.columns()) if self.scenario == "class" else [t.name for t in tasks])
 
     def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
         heads = [self.heads[name] for name in names]
@@ -158,7 +186,10 @@ class Method(nn.Module):
         return self.backbone(images)
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy of each sample under the head of its own task, a mean over the batch."""
+        """Cross-entropy of each sample, a mean over the batch: under the head of its own task, or in scenario `class` over
+        the outputs of all tasks so far."""
+        if self.scenario == "class":
+            return self._cross_entropy_over_all(features, batch)
         if len(self.training_tasks) == 1:
             logits = self.heads[self.training_tasks[0].name](features)
             return F.cross_entropy(logits.float(), batch.labels if batch.targets is None else batch.targets)
@@ -169,6 +200,15 @@ class Method(nn.Module):
                 logits = self.heads[task.name](features[rows]).float()
                 total = total + F.cross_entropy(logits, batch.labels[rows], reduction="sum")
         return total / len(batch)
+
+    def _cross_entropy_over_all(self, features: Tensor, batch: Batch) -> Tensor:
+        columns = self.columns()
+        logits = torch.cat([self.heads[name](features) for name in columns], 1).float()
+        first = torch.tensor([columns[t.name].start for t in self.training_tasks], device=batch.tasks.device)
+        if batch.targets is None:
+            return F.cross_entropy(logits, batch.labels + first[batch.tasks])
+        own = columns[self.training_tasks[0].name]  # soft targets are given where there is one task only
+        return F.cross_entropy(logits, F.pad(batch.targets, (own.start, logits.shape[1] - own.stop)))
 
     def after_backward(self) -> None:
         """Between backward and the optimizer's step: gate gradients."""
@@ -208,11 +248,22 @@ class Method(nn.Module):
         self.heads.restore(state.task, state.head)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """images (b, 3, H, W) -> logits (b, classes of `task`). With task None (scenario `class`): over all classes seen.
-        Also serves the task that is being trained, as it stands (the loop validates after every epoch)."""
-        if task is None:
+        """images (b, 3, H, W) -> logits (b, classes of `task`). With task None (scenario `class`): over all classes seen, in
+        the order of `columns`. Also serves the task that is being trained, as it stands (the loop validates after every
+        epoch). Raises UserError where the method cannot do without the task."""
+        if task is not None:
+            return self.heads[task](self.features(images))
+        if "class" not in self.scenarios:
             raise UserError(f"method {self.name!r} needs to be told the task; give one of {sorted(self.heads.names)}")
-        return self.heads[task](self.features(images))
+        features = self.features(images)
+        return torch.cat([self.heads[name](features) for name in self.columns()], 1)
+
+    def columns(self) -> dict[str, slice]:
+        """Where each task's classes stand in the one output space of scenario `class`: tasks in stream order, those that are
+        loaded or in training."""
+        names = [t.name for t in self.stream if t.name in self.heads.names] or self.heads.names
+        ends = list(accumulate(self.heads[name].out_features for name in names))
+        return {name: slice(end - self.heads[name].out_features, end) for name, end in zip(names, ends, strict=True)}
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Method:

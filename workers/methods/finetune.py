@@ -10,24 +10,28 @@ from workers.taskstate import Carried, TaskState
 
 
 class FineTune(Method):
-    """All backbone weights and the task's own head; old heads stay as they were while the backbone moves under them."""
+    """All backbone weights and the task's own head; old heads stay as they were while the backbone moves under them. In
+    scenario `class` the old heads go on training too: their outputs compete with the new ones, and get no sample of their own.
+    """
 
     name = "finetune"
     carries = ("weights",)
     freezes_backbone = False
     forgets = True
+    scenarios = frozenset({"task", "class"})
 
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
         if carried is not None:
             self.attach(carried)
-        return groups + weight_groups(self.backbone, rates)
+        return super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(), Carried(tensors_of(self.backbone))
+        return self.state(), Carried(network_of(self, list(self.columns())) if self.scenario == "class" else tensors_of(self.backbone))
 
     def attach(self, carried: Carried) -> None:
-        if carried.tensors:
+        if self.scenario == "class":
+            restore_network(self, carried.tensors)
+        elif carried.tensors:
             self.backbone.load_state_dict(carried.tensors)
 
 
@@ -41,3 +45,20 @@ def weight_groups(module: Any, rates: Rates) -> list[dict[str, Any]]:
 
 def tensors_of(module: Any) -> dict[str, Any]:
     return {name: t.detach().clone() for name, t in module.state_dict().items()}
+
+
+def network_of(method: Method, tasks: list[str]) -> dict[str, Any]:
+    """Copies of the backbone's tensors and of the heads of `tasks`: `backbone/NAME`, `heads/TASK/NAME`."""
+    heads = {f"heads/{task}/{name}": t for task in tasks for name, t in method.heads.export(task).items()}
+    return {f"backbone/{name}": t for name, t in tensors_of(method.backbone).items()} | heads
+
+
+def restore_network(method: Method, tensors: dict[str, Any]) -> None:
+    """The inverse of `network_of`: other heads stay."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        owner, leaf = name.split("/", 1) if name.startswith("backbone/") else name.rsplit("/", 1)
+        parts.setdefault(owner, {})[leaf] = tensor
+    method.backbone.load_state_dict(parts.pop("backbone"))
+    for owner, head in parts.items():
+        method.heads.restore(owner.split("/", 1)[1], head)

@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.job import Task
 from workers.methods.base import Method, Rates
-from workers.methods.finetune import tensors_of, weight_groups
+from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.taskstate import Carried, TaskState
 
 
@@ -16,20 +16,14 @@ class Joint(Method):
     name = "joint"
     trains_on = "seen"
     freezes_backbone = False
+    scenarios = frozenset({"task", "class"})
     forgets = True  # a later stage is another network: nothing binds its answers on old tasks
 
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
         return super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        heads = {f"heads/{t.name}/{k}": v for t in self.training_tasks for k, v in self.heads.export(t.name).items()}
-        return self.state(), Carried({f"backbone/{k}": v for k, v in tensors_of(self.backbone).items()} | heads)
+        return self.state(), Carried(network_of(self, [t.name for t in self.training_tasks]))
 
     def attach(self, carried: Carried) -> None:
-        parts: dict[str, dict[str, Any]] = {}
-        for name, tensor in carried.tensors.items():
-            owner, leaf = name.split("/", 1) if name.startswith("backbone/") else name.rsplit("/", 1)
-            parts.setdefault(owner, {})[leaf] = tensor
-        self.backbone.load_state_dict(parts.pop("backbone"))
-        for owner, tensors in parts.items():
-            self.heads.restore(owner.split("/", 1)[1], tensors)
+        restore_network(self, carried.tensors)

@@ -15,12 +15,18 @@ from workers.job import BackboneSettings
 from workers.model.noise import own_drop_paths
 from workers.taskstate import load_tensors
 
+DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
+
 
 def build(settings: BackboneSettings) -> nn.Module:
     """A VisionTransformer without a classifier and with random weights; `load_weights` or a stage result fills it."""
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
+    dropout = next((name for name in DROPOUTS if settings.options.get(name)), None)
+    if dropout:
+        raise UserError(f"backbone.options.{dropout} is {settings.options[dropout]!r}; timm draws who is dropped anew on each rank, so that results would "
+                        "depend on the number of ranks: leave it out, or use backbone.drop_path, which does not")
     if settings.name not in timm.list_models():
         close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or ["vit_tiny_patch16_224"]
         raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close)}")

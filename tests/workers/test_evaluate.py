@@ -1,0 +1,283 @@
+"""Promises of measuring, and of what a step is given: all outputs compete in scenario `class`, canaries, memory, merged carries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, history
+from torch import Tensor
+
+from workers import loop
+from workers.artefact import Artefact, Attempt
+from workers.data.feed import Feed
+from workers.dist import Group
+from workers.errors import DamagedArtefact, UserError
+from workers.evaluate import accuracy, canary, served
+from workers.job import BackboneSettings, Task
+from workers.methods import METHODS
+from workers.methods.base import Batch, Method, Step
+from workers.methods.finetune import FineTune
+from workers.methods.linear import Linear
+from workers.model import vit
+from workers.taskstate import Carried
+
+SIZES = [len(classes) for classes in TASKS.values()]
+
+
+def in_class_scenario(lab: Lab, method: str, base: bool = False) -> Run:
+    stream = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in TASKS.items()]
+    if base:
+        stream[0]["role"] = "base"
+    return lab.run_of(method, OPTIMIZERS["adamw"] | {"epochs": 3}, stream={"scenario": "class", "tasks": stream})
+
+
+def predictions(artefact: Artefact) -> list[dict[str, Any]]:
+    return pq.read_table(pa.BufferReader(artefact.read("predictions.parquet"))).to_pylist()
+
+
+# ---- scenario `class` ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["finetune", "joint"])
+def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str):
+    run = in_class_scenario(lab, method)
+    found, served = run.evaluated(1), run.served(1)
+    assert found["rewrites"] is True
+    assert found["canary"] is None
+    assert [row["task"] for row in found["rows"]] == [*TASKS]
+    lines = predictions(run.artefact(run.evaluate_job(1)))
+    for place, row in enumerate(found["rows"]):
+        with torch.no_grad():
+            logits = served.logits(run.images(place), None)
+        first = sum(SIZES[:place])
+        labels = torch.tensor([line["label"] for line in lines if line["task"] == row["task"]])
+        assert logits.shape[1] == sum(SIZES)
+        assert set(labels.tolist()) == set(range(first, first + SIZES[place]))
+        assert [line["prediction"] for line in lines if line["task"] == row["task"]] == logits.argmax(1).tolist()
+        assert row["correct"] == int((logits.argmax(1) == labels).sum())
+        assert row["correct_task_aware"] == int((logits[:, first : first + SIZES[place]].argmax(1) + first == labels).sum())
+        assert row["correct_top5"] == row["total"] == len(labels), "there are five classes"
+        assert row["correct"] <= row["correct_task_aware"]
+
+
+def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not(lab: Lab):
+    """Old heads are trained by new samples alone: what both knew of the first task is lost where the outputs compete."""
+    old = {method: in_class_scenario(lab, method).evaluated(1)["rows"][0] for method in ("finetune", "joint")}
+    assert old["finetune"]["correct"] < 0.1 * old["finetune"]["total"]
+    assert old["joint"]["correct"] > 0.6 * old["joint"]["total"]
+
+
+def test_the_validation_of_the_loop_lets_all_outputs_compete_too(lab: Lab):
+    run = in_class_scenario(lab, "joint")
+    live, job = run.live(1), run.stages(1)[0]
+    correct, aware, total = 0, 0, 0
+    for task, first in zip(job.tasks, (0, SIZES[0]), strict=True):
+        for batch in Feed(job, (task,), "val", Group(), training=False).evaluate():
+            with torch.no_grad():
+                correct += int((live.eval().logits(batch.images, None).argmax(1) == batch.labels + first).sum())
+                aware += int((live.logits(batch.images, task.name).argmax(1) == batch.labels).sum())
+            total += len(batch)
+    assert accuracy(live, Feed(job, job.tasks, "val", Group(), training=False), Group()) == (correct, total)
+    last = history(run.trained(1))[-1]
+    assert (last["val_correct"], last["val_total"]) == (correct, total)
+    assert correct < aware, "else it would not matter"
+
+
+def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab):
+    run = in_class_scenario(lab, "finetune", base=True)
+    job = run.jobs["finetune/three/train"]
+    assert list(job.states) == ["two"]
+    stored = Carried.from_bytes(run.artefact(job).read("carried.safetensors"))
+    assert {name for name in stored.tensors if name.startswith("heads/")} == {f"heads/{t}/{n}" for t in TASKS for n in ("weight", "bias")}
+    base = loop.TaskState.from_bytes(Artefact.need(job.root, job.states["two"]).read("task.safetensors"))
+    assert not torch.equal(stored.tensors["heads/two/bias"], base.head["bias"]), "it is trained on, as its outputs compete"
+
+
+@pytest.mark.parametrize("soft", [True, False])
+def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool):
+    method, draw = tiny(FineTune), object()
+    tasks = tuple(Task(name, "c", "k", classes) for name, classes in TASKS.items())
+    method.scenario, method.stream, method.training_tasks = "class", tasks, tasks[1:] if soft else tasks
+    for task in reversed(tasks):  # loaded in any order, the outputs stand in the stream's
+        method.heads.add(task.name, task.num_classes, 0)
+    features = torch.randn(4, 32)
+    labels, which = (torch.tensor([0, 1, 2, 2]), torch.zeros(4, dtype=torch.long)) if soft else (torch.tensor([0, 1, 2, 0]), torch.tensor([0, 0, 1, 1]))
+    targets = torch.nn.functional.one_hot(labels, SIZES[1]).float() if soft else None
+    batch = Batch(torch.zeros(4, 3, 16, 16), labels, which, draw, targets)  # type: ignore[arg-type]
+    logits = torch.cat([method.heads[name](features) for name in TASKS], 1)
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([2, 3, 4, 4]) if soft else torch.tensor([0, 1, 4, 2]))
+    assert torch.allclose(method.classification_loss(features, batch), expected)
+    assert method.columns() == {"two": slice(0, 2), "three": slice(2, 5)}
+
+
+def test_a_method_that_needs_the_task_says_so():
+    method = tiny(Linear)
+    method.heads.add("a", 2, 0)
+    with pytest.raises(UserError, match=r"'linear' needs to be told the task; give one of \['a'\]"):
+        method.logits(torch.zeros(1, 3, 16, 16), None)
+
+
+def tiny(cls: type[Method]) -> Method:
+    options = {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    return cls(vit.build(BackboneSettings(img_size=16, options=options)), cls.Settings(), 0)
+
+
+# ---- canaries ------------------------------------------------------------------------------------------------------------
+def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab):
+    run = lab.run("meat")
+    first, second = run.evaluated(0), run.evaluated(1)
+    assert first["rewrites"] is second["rewrites"] is False
+    assert first["canary"] is None
+    assert [row["task"] for row in second["rows"]] == [run.order[1]]
+    assert second["canary"] == first["rows"][0]
+
+
+def test_the_canary_tells_a_method_that_breaks_its_promise(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    class Drifts(Linear):
+        name = "drifts"
+
+        def logits(self, images: Tensor, task: str | None) -> Tensor:
+            return super().logits(images, task) + 1e-6 * len(self.heads.names)
+
+    monkeypatch.setitem(METHODS, "drifts", Drifts)
+    run = lab.run("drifts")
+    assert run.evaluated(1)["canary"]["logits_sha256"] != run.evaluated(0)["rows"][0]["logits_sha256"]
+
+
+def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_is_told(lab: Lab):
+    run = lab.run("linear")
+    run.evaluated(1)
+    job = run.evaluate_job(1)
+    gone = tuple(replace(t, data="0" * 32) if t.name == run.order[0] else t for t in job.tasks)
+    found = lab.stage(again(job, "gone", tasks=gone)).manifest["result"]
+    assert found["canary"] is None
+    assert found["rows"] == run.evaluated(1)["rows"]
+    with pytest.raises(DamagedArtefact) as caught:
+        lab.stage(again(job, "no-state", states={**job.states, run.order[0]: "1" * 32}))
+    assert caught.value.key == "1" * 32
+
+
+def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab):
+    class Beside(Group):
+        """Beside a rank that found the test data gone."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, None]
+
+    job = lab.run("linear").evaluate_job(1)
+    lab.run("linear").evaluated(1)
+    method = served(job, Group())
+    alone = canary(job, method, job.tasks[0], Group())
+    assert alone is not None
+    assert alone["task"] == job.tasks[0].name
+    assert canary(job, method, job.tasks[0], Beside()) is None
+
+
+# ---- what a step starts from -----------------------------------------------------------------------------------------------
+def carrying(root: str, key: str, carried: Carried) -> str:
+    attempt = Attempt(root, key)
+    attempt.write("carried.safetensors", carried.to_bytes())
+    attempt.commit({"kind": "train"})
+    return key
+
+
+def test_steps_side_by_side_hand_on_together_and_never_the_same_name(lab: Lab, tmp_path: Path):
+    herd = carrying(str(tmp_path), "herd", Carried({"means": torch.ones(2)}, {"memory": {"two": ["a"]}}))
+    bias = carrying(str(tmp_path), "bias", Carried({"bias": torch.zeros(3)}, {"steps": 5}))
+    clash = carrying(str(tmp_path), "clash", Carried({}, {"memory": {}}))
+    job = replace(lab.run("finetune").stages(1)[0], root=str(tmp_path), previous={"herd": herd, "calibrate": bias})
+    found = loop.load_carried(job)
+    assert found is not None
+    assert {name: t.tolist() for name, t in found.tensors.items()} == {"means": [1, 1], "bias": [0, 0, 0]}
+    assert found.meta == {"memory": {"two": ["a"]}, "steps": 5}
+    with pytest.raises(UserError, match="steps 'herd' and 'align' of method 'finetune' both hand on 'memory'"):
+        loop.load_carried(replace(job, previous={"herd": herd, "align": clash}))
+    assert loop.load_carried(replace(job, previous={})) is None
+
+
+class Rehearses(FineTune):
+    """Keeps four samples of each task, and trains on those of earlier tasks too; then on remembered samples alone."""
+
+    name = "rehearses"
+    reads = "seen"
+    needs_states = True
+    steps = (Step("train"), Step("balance"))
+    KEPT = 4
+
+    def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
+        kept = dict(carried.meta["memory"]) if carried else {}
+        return {name: keys for name, keys in kept.items() if step == "balance" or name != task.name}
+
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Any, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        self.loaded, self.rates = list(self.heads.names), rates
+        kept = dict(carried.meta["memory"]) if carried else {}
+        if step == "train":
+            kept[task.name] = sorted(k for b in self.feed_of("train", False).evaluate() for k in b.keys or []
+                                     if f"/{task.classes[0]}/" in k)[: self.KEPT]
+        self.kept = kept
+        return super().begin(task, step, carried, rates, tasks)
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        carried.meta["memory"] = self.kept
+        return state, carried
+
+
+def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(METHODS, Rehearses.name, Rehearses)
+    run = lab.run(Rehearses.name)
+    train, balance = run.stages(1)
+    own = history(run.artefact(run.stages(0)[0]))[0]["images"] // SIZES[0] * SIZES[1]
+    assert history(run.artefact(train))[0]["images"] == own + Rehearses.KEPT
+    assert history(run.artefact(balance))[0]["images"] == 2 * Rehearses.KEPT, "of the task itself too, what is named and no more"
+    live = lab.live[train.key]
+    assert isinstance(live, Rehearses)
+    assert [t.name for t in live.training_tasks] == [*TASKS]
+    assert live.loaded == ["two"], "the states of earlier tasks were there before it began"
+    feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.kept["two"]})
+    assert live.rates.mean_rate_steps == loop.optim.mean_rate_steps(train.train.epochs * feed.steps_per_epoch, train.train)
+    first = feed.rows.tasks == 0
+    assert sorted(feed.rows.keys(first.nonzero().squeeze(1).numpy())) == live.kept["two"]
+    assert len(live.kept["two"]) == Rehearses.KEPT
+    assert set(feed.rows.labels[first].tolist()) == {0}
+
+
+def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab):
+    job = lab.run("finetune").stages(1)[0]
+    with pytest.raises(UserError, match="task 'two': sample 'lost' is in the memory and not in its train split"):
+        Feed(job, job.tasks, "train", Group(), True, {"two": ["lost"]})
+
+
+def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab):
+    job = lab.run("finetune").stages(0)[0]
+    feeds = [Feed(replace(job, step=step), job.tasks, "train", Group(), True) for step in ("train", "backbone", "retrain")]
+    assert feeds[0].seed == feeds[1].seed != feeds[2].seed
+
+
+# ---- what is recorded ----------------------------------------------------------------------------------------------------
+def test_a_column_that_begins_later_is_kept():
+    table = pq.read_table(pa.BufferReader(loop.parquet([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 0.5, "kept": 0.9}])))
+    assert table.to_pylist() == [{"epoch": 0, "loss": 1.0, "kept": None}, {"epoch": 1, "loss": 0.5, "kept": 0.9}]
+
+
+def test_a_step_that_does_not_train_has_no_trained_parameters(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    class Prunes(FineTune):
+        name = "prunes"
+        steps = (Step("train"), Step("prune", trains=False))
+
+    monkeypatch.setitem(METHODS, "prunes", Prunes)
+    run = lab.run("prunes")
+    train, prune = (run.artefact(job).manifest["trained_parameters"] for job in run.stages(0))
+    assert train > 0
+    assert prune == 0
+
+
+@pytest.mark.parametrize("name", vit.DROPOUTS)
+def test_dropout_that_depends_on_the_number_of_ranks_is_refused(name: str):
+    with pytest.raises(UserError, match=rf"^backbone\.options\.{name} is 0\.1; .*use backbone\.drop_path"):
+        vit.check(BackboneSettings(img_size=224, options={name: 0.1}))
+    vit.check(BackboneSettings(img_size=224, options={name: 0.0, "depth": 1}, drop_path=0.1))

@@ -150,7 +150,7 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
         store, graph, config = star(Path(folder), RAY_TASKS, methods, workers=1, groups=1)
         began, cpu = time.monotonic(), time.process_time()
         cluster: ClusterSettings = config.cluster
-        _, times = walk_over(store, graph, lambda todo: launch.OnRay(store, cluster, nothing_to_report, 1))
+        _, times = walk_over(store, graph, lambda todo: launch.OnRay(store, cluster, nothing_to_report, lambda event: None, 1))
         wall, cpu = time.monotonic() - began, time.process_time() - cpu
         order = sorted((when, stage, inside) for stage, (when, inside) in times.done.items() if graph[stage].method)
         gaps = [(after[0] - before[0], after[2]) for before, after in pairwise(order)]

@@ -154,7 +154,7 @@ def _check_methods(config: Config, where: str) -> None:
             raise UserError(f"{where}: methods.{label} names method {entry.method!r}, which does not exist; "
                             + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(METHODS))}"))
         cls = METHODS[entry.method]
-        _checked(cls.Settings, entry.settings, f"methods.{label}", where)
+        settings = _checked(cls.Settings, entry.settings, f"methods.{label}", where)
         if config.stream.scenario not in cls.scenarios:
             raise UserError(f"{where}: methods.{label} cannot serve stream.scenario {config.stream.scenario!r}; "
                             f"{entry.method!r} serves {', '.join(sorted(cls.scenarios))}")
@@ -163,6 +163,11 @@ def _check_methods(config: Config, where: str) -> None:
             if step not in steps:
                 raise UserError(f"{where}: methods.{label}.steps.{step} is not a step of {entry.method!r}; its steps are {', '.join(steps)}")
             config.train_of(label, step, where)
+        for step in (s.name for s in cls.steps if s.trains):
+            try:
+                cls.check(settings, config.train_of(label, step, where), config.data_of(label, where), config.stream.scenario)
+            except UserError as error:
+                raise UserError(f"{where}: methods.{label}: {error}") from None
 
 
 def _checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:

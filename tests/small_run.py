@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import yaml
 from PIL import Image
 
@@ -136,12 +137,15 @@ def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, A
 
 def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
     """Stage id -> what may not depend on interruptions: integer counts and logits digests of evaluations, digests of states,
-    shards and index; not the tables that hold seconds, nor the report made of them."""
+    shards and index, the history without its seconds; not the report, which is made of these."""
     found = {}
     for stage_id, manifest in manifests(storage, name).items():
         if manifest["step"] != "report":
-            digests = {n: f["sha256"] for n, f in manifest["files"].items() if n.endswith((".safetensors", ".tar")) or n == "index.parquet"}
-            found[stage_id] = manifest.get("result") or digests
+            body = {n: f["sha256"] for n, f in manifest["files"].items() if n.endswith((".safetensors", ".tar")) or n == "index.parquet"}
+            if "history.parquet" in manifest["files"]:
+                rows = pq.read_table(artefact(storage, stage_id, "history.parquet", name)).to_pylist()
+                body["history"] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+            found[stage_id] = manifest.get("result") or body
     return found
 
 

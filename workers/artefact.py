@@ -38,18 +38,18 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     if "://" not in uri:
         return fs.LocalFileSystem(), os.path.abspath(uri)
     parts = urlsplit(uri)
-    system, top = _opened(urlunsplit(parts._replace(path="/")))
+    try:
+        system, top = _opened(urlunsplit(parts._replace(path="/")))
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise UserError(f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI pyarrow knows "
+                        "(file, s3, gs, hdfs) with its credentials in the environment") from None
     return system, posixpath.normpath(posixpath.join(top, parts.path.lstrip("/")))
 
 
 @functools.lru_cache(maxsize=64)
 def _opened(uri: str) -> tuple[fs.FileSystem, str]:
     """The filesystem of a URI without its path: opened once, since an object store may ask for its region each time."""
-    try:
-        return fs.FileSystem.from_uri(uri)
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise UserError(f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI pyarrow knows "
-                        "(file, s3, gs, hdfs) with its credentials in the environment") from None
+    return fs.FileSystem.from_uri(uri)
 
 
 def join(uri: str, *parts: str) -> str:

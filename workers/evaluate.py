@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers import dist
 from workers.data.feed import Feed
-from workers.errors import DamagedArtefact
+from workers.errors import DamagedArtefact, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
 
@@ -105,6 +105,9 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
         own = method.columns()[task.name]
         row["correct_task_aware"] = int((logits[:, own].argmax(1) == labels).sum())
         labels = labels + own.start
+    if not bool(torch.isfinite(logits).all()):
+        raise UserError(f"some answers on task {task.name!r} are not finite numbers; training went wrong, lower train.lr, set train.clip=1, or use "
+                        "train.precision=fp32")
     confidence, predicted = logits.softmax(1).max(1)
     row["correct"] = int((predicted == labels).sum())
     row["correct_top5"] = int((logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]).sum())

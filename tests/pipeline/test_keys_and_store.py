@@ -9,7 +9,7 @@ from pyarrow import fs
 
 from pipeline.graph import Stage
 from pipeline.store import Store, key_of, why
-from workers.artefact import Artefact, Attempt, join, write_bytes
+from workers.artefact import Artefact, Attempt, join, parent, resolve, write_bytes
 from workers.errors import DamagedArtefact, UserError
 
 
@@ -157,6 +157,16 @@ def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path):
     (tmp_path / "runs" / "r" / "run.json").write_text("{")
     with pytest.raises(UserError, match="what run 'r' needs is not known"):
         store.garbage()
+
+
+def test_places_below_a_uri_keep_its_query_at_the_end():
+    """`s3://bucket/folder?region=...`: joined as text, every result would have the same path."""
+    uri = "s3://bucket/runs?region=eu-west-1&scheme=http"
+    assert join(uri, "stages", "k") == "s3://bucket/runs/stages/k?region=eu-west-1&scheme=http"
+    assert parent(join(uri, "stages")) == uri
+    system, path = resolve(join(uri, "stages", "k"))
+    assert (path, system.region) == ("bucket/runs/stages/k", "eu-west-1")
+    assert parent("/a/b/") == "/a"
 
 
 def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path):

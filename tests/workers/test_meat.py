@@ -243,7 +243,10 @@ def test_mask_logits_are_neither_decayed_nor_starved_by_adams_epsilon():
 def test_masks_that_never_flip_are_reported():
     method = meat(mask_lr=1e-6)
     trained(method)
-    assert "no mask entry left its initial state" in method.warnings()[0]
+    said = method.warnings()
+    assert len(said) == 2
+    for kind, sentence in zip(("token", "FFN"), said, strict=True):
+        assert f"no {kind} mask entry left its initial state" in sentence
     flipping = meat()
     trained(flipping)
     assert flipping.warnings() == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workers.data.draw import Draw
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks, mask_sites
@@ -60,6 +60,15 @@ class Meat(Method):
     paper = "Meta-attention for ViT-backed Continual Learning, CVPR 2022"
     Settings = MeatSettings
     settings: MeatSettings
+
+    @classmethod
+    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+        """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the gradients."""
+        assert isinstance(settings, MeatSettings)
+        masked = settings.token_masks or settings.ffn_masks != "off"
+        if masked and settings.mask_lr == "auto" and train.optimizer != "adamw":
+            raise UserError(f"mask_lr is 'auto' with train.optimizer {train.optimizer!r}: the rate is derived for adamw; use that, or give "
+                            "mask_lr a number")
 
     def __init__(self, backbone: nn.Module, settings: MeatSettings, seed: int):
         super().__init__(backbone, settings, seed)

@@ -247,7 +247,7 @@ def test_masks_that_never_flip_are_reported():
     assert len(said) == 2
     for kind, sentence in zip(("token", "FFN"), said, strict=True):
         assert f"no {kind} mask entry left its initial state" in sentence
-    flipping = meat()
+    flipping = meat(mask_travel=30)
     trained(flipping)
     assert flipping.warnings() == []
     assert flipping.measures()["flipped"] > 0

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -130,7 +131,11 @@ def connect(cluster: ClusterSettings) -> Any:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         cpus = max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
+        except Exception as error:  # Ray raises bare ones, for example on a machine so busy that 30 s are not enough
+            raise UserError(f"Ray did not start on this machine ({str(error).strip().splitlines()[0]}); run the same command again when it is less "
+                            "busy, or without Ray by --set cluster.workers=0") from None
         return ray
     check_reachable(address)
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # submitted as a job: it has brought the code along
@@ -244,6 +249,12 @@ class OnRay:
             self.outbox.append(Offer(depth, stage))
 
     def poll(self) -> list[Event]:
+        try:
+            return self._poll()
+        except self.ray.exceptions.RayError as error:
+            raise UserError(f"Ray itself broke down ({str(error).strip().splitlines()[0]}); what finished is kept, run the same command again") from None
+
+    def _poll(self) -> list[Event]:
         events = self._ingested()
         if self.outbox:
             self._start_groups()
@@ -314,9 +325,10 @@ class OnRay:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
-        if self.groups:
-            self.ray.get(self.queue.close.remote())
-            self.ray.wait(list(self.groups.values()), num_returns=len(self.groups), timeout=10)
+        with suppress(self.ray.exceptions.RayError):  # whatever it is, closing does not hide why the run ended
+            if self.groups:
+                self.ray.get(self.queue.close.remote())
+                self.ray.wait(list(self.groups.values()), num_returns=len(self.groups), timeout=10)
         self.ray.shutdown()
 
 

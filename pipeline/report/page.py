@@ -83,7 +83,7 @@ def head(tables: RunTables) -> str:
     shown = ", ".join(map(escape, tasks[:12])) + (f" and {len(tasks) - 12} more" if len(tasks) > 12 else "")
     base = next((t["name"] for t in record["tasks"] if t["role"] == "base"), None)
     grew = (f"its first version was trained on <b>{escape(base)}</b>" if base
-            else f"it starts from {escape(str(config.get('backbone', {}).get('weights', 'none')))} weights")
+            else f"its weights: {escape(str(config.get('backbone', {}).get('weights', 'none')).rsplit('/', 1)[-1])}")
     given = ("At test time the model is told which task an image belongs to." if tables.scenario == "task"
              else "At test time the model is not told which task an image belongs to: it chooses among all classes seen so far.")
     links = "".join(f'<a href="#{anchor}">{escape(text)}</a>' for anchor, text in [

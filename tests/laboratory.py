@@ -41,6 +41,8 @@ TINY: dict[str, Any] = {"name": "vit_tiny_patch16_224", "img_size": 16, "crop_pc
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05},
     "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05}}
+SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under an optimizer that its defaults are not for
+    ("meat", "sgd"): {"mask_lr": 4.0}}
 
 
 @dataclass(repr=False)
@@ -84,7 +86,7 @@ class Lab:
         """The same with any sections of a config (`data`, `backbone`, `stream`)."""
         scenarios = METHODS[method].scenarios
         body = {"name": "lab", "storage": self.store.storage, "tracking": False, "backbone": TINY,
-                "train": {"epochs": 3, "batch_size": 16, **train}, "methods": {method: {}},
+                "train": {"epochs": 3, "batch_size": 16, **train}, "methods": {method: SETTINGS.get((method, str(train.get("optimizer"))), {})},
                 "stream": {"scenario": "task" if "task" in scenarios else min(scenarios),
                            "tasks": [{"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order]}, **rest}
         known = repr(body)

@@ -91,6 +91,7 @@ def main_into(argv: list[str], out: str, kill_before: int) -> None:
     from pipeline.report import page
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     page.build = lambda *_: {"report.html": b"a page"}
     if kill_before:
         doom(kill_before)

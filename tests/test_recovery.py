@@ -576,6 +576,28 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(trial, vict
     assert small_run.results(tmp_path / "storage") == (lab.expected if workers == 1 else two_workers(lab))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["ray::Queue", "raylet/raylet"])
+def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_command(victim, lab, tmp_path):
+    config = on_ray(lab, tmp_path)
+    process, killed = small_run.start(["run", config], tmp_path / "killed.txt"), False
+    while process.is_alive() and not killed:
+        if len(standing(tmp_path)) >= 4:  # the data and the backbone: a worker group is up
+            for child in descendants(process.pid):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    if victim in " ".join(child.cmdline()):
+                        child.kill()
+                        killed = True
+        time.sleep(0.05)
+    process.join(120)
+    said = (tmp_path / "killed.txt").read_text()
+    assert killed
+    assert process.exitcode == 2, said
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].startswith("accrete: Ray itself broke down")
+    judge(lab, tmp_path, standing(tmp_path), small_run.run(["run", config], tmp_path / "again.txt"))
+
+
 @functools.cache
 def reference_of_two(folder: Path, config: str) -> dict[str, Any]:
     small_run.run(["run", config], folder / "two.txt")

@@ -20,7 +20,7 @@ from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import METHODS
 
 BODY: dict[str, Any] = {
-    "name": "r", "tracking": False, "methods": {"finetune": {}, "joint": {}, "meat": {}},
+    "name": "r", "tracking": False, "methods": {"finetune": {}, "joint": {}, "meat": {"mask_lr": 0.05}},
     "stream": {"tasks": [{"name": "base", "card": "digits", "classes": ["0", "1"], "role": "base"},
                          {"name": "a", "card": "digits", "classes": ["2", "3"]},
                          {"name": "b", "card": "digits", "classes": ["4", "5"]}]},
@@ -44,7 +44,7 @@ def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path):
     path.write_text(yaml.safe_dump(BODY))
     found = load(str(path), ["train.lr=1e-3", "stream.tasks.1.name=first", "methods.meat.lambda=0.75", "methods.meat.train.epochs=7",
                              "backbone.options.depth=3", "data.crop_scale=[0.2, 0.9]", "tracking=off", "cluster.workers=2", "name=other"])
-    assert (found.train.lr, found.stream.tasks[1].name, found.methods["meat"].settings) == (1e-3, "first", {"lambda": 0.75})
+    assert (found.train.lr, found.stream.tasks[1].name, found.methods["meat"].settings) == (1e-3, "first", {"mask_lr": 0.05, "lambda": 0.75})
     assert (found.train_of("meat").epochs, found.train_of("finetune").epochs) == (7, 2)
     assert found.backbone.options["depth"] == 3
     assert found.backbone.options["embed_dim"] == 32
@@ -237,7 +237,7 @@ def test_another_label_of_the_same_method_shares_its_results(tmp_path):
 
 
 def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path):
-    alone, both = keys_of(config(methods={"meat": {}}), tmp_path), keys_of(config(), tmp_path)
+    alone, both = keys_of(config(methods={"meat": BODY["methods"]["meat"]}), tmp_path), keys_of(config(), tmp_path)
     assert {i for i in alone if alone[i] != both[i]} == {"report"}
 
 

@@ -7,7 +7,8 @@ Layout of one artefact, `<root>/<key>/`:
 
 Files are written below a name that only one attempt uses, and the manifest is a single atomic write, so two runs that
 compute the same artefact at the same time can never mix their files, on a disk and on an object store alike: whichever
-manifest stands decides, and the other attempt's files are dropped.
+manifest stands decides. On a disk the first one stands and the other attempt's files are dropped at once; an object store has no
+exclusive write, so there the last one stands, with equal results, and `gc` finds the other files.
 """
 
 from __future__ import annotations

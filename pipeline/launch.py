@@ -131,11 +131,7 @@ def connect(cluster: ClusterSettings) -> Any:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         cpus = max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker)
-        try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
-        except Exception as error:  # Ray raises bare ones, for example on a machine so busy that 30 s are not enough
-            raise UserError(f"Ray did not start on this machine ({str(error).strip().splitlines()[0]}); run the same command again when it is less "
-                            "busy, or without Ray by --set cluster.workers=0") from None
+        start_private(ray, cpus, quiet)
         return ray
     check_reachable(address)
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # submitted as a job: it has brought the code along
@@ -145,6 +141,19 @@ def connect(cluster: ClusterSettings) -> Any:
     code = {"working_dir": root, "excludes": [".venv", ".git", "storage", "tests"], "env_vars": ENVIRONMENT}
     ray.init(address=address, runtime_env=code, **quiet)
     return ray
+
+
+def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
+    """A local cluster of its own, in a second try too: on a very busy machine Ray's 30 s for its processes are not enough."""
+    for tries_left in (1, 0):
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
+            return
+        except Exception as error:  # Ray raises bare ones
+            ray.shutdown()
+            if not tries_left:
+                raise UserError(f"Ray did not start on this machine ({str(error).strip().splitlines()[0]}); run the same command again when it "
+                                "is less busy, or without Ray by --set cluster.workers=0") from None
 
 
 def check_reachable(address: str) -> None:

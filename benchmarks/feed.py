@@ -26,7 +26,6 @@ from workers import dist
 from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.job import StageJob
-from workers.model.vit import normalise
 
 CLASSES, TRAIN, SIDE, BATCH = 10, 200, 48, 64
 RESIDENT_DEMAND = 10.0  # later epochs, from decoded pixels: by hand / feed
@@ -53,7 +52,8 @@ def by_hand(shards: list[str], job: StageJob) -> Iterator[Tensor]:
 
 def batch_of(pixels: list[np.ndarray], job: StageJob) -> Tensor:
     stacked = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
-    return normalise(stacked.float().div_(255), job.backbone_settings)
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (job.backbone_settings.mean, job.backbone_settings.std))
+    return (stacked.float().div_(255) - mean) / std
 
 
 def epoch(feed: Feed) -> Iterator[Tensor]:

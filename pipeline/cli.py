@@ -209,7 +209,7 @@ def report(args: argparse.Namespace) -> int:
     files = page.build(store.storage, record, picture)
     recorder = track.Recorder(config.tracking, store.storage)
     recorder.start(record, picture)
-    recorder.finish(None, files)
+    recorder.finish(files)
     print("\n".join([*recorder.warnings, f"report: {export(store, config.name, files)}", *recorder.links()]))
     return 0
 

@@ -70,7 +70,7 @@ class InProcess:
         return run_stage(stage.job, dist.Group(0, 1, self.device), lambda body: self.progress(Event("progress", stage.id, body=body)))
 
     def close(self) -> None:
-        dist.enter(dist.Group())
+        """Nothing is kept open."""
 
 
 def attempt(stage: Stage, run: Callable[[], dict[str, Any]]) -> Event:
@@ -184,7 +184,6 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         device = get_device()
     torch.set_num_threads(config["threads"])
     group, queue, index = dist.Group(rank, world, device), config["queue"], config["group"]
-    dist.enter(group)
 
     def post(event: Event) -> None:
         ray.get(queue.post.remote(index, event))

@@ -125,7 +125,7 @@ class Recorder:
         if not self.broken:
             self._attempt(self._flush)
 
-    def finish(self, tables: RunTables | None = None, files: Mapping[str, bytes] | None = None, status: str = "FINISHED") -> None:
+    def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
         """Adds the report and closes the runs; `status` is FINISHED, FAILED or KILLED. Tries again what failed before."""
         if not self.settings.enabled or not self.record:
             return
@@ -138,7 +138,7 @@ class Recorder:
                 self.pending = [stage_id]
                 self._attempt(self._flush)
             self.pending = []
-        self._attempt(lambda: self._finish(files or {}, status))
+        self._attempt(lambda: self._finish(files, status))
 
     def links(self, base: str = "") -> list[str]:
         """Where to look at the record of this run; `base` is the address of a running `mlflow server`."""
@@ -399,7 +399,7 @@ class Background:
 
     def finish(self, files: Mapping[str, bytes], status: str) -> Recorder:
         """Waits until everything is written."""
-        self.thread.submit(self.recorder.finish, None, files, status)
+        self.thread.submit(self.recorder.finish, files, status)
         self.thread.shutdown(wait=True)
         return self.recorder
 

@@ -67,16 +67,3 @@ class Group:
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, value)
         return box
-
-
-_CURRENT = Group()
-
-
-def current() -> Group:
-    """The group that this process runs its present stage in."""
-    return _CURRENT
-
-
-def enter(group: Group) -> None:
-    global _CURRENT
-    _CURRENT = group

@@ -42,7 +42,6 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
     found = group.share((Artefact.open(job.root, job.key) or Artefact("", "", {})).manifest if group.rank == 0 else None)
     if found:
         return found
-    dist.enter(group)
     started = time.perf_counter()
     run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
     files, manifest = run(job, group, report)

@@ -46,11 +46,11 @@ def recorded(tmp_path_factory):
     for stage, manifest in fake_run.write(storage, set(ids[6:])):
         second.stage(stage, manifest)
     files = page.build(storage, record)
-    second.finish(None, files)
+    second.finish(files)
     before = contents(storage)
     third = track.Recorder(SETTINGS, storage)
     third.start(record, "<svg>graph</svg>")
-    third.finish(None, files)
+    third.finish(files)
     assert first.warnings == second.warnings == third.warnings == []
     return SimpleNamespace(storage=storage, recorder=third, before=before, after=contents(storage))
 
@@ -150,7 +150,7 @@ def test_a_tracking_server_that_does_not_answer_costs_one_sentence(tmp_path, mon
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(str(tmp_path), {"data/shapes", "backbone"}):
         recorder.stage(stage, manifest)
-    recorder.finish(None, {})
+    recorder.finish({})
     assert len(recorder.warnings) == 1
     assert "the run goes on" in recorder.warnings[0]
     assert recorder.links() == []
@@ -171,7 +171,7 @@ def test_what_failed_in_between_is_written_at_the_end(recorded, monkeypatch):
     monkeypatch.setattr(track.Recorder, "_points", points)
     recorder.start(record)
     down[0] = False
-    recorder.finish(None, {})
+    recorder.finish({})
     assert len(recorder.warnings) == 1
     assert "database is locked" in recorder.warnings[0]
     run = recorder.runs["meat", "birds"].info.run_id
@@ -182,7 +182,7 @@ def test_what_failed_in_between_is_written_at_the_end(recorded, monkeypatch):
 def test_tracking_that_is_off_writes_nothing(tmp_path):
     recorder = track.Recorder(SimpleNamespace(enabled=False, uri="", experiment="x"), str(tmp_path))
     recorder.start(fake_run.record())
-    recorder.finish(None, {})
+    recorder.finish({})
     assert list(tmp_path.iterdir()) == []
 
 

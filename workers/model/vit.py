@@ -110,12 +110,6 @@ def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
     model.load_state_dict(tensors)
 
 
-def normalise(images: Tensor, settings: BackboneSettings) -> Tensor:
-    """Float images in [0, 1], shape (b, 3, H, W) -> the backbone's input range."""
-    mean, std = (torch.tensor(v, device=images.device, dtype=images.dtype).view(1, 3, 1, 1) for v in (settings.mean, settings.std))
-    return (images - mean) / std
-
-
 def geometry(model: nn.Module) -> dict[str, Any]:
     """What masks need to know: number of blocks, of patch tokens and prefix tokens, grid, width, hidden width."""
     vit: Any = model

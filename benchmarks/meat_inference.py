@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from benchmarks.harness import Report, interleave, start
 from workers.job import BackboneSettings
 from workers.methods.meat import Meat, MeatSettings
-from workers.model.compact import compact
 from workers.model.vit import build
 from workers.taskstate import TaskState
 
@@ -39,8 +38,7 @@ def meat(settings: BackboneSettings, keep: float, shared: bool) -> Meat:
     if shared:
         masks["tokens"] = masks["tokens"][:1].expand_as(masks["tokens"])
     head = nn.Linear(method.heads.width, 100).state_dict()
-    method.load(TaskState("t", tuple(map(str, range(100))), "meat", method.backbone_digest, masks=masks, head=head,
-                          meta={"token_blocks": list(method.token_blocks)}))
+    method.load(TaskState("t", tuple(map(str, range(100))), "meat", method.backbone_digest, masks=masks, head=head, meta=method.sites.meta))
     return method.eval()
 
 
@@ -53,7 +51,7 @@ def main() -> None:
     plain = timm.create_model(settings.name, num_classes=100).eval()
     for keep, shared in ((0.5, False), (0.8, False), (0.5, True)):
         method = meat(settings, keep, shared)
-        pruned = compact(copy.deepcopy(method), "t")
+        pruned = copy.deepcopy(method).compact("t")
         label = f"keep {keep}" + (", one token mask for all blocks" if shared else "")
         report.equal(f"{label}, logits of compact and dense", pruned(images), method.logits(images, "t"), 1e-5)
         timing = interleave({"plain": partial(plain, images), "compact": partial(pruned, images),

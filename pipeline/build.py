@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from workers.data import sources
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.methods import METHODS
-from workers.methods.base import Method
+from workers.methods.base import Step
 from workers.model import vit
 
 REPORT_REVISION = 1  # raise it when the report shows other things
@@ -168,7 +169,12 @@ def _weights_digest(config: Config, store: Store) -> str:
 
 def add_backbone(builder: Builder, base: Task | None) -> None:
     c = builder.config
-    vit.check(c.backbone)
+    empty = vit.check(c.backbone)
+    for label, entry in c.methods.items():
+        try:
+            METHODS[entry.method].fits(METHODS[entry.method].Settings.model_validate(entry.settings), copy.deepcopy(empty))
+        except UserError as error:
+            raise UserError(f"methods.{label}: {error}") from None
     settings = {**c.backbone.model_dump(exclude={"weights"}), "weights": _weights_digest(c, builder.store)}
     inputs: dict[str, Any] = {"backbone": settings, "seed": c.seed, "revision": BACKBONE_REVISION}
     if base:
@@ -187,43 +193,48 @@ def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | Non
     """All stages of one method; returns the ids of its leaves."""
     method = METHODS[builder.config.methods[label].method]
     last: dict[str, str] = {base.name: "backbone"} if base else {}  # task -> stage that holds its state
-    leaves = [_add_evaluate(builder, label, base, tasks, last, {})] if base else []
+    settings = method.Settings.model_validate(builder.config.methods[label].settings)
+    if base is None and method.needs_base(settings):
+        raise UserError(f"methods.{label} goes through steps with the base task, and the stream has none; give the task that the backbone is trained on "
+                        "`role: base`, or change the settings that ask for it")
+    leaves: list[str] = []
     ends: dict[str, str] = {}  # step -> stage: those whose carried states the next task starts from
     for position, task in enumerate(tasks):
-        if task is base:
-            continue
-        seen = tuple(tasks[: position + 1])
-        stages = _add_steps(builder, label, task, seen, ends if method.carries else {}, last)
-        last[task.name] = stages[method.steps[-1].name]
-        ends = {step: stages[step] for step in _ends(method)}
+        steps = method.planned(settings, position - (base is not None))
+        if steps:
+            seen = tuple(tasks[: position + 1])
+            stages = _add_steps(builder, label, task, seen, steps, ends if method.carries else {}, last)
+            last[task.name] = stages[steps[-1].name]
+            ends = {step: stages[step] for step in _ends(steps)}
         leaves.append(_add_evaluate(builder, label, task, tasks, last, ends))
     return leaves
 
 
-def _waits(method: type[Method]) -> dict[str, tuple[str, ...]]:
+def _waits(steps: tuple[Step, ...]) -> dict[str, tuple[str, ...]]:
     """Step -> the steps of the same task that it waits for."""
-    names = [step.name for step in method.steps]
-    return {step.name: tuple(names[max(0, i - 1) : i]) if step.after is None else step.after for i, step in enumerate(method.steps)}
+    names = [step.name for step in steps]
+    return {step.name: tuple(names[max(0, i - 1) : i]) if step.after is None else step.after for i, step in enumerate(steps)}
 
 
-def _ends(method: type[Method]) -> list[str]:
+def _ends(steps: tuple[Step, ...]) -> list[str]:
     """The steps that no step waits for."""
-    waits = _waits(method)
+    waits = _waits(steps)
     awaited = {name for names in waits.values() for name in names}
     return [name for name in waits if name not in awaited]
 
 
-def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...], before: dict[str, str], last: dict[str, str]) -> dict[str, str]:
+def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...], steps: tuple[Step, ...], before: dict[str, str],
+               last: dict[str, str]) -> dict[str, str]:
     """The training stages of one task, by step. before: what the task before ended with; last: the stages that hold the
-    states of earlier tasks."""
+    states of earlier tasks, and of the base task itself where it goes through steps of the method's own."""
     c, entry = builder.config, builder.config.methods[label]
     method = METHODS[entry.method]
     settings = method.Settings.model_validate(entry.settings).model_dump(by_alias=True)
     reads = seen if (method.reads or method.trains_on) == "seen" else (task,)
-    states = {t.name: last[t.name] for t in seen[:-1]} if method.carries else {}  # their stages are ancestors of this task's
+    states = {t.name: last[t.name] for t in seen if t.name in last} if method.carries else {}  # their stages are ancestors of this task's
     loaded = states.values() if method.loads_states(c.stream.scenario) else ()
-    waits, done = _waits(method), dict[str, str]()
-    for step in method.steps:
+    waits, done = _waits(steps), dict[str, str]()
+    for step in steps:
         start = {name: done[name] for name in waits[step.name]} or before
         parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in reads), *start.values(), *loaded]))
         stage_id = f"{label}/{task.name}/{step.name}"

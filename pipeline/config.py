@@ -127,10 +127,34 @@ def load(path: str, overrides: list[str] | None = None) -> Config:
     if not file.exists():
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1) if file.parent.exists() else []
         raise UserError(f"config {path!r} does not exist" + (f"; did you mean {str(file.parent / near[0])!r}?" if near else "; give the path of a .yaml file"))
-    body = read_yaml(file, "a config")
+    body = read_with_bases(file)
     for override in overrides or []:
         apply_override(body, override)
     return check(body, path)
+
+
+def read_with_bases(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A config's values over those of the files that it `extends` (one or a list, relative to its own folder, later ones first):
+    mappings merge, anything else replaces. Raises UserError where a file extends itself or one that is not there."""
+    body = read_yaml(file, "a config")
+    bases = body.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{file}: extends is {bases!r}, it must be the name of a config file or a list of such; change it")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        path = file.parent / base
+        if path.resolve() in [p.resolve() for p in (*above, file)]:
+            raise UserError(f"{file}: extends {base!r}, which extends this file in turn; take one of the two out")
+        if not path.exists():
+            raise UserError(f"{file}: extends {base!r}, which does not exist beside it; mend the path")
+        merged = _merge(merged, read_with_bases(path, (*above, file)))
+    return _merge(merged, body)
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {k: _merge(below[k] or {}, v or {}) for k, v in above.items() if isinstance(below.get(k), dict) and isinstance(v, (dict, type(None)))}
+    return {**below, **above, **both}
 
 
 def check(body: dict[str, Any], where: str) -> Config:

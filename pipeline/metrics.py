@@ -105,6 +105,15 @@ def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -
     return float(sum(r[j : count - 2, j].max() - r[-1, j] for j in range(count - 2)) / (count - 1))
 
 
+def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
+    """max - min over orders of what each task ends with, shape (T,): APD's order robustness, of which max and mean are reported.
+    accuracies: R[T-1] of streams of the same tasks in different orders, (orders, T), columns by task and not by place."""
+    r = np.asarray(accuracies, float)
+    if r.ndim != 2 or not len(r):
+        raise UserError(f"order_disparity: accuracies have shape {r.shape}; give a row for each order with a column for each task")
+    return r.max(0) - r.min(0)
+
+
 METRICS: dict[str, Callable[..., float]] = {f.__name__: f for f in (
     average_accuracy, micro_average_accuracy, average_incremental_accuracy, last_accuracy, forgetting, forgetting_first,
     backward_transfer, forward_transfer, learning_accuracy, forgetting_continuum_pre_2022_05)}

@@ -285,16 +285,15 @@ class Recorder:
 
     def _views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
         """Masks of the tasks up to `task` that are finished, from memory or from the store."""
-        from pipeline.report.masks import MaskView
+        from pipeline.report.figures import view_of
 
         tasks = tables.tasks(label)
         found = []
         for name in tasks[: tasks.index(task) + 1]:
-            if tables.task(name)["role"] == "base" or tables.state_stage(label, name) is None:
+            if tables.state_stage(label, name) is None:
                 continue
             if (label, name) not in self.views or name == task:
-                state = tables.state(label, name)
-                self.views[label, name] = MaskView.of(label, state) if state is not None and (state.masks or state.tokens) else None
+                self.views[label, name] = view_of(tables, label, name)
             found.append(self.views[label, name])
         while sum(b.nbytes for v in self.views.values() if v for b in v.bits.values()) > CACHE_BYTES:
             self.views.popitem(last=False)
@@ -305,7 +304,7 @@ class Recorder:
 
         tables, run = self._tables(), self._run(label, task)
         matrix = tables.matrix(label)
-        points = entries.matrix_points(matrix) + entries.size_points(tables.sizes(label))
+        points = entries.matrix_points(matrix) + entries.size_points(tables.sizes(label)) + entries.pick_points(tables.picks(label))
         new = [p for p in points if (label, p.name, p.step) not in self.logged]
         self.logged |= {(label, p.name, p.step) for p in new}
         if self._stands(run, stage):

@@ -137,7 +137,10 @@ def check_whatever_is_stored_has_a_part_in_the_answers(lab: Lab, method: str, op
         stored: dict[str, Tensor] = getattr(state, kind)
         for key, tensor in stored.items():
             stored[key] = ~tensor if kind == "masks" else tensor + torch.linspace(0, 1, tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
-        changed.load(state)
+        try:
+            changed.load(state)
+        except UserError:
+            continue  # what does not go with the rest of the state is refused: it has a part
         if run.evaluate_job(FIRST).previous:
             changed.attach(run.carried(FIRST))
         assert not stored or not torch.equal(answers(changed, images, name), expected), kind
@@ -259,7 +262,7 @@ def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: st
     for task in (FIRST, SECOND):
         run.trained(task)
         for job in run.stages(task):
-            assert lab.opened[job.key] <= {"train"}, "validation is held out of train, nothing else is read"
+            assert lab.opened.get(job.key, set()) <= {"train"}, "validation is held out of train, nothing else is read"
         run.evaluated(task)
         assert "test" in lab.opened[run.evaluate_job(task).key]
 

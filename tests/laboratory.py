@@ -42,7 +42,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05},
     "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05}}
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under an optimizer that its defaults are not for
-    ("meat", "sgd"): {"mask_lr": 4.0}}
+    ("ctr_tsm", "sgd"): {"mask_lr": 0.1},
+    ("ctr_full", "sgd"): {"mask_lr": 0.1},
+    ("hat", "sgd"): {"mask_lr": 0.05},
+    ("adahat", "sgd"): {"mask_lr": 0.05},
+    ("ksm", "sgd"): {"mask_lr": 0.02},
+    ("meat", "sgd"): {"mask_lr": 4.0},
+    ("piggyback", "sgd"): {"mask_lr": 0.3},
+    ("supsup", "sgd"): {"mask_lr": 1.0},
+    ("supsup_nn", "sgd"): {"mask_lr": 1.0},
+    ("wsn", "sgd"): {"mask_lr": 1.0}}
 
 
 @dataclass(repr=False)

@@ -315,7 +315,11 @@ def text_as_weights(site: Site) -> str:
 BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
     "image no multiple of the patch": (lambda _: {"img_size": 18}, ["backbone.img_size is 18", "multiple of the patch size 4"]),
     "unknown name": (lambda _: {"name": "vit_tiny_patch17_224"}, ["backbone.name is 'vit_tiny_patch17_224', which timm does not have", "vit_tiny_patch16_224"]),
-    "no transformer": (lambda _: {"name": "resnet18", "options": {}}, ["backbone", "resnet18", "VisionTransformer"]),
+    "neither transformer nor ResNet": (lambda _: {"name": "mixer_b16_224", "img_size": 224, "options": {}},
+                                       ["backbone.name is 'mixer_b16_224', a MlpMixer", "VisionTransformer", "ResNet"]),
+    "batch norm without statistics": (lambda _: {"name": "resnet18", "options": {}}, ["backbone.weights is 'none'", "batch norm", "norm_layer: groupnorm"]),
+    "image no multiple of the soft splits": (lambda _: {"name": "t2t_vit_12", "img_size": 24, "options": {}},
+                                             ["'t2t_vit_12'", "img_size must be a multiple of 16"]),
     "unknown option": (lambda site: {"options": {**site.body["backbone"]["options"], "patchsize": 4}}, ["backbone", "patchsize"]),
     "heads that do not divide": (lambda site: {"options": {**site.body["backbone"]["options"], "num_heads": 5}}, ["backbone", "num_heads"]),
     "weights that are not there": (lambda _: {"weights": "nowhere.safetensors"}, ["backbone.weights", "nowhere.safetensors", "does not exist"]),

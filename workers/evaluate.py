@@ -19,7 +19,7 @@ from workers.methods.base import Method
 
 EVALUATE_REVISION = 1  # raise it when measuring gives other numbers
 TOP = 5
-Answers = tuple[list[str], list[int], Tensor]  # of one batch: keys, labels inside the task, logits
+Answers = tuple[list[str], list[int], Tensor, dict[str, Tensor]]  # of one batch: keys, labels inside the task, logits, picks
 
 
 @torch.no_grad()
@@ -85,25 +85,40 @@ def served(job: StageJob, group: dist.Group) -> Method:
 def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
     """What the method answers on this rank's share of the task's test images, batch by batch."""
     feed = Feed(job, (task,), "test", group, training=False)
-    return [(list(batch.keys or []), batch.labels.tolist(), answers(method, batch.images, task.name).float().cpu())
-            for batch in feed.evaluate()]
+    found = []
+    for batch in feed.evaluate():
+        logits, picks = with_picks(method, batch.images, task.name)
+        found.append((list(batch.keys or []), batch.labels.tolist(), logits.float().cpu(), {name: t.cpu() for name, t in picks.items()}))
+    return found
+
+
+def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits as the scenario asks for them; of a method that finds out by itself what an image belongs to also `place` (b,) among its
+    candidates and `confidence` (b,), and in scenario `class` what it answers when it is `told` (b,)."""
+    if not method.candidates():
+        return answers(method, images, task), {}
+    place, confidence = method.infer(images)
+    picks = {"place": place, "confidence": confidence}
+    if method.scenario == "class":
+        return method.answer(images, place, None), picks | {"told": method.logits(images, task).argmax(1)}
+    return method.answer(images, place, task), picks
 
 
 def in_order(shares: list[list[Answers]]) -> Answers:
     """The answers of all ranks in test order: whole batches went round the ranks in turn."""
     batches = [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
     keys, labels = [k for b in batches for k in b[0]], [label for b in batches for label in b[1]]
-    return keys, labels, torch.cat([b[2] for b in batches])
+    return keys, labels, torch.cat([b[2] for b in batches]), {name: torch.cat([b[3][name] for b in batches]) for name in batches[0][3]}
 
 
 def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], pa.Table]:
     """Counts, a digest of all logits in test order, and one line per test image. In scenario `class` labels and predictions are
     positions in the one output space, and `correct_task_aware` counts what is right among the task's own classes."""
-    keys, labels, logits = found[0], torch.tensor(found[1]), found[2]
+    keys, labels, logits, picks = found[0], torch.tensor(found[1]), found[2], found[3]
     row: dict[str, Any] = {"task": task.name, "total": len(keys), "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()}
     if method.scenario == "class":
         own = method.columns()[task.name]
-        row["correct_task_aware"] = int((logits[:, own].argmax(1) == labels).sum())
+        row["correct_task_aware"] = int((picks.get("told", logits[:, own].argmax(1)) == labels).sum())
         labels = labels + own.start
     if not bool(torch.isfinite(logits).all()):
         raise UserError(f"some answers on task {task.name!r} are not finite numbers; training went wrong, lower train.lr, set train.clip=1, or use "
@@ -113,7 +128,21 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
     row["correct_top5"] = int((logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]).sum())
     table = pa.table({"task": [task.name] * len(keys), "key": keys, "label": labels.tolist(), "prediction": predicted.tolist(),
                       "confidence": pa.array(confidence.tolist(), pa.float32())})
+    if picks:
+        row["picks"] = picks_of(method.candidates(), task.name, picks["place"], picks["confidence"])
+        names = [*method.candidates()]
+        table = table.append_column("picked", pa.array([names[place] for place in picks["place"].tolist()]))
+        table = table.append_column("picked_confidence", pa.array(picks["confidence"].tolist(), pa.float32()))
     return row, table
+
+
+def picks_of(candidates: dict[str, tuple[str, ...]], task: str, places: Tensor, confidence: Tensor) -> dict[str, Any]:
+    """What there was to pick from and how often each was picked for images of `task`, how many picks were right, and the mean
+    confidence of right and of wrong ones, None where there are none."""
+    right = torch.tensor([task in tasks for tasks in candidates.values()])[places]
+    means = {name: float(some.double().mean()) if len(some) else None
+             for name, some in (("confidence_right", confidence[right]), ("confidence_wrong", confidence[~right]))}
+    return {"candidates": [*candidates], "picked": places.bincount(minlength=len(candidates)).tolist(), "right": int(right.sum()), **means}
 
 
 def canary(job: StageJob, method: Method, old: Task, group: dist.Group) -> dict[str, Any] | None:

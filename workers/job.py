@@ -15,9 +15,9 @@ class Frozen(BaseModel):
 
 
 class BackboneSettings(Frozen):
-    """The one timm VisionTransformer that everything grows on."""
+    """The one backbone that everything grows on: a timm VisionTransformer or ResNet."""
 
-    name: str = Field("vit_tiny_patch16_224", description="timm model name")
+    name: str = Field("vit_tiny_patch16_224", description="timm model name, or `t2t_vit_12`")
     img_size: PositiveInt = Field(224, description="input side in pixels; position embeddings are resampled to it")
     weights: str = Field("none", description="`none` (random), `hub` (timm's pretrained), or a local .safetensors file")
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)

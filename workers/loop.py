@@ -65,11 +65,12 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[s
         load_states(job, method)
     history = fit(job, method, load_carried(job), group, report)
     state, handed_on = method.finish()
-    trained = sum(p.numel() for p in method.parameters() if p.requires_grad) if history else 0
+    epochs = sum("loss" in row for row in history)
+    trained = sum(p.numel() for p in method.parameters() if p.requires_grad) if epochs else 0
     manifest = {"kind": "train", "sizes": state.sizes(), "trained_parameters": trained,
                 "carried_bytes": sum(t.numel() * t.element_size() for t in handed_on.tensors.values()),
                 "flops_share": method.flops_share(state), "warnings": method.warnings(), "backbone_digest": method.backbone_digest,
-                "epochs": len(history)}
+                "epochs": epochs}
     return {"task.safetensors": state.to_bytes(), "carried.safetensors": handed_on.to_bytes(), "history.parquet": parquet(history)}, manifest
 
 
@@ -88,8 +89,8 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> tuple[di
     else:
         digest = vit.digest_of(backbone)
     files["state.safetensors"] = vit.to_bytes(backbone)
-    parameters = sum(p.numel() for p in backbone.parameters())
-    return files, {"kind": "backbone", "digest": digest, "parameters": parameters, "bytes": 4 * parameters}
+    return files, {"kind": "backbone", "digest": digest, "parameters": sum(p.numel() for p in backbone.parameters()),
+                   "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values())}
 
 
 def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report) -> list[dict[str, Any]]:
@@ -113,15 +114,15 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(total, job.train))
     groups = method.begin(job.task, job.step, carried, rates, tasks)
     method.to(group.device)
+    val = feed_of("val", False) if job.data.val_fraction else None
     if feed is None:
-        return []
+        return [{"epoch": 0, **method.measures(), **validated(method, val, group)}] if step is not None and step.measured else []
     trained = {id(p) for g in groups for p in g["params"]}
     for p in method.parameters():
         p.requires_grad_(id(p) in trained)
     if job.train.compile:
         method.backbone.compile()
     optimizer = optim.build(groups, job.train)
-    val = feed_of("val", False) if job.data.val_fraction else None
     return _epochs(job, method, optimizer, feed, val, epochs, group, report)
 
 
@@ -148,11 +149,10 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
                     checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch, step + 1, history, so_far, mark.best))
                 saved = time.monotonic()
         row = {"epoch": epoch, "lr": optimizer.param_groups[0]["lr"], **sums.means(job.id), **method.measures()}
-        if val is not None:
-            row["val_correct"], row["val_total"] = accuracy(method, val, group)
-            if job.train.keep == "best" and row["val_correct"] > mark.best.get("val_correct", -1):
-                mark.best = {"epoch": epoch, "val_correct": row["val_correct"]}
-                best = {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
+        row |= validated(method, val, group)
+        if job.train.keep == "best" and row.get("val_correct", -1) > mark.best.get("val_correct", -1):
+            mark.best = {"epoch": epoch, "val_correct": row["val_correct"]}
+            best = {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
         history.append(row)
         clock.epoch(row)
         if job.checkpoint_s and time.monotonic() - saved > job.checkpoint_s and epoch + 1 < epochs:
@@ -165,6 +165,11 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
             for name, tensor in best.items():
                 live[name].copy_(tensor)
     return history
+
+
+def validated(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
+    """Counts on the held-out part of train; empty where nothing is held out."""
+    return {} if val is None else dict(zip(("val_correct", "val_total"), accuracy(method, val, group), strict=True))
 
 
 def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[Batch], progress: Progress, job: StageJob,

@@ -15,7 +15,7 @@ from pipeline.report.masks import MaskView, overlap_rows
 from pipeline.report.tables import Matrix, Row, RunTables, matrix_rows
 
 SHOWN = ("average_accuracy", "micro_average_accuracy", "average_incremental_accuracy", "last_accuracy", "forgetting", "backward_transfer", "learning_accuracy")
-OF_LABEL = ("matrix", "curves", "masks", "density", "overlap", "tokens")  # kinds of report pictures that belong to one method
+OF_LABEL = ("matrix", "picked", "curves", "masks", "density", "overlap", "capacity", "layers", "tokens")  # kinds of report pictures that belong to one method
 OF_RUN = ("comparison.png", "averages.png", "size_accuracy.png")
 
 
@@ -65,6 +65,11 @@ def size_points(rows: Sequence[Row]) -> list[Point]:
     return points
 
 
+def pick_points(rows: Sequence[Row]) -> list[Point]:
+    """`picked_right/TASK`: share of its images that were taken for what they are, after each task."""
+    return [Point(key_name(f"picked_right/{r['task']}"), r["share_right"], r["after_index"], r["after_index"]) for r in rows if r["images"]]
+
+
 def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
     """The matrix as heat map, JSON, CSV and Parquet; averages; sizes. Made anew after every task."""
     matrix = tables.matrix(label)
@@ -77,6 +82,13 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
         found["averages.csv"] = files.as_csv([{"after": matrix.tasks[t], **matrix.over_time[t]} for t in range(matrix.finished)])
     if sizes := tables.sizes(label):
         found["sizes.csv"] = files.as_csv(sizes)
+    if picks := tables.picks(label):
+        found["picks.csv"] = files.as_csv(picks)
+    if (picked := tables.picked(label)) is not None:
+        counts, tasks, candidates = picked
+        found["picked.png"] = plots.png(figures.picked_figure(label, *picked))
+        found["picked.csv"] = files.as_csv([{"images of": task, **dict(zip(candidates, row, strict=True))}
+                                            for task, row in zip(tasks, counts.tolist(), strict=True)])
     return found
 
 
@@ -101,7 +113,8 @@ def task_files(tables: RunTables, label: str, task: str, views: Sequence[MaskVie
         found["token_masks.png"] = figures.token_picture(tables, [own], most_blocks=12)
     if own.bits:
         found["masks.csv"] = files.as_csv(own.rows())
-    for name, figure in (("density", maskplots.density([own])), ("overlap", maskplots.overlaps(views)), ("tokens", maskplots.prompts(views))):
+    for name, figure in (("density", maskplots.density([own])), ("mask_layers", maskplots.layers(own)), ("overlap", maskplots.overlaps(views)),
+                         ("capacity", maskplots.used(views)), ("tokens", maskplots.prompts(views))):
         if figure is not None:
             found[f"{name}.png"] = plots.png(figure)
     if shared := overlap_rows(list(views)):

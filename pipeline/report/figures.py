@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from pipeline.report import maskplots, plots
 from pipeline.report.masks import MaskView
 from pipeline.report.samples import sample_image
 from pipeline.report.tables import RunTables
+from workers.methods import METHODS
+from workers.methods.base import Method
 
 MOST_ROWS = 8  # tasks in one mask picture; a longer stream shows some of them, the first and the last among them
 
@@ -65,12 +69,21 @@ def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
         found.append(Picture(f"matrix-{label}-task-aware.png", "Accuracy matrix, task given",
                              "The same model, when it is told which task an image belongs to and answers among that task's classes only.",
                              plots.png(plots.matrix(aware))))
+    picked = tables.picked(label)
+    if picked is not None:
+        found.append(Picture(f"picked-{label}.png", "What images were taken for",
+                             "Rows: the task that images are of. Columns: what the method, which was not told, took them for before it answered.",
+                             plots.png(picked_figure(label, *picked))))
     curves = plots.curves(histories(tables, label))
     if curves is not None:
         found.append(Picture(f"curves-{label}.png", "Training",
                              "Loss and accuracy on held-out validation images over the epochs of one task after the other; grey bands tell the tasks apart.",
                              plots.png(curves)))
     return found + of_masks(tables, label, views)
+
+
+def picked_figure(label: str, counts: NDArray[np.int64], tasks: list[str], candidates: list[str]) -> Figure:
+    return plots.confusion(counts, tasks, f"{label}: taken for", candidates, ("taken for", "images of"))
 
 
 def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
@@ -86,6 +99,11 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
              "Share of entries that each mask keeps, from the first block to the last."),
             ("overlap", "What tasks have in common", maskplots.overlaps(views),
              "Jaccard index of each pair of tasks: entries that both keep, divided by entries that at least one keeps; 1 means the same mask."),
+            ("capacity", "Capacity used", maskplots.used(views),
+             "Of all entries that can be masked: those that a task uses and earlier ones used already, those it is the first to use, and the line "
+             "of all that some task uses by then."),
+            ("layers", f"Where the mask of {views[-1].task if views else ''} keeps what", maskplots.layers(views[-1]) if views else None,
+             "Each line is a block, each column an output unit of its layer: dark is kept, light is masked."),
             ("tokens", "Learned tokens", maskplots.prompts(views),
              "Left: the token values of the newest task. Right: how much the tokens of all tasks point the same way.")):
         if figure is not None:
@@ -100,17 +118,23 @@ def token_picture(tables: RunTables, views: list[MaskView], most_blocks: int = 6
 
 def mask_views(tables: RunTables, label: str) -> list[MaskView]:
     """The masks and tokens of every finished task of a method that has any, in stream order."""
-    states = [tables.state(label, task) for task in tables.tasks(label) if tables.task(task)["role"] != "base"]
-    views = [MaskView.of(label, state) for state in states if state is not None and (state.masks or state.tokens)]
-    return [v for v in views if v.bits or v.prompts]
+    return [view for task in tables.tasks(label) if (view := view_of(tables, label, task)) is not None]
+
+
+def view_of(tables: RunTables, label: str, task: str) -> MaskView | None:
+    """None where the task is not finished or has neither masks nor tokens. What a mask is, the method says."""
+    state = tables.state(label, task)
+    if state is None:
+        return None
+    masks = METHODS.get(state.method, Method).masks_for_display(state, tables.carried(label, task))
+    view = MaskView.of(label, state, masks)
+    return view if view.bits or view.prompts else None
 
 
 def histories(tables: RunTables, label: str) -> list[tuple[str, list[dict[str, object]]]]:
     """(name, epochs) of every training stage of a method, in order; the step is named where a task has several."""
     found = []
     for task in tables.tasks(label):
-        if tables.task(task)["role"] == "base":
-            continue
-        stages = [(s, rows) for s in tables.stages(label, task) if (rows := tables.history(s["id"]))]
+        stages = [(s, rows) for s in tables.stages(label, task) if s["label"] and (rows := tables.history(s["id"]))]
         found += [(task if len(stages) == 1 else f"{task}/{s['step']}", rows) for s, rows in stages]
     return found

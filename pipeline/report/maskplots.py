@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from pipeline.report.masks import MaskView, kinds, overlap, similarity
-from pipeline.report.plots import FAINT, INK, cells, dress, figure_of, shades, task_ticks, text_size
+from pipeline.report.masks import MaskView, block_of, capacity, kind_of, kinds, overlap, similarity
+from pipeline.report.plots import COLOURS, FAINT, INK, SEQUENTIAL, cells, dress, figure_of, shades, task_ticks, text_size
 
+MOST_KINDS = 5  # panels side by side
 KEPT, DROPPED = "#56B4E9", "#22303c"  # of a bare grid
 
 
@@ -69,7 +71,7 @@ def _masked(axes: Axes, masks: NDArray[np.bool_], block: int, image: NDArray[np.
 def density(views: Sequence[MaskView]) -> Figure | None:
     """Kept share of every mask over depth, one line per task, one panel per kind of mask."""
     rows = [row for view in views for row in view.rows() if row["block"] is not None]
-    wanted = list(dict.fromkeys(row["kind"] for row in rows))[:4]
+    wanted = list(dict.fromkeys(row["kind"] for row in rows))[:MOST_KINDS]
     if not wanted:
         return None
     figure, axes = figure_of(max(2.9 * len(wanted), 4.2) + 1.6, 3.0, 1, len(wanted), sharey=True)
@@ -88,9 +90,56 @@ def density(views: Sequence[MaskView]) -> Figure | None:
     return figure
 
 
+def layers(view: MaskView) -> Figure | None:
+    """One panel per kind of mask: blocks downwards, output units to the right, coloured by the share of each unit's entries that the
+    task keeps (units side by side share a pixel where there are many)."""
+    wanted = [k for k in kinds([view]) if any(kind_of(n) == k and block_of(n) is not None for n in view.profile)][:MOST_KINDS]
+    if not wanted:
+        return None
+    figure, axes = figure_of(10.4, 0.55 + 1.55 * len(wanted), len(wanted), 1)
+    panels: list[Any] = []
+    for ax, kind in zip(axes, wanted, strict=True):
+        lines = [view.profile[n] for n in sorted((n for n in view.profile if kind_of(n) == kind), key=lambda n: block_of(n) or 0)]
+        values = np.full((len(lines), max(map(len, lines))), np.nan)
+        for row, line in zip(values, lines, strict=True):
+            row[: len(line)] = line
+        panels.append(ax.imshow(np.ma.masked_invalid(values), cmap=SEQUENTIAL, vmax=1, aspect="auto", interpolation="nearest"))
+        dress(ax, kind, "unit" if ax is axes[-1] else "", "block", grid=None)
+        ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.set_xticks([])
+    least = min(float(p.get_array().min()) for p in panels)
+    for panel in panels:
+        panel.set_clim(min(math.floor(10 * least) / 10, 0.9), 1)  # masks that keep nearly all would else be one dark field
+    bar = figure.colorbar(panels[0], ax=axes, fraction=0.02, pad=0.01, format=PercentFormatter(1, decimals=0))
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def used(views: Sequence[MaskView]) -> Figure | None:
+    """Capacity used, one panel per kind of mask: for each task what it uses anew and again, and the line of all that is used."""
+    wanted = kinds(list(views))[:MOST_KINDS]
+    if not wanted:
+        return None
+    figure, axes = figure_of(max(2.5 * len(wanted), 4.2) + 1.2, 3.1, 1, len(wanted), sharey=True)
+    for ax, kind in zip(axes, wanted, strict=True):
+        rows = capacity(list(views), kind)
+        places = np.arange(len(rows))
+        again, fresh, total = (np.array([r[name] / r["size"] for r in rows]) for name in ("again", "fresh", "used"))
+        ax.bar(places, again, color=COLOURS[4], width=0.7, label="used again")
+        ax.bar(places, fresh, bottom=again, color=COLOURS[0], width=0.7, label="used for the first time")
+        ax.plot(places, total, color=COLOURS[1], marker=".", linewidth=1.6, label="used by any task so far")
+        dress(ax, kind, "", "share of entries" if ax is axes[0] else "")
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.set_ylim(0, 1.03)
+        ax.set_xticks(places, [r["task"] for r in rows], rotation=55, ha="right", fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", fontsize=8.5, frameon=False, ncols=3)
+    return figure
+
+
 def overlaps(views: Sequence[MaskView]) -> Figure | None:
     """Jaccard index between the masks of each pair of tasks, one panel per kind of mask."""
-    wanted = kinds(list(views))[:4]
+    wanted = kinds(list(views))[:MOST_KINDS]
     if not wanted or len(views) < 2:
         return None
     side = min(max(2.3, 0.42 * len(views)), 5.0)

@@ -1,16 +1,22 @@
-"""What the masks of finished tasks look like: kept shares per layer, and overlap between tasks."""
+"""What the masks of finished tasks look like: kept shares per layer, overlap between tasks, capacity used so far."""
+
+# Packed bits are compared byte by byte; a mask that grew (wider layers for later tasks) keeps its old entries in front.
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from workers.taskstate import TaskState
+
+BINS = 192
 
 
 @dataclass
@@ -18,7 +24,8 @@ class MaskView:
     """The masks of one task, small enough to hold those of a whole stream.
 
     tokens: (blocks, patches) boolean, or None. bits: every mask as packed bits by name. kept, sizes: set and all entries.
-    prompts: learned tokens, (tokens, width) each, by name.
+    profile: kept share of each output unit of a mask, by name, in at most BINS bins. prompts: learned tokens, (tokens, width) each,
+    by name.
     """
 
     label: str
@@ -27,15 +34,20 @@ class MaskView:
     bits: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    profile: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     prompts: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, label: str, state: TaskState) -> MaskView:
+    def of(cls, label: str, state: TaskState, masks: Mapping[str, Tensor] | None = None) -> MaskView:
+        """masks: those to show, where they are not simply the state's."""
         view = cls(label, state.task)
-        for name, mask in sorted(state.masks.items(), key=lambda item: _place(item[0])):
+        for name, mask in sorted((state.masks if masks is None else masks).items(), key=lambda item: _place(item[0])):
             values = mask.numpy()
             if name == "tokens":
                 view.tokens = values
+            else:
+                units = values.reshape(len(values), -1).mean(1, dtype=np.float32)
+                view.profile[name] = np.array([part.mean() for part in np.array_split(units, min(BINS, len(units)))], np.float32)
             view.bits[name], view.kept[name], view.sizes[name] = np.packbits(values.reshape(-1)), int(values.sum()), values.size
         for name, tokens in state.tokens.items():
             if tokens.ndim and tokens.numel():
@@ -94,6 +106,25 @@ def overlap_rows(views: list[MaskView]) -> list[dict[str, Any]]:
         values = overlap(views, kind)
         rows += [{"label": a.label, "kind": kind, "task": a.task, "other": b.task, "jaccard": float(values[i, j])}
                  for i, a in enumerate(views) for j, b in enumerate(views) if i < j and not np.isnan(values[i, j])]
+    return rows
+
+
+def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
+    """Per task, of all entries of a kind: those it is the first to use, those it uses again, and all that are used by now."""
+    rows, used = [], dict[str, NDArray[np.uint8]]()
+    for view in views:
+        fresh = again = 0
+        for name in (n for n in view.bits if kind_of(n) == kind):
+            bits, before = view.bits[name], used.get(name, view.bits[name][:0])
+            length = max(len(bits), len(before))
+            bits, before = (np.pad(b, (0, length - len(b))) for b in (bits, before))
+            fresh += int(np.bitwise_count(bits & ~before).sum())
+            again += int(np.bitwise_count(bits & before).sum())
+            used[name] = bits | before
+        size = sum(n for name, n in view.sizes.items() if kind_of(name) == kind)
+        if size:
+            rows.append({"label": view.label, "task": view.task, "kind": kind, "fresh": fresh, "again": again,
+                         "used": sum(int(np.bitwise_count(b).sum()) for b in used.values()), "size": size})
     return rows
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from pipeline.report import figures, files
 from pipeline.report.figures import Picture
-from pipeline.report.masks import overlap_rows
+from pipeline.report.masks import capacity, kinds, overlap_rows
 from pipeline.report.plots import bytes_text
 from pipeline.report.tables import RunTables
 
@@ -57,7 +57,8 @@ def build(storage: str, record: Mapping[str, Any], graph_svg: str = "") -> dict[
     rows = tables.tables()
     rows |= {name: found for name, found in (
         ("masks", [row for some in views.values() for view in some for row in view.rows()]),
-        ("overlap", [row for some in views.values() for row in overlap_rows(some)])) if found}
+        ("overlap", [row for some in views.values() for row in overlap_rows(some)]),
+        ("capacity", [row for some in views.values() for kind in kinds(some) for row in capacity(some, kind)])) if found}
     pictures = {p.name: p.png for p in [*shared, *(p for some in own.values() for p in some)]}
     return {"report.html": page(tables, shared, own, graph_svg).encode(), **files.files(rows), **pictures}
 
@@ -68,7 +69,7 @@ def page(tables: RunTables, shared: Sequence[Picture], own: Mapping[str, Sequenc
     sections = [head(tables), warnings(tables), summary(tables), *map(picture, shared)]
     for label, pictures in own.items():
         sections.append(f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>{about(tables, label)}')
-        sections += [picture(p) for p in pictures]
+        sections += [*map(picture, pictures), picks(tables, label)]
     sections += [sizes(tables), graph(graph_svg), stages(tables), settings(tables)]
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{name} · Accrete</title><style>{STYLE}</style></head><body><main>{''.join(sections)}</main></body></html>")
@@ -173,6 +174,19 @@ def about(tables: RunTables, label: str) -> str:
     order = ("Its tasks do not depend on each other (a star)." if not method.carries
              else f"Each task starts from what the one before handed on: {', '.join(method.carries)} (a chain).")
     return f"<p>{escape(' '.join(says.split()))} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
+
+
+def picks(tables: RunTables, label: str) -> str:
+    """How a method that was not told the task found it, after the last finished one."""
+    rows, picked = tables.picks(label), tables.picked(label)
+    if picked is None:
+        return ""
+    counts, tasks, candidates = picked
+    last = {row["task"]: row for row in rows if row["after_index"] == rows[-1]["after_index"]}
+    body = [[task, row["images"], written(row["share_right"], "rate"), *(written(row[f"confidence_{kind}"], "rate") for kind in ("right", "wrong")),
+             candidates[int(line.argmax())]] for task, line in zip(tasks, counts, strict=True) for row in [last[task]]]
+    table = table_html(["images of", "images", "taken for it", "how sure when right", "when wrong", "most often taken for"], body, 1)
+    return f"<h3>Finding out the task</h3><p>After {escape(rows[-1]['after'])}: the method is not told what an image belongs to and picks by itself.</p>{table}"
 
 
 def sizes(tables: RunTables) -> str:

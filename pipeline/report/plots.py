@@ -287,9 +287,12 @@ def _spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
     axes.set_xlim(spans[0][0], spans[-1][1])
 
 
-def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str) -> Figure:
-    """Share of each true class (row) that was answered as each class (column)."""
-    count = len(names)
+def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str, answers: Sequence[str] | None = None,
+              axes_say: tuple[str, str] = ("answer", "true class")) -> Figure:
+    """Share of each true class (row) that was answered as each class (column). answers: names of the columns, where they are not
+    those of the rows."""
+    answers = names if answers is None else answers
+    count = max(len(names), len(answers))
     side = min(max(2.6, 0.34 * count), 8.5)
     figure, (axes,) = figure_of(side + 2.2, side + 1.1)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -297,11 +300,12 @@ def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str) -> Fi
     if count <= 12:
         for t, p in zip(*np.nonzero(counts), strict=True):
             axes.text(p, t, str(counts[t, p]), ha="center", va="center", fontsize=text_size(count), color="white" if shares[t, p] > 0.55 else INK)
-    dress(axes, title, "answer", "true class", grid=None)
+    dress(axes, title, *axes_say, grid=None)
     axes.spines[:].set_visible(False)
     if count <= 40:
-        axes.set_xticks(range(count), names, rotation=60 if count > 4 else 0, ha="right" if count > 4 else "center", rotation_mode="anchor")
-        axes.set_yticks(range(count), names)
+        long = count > 4 or max(map(len, answers)) > 12
+        axes.set_xticks(range(len(answers)), answers, rotation=60 if long else 0, ha="right" if long else "center", rotation_mode="anchor")
+        axes.set_yticks(range(len(names)), names)
         axes.tick_params(labelsize=9 if count <= 20 else 7)
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0))
     bar.outline.set_visible(False)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pipeline import metrics
 from workers.artefact import Artefact, join
 from workers.errors import UserError
-from workers.taskstate import TaskState
+from workers.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
 STATE_KINDS = ("masks", "tokens", "head", "copies")
@@ -110,10 +110,10 @@ class RunTables:
         return next(t for t in self.record["tasks"] if t["name"] == name)
 
     def stages(self, label: str, task: str) -> list[Mapping[str, Any]]:
-        """The stages that learned `task`, in order; the backbone stage for a base task; without `evaluate`."""
-        if self.task(task)["role"] == "base":
-            return [s for s in self.record["stages"] if s["step"] == "backbone"]
-        return [s for s in self.record["stages"] if s["label"] == label and s["task"] == task and s["step"] != "evaluate"]
+        """The stages that learned `task`, in order, without `evaluate`; for a base task that the method leaves as it is, the
+        backbone stage."""
+        own = [s for s in self.record["stages"] if s["label"] == label and s["task"] == task and s["step"] != "evaluate"]
+        return own or [s for s in self.record["stages"] if s["step"] == "backbone" and self.task(task)["role"] == "base"]
 
     def result(self, label: str, task: str) -> dict[str, Any] | None:
         found = self.artefacts.get(f"{label}/{task}/evaluate")
@@ -159,6 +159,15 @@ class RunTables:
         except UserError as error:
             self.note(str(error))
             return None
+
+    def carried(self, label: str, task: str) -> Carried:
+        """What the step that left the task's state handed on; empty where that cannot be read."""
+        data = self.read(self.state_stage(label, task), "carried.safetensors")
+        try:
+            return Carried() if data is None else Carried.from_bytes(data, f"carried state of {label}/{task}")
+        except UserError as error:
+            self.note(str(error))
+            return Carried()
 
     # ---- numbers -----------------------------------------------------------------------------------------------------
     def matrix(self, label: str, correct: str = "correct") -> Matrix:
@@ -247,6 +256,27 @@ class RunTables:
         result = self.result(label, after) or {"rows": []}
         return [*result["rows"], *([result["canary"]] if result.get("canary") else [])]
 
+    def picks(self, label: str) -> list[Row]:
+        """Of a method that finds out by itself what an image belongs to: after each task, for each task measured then, how many images
+        it judged right, and how sure it was of right and of wrong ones on average. Of other methods nothing."""
+        found = []
+        for index, after in enumerate(self.tasks(label)):
+            for row in (r for r in self.measured(label, after) if "picks" in r):
+                picks = row["picks"]
+                found.append({"label": label, "after_index": index, "after": after, "task": row["task"], "images": row["total"], "right": picks["right"],
+                              "share_right": picks["right"] / row["total"] if row["total"] else math.nan,
+                              "confidence_right": picks["confidence_right"], "confidence_wrong": picks["confidence_wrong"]})
+        return found
+
+    def picked(self, label: str, after: str | None = None) -> tuple[NDArray[np.int64], list[str], list[str]] | None:
+        """Counts (task, candidate) of what images were taken for after learning `after`, by default the last finished task; names of
+        both axes."""
+        stages = [t for t in self.tasks(label) if any("picks" in r for r in self.measured(label, t)) and after in (None, t)]
+        rows = [r for r in self.measured(label, stages[-1]) if "picks" in r] if stages else []
+        if not rows:
+            return None
+        return np.array([r["picks"]["picked"] for r in rows]), [r["task"] for r in rows], rows[0]["picks"]["candidates"]
+
     def verdict(self, label: str) -> str:
         """`identical` or `changed` where earlier tasks were measured again, else `not measured again`."""
         said = [r["logits_equal"] for r in self.evidence(label) if r["logits_equal"] is not None]
@@ -310,6 +340,7 @@ class RunTables:
                      for s in self.record["stages"] if s["step"] not in ("ingest", "evaluate", "report") for row in self.history(s["id"])]
         found = {"summary": self.summary(), "matrix": entries, "averages": averages, "sizes": [r for lb in self.labels for r in self.sizes(lb)],
                  "histories": histories, "logits": [r for lb in self.labels for r in self.evidence(lb)],
+                 "picks": [r for lb in self.labels for r in self.picks(lb)],
                  "stages": self.stage_rows(), "warnings": self.warnings()}
         return {name: rows for name, rows in found.items() if rows}
 

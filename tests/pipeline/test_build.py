@@ -192,6 +192,25 @@ def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_rea
     assert graph["finetune/b/train"].inputs["seen"] == [["b", ["4", "5"]]]
 
 
+def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbone_stage_left(tmp_path):
+    settings = {"method": "packnet", "base_mode": "prune_retrain"}
+    graph, _ = graph_of(tmp_path, base=True, methods={"pack": settings}, stream={"tasks": [BASE, TASKS[0]]})
+    assert [s.id for s in graph if s.method == "pack" and s.task == "base"] == ["pack/base/prune", "pack/base/retrain", "pack/base/evaluate"]
+    prune, retrain, train = (graph[f"pack/{stage}"] for stage in ("base/prune", "base/retrain", "a/train"))
+    assert prune.job.previous == {}
+    assert prune.job.states == retrain.job.states == {"base": graph["backbone"].key}
+    assert retrain.job.previous == {"prune": prune.key}
+    assert train.job.previous == {"retrain": retrain.key}
+    assert train.job.states == {"base": retrain.key}
+    assert graph["pack/base/evaluate"].job.states == {"base": retrain.key}
+    assert graph["pack/a/evaluate"].job.states["base"] == retrain.key
+
+
+def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path):
+    with pytest.raises(UserError, match=r"methods\.pack goes through steps with the base task, and the stream has none; give .* `role: base`"):
+        graph_of(tmp_path, methods={"pack": {"method": "packnet", "base_mode": "prune_retrain"}})
+
+
 def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far(tmp_path, monkeypatch):
     class Apart(Method):
         name = "apart"

@@ -271,3 +271,29 @@ def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path):
     found = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
     _, tasks = build.graph_of(found, Store(str(tmp_path)))
     assert [(t.name, t.classes) for t in tasks] == [(f"d-{i}", (str(2 * i), str(2 * i + 1))) for i in range(5)]
+
+
+# ---- configs that build on others ----------------------------------------------------------------------------------------
+def written(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return str(folder / "top.yaml")
+
+
+STREAM = "name: low\nstream: {tasks: [{card: digits}]}\ntrain: {epochs: 3, lr: 0.5}\nmethods: {linear: {}}\n"
+
+
+def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(tmp_path):
+    path = written(tmp_path, low=STREAM, middle="name: middle\ntrain: {lr: 0.25}\nmethods: {meat: {lambda: 0.5}}\n",
+                   top="extends: [low.yaml, middle.yaml]\nname: top\ntrain: {batch_size: 7}\nmethods: {meat: {alpha: 3}}\n")
+    found = load(path, ["train.epochs=9"])
+    assert (found.name, found.train.epochs, found.train.lr, found.train.batch_size) == ("top", 9, 0.25, 7)
+    assert {label: entry.settings for label, entry in found.methods.items()} == {"linear": {}, "meat": {"lambda": 0.5, "alpha": 3}}
+
+
+@pytest.mark.parametrize(("extends", "said"), [("[top.yaml]", "extends this file in turn"), ("low.yaml", "extends this file in turn"),
+                                               ("gone.yaml", "does not exist beside it"), ("{a: 1}", "name of a config file or a list")])
+def test_a_config_that_extends_nonsense_gets_one_sentence(tmp_path, extends, said):
+    path = written(tmp_path, low=f"extends: top.yaml\n{STREAM}", top=f"extends: {extends}\nname: top\n")
+    with pytest.raises(UserError, match=said):
+        load(path)

@@ -109,3 +109,10 @@ def test_a_matrix_that_is_not_square_is_refused_with_its_shape():
         metrics.forgetting([[.5, .5], [.5, .5]], [[1, 1, 1]])
     with pytest.raises(UserError, match="each of the 4 tasks"):
         metrics.forward_transfer(R, baseline=[.1])
+
+
+def test_order_disparity_is_the_range_of_each_task_over_orders():
+    assert metrics.order_disparity([[.9, .5, .7], [.6, .5, .8], [.7, .5, .75]]) == pytest.approx([.3, 0, .1])
+    assert np.isnan(metrics.order_disparity([[.9, .5], [np.nan, .6]])).tolist() == [True, False]
+    with pytest.raises(UserError, match="a row for each order"):
+        metrics.order_disparity([.9, .5])

@@ -19,10 +19,12 @@ import fake_run
 
 from pipeline import metrics
 from pipeline.report import entries, figures, maskplots, page, plots
-from pipeline.report.masks import MaskView, kinds, overlap
+from pipeline.report.masks import BINS, MaskView, capacity, kinds, overlap
 from pipeline.report.tables import RunTables
 from workers.artefact import Artefact, withdraw
-from workers.taskstate import TaskState
+from workers.methods import METHODS
+from workers.methods.base import Method
+from workers.taskstate import Carried, TaskState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -279,3 +281,40 @@ def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables):
 def test_artefacts_are_only_read(storage, report):
     stage = fake_run.stages()[0]
     assert Artefact.need(f"{storage}/stages", stage.key).damage() is None
+
+
+# ---- capacity and layers -------------------------------------------------------------------------------------------------
+def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now():
+    a, b = view("a", blocks_0_fc1=torch.tensor([1, 1, 0, 0]).bool()), view("b", blocks_0_fc1=torch.tensor([0, 1, 1, 0]).bool())
+    found = [(r["task"], r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "fc1")]
+    assert found == [("a", 2, 0, 2, 4), ("b", 1, 1, 3, 4)]
+
+
+def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new():
+    a, b = view("a", blocks_0_ff=torch.ones(4).bool()), view("b", blocks_0_ff=torch.ones(12).bool())
+    assert [(r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "ff")] == [(4, 0, 4, 4), (8, 4, 12, 12)]
+
+
+def test_a_masks_profile_is_the_kept_share_of_each_output_unit():
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    found = view("a", blocks_0_fc1=mask, blocks_0_ff=torch.tensor([True, False]))
+    assert found.profile["blocks.0.fc1"].tolist() == [0.5, 0.25, 0.0]
+    assert found.profile["blocks.0.ff"].tolist() == [1.0, 0.0]
+    assert maskplots.layers(found) is not None
+    assert len(view("b", blocks_0_fc1=torch.ones(5000, 2).bool()).profile["blocks.0.fc1"]) == BINS
+
+
+def test_pictures_show_the_masks_that_the_method_says(tables, monkeypatch):
+    """A chain's masks may follow from what it carries, and its state hold none."""
+    class Owners(Method):
+        @classmethod
+        def masks_for_display(cls, state, carried):
+            return {"blocks.0.fc1": carried.tensors["owner"] == 1}
+
+    monkeypatch.setitem(METHODS, "owners", Owners)
+    state = TaskState("birds", (), "owners", "")
+    monkeypatch.setattr(tables, "state", lambda label, task: state)
+    monkeypatch.setattr(tables, "carried", lambda label, task: Carried({"owner": torch.tensor([0, 1, 1, 2])}))
+    found = figures.view_of(tables, "owners", "birds")
+    assert found is not None
+    assert found.kept == {"blocks.0.fc1": 2}

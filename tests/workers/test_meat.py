@@ -16,9 +16,9 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, Task
 from workers.methods.base import Batch, Progress, Rates
 from workers.methods.meat import Meat, MeatSettings, drop_control
-from workers.model.compact import compact
-from workers.model.masked import MaskedAttention, MaskedSoftmax, mask_sites
+from workers.model.masked import MaskedAttention, MaskedSoftmax
 from workers.model.masks import GumbelHard
+from workers.model.sites import TokenSites
 from workers.model.vit import build, digest_of
 from workers.taskstate import TaskState
 
@@ -69,7 +69,7 @@ def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> Tas
     torch.manual_seed(4)
     head = nn.Linear(method.heads.width, 3).state_dict()
     return TaskState(task, TASK.classes, "meat", method.backbone_digest, masks=masks, head=head,
-                     meta={"token_blocks": list(method.token_blocks)})
+                     meta=method.sites.meta)
 
 
 # ---- the equations -------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_the_worked_rows_of_masked_attention():
 
 
 def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does():
-    attention = mask_sites(vit(), self_loop=True).attention[0]
+    attention = TokenSites(vit(), "all", "off", self_loop=True).attention[0]
     assert isinstance(attention, MaskedAttention)
     for keys in (torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])):
         attention.keys = keys
@@ -122,7 +122,7 @@ def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero()
 
 def test_drop_control_example_of_the_paper():
     tokens = torch.tensor([[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]], requires_grad=True)
-    loss = drop_control(tokens, 0.9)
+    loss = drop_control([tokens], 0.9)
     loss.backward()
     assert math.isclose(loss.item(), 0.0322222, abs_tol=1e-6)
     assert torch.allclose(tokens.grad[0, 0], torch.full((3,), -0.077778), atol=1e-6)
@@ -198,7 +198,7 @@ def test_drop_control_alone_drives_the_keep_ratio_to_lambda():
     for step in range(150):
         optimizer.zero_grad()
         tokens = mask.sample(torch.rand(16, 2, 50, generator=torch.Generator().manual_seed(step)))
-        drop_control(tokens, 0.7).backward()
+        drop_control([tokens], 0.7).backward()
         optimizer.step()
     assert torch.allclose(tokens.mean(dim=(0, 2)), torch.full((2,), 0.7), atol=0.03)
 
@@ -219,9 +219,14 @@ def test_ranks_sample_what_one_process_samples():
 def test_token_masks_are_sampled_per_image_and_ffn_masks_once():
     method = meat(gamma=0.5)
     method.begin(TASK, "train", None, RATES, (TASK,))
-    tokens = method.sample_tokens(batch().draw)
+    tokens = method.sample_gates(batch().draw)["tokens"]
     assert tokens.shape == (8, 3, 16)
     assert not torch.equal(tokens[0], tokens[1])
+    seen = list[Tensor]()
+    hook = method.sites.attention[2].register_forward_pre_hook(lambda module, _: seen.append(module.keys))
+    method.loss(batch(0, range(5, 8)), PROGRESS)
+    hook.remove()
+    assert torch.equal(seen[0][:, 1:], tokens[5:8, 2])
     assert method.masks["blocks.0.fc1"].sample(batch().draw.shared("x", 256, 64)).shape == (256, 64)
 
 
@@ -291,21 +296,26 @@ def test_a_base_task_is_served_without_masks_between_masked_ones():
     assert torch.equal(method.logits(images(), "one"), masked)
 
 
+def in_training_form(method, masks):
+    """Logits of task one by the forward that training differentiates."""
+    method.serving, method.effective = None, method.sites.weights(masks)
+    with torch.no_grad(), method.sites.sampled(masks):
+        return method.heads["one"](method.features(images()))
+
+
 @pytest.mark.parametrize("ffn", ["weight", "neuron"])
 def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn):
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
     method.load(state)
     served = method.logits(images(), "one")
-    tokens = state.masks["tokens"].float().expand(8, -1, -1)
     ffns = {n: m.float() for n, m in state.masks.items() if n != "tokens"}
-    with torch.no_grad(), method.sites.sampled(method.by_block(None, ffns, ())):
-        by_ffn = method.heads["one"](method.features(images()))
-    method.load(TaskState("one", TASK.classes, "meat", method.backbone_digest, head=state.head,
-                          masks={n: m for n, m in state.masks.items() if n != "tokens"}))
-    assert torch.equal(method.logits(images(), "one"), by_ffn), "folded weights must not change a bit"
-    with torch.no_grad(), method.sites.sampled(method.by_block(tokens, ffns, method.token_blocks)):
-        both = method.heads["one"](method.features(images()))
+    by_ffn = in_training_form(method, ffns)
+    without = meat(ffn_masks=ffn, token_masks=False).eval()
+    without.load(TaskState("one", TASK.classes, "meat", method.backbone_digest, head=state.head, meta=without.sites.meta,
+                           masks={n: m for n, m in state.masks.items() if n != "tokens"}))
+    assert torch.equal(without.logits(images(), "one"), by_ffn), "folded weights must not change a bit"
+    both = in_training_form(method, ffns | {"tokens": state.masks["tokens"].float().expand(8, -1, -1)})
     assert torch.allclose(served, both, atol=1e-5)
     assert not torch.allclose(served, by_ffn, atol=1e-3)
 
@@ -360,7 +370,7 @@ def test_masks_sit_only_in_the_blocks_that_were_named():
     method.load(with_random_masks(method))
     method.logits(images(), "one")
     assert [a.keys is None for a in method.sites.attention] == [False, True, False]
-    assert torch.equal(method.sites.attention[2].keys[0, 1:], method.loaded["one"][0]["tokens"][1])
+    assert torch.equal(method.sites.attention[2].keys[0, 1:], method.loaded["one"]["tokens"][1])
 
 
 def test_the_class_token_and_registers_are_never_masked():
@@ -387,13 +397,13 @@ def test_compact_inference_equals_the_dense_one(ffn, changes):
     method = meat(vit(**changes), ffn_masks=ffn).eval()
     method.load(with_random_masks(method))
     dense = method.logits(images(), "one")
-    assert torch.allclose(compact(method, "one")(images()), dense, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(method.compact("one")(images()), dense, atol=1e-5, rtol=1e-5)
 
 
 def test_compact_inference_equals_the_dense_one_with_self_loops():
     method = meat(self_loop=True, ffn_masks="neuron").eval()
     method.load(with_random_masks(method, keep=0.3))
-    assert torch.allclose(compact(method, "one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
+    assert torch.allclose(method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
 
 
 def test_neurons_whose_way_out_is_fully_masked_are_cut():
@@ -401,7 +411,7 @@ def test_neurons_whose_way_out_is_fully_masked_are_cut():
     state = with_random_masks(method)
     state.masks["blocks.1.fc2"][:, :200] = False
     method.load(state)
-    pruned = compact(method, "one")
+    pruned = method.compact("one")
     assert pruned.blocks[1].fc1_weight.shape == (56, 64)
     assert torch.allclose(pruned(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
 
@@ -423,6 +433,10 @@ def test_mistakes_get_a_sentence():
     with pytest.raises(UserError, match="has tokens of shape"):
         method.load(TaskState("t", ("a",), "meat", method.backbone_digest, masks={"tokens": torch.ones(3, 99) > 0},
                               head=nn.Linear(64, 1).state_dict(), meta={"token_blocks": [0, 1, 2]}))
+    with pytest.raises(UserError, match=r"has token masks for blocks \[0, 2\], these settings have them in \[0, 1\]"):
+        meat(token_mask_blocks=(0, 1)).load(with_random_masks(meat(token_mask_blocks=(0, 2))))
+    with pytest.raises(UserError, match=r"has blocks\.0\.fc1 of shape None"):
+        meat().load(with_random_masks(meat(ffn_masks="off")))
     with pytest.raises(UserError, match="needs to be told the task"):
         method.logits(images(), None)
     with pytest.raises(ValidationError):

@@ -1,10 +1,24 @@
 """The registry: one line per method."""
 
+from workers.methods.adapter import Adapter
+from workers.methods.apd import Apd
 from workers.methods.base import Method
+from workers.methods.ctr import CtrTsm
+from workers.methods.ctr_full import CtrFull
 from workers.methods.finetune import FineTune
+from workers.methods.hat import AdaHat, Hat
 from workers.methods.individual import Individual
 from workers.methods.joint import Joint
+from workers.methods.ksm import Ksm
 from workers.methods.linear import Linear
+from workers.methods.lwf import Lwf
 from workers.methods.meat import Meat
+from workers.methods.packnet import PackNet
+from workers.methods.piggyback import Piggyback
+from workers.methods.supsup import SupSup
+from workers.methods.supsup_nn import SupSupNN
+from workers.methods.tfm import Tfm
+from workers.methods.wsn import Wsn
 
-METHODS: dict[str, type[Method]] = {m.name: m for m in (FineTune, Individual, Joint, Linear, Meat)}
+METHODS: dict[str, type[Method]] = {m.name: m for m in (
+    AdaHat, Adapter, Apd, CtrFull, CtrTsm, FineTune, Hat, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback, SupSup, SupSupNN, Tfm, Wsn)}

@@ -6,6 +6,7 @@
 The life of a method during one step of one task (`workers/loop.py` drives it):
 
     Mine.check(settings, train, data, scenario)      # when the config is read, before anything runs
+    Mine.fits(settings, backbone)                    # when the graph is built, before anything runs
     method = Mine(backbone, settings, seed)          # backbone: a fresh copy, never shared with another task
     method.scenario, method.stream = "task", tasks   # the loop says where the method is
     for state in earlier_states: method.load(state)  # a chain with `needs_states`, or in scenario `class`
@@ -29,7 +30,9 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from workers.data.draw import Draw
@@ -42,13 +45,15 @@ from workers.taskstate import Carried, TaskState
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a task. `trains=False`: no epochs, `begin` and `finish` do it all (herding, pruning). `after`: the steps
+    """One step of a task. `trains=False`: no epochs, `begin` and `finish` do it all (herding, pruning); `measured`: such a step is
+    validated, so that one sees what it did to the accuracy. `after`: the steps
     of the same task that it waits for, and whose carried states it gets, merged; None means the one before it in the list,
     () none: it starts where the first step does. What no step waits for, the next task waits for. The last in the list
     leaves the task's state."""
 
     name: str
     trains: bool = True
+    measured: bool = False
     after: tuple[str, ...] | None = None
 
 
@@ -108,6 +113,12 @@ class MethodSettings(Frozen):
     """Base of a method's own settings; a subclass lists its hyper-parameters with ranges and defaults."""
 
 
+def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
+    """Raises UserError for `mask_lr: auto` under SGD: how far that goes in a step depends on the gradients, Adam's way does not."""
+    if mask_lr == "auto" and train.optimizer != "adamw":
+        raise UserError(f"mask_lr is 'auto' with train.optimizer {train.optimizer!r}: the rate is derived for adamw; use that, or give mask_lr a number")
+
+
 class Method(nn.Module):
     """Base class: one backbone, one head per task. Subclasses override what differs."""
 
@@ -120,6 +131,7 @@ class Method(nn.Module):
     trains_on: ClassVar[Literal["task", "seen"]] = "task"  # "seen": all tasks so far, as joint training does
     reads: ClassVar[Literal["task", "seen"] | None] = None  # whose data the stages wait for; None: what it trains on; memory needs "seen"
     needs_states: ClassVar[bool] = False  # a chain that loads the states of all earlier tasks before `begin`
+    needs_vit: ClassVar[bool] = False  # it works on the blocks or tokens of a VisionTransformer; False: on parameters by name
     freezes_backbone: ClassVar[bool] = True
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
     starts_as_backbone: ClassVar[bool] = True  # before its first step a task's features are those of the backbone
@@ -128,6 +140,14 @@ class Method(nn.Module):
     @classmethod
     def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
         """Raises UserError where these settings cannot work together; asked before anything runs."""
+
+    @classmethod
+    def fits(cls, settings: MethodSettings, backbone: nn.Module) -> None:
+        """Raises UserError where the method cannot work on this backbone, which has shapes but no weights (device `meta`); asked
+        before anything runs."""
+        if cls.needs_vit and not isinstance(backbone, VisionTransformer):
+            raise UserError(f"{cls.name!r} works on the blocks of a vision transformer, and the backbone is a {type(backbone).__name__}; choose another "
+                            "method, or a backbone such as vit_tiny_patch16_224")
 
     @classmethod
     def rewrites(cls, scenario: str) -> bool:
@@ -140,6 +160,17 @@ class Method(nn.Module):
         """True where a chain's step gets the states of all earlier tasks: on demand, and for one growing output space."""
         return bool(cls.carries) and (cls.needs_states or scenario == "class")
 
+    @classmethod
+    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+        """Which of `steps` the task at `position` goes through: tasks count from 0; -1 is the base task, which the backbone was
+        trained on, and which most methods leave as it is."""
+        return cls.steps if position >= 0 else ()
+
+    @classmethod
+    def needs_base(cls, settings: MethodSettings) -> bool:
+        """True where these settings cannot do without a base task in the stream."""
+        return False
+
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
         super().__init__()
         self.backbone = backbone
@@ -147,6 +178,8 @@ class Method(nn.Module):
         self.seed = seed
         self.backbone_digest = digest_of(backbone)
         self.heads = Heads(backbone.num_features)  # type: ignore[arg-type]
+        self.effective: dict[str, Tensor] = {}  # parameter of the backbone -> the tensor that stands in for it
+        self.serving: tuple[str, torch.device] | None = None  # whose `serving_weights` are in effect
         self.task: Task | None = None
         self.scenario = "task"  # set by the loop, before anything else is called
         self.stream: tuple[Task, ...] = ()  # set by the loop: the tasks so far in stream order, with the one in training
@@ -164,7 +197,7 @@ class Method(nn.Module):
         """Prepares for `step` of `task` and returns the optimizer's parameter groups (`params`, optional `lr`,
         `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in the order of `Batch.tasks`. In scenario
         `class` all heads are trained, since they answer together."""
-        self.task, self.training_tasks = task, tasks
+        self.task, self.training_tasks, self.serving, self.effective = task, tasks, None, {}
         for each in tasks:
             self.heads.add(each.name, each.num_classes, self.seed)
         return self.head_groups(rates, list(self.columns()) if self.scenario == "class" else [t.name for t in tasks])
@@ -178,12 +211,19 @@ class Method(nn.Module):
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar to minimise (a mean over the batch) and its named terms, detached."""
+        self.serving, self.effective = None, self.training_weights(batch, progress)
         loss = self.classification_loss(self.features(batch.images), batch)
         return loss, {"ce": loss.detach()}
 
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        """Tensors that stand in for parameters of the backbone in this step, by parameter name, with gradients: W_eff = f(mask) .* W
+        and the like. The backbone's own parameters are never written to."""
+        return {}
+
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> class-token features after the final norm (b, d)."""
-        return self.backbone(images)
+        """images (b, 3, H, W) -> the backbone's features (b, d) (of a ViT those of the class token after the final norm), with
+        `effective` in place."""
+        return functional_call(self.backbone, self.effective, (images,)) if self.effective else self.backbone(images)
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of each sample, a mean over the batch: under the head of its own task, or in scenario `class` over
@@ -236,6 +276,7 @@ class Method(nn.Module):
     # ---- serving -----------------------------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         """Makes the carried state of a chain the one that `logits` uses. Star methods carry nothing."""
+        self.serving = None
 
     def load(self, state: TaskState) -> None:
         """Makes a finished task servable. Raises UserError where the state belongs to another method or backbone."""
@@ -246,13 +287,29 @@ class Method(nn.Module):
             raise UserError(f"task {state.task!r}: its state belongs to backbone {state.backbone_digest[:12]}, this backbone is "
                             f"{self.backbone_digest[:12]}; masks mean nothing on other weights, use the backbone of its run")
         self.heads.restore(state.task, state.head)
+        self.serving = None
+
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        """What stands in for parameters of the backbone while `task` is served: a loaded one, or the one in training as it
+        stands, with the hard masks that will be stored."""
+        return {}
+
+    def serve(self, task: str) -> None:
+        """Puts the weights of `task` in effect: folded once per switch, but each time for the task in training."""
+        wanted = task, next(self.backbone.parameters()).device
+        if self.serving != wanted:
+            with torch.no_grad():
+                self.effective = self.serving_weights(task)
+            self.serving = None if self.task is not None and self.task.name == task else wanted
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """images (b, 3, H, W) -> logits (b, classes of `task`). With task None (scenario `class`): over all classes seen, in
         the order of `columns`. Also serves the task that is being trained, as it stands (the loop validates after every
         epoch). Raises UserError where the method cannot do without the task."""
         if task is not None:
-            return self.heads[task](self.features(images))
+            head = self.heads[task]
+            self.serve(task)
+            return head(self.features(images))
         if "class" not in self.scenarios:
             raise UserError(f"method {self.name!r} needs to be told the task; give one of {sorted(self.heads.names)}")
         features = self.features(images)
@@ -264,6 +321,26 @@ class Method(nn.Module):
         names = [t.name for t in self.stream if t.name in self.heads.names] or self.heads.names
         ends = list(accumulate(self.heads[name].out_features for name in names))
         return {name: slice(end - self.heads[name].out_features, end) for name, end in zip(names, ends, strict=True)}
+
+    @classmethod
+    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+        """Boolean masks by name for pictures, overlaps and used capacity: True where the task uses an entry. A chain whose masks
+        follow from what it carries on (an owner map) derives them here; `carried` is what the task's own last step left."""
+        return {name: mask for name, mask in state.masks.items() if mask.dtype == torch.bool}
+
+    # ---- finding out what an image belongs to --------------------------------------------------------------------------
+    def candidates(self) -> dict[str, tuple[str, ...]]:
+        """What `infer` chooses among, by name in order, each with the tasks that it is right for. Empty: the method is told the
+        task, or lets all outputs compete. Else `logits` is `answer` with what `infer` picks, and measuring records the picks."""
+        return {}
+
+    def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """images (b, 3, H, W) -> place among `candidates` (b,), and how sure the method is of it, in [0, 1] (b,)."""
+        raise NotImplementedError
+
+    def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
+        """What `logits` gives, had each image been of the candidate at its place. places: (b,)."""
+        raise NotImplementedError
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Method:

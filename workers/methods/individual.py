@@ -20,9 +20,7 @@ class Individual(Method):
 
     def __init__(self, backbone: Any, settings: Any, seed: int):
         super().__init__(backbone, settings, seed)
-        self.common = tensors_of(backbone)
         self.weights: dict[str, dict[str, Tensor]] = {}
-        self.serving: str | None = None
 
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
         return super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
@@ -32,11 +30,8 @@ class Individual(Method):
 
     def load(self, state: TaskState) -> None:
         super().load(state)
-        self.weights[state.task] = state.copies or self.common  # the base task was trained into the common backbone
-        self.serving = None
+        self.weights[state.task] = state.copies  # none for the base task, which was trained into the common backbone
 
-    def logits(self, images: Tensor, task: str | None) -> Tensor:
-        if task in self.weights and self.serving != task:
-            self.backbone.load_state_dict(self.weights[task])
-            self.serving = task
-        return super().logits(images, task)
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        device = next(self.backbone.parameters()).device
+        return {name: t.to(device) for name, t in self.weights.get(task, {}).items()}

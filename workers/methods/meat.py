@@ -1,4 +1,5 @@
-"""MEAT: per task, hard masks on image tokens (as attention keys) and FFN weights of a frozen ViT, by Gumbel-softmax.
+"""MEAT: per task, hard masks on image tokens (as attention keys) and FFN weights of a frozen ViT, by Gumbel-softmax; on a ResNet
+on channels and convolutions.
 
 Xue, Zhang, Song, Song: Meta-attention for ViT-backed Continual Learning, CVPR 2022. Equation numbers are the paper's.
 """
@@ -15,11 +16,9 @@ from torch import Tensor, nn
 from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
-from workers.model.compact import flops, plan
-from workers.model.masked import BlockMasks, mask_sites
+from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
 from workers.model.masks import GumbelHard
-from workers.model.vit import geometry
+from workers.model.sites import Sites, sites_of
 from workers.taskstate import Carried, TaskState
 
 ADAM_EPS = 1e-15  # at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
@@ -28,19 +27,20 @@ ADAM_EPS = 1e-15  # at keep probability .9997 the gradients of mask logits are f
 class MeatSettings(MethodSettings):
     """The paper's ablation by settings alone. M1 (classifier): token_masks false, ffn_masks off. M2 (tokens without
     drop control): ffn_masks off, alpha 0. M3 (with it): ffn_masks off. M4 (FFN): token_masks false. M5 (all): defaults.
+    On a ResNet `token_masks` are those of channels and `ffn_masks` those of convolutions, per weight.
     """
 
     model_config = ConfigDict(populate_by_name=True)
 
-    lambda_: float = Field(0.9, alias="lambda", ge=0, le=1, description="target share of KEPT tokens (Eq. 10)")
+    lambda_: float = Field(0.9, alias="lambda", ge=0, le=1, description="target share of KEPT tokens or channels (Eq. 10)")
     alpha: NonNegativeFloat = Field(2.0, description="weight of the drop-control loss (Eq. 9); 0 turns it off")
     gamma: PositiveFloat = Field(4.0, description="logits start at +gamma (keep) and -gamma (drop)")
     tau: PositiveFloat = Field(1.0, description="temperature of the Gumbel-softmax")
-    token_masks: bool = Field(True, description="mask image tokens as keys and values of attention")
+    token_masks: bool = Field(True, description="mask image tokens as keys and values of attention; on a ResNet channels inside residual blocks")
     token_mask_blocks: Literal["all"] | tuple[int, ...] = Field(
-        "all", description="blocks with token masks, counted from 0")
+        "all", description="blocks with token (channel) masks, counted from 0")
     ffn_masks: Literal["weight", "neuron", "off"] = Field(
-        "weight", description="mask fc1 and fc2 per weight, or per hidden neuron")
+        "weight", description="mask fc1 and fc2 per weight, or per hidden neuron; on a ResNet the blocks' convolutions per weight")
     self_loop: bool = Field(False, description="queries always see themselves: the released code, not the paper")
     mask_lr: PositiveFloat | Literal["auto", "paper"] = Field(
         "auto", description="rate on each logit of the pair; `paper`: .1 * batch / 1024; `auto`: by mask_travel")
@@ -54,6 +54,9 @@ class Meat(Method):
     Where it differs from the paper: one logit per entry (see GumbelHard); logits start at +-gamma, as in the released
     code (uniform ones would start with half of everything dropped); the learning rate of masks follows from the
     number of steps, because the paper's flips nothing in a short training.
+
+    On a ResNet channels take the place of tokens and convolutions that of the FFN; `ChannelSites` says which. The reading is
+    ours, of the paper's figure 4, where the method is carried over to CNNs: by default both kinds are trained, as on a ViT.
     """
 
     name = "meat"
@@ -66,36 +69,23 @@ class Meat(Method):
         """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the gradients."""
         assert isinstance(settings, MeatSettings)
         masked = settings.token_masks or settings.ffn_masks != "off"
-        if masked and settings.mask_lr == "auto" and train.optimizer != "adamw":
-            raise UserError(f"mask_lr is 'auto' with train.optimizer {train.optimizer!r}: the rate is derived for adamw; use that, or give "
-                            "mask_lr a number")
+        if masked:
+            needs_adamw(settings.mask_lr, train)
+
+    @classmethod
+    def fits(cls, settings: MethodSettings, backbone: nn.Module) -> None:
+        assert isinstance(settings, MeatSettings)
+        _sites(backbone, settings)
 
     def __init__(self, backbone: nn.Module, settings: MeatSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.shape = geometry(backbone)
-        depth = self.shape["depth"]
-        chosen = range(depth) if settings.token_mask_blocks == "all" else settings.token_mask_blocks
-        blocks = tuple(sorted(set(chosen)))
-        if any(not 0 <= b < depth for b in blocks):
-            raise UserError(f"token_mask_blocks is {list(blocks)}, but the backbone has blocks 0 to {depth - 1}; "
-                            "name some of those, or `all`")
-        self.token_blocks = blocks if settings.token_masks else ()
-        self.sites = mask_sites(backbone, settings.self_loop)
+        self.sites = _sites(backbone, settings)
         self.masks: dict[str, GumbelHard] = {}  # of the task in training, by name
-        self.loaded: dict[str, tuple[dict[str, Tensor], tuple[int, ...]]] = {}  # task -> masks by name, token blocks
-        self.serving: tuple[str, torch.device] | None = None
+        self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> masks by name
 
     def mask_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every mask that these settings train."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        if self.token_blocks:
-            shapes["tokens"] = (len(self.token_blocks), self.shape["tokens"])
-        for i, (fc1, fc2) in enumerate(zip(self.sites.fc1, self.sites.fc2, strict=True)):
-            if self.settings.ffn_masks == "weight":
-                shapes |= {f"blocks.{i}.fc1": tuple(fc1.weight.shape), f"blocks.{i}.fc2": tuple(fc2.weight.shape)}
-            elif self.settings.ffn_masks == "neuron":
-                shapes[f"blocks.{i}.neurons"] = (fc1.out_features,)
-        return shapes
+        return self.sites.gates | self.sites.entries
 
     # ---- training ----------------------------------------------------------------------------------------------------
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates,
@@ -103,7 +93,6 @@ class Meat(Method):
         groups = super().begin(task, step, carried, rates, tasks)
         device = next(self.backbone.parameters()).device
         self.loaded.pop(task.name, None)
-        self.serving = None
         self.masks = {name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
                       for name, shape in self.mask_shapes().items()}
         self.mask_modules = nn.ModuleList(self.masks.values())  # a dict alone would hide them from state_dict and .to
@@ -121,107 +110,91 @@ class Meat(Method):
         return 2 * (0.1 * rates.batch_size / 1024 if self.settings.mask_lr == "paper" else self.settings.mask_lr)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + alpha * L_dc (Eq. 9). Token masks are sampled per image, FFN masks once per forward."""
-        self.serving = None
-        tokens = self.sample_tokens(batch.draw)
-        mine = None if tokens is None else tokens[batch.draw.rows.to(tokens.device)]
-        ffn = {name: mask.sample(batch.draw.shared(f"meat.{name}", *mask.logits.shape))
-               for name, mask in self.masks.items() if name != "tokens"}
-        with self.sites.sampled(self.by_block(mine, ffn, self.token_blocks)):
+        """CE + alpha * L_dc (Eq. 9). Masks of tokens or channels are sampled per image, those of weights and neurons once per forward."""
+        gates = self.sample_gates(batch.draw)
+        masks = {name: gate[batch.draw.rows.to(gate.device)] for name, gate in gates.items()}
+        masks |= {name: self.masks[name].sample(batch.draw.shared(f"meat.{name}", *shape)) for name, shape in self.sites.entries.items()}
+        self.serving, self.effective = None, self.sites.weights(masks)
+        with self.sites.sampled(masks):
             ce = self.classification_loss(self.features(batch.images), batch)
-        if tokens is None:
+        if not gates:
             return ce, {"ce": ce.detach()}
-        control = drop_control(tokens, self.settings.lambda_)
+        control = drop_control([*gates.values()], self.settings.lambda_)
         return ce + self.settings.alpha * control, {"ce": ce.detach(), "drop_control": control.detach()}
 
-    def sample_tokens(self, draw: Draw) -> Tensor | None:
-        """Token masks of the WHOLE global batch, (size, L, n): each rank knows everybody's noise, so the keep ratio
-        over the global batch needs no message and does not depend on ranks or accumulation."""
-        if not self.token_blocks:
-            return None
+    def sample_gates(self, draw: Draw) -> dict[str, Tensor]:
+        """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows everybody's noise, so the keep
+        ratio over the global batch needs no message and does not depend on ranks or accumulation."""
         everybody = replace(draw, rows=torch.arange(draw.size))
-        return self.masks["tokens"].sample(everybody.per_sample("meat.tokens", *self.masks["tokens"].logits.shape))
-
-    def by_block(self, tokens: Tensor | None, ffn: dict[str, Tensor], blocks: tuple[int, ...]) -> list[BlockMasks]:
-        """tokens: (b, L, n), its second axis in the order of `blocks`; ffn: masks by name."""
-        masks = [BlockMasks(**{kind: ffn.get(f"blocks.{i}.{kind}") for kind in ("fc1", "fc2", "neurons")})
-                 for i in range(self.shape["depth"])]
-        if tokens is not None:
-            for position, block in enumerate(blocks):
-                masks[block].tokens = tokens[:, position]
-        return masks
+        return {name: self.masks[name].sample(everybody.per_sample(f"meat.{name}", *shape)) for name, shape in self.sites.gates.items()}
 
     def hard(self) -> dict[str, Tensor]:
         """The boolean masks of the task in training, by name (Eq. 7)."""
         return {name: mask.hard() for name, mask in self.masks.items()}
 
     def measures(self) -> dict[str, float]:
-        """Shares of kept tokens and FFN entries, and of entries that left their initial state `keep`."""
+        """Shares of kept entries of either kind (`token_keep`, `ffn_density`; on a ResNet `channel_keep`, `convolution_density`),
+        and of entries that left their initial state `keep`."""
         masks = self.hard()
-        tokens, ffn = [m for n, m in masks.items() if n == "tokens"], [m for n, m in masks.items() if n != "tokens"]
-        values = {"token_keep": tokens, "ffn_density": ffn}
-        shares = {name: _share(some) for name, some in values.items() if some}
+        gate, entry = (kind.lower() for kind in self.sites.kinds)
+        values = {f"{gate}_keep": self.sites.gates, f"{entry}_density": self.sites.entries}
+        shares = {name: _share([masks[n] for n in names]) for name, names in values.items() if masks and names}
         return shares | ({"flipped": 1 - _share(list(masks.values()))} if masks else {})
 
     def warnings(self) -> list[str]:
-        """Masks of a kind that did nothing: tokens nearly always flip under drop control, FFN masks need a rate."""
-        said = []
-        for kind, name in (("token_keep", "token"), ("ffn_density", "FFN")):
-            if self.task is not None and self.measures().get(kind) == 1:
-                said.append(f"task {self.task.name!r}: no {name} mask entry left its initial state, so these masks do nothing; "
-                            "raise mask_travel or mask_lr, or train for more steps")
-        return said
+        """Masks of a kind that did nothing: gates nearly always flip under drop control, masks of weights need a rate."""
+        masks = self.hard()
+        return [f"task {self.task.name!r}: no {kind} mask entry left its initial state, so these masks do nothing; "
+                "raise mask_travel or mask_lr, or train for more steps"
+                for kind, names in zip(self.sites.kinds, (self.sites.gates, self.sites.entries), strict=True)
+                if self.task is not None and masks and names and _share([masks[n] for n in names]) == 1]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        chosen = self.settings.model_dump(by_alias=True, mode="json")
-        meta = {"settings": chosen, "token_blocks": list(self.token_blocks), "grid": list(self.shape["grid"])}
+        meta = {"settings": self.settings.model_dump(by_alias=True, mode="json"), **self.sites.meta}
         return self.state(masks={name: m.cpu() for name, m in self.hard().items()}, meta=meta), Carried()
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def load(self, state: TaskState) -> None:
         """Keeps the task's masks beside those of other tasks. A base task has none: all ones."""
         super().load(state)
-        blocks = tuple(state.meta.get("token_blocks", ()))
-        expected = {"tokens": (len(blocks), self.shape["tokens"]), "fc1": tuple(self.sites.fc1[0].weight.shape),
-                    "fc2": tuple(self.sites.fc2[0].weight.shape), "neurons": (self.shape["hidden"],)}
-        for name, mask in state.masks.items():
-            fits = expected.get(name.rsplit(".", 1)[-1])
-            if tuple(mask.shape) != fits:
-                raise UserError(f"task {state.task!r}: its state has {name} of shape {tuple(mask.shape)}, this backbone "
-                                f"needs {fits}; use the backbone and the img_size of its run")
-        self.loaded[state.task] = dict(state.masks), blocks
-        self.serving = None
+        shapes = self.mask_shapes() if state.method == self.name else {}
+        for name in {**shapes, **state.masks}:
+            found = tuple(state.masks[name].shape) if name in state.masks else None
+            if found != shapes.get(name):
+                raise UserError(f"task {state.task!r}: its state has {name} of shape {found}, this backbone and these settings need {shapes.get(name)}; "
+                                "use the backbone, the img_size and the settings of its run")
+        blocks = self.sites.meta["token_blocks"]
+        if shapes and state.meta.get("token_blocks") != blocks:
+            raise UserError(f"task {state.task!r}: its state has {self.sites.kinds[0]} masks for blocks {state.meta.get('token_blocks')}, these settings "
+                            f"have them in {blocks}; use token_mask_blocks of its run")
+        self.loaded[state.task] = dict(state.masks)
 
-    def logits(self, images: Tensor, task: str | None) -> Tensor:
-        if task in self.heads.names:
-            self.serve(task)
-        return super().logits(images, task)
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        """The masked weights; whatever masks nothing takes timm's plain path, bit for bit."""
+        return self.sites.folded(self.hard_masks(task))
 
-    def serve(self, task: str) -> None:
-        """Folds the masks of `task` into the sites: once per switch, but each time for the task in training."""
-        wanted = task, next(self.backbone.parameters()).device
-        if self.serving == wanted:
-            return
-        self.sites.fold(self.block_masks(task))
-        self.serving = wanted if task in self.loaded else None
+    def hard_masks(self, task: str) -> dict[str, Tensor]:
+        """Of a loaded task or of the task in training, by name."""
+        return self.loaded[task] if task in self.loaded else self.hard()
 
-    def block_masks(self, task: str) -> list[BlockMasks]:
-        """Hard masks per block of a loaded task or of the task in training."""
-        masks, blocks = self.loaded[task] if task in self.loaded else (self.hard(), self.token_blocks)
-        tokens = masks["tokens"][None] if "tokens" in masks else None
-        return self.by_block(tokens, masks, blocks)
+    def compact(self, task: str) -> nn.Module:
+        """A module images -> logits of a task that computes only what its masks leave."""
+        return self.sites.compact(self.hard_masks(task), self.heads[task])
 
     def flops_share(self, state: TaskState) -> float:
         """Multiply-adds that `compact` does with these masks, relative to what it does with none."""
-        tokens = state.masks["tokens"][None] if "tokens" in state.masks else None
-        masked = self.by_block(tokens, state.masks, tuple(state.meta.get("token_blocks", ())))
-        plain = self.by_block(None, {}, ())
-        return flops(self.backbone, plan(self.backbone, masked)) / flops(self.backbone, plan(self.backbone, plain))
+        return self.sites.flops_share(state.masks)
 
 
-def drop_control(tokens: Tensor, keep: float) -> Tensor:
-    """L_dc = mean over blocks of (lambda - share of kept tokens)^2 (Eq. 10). tokens: 0/1, (b, L, n), no class token."""
-    return (keep - tokens.mean(dim=(0, 2))).square().mean()
+def _sites(backbone: nn.Module, settings: MeatSettings) -> Sites:
+    return sites_of(backbone, settings.token_mask_blocks if settings.token_masks else (), settings.ffn_masks, settings.self_loop)
+
+
+def drop_control(gates: list[Tensor], keep: float) -> Tensor:
+    """L_dc = mean over layers of (lambda - share of kept tokens or channels)^2 (Eq. 10). gates: 0/1, (b, layers, n) without the
+    class token, or (b, n) of a single layer."""
+    shares = torch.cat([gate.mean(dim=(0, -1)).reshape(-1) for gate in gates])
+    return (keep - shares).square().mean()
 
 
 def _share(masks: list[Tensor]) -> float:

@@ -1,29 +1,23 @@
-"""Inference with a task's masks applied physically: dropped tokens and neurons are not computed.
+"""Inference with a task's masks applied physically: dropped tokens, neurons and channels are not computed.
 
-Per block, keys and values are computed for kept tokens only, and queries for live ones: a token's output is needed only
+ViT: per block, keys and values are computed for kept tokens only, and queries for live ones: a token's output is needed only
 if a later block keeps the token as a key, or if the pooling reads it. FFN neurons that cannot reach the output are cut.
+ResNet: inner channels of residual blocks that cannot reach the output are cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from workers.model.heads import Heads
 from workers.model.masked import BlockMasks
-
-
-class Masked(Protocol):
-    """What `compact` needs of a method."""
-
-    backbone: nn.Module
-    heads: Heads
-
-    def block_masks(self, task: str) -> list[BlockMasks]: ...
 
 
 @dataclass(frozen=True)
@@ -76,12 +70,20 @@ def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
 
 def flops(vit: Any, plans: list[BlockPlan]) -> int:
     """Multiply-adds of one image in the patch embedding and the blocks, norms and activations left out."""
-    width, patch = vit.embed_dim, vit.patch_embed.proj.weight
-    count = vit.patch_embed.num_patches * patch.numel()
+    width = vit.embed_dim
+    count = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
     for p in plans:
         queries, keys = len(p.queries), len(p.keys)
         count += width * (2 * queries * width + 2 * keys * width + 2 * queries * keys + 2 * queries * len(p.neurons))
     return count
+
+
+@torch.no_grad()
+def multiply_adds(model: nn.Module, *shape: int) -> int:
+    """Multiply-adds of one input (*shape) in linear layers, convolutions and products of matrices; nothing is computed."""
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        model(torch.empty(1, *shape, device=next(model.parameters()).device))
+    return counter.get_total_flops() // 2
 
 
 class CompactBlock(nn.Module):
@@ -180,9 +182,23 @@ class CompactVit(nn.Module):
         return self.head(self.vit.forward_head(self.vit.norm(x)))
 
 
-def compact(method: Masked, task: str) -> nn.Module:
-    """A module images -> logits of a loaded task that computes only what its masks leave."""
-    return CompactVit(method.backbone, method.block_masks(task), method.heads[task])
+@torch.no_grad()
+def thin(cnn: nn.Module) -> None:
+    """Cuts, in place, the inner channels of residual blocks that no weight leaves, from the last convolution to the first. Where
+    something between two convolutions is not made channel by channel (group norm, anti-aliasing), all channels stay."""
+    blocks: list[Any] = [m for m in cnn.modules() if isinstance(m, (BasicBlock, Bottleneck))]
+    for block in blocks:
+        inner = [(block.conv1, block.bn1, block.conv2)]
+        if isinstance(block, Bottleneck):
+            inner.insert(0, (block.conv2, block.bn2, block.conv3))
+        for before, norm, after in inner:
+            live = after.weight.ne(0).any(dim=(0, 2, 3))
+            live[0] |= not live.any()  # no convolution of nothing
+            if isinstance(norm, nn.BatchNorm2d) and isinstance(block.aa, nn.Identity):
+                for tensor in (*before.parameters(), *norm.parameters(), *norm.buffers()):
+                    if tensor.ndim:  # the others count batches
+                        tensor.data = tensor[live]
+                after.weight.data = after.weight[:, live].contiguous()
 
 
 def _times(weight: Tensor, mask: Tensor | None) -> Tensor:

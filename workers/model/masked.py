@@ -1,21 +1,18 @@
-"""Masked linear and masked attention: timm's own modules, given another forward from outside; nothing is copied.
+"""Masked attention, gated neurons and gated channels: timm's own modules, given another forward from outside; nothing is copied.
 
-`mask_sites` changes the class of the attention and FFN modules of a built ViT. Parameters, names, hooks and digest stay
-as they are, and with no mask set the forward is timm's.
-Axes: B images, H heads, N tokens (prefix first), D head width.
+`become` changes the class of a module of a built backbone. Parameters, names, hooks and digest stay as they are, and with no
+mask set the forward is timm's.
+Axes: B images, H heads, N tokens (prefix first), D head width, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from workers.errors import UserError
 
@@ -83,23 +80,28 @@ class MaskedAttention(Attention):
         return policy | itself if policy.dtype == torch.bool else policy + (1 - policy) * itself
 
 
-class MaskedLinear(nn.Linear):
-    """nn.Linear that can use another weight of its shape (`effective`) and gate its inputs (`gate`, 0/1 per feature).
+class GatedLinear(nn.Linear):
+    """nn.Linear whose inputs can be gated (`gate`, 0/1 per feature): the mask of neurons before it, at no cost for its weight's
+    gradient, which a frozen weight does without."""
 
-    The bias is never masked.
-    """
-
-    effective: Tensor | None = None
     gate: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.gate is None else x * self.gate.to(x.dtype)
-        return F.linear(x, self.weight if self.effective is None else self.effective, self.bias)
+        return super().forward(x if self.gate is None else x * self.gate.to(x.dtype))
+
+
+class GatedConv2d(nn.Conv2d):
+    """nn.Conv2d whose input channels can be gated (`gate`, 0/1, (C,) or (B, C)): the mask of channels before it."""
+
+    gate: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.gate is None else x * self.gate[..., None, None].to(x.dtype))
 
 
 @dataclass
 class BlockMasks:
-    """The masks of one block. None = nothing masked.
+    """The masks of one block of a ViT. None = nothing masked.
 
     tokens: (1 or B, n) without the prefix tokens. fc1, fc2: weight-shaped. neurons: (hidden,). Boolean when serving,
     0/1 floats with a gradient when training.
@@ -110,71 +112,21 @@ class BlockMasks:
     fc2: Tensor | None = None
     neurons: Tensor | None = None
 
-
-@dataclass
-class Sites:
-    """The maskable modules of a ViT, in order of block."""
-
-    prefix: int
-    attention: list[MaskedAttention] = field(default_factory=list)
-    fc1: list[MaskedLinear] = field(default_factory=list)
-    fc2: list[MaskedLinear] = field(default_factory=list)
-
-    @contextmanager
-    def sampled(self, masks: list[BlockMasks]) -> Iterator[None]:
-        """Training: the forward inside uses these sampled masks and can be differentiated with respect to them."""
-        try:
-            for attention, fc1, fc2, mask in zip(self.attention, self.fc1, self.fc2, masks, strict=True):
-                attention.keys = None if mask.tokens is None else self._with_prefix(mask.tokens)
-                fc1.effective = None if mask.fc1 is None else fc1.weight * mask.fc1
-                fc2.effective = None if mask.fc2 is None else fc2.weight * mask.fc2
-                fc2.gate = mask.neurons  # on the activations: needs no gradient of shape (out, hidden)
-            yield
-        finally:
-            self.clear()
-
-    @torch.no_grad()
-    def fold(self, masks: list[BlockMasks]) -> None:
-        """Serving: masked weights are multiplied once; whatever masks nothing takes timm's plain path, bit for bit."""
-        self.clear()
-        for attention, fc1, fc2, mask in zip(self.attention, self.fc1, self.fc2, masks, strict=True):
-            if mask.tokens is not None and not bool(mask.tokens.all()):
-                attention.keys = self._with_prefix(mask.tokens.to(attention.qkv.weight.device))
-            columns = mask.fc2 if mask.neurons is None else mask.neurons
-            fc1.effective, fc2.effective = _folded(fc1.weight, mask.fc1), _folded(fc2.weight, columns)
-
-    def clear(self) -> None:
-        for attention in self.attention:
-            attention.keys = None
-        for linear in self.fc1 + self.fc2:
-            linear.effective = linear.gate = None
-
-    def _with_prefix(self, tokens: Tensor) -> Tensor:
-        """(b, n) -> (b, prefix + n): class and register tokens are always kept."""
-        return torch.cat([tokens.new_ones((tokens.shape[0], self.prefix)), tokens], dim=1)
+    def folded(self) -> BlockMasks:
+        """For serving: masks of weights alone, those of neurons as columns of fc2; none where everything is kept."""
+        fc2 = self.fc2 if self.neurons is None else self.neurons[None]
+        return BlockMasks(fc1=masking(self.fc1), fc2=masking(fc2))
 
 
-def _folded(weight: Tensor, mask: Tensor | None) -> Tensor | None:
-    return None if mask is None or bool(mask.all()) else weight.detach() * mask.to(weight.device)
+def masking(mask: Tensor | None) -> Tensor | None:
+    """The mask, or None where it keeps everything: what masks nothing takes timm's plain path, bit for bit."""
+    return None if mask is None or bool(mask.all()) else mask
 
 
-def mask_sites(vit: Any, self_loop: bool = False) -> Sites:
-    """Makes the attention and FFN modules of all blocks maskable, in place. Raises UserError on other blocks."""
-    sites = Sites(prefix=vit.num_prefix_tokens)
-    for index, block in enumerate(vit.blocks):
-        mlp = getattr(block, "mlp", None)
-        attention = _become(MaskedAttention, Attention, getattr(block, "attn", None), index)
-        attention.self_loop = self_loop
-        sites.attention.append(attention)
-        sites.fc1.append(_become(MaskedLinear, nn.Linear, getattr(mlp, "fc1", None), index))
-        sites.fc2.append(_become(MaskedLinear, nn.Linear, getattr(mlp, "fc2", None), index))
-    return sites
-
-
-def _become(masked: type[Any], plain: type[nn.Module], module: Any, index: int) -> Any:
-    """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked` restates."""
+def become(masked: type[Any], plain: type[nn.Module], module: Any, where: str, instead: str) -> Any:
+    """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked` restates. Raises UserError
+    elsewhere, which says `where` it is and what to choose `instead`."""
     if type(module) not in (plain, masked):
-        raise UserError(f"block {index} of the backbone has a {type(module).__name__} where masks need a "
-                        f"{plain.__name__}; choose a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224")
+        raise UserError(f"{where} of the backbone has a {type(module).__name__} where masks need a {plain.__name__}; choose {instead}")
     module.__class__ = masked
     return module

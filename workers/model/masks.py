@@ -1,13 +1,16 @@
-"""Mask parametrisations: a trainable tensor that becomes a hard mask, differentiable by straight-through.
+"""Mask parametrisations: a trainable tensor that becomes a mask, differentiable by straight-through.
 
-Every parametrisation has `logits` (the trained tensor, fp32), `sample(uniform)` (a 0/1 float mask with a gradient, for
-training) and `hard()` (the boolean mask that is stored and served).
+Each has a trained tensor (fp32), `sample(...)` (the mask as floats with a gradient, for training) and `hard()` (the mask that is
+stored and served, without one).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from statistics import NormalDist
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,3 +56,190 @@ class HardSample(torch.autograd.Function):
         (soft,) = ctx.saved_tensors
         slope = torch.addcmul(soft, soft, soft, value=-1).mul_(gradient).div_(ctx.tau)  # s (1 - s) g / tau
         return slope.sum_to_size(ctx.shape), None, None
+
+
+class Straight(torch.autograd.Function):
+    """Forward: `hard` exactly, the tensor itself, which may be changed in place. Backward: its gradient goes to `scores` as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, hard: Tensor) -> Tensor:
+        ctx.mark_dirty(hard)
+        return hard
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Threshold(nn.Module):
+    """M = 1[scores > theta] (Piggyback), or >= (`inclusive`: SupSup's fast form); ternary: -1 below 0, 0 up to theta, 1 above."""
+
+    def __init__(self, start: Tensor, theta: float, ternary: bool = False, inclusive: bool = False):
+        super().__init__()
+        self.scores = nn.Parameter(start.detach().clone().float())
+        self.theta, self.ternary, self.inclusive = theta, ternary, inclusive
+
+    def sample(self) -> Tensor:
+        return Straight.apply(self.scores, self._floats())
+
+    @torch.no_grad()
+    def hard(self) -> Tensor:
+        """Boolean; ternary: int8 of -1, 0, 1."""
+        return self._floats().to(torch.int8 if self.ternary else torch.bool)
+
+    @torch.no_grad()
+    def _floats(self) -> Tensor:
+        """Written as floats at once: several times faster than booleans that are converted."""
+        compare = torch.ge if self.inclusive else torch.gt
+        mask = compare(self.scores, self.theta, out=torch.empty_like(self.scores))
+        return mask.sub_(torch.lt(self.scores, 0, out=torch.empty_like(self.scores))) if self.ternary else mask
+
+
+class SoftBinary(nn.Module):
+    """b + 0.5 a (KSM): b = 1[scores >= theta]; a is the score of an entry that is off, scaled to [0, 1] by the least and the largest of
+    the whole tensor, among which entries that are on count as 0. The gradient of b is that of sigmoid(beta (scores - theta) /
+    temperature); a has none. `soft` False: b alone."""
+
+    def __init__(self, start: Tensor, theta: float, beta: float = 1200.0, temperature: float = 100.0, soft: bool = True):
+        super().__init__()
+        self.scores = nn.Parameter(start.detach().clone().float())
+        self.theta, self.steepness, self.soft = theta, beta / temperature, soft
+
+    def sample(self) -> Tensor:
+        return Straight.apply(torch.sigmoid((self.scores - self.theta) * self.steepness), self._floats())
+
+    @torch.no_grad()
+    def hard(self) -> Tensor:
+        """Floats: 1, or a coefficient in [0, 0.5]; not `soft`: boolean."""
+        return self._floats() if self.soft else self._floats().bool()
+
+    @torch.no_grad()
+    def _floats(self) -> Tensor:
+        on = torch.ge(self.scores, self.theta, out=torch.empty_like(self.scores))
+        if not self.soft:
+            return on
+        off = torch.addcmul(self.scores, self.scores, on, value=-1)  # 0 where on
+        low, high = off.aminmax()
+        width = (high - low).clamp_(min=torch.finfo(off.dtype).tiny)  # 0 where all are on, or all off and equal
+        scaled = torch.ne(off, 0, out=torch.empty_like(off))
+        off.addcmul_(scaled, low, value=-1)
+        return on.addcdiv_(off, width, value=0.5)
+
+
+class TopK(nn.Module):
+    """M = 1 for the share `density` of entries with the largest |score| (edge-popup): exactly n - int((1 - density) n) ones, the
+    first among equals. The gradient of M goes to |score| as it is, so that of a negative score is turned round."""
+
+    def __init__(self, start: Tensor, density: float):
+        super().__init__()
+        self.scores = nn.Parameter(start.detach().clone().float())
+        self.density = density
+
+    def sample(self) -> Tensor:
+        return Straight.apply(self.scores.abs(), self.hard().to(self.scores.dtype))
+
+    @torch.no_grad()
+    def hard(self) -> Tensor:
+        size = self.scores.abs().flatten()
+        dropped = int((1 - self.density) * size.numel())
+        if dropped == 0:
+            return torch.ones_like(self.scores, dtype=torch.bool)
+        if dropped == size.numel():
+            return torch.zeros_like(self.scores, dtype=torch.bool)
+        if size.device.type == "cpu":  # 20 times as fast as kthvalue
+            cut = torch.from_numpy(np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped])
+        else:
+            cut = size.kthvalue(dropped).values
+        kept = size > cut
+        missing = size.numel() - dropped - int(kept.sum())  # of those that equal the cut
+        if missing:
+            kept[(size == cut).nonzero()[:missing, 0]] = True
+        return kept.view_as(self.scores)
+
+
+Start = Literal["normal", "dense", "sparse", "uniform"]
+
+
+class AnnealedSigmoid(nn.Module):
+    """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large one. See `annealed` for s.
+
+    The gradient of a becomes that of e as s_max sigmoid(e) sigmoid(-e) da, whatever s is, and 0 where |s e| > 50: what HAT's
+    compensation amounts to (Sec. 2.5). `official` does it in two steps as the released code: where s e is above 17 the sigmoid is
+    exactly 1 in fp32, so that a unit that is on late in an epoch cannot be switched off, while one that is off can be switched on.
+    """
+
+    limit = 6.0  # |e| after a step
+    largest_exponent = 50.0
+
+    def __init__(self, start: Tensor, s_max: float, compensation: Literal["exact", "official"] = "exact"):
+        super().__init__()
+        self.embedding = nn.Parameter(start.detach().clone().float())
+        self.s_max, self.official = s_max, compensation == "official"
+
+    def sample(self, scale: float) -> Tensor:
+        """The mask at scale s, in (0, 1), with the compensated gradient."""
+        return AnnealedGate.apply(self.embedding, scale, self.s_max, self.largest_exponent, self.official)
+
+    @torch.no_grad()
+    def hard(self) -> Tensor:
+        """Boolean mask; 0 is off."""
+        return self.embedding > 0
+
+    @torch.no_grad()
+    def slope(self, scale: float) -> Tensor:
+        """What a gradient of the mask is multiplied by on its way to the embedding."""
+        return compensated(self.embedding, scale, self.s_max, self.largest_exponent, self.official)
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Keeps |e| where the gradient does not vanish; after each step of the optimizer."""
+        self.embedding.clamp_(-self.limit, self.limit)
+
+
+FAINTEST = 1e-12  # of a soft mask: products of smaller numbers are subnormal, with which a CPU computes several times slower
+
+
+class AnnealedGate(torch.autograd.Function):
+    """sigmoid(s e), with the gradient of `AnnealedSigmoid`."""
+
+    @staticmethod
+    def forward(ctx: Any, embedding: Tensor, scale: float, s_max: float, bound: float, official: bool) -> Tensor:
+        ctx.save_for_backward(embedding)
+        ctx.how = scale, s_max, bound, official
+        return torch.sigmoid(scale * embedding).clamp(min=FAINTEST)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (e,) = ctx.saved_tensors
+        return gradient * compensated(e, *ctx.how), None, None, None, None
+
+
+def compensated(e: Tensor, scale: float, s_max: float, bound: float, official: bool) -> Tensor:
+    """da / de as HAT has it: that of sigmoid(e), times s_max; 0 where |s e| is beyond the bound."""
+    if official:
+        mask = torch.sigmoid(scale * e)
+        return s_max * mask * (1 - mask) * (torch.cosh((scale * e).clamp(-bound, bound)) + 1) / (torch.cosh(e) + 1)
+    return s_max * torch.sigmoid(e) * torch.sigmoid(-e) * ((scale * e).abs() <= bound)
+
+
+def annealed(step: int, steps: int, s_max: float, schedule: Literal["linear", "official", "cosine"] = "linear", s_min: float | None = None) -> float:
+    """The scale s at `step` (from 0) of the `steps` of an epoch. linear: from s_min, by default 1 / s_max, at the first step to s_max
+    at the last (HAT, Eq. 3). official: stops one step short of s_max, as the released code. cosine: from s_max down to s_min and
+    back, so that an epoch begins and ends with hard masks. An epoch of one step has s_max."""
+    low = 1 / s_max if s_min is None else s_min
+    share = step / steps if schedule == "official" else step / (steps - 1) if steps > 1 else 1.0
+    if schedule == "cosine":
+        share = 0.5 * (1 + math.cos(2 * math.pi * share))
+    return low + (s_max - low) * share
+
+
+def start_of(shape: tuple[int, ...], how: Start, generator: torch.Generator, tasks: int = 10) -> Tensor:
+    """Where embeddings start. normal: N(0, 1), half of the units on (HAT, Sec. 4). dense: all at 1. uniform: U(0, 2], all on (HAT's
+    compression). sparse: N(m, 1) such that a unit is on for 1 of `tasks` (at least 2) tasks: the chance that exactly one task
+    uses it is then highest."""
+    if how == "dense":
+        return torch.ones(shape)
+    if how == "uniform":
+        return 2 - 2 * torch.rand(shape, generator=generator)  # 0 would be off
+    mean = NormalDist().inv_cdf(1 / tasks) if how == "sparse" else 0.0
+    return torch.randn(shape, generator=generator) + mean

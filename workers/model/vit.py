@@ -1,4 +1,9 @@
-"""The backbone: timm's VisionTransformer, built, loaded, digested and hooked from outside; never copied."""
+"""The backbone: a timm VisionTransformer (T2T-ViT among them) or ResNet, built, loaded, digested and hooked from outside; never copied.
+
+timm's registry of models is the registry of backbones: one of our own enters it as timm's do, by `register_model` (see t2t.py).
+Batch norm stays in evaluation mode for every method, also where the backbone is trained: its running statistics are those of
+the loaded weights and never change, so that answers depend on nothing but an image, the shared weights and its task's state.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +12,79 @@ import hashlib
 from typing import Any
 
 import safetensors.torch
+import timm
 import torch
+from timm.models.resnet import ResNet
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model.noise import own_drop_paths
+from workers.model.t2t import T2TVit
 from workers.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
+SUPPORTED = "a timm VisionTransformer such as vit_tiny_patch16_224 or t2t_vit_12, or a timm ResNet such as resnet18"
+
+
+class FrozenBatchNorm(nn.BatchNorm2d):
+    """PyTorch's, always in evaluation mode; weight and bias may be trained."""
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm:
+        return super().train(False)
 
 
 def build(settings: BackboneSettings) -> nn.Module:
-    """A VisionTransformer without a classifier and with random weights; `load_weights` or a stage result fills it."""
-    import timm
-    from timm.models.vision_transformer import VisionTransformer
-
-    dropout = next((name for name in DROPOUTS if settings.options.get(name)), None)
+    """A backbone without a classifier and with random weights; `load_weights` or a stage result fills it."""
+    dropout = next((name for name in (*DROPOUTS, "drop_block_rate") if settings.options.get(name)), None)
     if dropout:
         raise UserError(f"backbone.options.{dropout} is {settings.options[dropout]!r}; timm draws who is dropped anew on each rank, so that results would "
                         "depend on the number of ranks: leave it out, or use backbone.drop_path, which does not")
     if settings.name not in timm.list_models():
         close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or ["vit_tiny_patch16_224"]
         raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close)}")
+    sized: dict[str, Any] = {} if timm.models.is_model_in_modules(settings.name, ["resnet"]) else {"img_size": settings.img_size}
     try:
-        model = timm.create_model(settings.name, num_classes=0, img_size=settings.img_size,
-                                  drop_path_rate=settings.drop_path, **settings.options)
+        model = timm.create_model(settings.name, num_classes=0, drop_path_rate=settings.drop_path, **sized, **settings.options)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options {settings.options}: {error}; "
-                        "it must be a timm VisionTransformer such as vit_tiny_patch16_224, and backbone.options arguments of it") from None
-    if not isinstance(model, VisionTransformer):
-        raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be a timm VisionTransformer such as vit_tiny_patch16_224")
-    patch: Any = model.patch_embed.patch_size
+                        f"it must be {SUPPORTED}, and backbone.options arguments of it") from None
+    if not isinstance(model, (VisionTransformer, ResNet)):
+        raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be {SUPPORTED}")
+    patch: Any = model.patch_embed.patch_size if isinstance(model, VisionTransformer) else (1,)
     if any(settings.img_size % side for side in patch):
         raise UserError(f"backbone.img_size is {settings.img_size}, which is no multiple of the patch size {patch[0]} of {settings.name!r}; change it, "
                         "or backbone.options.patch_size")
     own_drop_paths(model)
+    freeze_batch_norms(model)
     return model
 
 
-def check(settings: BackboneSettings) -> None:
-    """Raises UserError where `build` would, without memory for a single weight."""
+def freeze_batch_norms(model: nn.Module) -> None:
+    """Gives every batch norm of a model the class above, in place."""
+    for name, module in model.named_modules():
+        if type(module) in (nn.BatchNorm2d, FrozenBatchNorm):
+            module.__class__ = FrozenBatchNorm
+            module.eval()
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(f"the backbone's {name} is a {type(module).__name__}, whose statistics cannot be frozen here; choose a backbone with plain "
+                            "batch norm, such as resnet18")
+
+
+def check(settings: BackboneSettings) -> nn.Module:
+    """Raises UserError where `build` would, or where the backbone would never get statistics; else the backbone on the meta
+    device, without memory for a single weight."""
     with torch.device("meta"):
-        build(settings)
+        model = build(settings)
+    if settings.weights == "none" and any(isinstance(m, FrozenBatchNorm) for m in model.modules()):
+        raise UserError(f"backbone.weights is 'none', but {settings.name!r} has batch norm, whose statistics stay those of the weights and are never "
+                        "measured here; give `hub` or a .safetensors file, or a norm without statistics (for a ResNet backbone.options.norm_layer: groupnorm)")
+    return model
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
     """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings are resampled."""
-    from timm.models.vision_transformer import checkpoint_filter_fn
-
     if settings.weights == "none":
         return
     if settings.weights == "hub":
@@ -72,8 +101,7 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
         except UserError:
             raise UserError(f"backbone.weights {settings.weights!r} is not readable as safetensors; give a .safetensors file, `hub` or `none`") from None
     try:
-        tensors = {name: t for name, t in checkpoint_filter_fn(tensors, model).items() if not name.startswith("head.")}
-        problems = model.load_state_dict(tensors, strict=False)
+        problems = model.load_state_dict(_as_named_here(tensors, model), strict=False)
         differs = [f"{kind} {names[:3]}" for kind, names in zip(("missing", "unexpected"), problems, strict=True) if names]
     except (RuntimeError, KeyError, ValueError, AttributeError, IndexError) as error:  # other shapes
         differs = [str(error).strip().splitlines()[-1].strip()]
@@ -81,9 +109,16 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
         raise UserError(f"backbone.weights {settings.weights!r} do not fit {settings.name!r} ({', '.join(differs)}); give weights of the same architecture")
 
 
-def _from_hub(name: str) -> dict[str, Tensor]:
-    import timm
+def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Published weights under the names and in the shapes of `model`, without the classifier."""
+    if isinstance(model, T2TVit):
+        tensors = model.released(tensors)
+    if isinstance(model, VisionTransformer):
+        tensors = checkpoint_filter_fn(tensors, model)
+    return {name: t for name, t in tensors.items() if not name.startswith(("head.", "fc."))}
 
+
+def _from_hub(name: str) -> dict[str, Tensor]:
     try:
         return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # the hub's client raises many kinds
@@ -97,7 +132,7 @@ def digest_of(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
     return digest.hexdigest()
 
 

@@ -1,0 +1,76 @@
+"""Two domains that could not look more different, stripes and colours, and SupSup trained on them step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.data.draw import Draw
+from workers.dist import Group
+from workers.job import BackboneSettings, Task
+from workers.methods.base import Batch, Method, Progress, Rates
+from workers.model.vit import build
+from workers.taskstate import Carried, TaskState
+
+SMALL = BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"})
+STRIPES = Task("stripes", "card", "", ("across", "along"))
+COLOURS = Task("colours", "card", "", ("red", "blue", "green"))
+SIZE = 24  # of a batch
+
+
+def samples(task: Task, count: int, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Images (count, 3, 16, 16) and labels, each class in turn, in noise."""
+    labels = torch.arange(count) % task.num_classes
+    images = 0.3 * torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    if task.name == "stripes":
+        wave = torch.sin(1.6 * torch.arange(16.0)).expand(16, 16)
+        return images + torch.stack([wave.T, wave])[labels][:, None], labels
+    return images + torch.tensor([[1.5, 0.0, -1.5], [-1.5, 0.0, 1.5], [0.0, 2.0, 0.0]])[labels][:, :, None, None], labels
+
+
+def batch(task: Task, step: int) -> Batch:
+    images, labels = samples(task, SIZE, 100 + step)
+    return Batch(images, labels, torch.zeros(SIZE, dtype=torch.long), Draw(7, 0, step, torch.arange(SIZE), SIZE, torch.device("cpu")))
+
+
+class Stream:
+    """A feed with one batch per step, as methods know it."""
+
+    def __init__(self, task: Task, steps: int, group: Group | None = None):
+        self.task, self.steps_per_epoch, self.group, self.accumulate = task, steps, group or Group(), 4
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
+        yield [batch(self.task, epoch * self.steps_per_epoch + start_step)]
+
+
+def vit() -> Any:
+    torch.manual_seed(0)
+    return build(SMALL).eval()
+
+
+def begun(method: Method, task: Task, steps: int = 30, carried: Carried | None = None, feed: Any = None) -> list[dict[str, Any]]:
+    torch.manual_seed(2)
+    method.feed_of = lambda split, training: feed or Stream(task, steps)
+    groups = [g for g in method.begin(task, "train", carried, Rates(1e-2, 0.05, SIZE, steps / 2), (task,)) if g["params"]]
+    trained = {id(p) for g in groups for p in g["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained)
+    return groups
+
+
+def learned(method: Method, task: Task, steps: int = 30, carried: Carried | None = None, optimizer: Any = None, feed: Any = None) -> tuple[TaskState, Carried]:
+    """What a method hands out after `steps` steps on a task; optimizer: groups -> optimizer, by default AdamW."""
+    groups = begun(method, task, steps, carried, feed)
+    running = (optimizer or torch.optim.AdamW)(groups)
+    method.train()
+    for step in range(steps):
+        progress = Progress(0, step, 1, steps)
+        running.zero_grad()
+        method.loss(batch(task, step), progress)[0].backward()
+        method.after_backward()
+        running.step()
+        method.after_step(progress)
+    return method.eval().finish()

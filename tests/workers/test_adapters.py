@@ -1,0 +1,145 @@
+"""Adapters as a mechanism: where they sit, that they come and go exactly, and that a copy of the backbone has none."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from timm.models.vision_transformer import ParallelThingsBlock
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.model.adapters import AdapterSites, Bottlenecks, houlsby
+from workers.model.vit import build, digest_of
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
+
+
+def vit(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = build(TINY.model_copy(update={"options": TINY.options | options})).requires_grad_(False).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+def stacked(seed: int, sites: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in Bottlenecks(sites, 32, 6).tensors().items()}
+
+
+IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:
+    """The blocks written out, an adapter behind attention and one behind the FFN, both before the residual add."""
+    def adapt(x: Tensor, site: int) -> Tensor:
+        hidden = F.gelu(x @ tensors["down"][site].T + tensors["down_bias"][site])
+        return x + hidden @ tensors["up"][site].T + tensors["up_bias"][site]
+
+    x = model.norm_pre(model._pos_embed(model.patch_embed(IMAGES)))
+    for i, block in enumerate(model.blocks):
+        x = x + adapt(block.attn(block.norm1(x)), 2 * i)
+        x = x + adapt(block.mlp(block.norm2(x)), 2 * i + 1)
+    return model.forward_head(model.norm(x))
+
+
+def test_an_adapter_sits_behind_attention_and_behind_the_ffn_inside_the_residual_branch():
+    model, tensors = vit(), stacked(1)
+    expected = by_hand(vit(), tensors)
+    with AdapterSites(model, houlsby).using(tensors):
+        assert torch.allclose(model(IMAGES), expected, atol=1e-5)
+    assert not torch.allclose(model(IMAGES), expected, atol=1e-2)
+
+
+def test_one_position_gives_half_the_sites():
+    model, tensors = vit(), stacked(1)
+    sites = AdapterSites(model, houlsby, ("mlp",))
+    every_other = {name: t[1::2] for name, t in tensors.items()}
+    without = {name: t * (torch.arange(4) % 2).view(-1, *[1] * (t.ndim - 1)) for name, t in tensors.items()}  # none behind attention
+    assert len(sites) == 2
+    with sites.using(every_other):
+        assert torch.allclose(model(IMAGES), by_hand(vit(), without), atol=1e-5)
+
+
+def test_outside_the_backbone_is_the_plain_one_also_after_an_error():
+    model = vit()
+    plain, digest = model(IMAGES), digest_of(model)
+    sites = AdapterSites(model, houlsby)
+    assert torch.equal(model(IMAGES), plain)
+    with pytest.raises(ZeroDivisionError), sites.using(stacked(1)):
+        raise ZeroDivisionError
+    assert torch.equal(model(IMAGES), plain)
+    with sites.using({}):
+        assert torch.equal(model(IMAGES), plain), "no tensors, no adapters"
+    assert digest_of(model) == digest
+
+
+def test_turning_from_task_to_task_is_exact():
+    model, tasks = vit(), [stacked(1), stacked(2)]
+    sites = AdapterSites(model, houlsby)
+    found: list[list[Tensor]] = [[], []]
+    for task in (0, 1, 0, 1, 1, 0):
+        with sites.using(tasks[task]):
+            found[task].append(model(IMAGES))
+    alone = vit()
+    with AdapterSites(alone, houlsby).using(tasks[1]):
+        assert torch.equal(alone(IMAGES), found[1][0])
+    assert all(torch.equal(each[0], other) for each in found for other in each)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_a_copy_of_the_backbone_has_no_adapters_of_the_original():
+    model = vit()
+    plain, sites = model(IMAGES), AdapterSites(model, houlsby)
+    with sites.using(stacked(1)):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(IMAGES), plain)
+    others = AdapterSites(twin, houlsby)
+    with sites.using(stacked(1)), others.using(stacked(2)):
+        mine, theirs = model(IMAGES), twin(IMAGES)
+    with sites.using(stacked(1)):
+        assert torch.equal(model(IMAGES), mine)
+        assert torch.equal(twin(IMAGES), plain)
+    assert not torch.equal(mine, theirs)
+
+
+def test_a_compiled_backbone_turns_too():
+    """It does not look at which hooks there are, only at what those it has found read."""
+    model, tasks = vit(depth=1), {0: {}, 1: stacked(1, 2), 2: stacked(2, 2)}
+    sites = AdapterSites(model, houlsby)
+
+    def answer(task: int) -> Tensor:
+        with sites.using(tasks[task]):
+            return model(IMAGES)
+
+    expected = {task: answer(task) for task in tasks}
+    model.compile(backend="eager")
+    for task in (1, 2, 0, 1):
+        assert torch.equal(answer(task), expected[task])
+
+
+def test_adapters_start_as_the_identity_and_both_projections_learn():
+    """Were both projections zero, neither would ever get a gradient."""
+    model, adapters = vit(), Bottlenecks(4, 32, 6)
+    plain, sites, start = model(IMAGES), AdapterSites(model, houlsby), {n: t.detach().clone() for n, t in adapters.tensors().items()}
+    optimizer = torch.optim.SGD(adapters.parameters(), lr=0.1)
+    for step in range(3):
+        with sites.using(adapters.tensors()):
+            found = model(IMAGES)
+        assert torch.equal(found, plain) is (step == 0)
+        optimizer.zero_grad()
+        found.square().sum().backward()
+        optimizer.step()
+    for name, tensor in adapters.tensors().items():
+        assert (tensor != start[name]).flatten(1).any(1).all(), f"{name} of every site"
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_blocks_without_one_attention_and_one_ffn_are_refused():
+    with pytest.raises(UserError, match=r"block 0 .* no 'attn' .* choose a ViT with plain blocks"):
+        AdapterSites(vit(block_fn=ParallelThingsBlock), houlsby)

@@ -1,0 +1,581 @@
+"""APD: weights from a shared and an own part, earlier tasks that follow or hold, zeros that are stored as nothing, consolidation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from checks import PROMISES
+from laboratory import SETTINGS
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
+from workers.methods.apd import Apd, ApdSettings, Decomposed, Sparse, cluster
+from workers.methods.base import Batch, Progress, Rates
+from workers.model.vit import build
+from workers.taskstate import Carried, TaskState
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
+TASKS = [Task("one", "card", "", ("a", "b", "c")), Task("two", "card", "", ("d", "e", "f", "g")), Task("three", "card", "", ("h", "i"))]
+RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=12.0)
+PROGRESS = Progress(0, 0, 1, 12)
+SITE = "blocks.1.mlp.fc1"
+OPTIMIZERS: dict[str, Any] = {
+    "sgd with momentum and decay": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "adam": lambda groups: torch.optim.AdamW([{**g, "weight_decay": 0.0} for g in groups], lr=1e-2),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05)}
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    model = build(TINY)
+    for p in model.parameters():  # timm starts biases at zero, where a wrong copy of them would not show
+        nn.init.normal_(p, std=0.1)
+    return model
+
+
+VIT = vit()
+
+
+def apd(**settings: Any) -> Apd:
+    return Apd(copy.deepcopy(VIT), ApdSettings(**settings), seed=1)
+
+
+def images(count: int = 8) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def batch(step: int = 0, rows: range = range(8), size: int = 8, classes: int = 2) -> Batch:
+    at = torch.tensor(list(rows))
+    data = torch.randn(size, 3, 16, 16, generator=torch.Generator().manual_seed(step))
+    labels = (data.mean((1, 2, 3)) > 0).long() % classes
+    return Batch(data[at], labels[at], torch.zeros(len(at), dtype=torch.long), Draw(7, 0, step, at, size, torch.device("cpu")), weight=len(at) / size)
+
+
+def begun(tasks: int = 1, before: tuple[list[TaskState], Carried] | None = None, **settings: Any) -> Apd:
+    """At the first step of the last of `tasks` tasks; before: what the earlier ones left, else they are trained."""
+    method, (states, carried) = apd(**settings), before or (([], None) if tasks == 1 else left_by(tasks - 1, **settings))
+    for state in states:
+        method.load(state)
+    method.begin(TASKS[tasks - 1], "train", carried, RATES, (TASKS[tasks - 1],))
+    return method.train()
+
+
+def trained(method: Apd, steps: int = 12, optimizer: str = "adamw", freeze: str = "") -> Apd:
+    """`freeze`: the name of a parameter group that stays."""
+    groups = groups_of(method)
+    running = OPTIMIZERS[optimizer]([g for g in groups if g["name"] != freeze])
+    for step in range(steps):
+        running.zero_grad()
+        method.loss(batch(step), PROGRESS)[0].backward()
+        method.after_backward()
+        running.step()
+        method.after_step(PROGRESS)
+    return method.eval()
+
+
+def groups_of(method: Apd) -> list[dict[str, Any]]:
+    head = method.heads[str(method.task_name)]
+    rest = [("sigma", method.sigma.values()), ("v", method.own_v.values()), ("tau", method.own_tau.values()), ("copies", method.own_copies.values)]
+    return [{"name": "head", "params": [*head.parameters()]}, *({"name": n, "params": [*p], "weight_decay": 0.05 if n == "tau" else 0.0} for n, p in rest)]
+
+
+def left_by(tasks: int, **settings: Any) -> tuple[list[TaskState], Carried]:
+    """The states of a stream's first tasks, and what the last of them carries on."""
+    return _left_by(tasks, tuple(settings.items()))
+
+
+@functools.cache
+def _left_by(tasks: int, settings: tuple[tuple[str, Any], ...]) -> tuple[list[TaskState], Carried]:
+    before = _left_by(tasks - 1, settings) if tasks > 1 else None
+    state, carried = trained(begun(tasks, before, **dict(settings))).finish()
+    return [*(before[0] if before else []), state], carried
+
+
+def served(states: list[TaskState], carried: Carried, **settings: Any) -> Apd:
+    """As `evaluate` has it, from bytes."""
+    method = apd(**settings)
+    for state in states:
+        method.load(TaskState.from_bytes(state.to_bytes()))
+    method.attach(Carried.from_bytes(carried.to_bytes()))
+    return method.eval()
+
+
+def theta(method: Apd, task: int) -> dict[str, Tensor]:
+    """What a task is served with in the sites."""
+    with torch.no_grad():
+        weights = method.serving_weights(TASKS[task].name)
+    return {site: weights[f"{site}.weight"] for site in method.sites}
+
+
+def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max(float((a[site] - b[site]).abs().max()) for site in a)
+
+
+def moved(method: Apd) -> float:
+    """How far training the second task takes the first one's weights as they are stored."""
+    before, (state, carried) = theta(served(*left_by(1)), 0), method.finish()
+    return furthest(before, theta(served([*left_by(1)[0], state], carried), 0))
+
+
+@pytest.fixture(scope="module")
+def first() -> tuple[list[TaskState], Carried]:
+    return left_by(1)
+
+
+# ---- the weights ---------------------------------------------------------------------------------------------------
+def test_weights_and_their_gradients_are_those_of_the_composed_operations():
+    torch.manual_seed(0)
+    sigma, v, tau = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (3,), (3, 4)))
+    known = torch.randn(3, 4, dtype=torch.float64)
+    theta, size, value = Decomposed.apply(sigma, v, tau, torch.tensor(2.0), known)
+    plain = sigma * v.sigmoid()[:, None] + tau
+    assert torch.allclose(theta, plain)
+    assert (size.item(), value.item()) == pytest.approx((tau.abs().sum().item(), 2.0))
+    pull = torch.randn(3, 4, dtype=torch.float64)
+    mine = torch.autograd.grad((theta * pull).sum() + 0.3 * size + 0.5 * value, (sigma, v, tau))
+    expected = torch.autograd.grad((plain * pull).sum() + 0.3 * tau.abs().sum() + 0.5 * (sigma * known).sum(), (sigma, v, tau))
+    for got, want in zip(mine, expected, strict=True):
+        assert torch.allclose(got, want)
+
+
+def test_wide_open_scales_and_no_tau_give_sigma_itself():
+    method = begun()
+    with torch.no_grad():
+        for v in method.own_v.values():
+            v.fill_(torch.inf)
+    effective = method.training_weights(batch(), PROGRESS)
+    assert all(torch.equal(effective[f"{site}.weight"], sigma) for site, sigma in method.sigma.items())
+
+
+def test_the_sites_are_the_linear_layers_of_the_blocks_and_the_rest_is_copied_or_stays():
+    method = begun()
+    assert len(method.sites) == 8
+    assert "patch_embed.proj" not in method.sites
+    stays = {name for name, _ in method.backbone.named_parameters()} - set(method.training_weights(batch(), PROGRESS))
+    assert stays == {"cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
+    assert set(begun(copies=False).training_weights(batch(), PROGRESS)) == {f"{site}.weight" for site in method.sites}
+
+
+def test_a_first_task_starts_from_the_backbone_wherever_v_starts():
+    for start in (4.0, -1.0):
+        assert furthest(theta(begun(v_start=start).eval(), 0), begun().sites) < 1e-6
+
+
+def test_tau_may_start_from_sigma_as_in_the_released_code():
+    method = begun(tau_start="sigma")
+    m = torch.tensor(4.0).sigmoid()
+    weight = method.training_weights(batch(), PROGRESS)[f"{SITE}.weight"]
+    assert torch.allclose(weight, method.start[SITE] * (m + 1))
+    assert method.own_tau[SITE].data_ptr() != method.start[SITE].data_ptr()
+
+
+def test_sigma_decays_at_the_first_task_only(first):
+    method = apd()
+    method.load(first[0][0])
+    decays = [{g["name"]: g.get("weight_decay", "configured") for g in m.begin(t, "train", c, RATES, (t,))}
+              for m, t, c in ((apd(), TASKS[0], None), (method, TASKS[1], first[1]))]
+    assert [d["sigma"] for d in decays] == [0.05, 0.0]
+    assert [(d["v"], d["tau"], d["copies"]) for d in decays] == 2 * [("configured", "configured", 0.0)]
+
+
+# ---- what holds earlier tasks --------------------------------------------------------------------------------------
+def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first):
+    """The residual theta_i* - (sigma .* M_i + tau_i) is exactly 0: so is the term, as long as tau_i does not move, and its gradient;
+    and where tau_i may move, so is the gradient of whatever is zero in tau_i."""
+    method = begun(2, first, retro="frozen_tau")
+    for site in method.sites:
+        value, gradient = method.anchor(site)
+        assert value == 0
+        assert gradient is not None
+        assert not gradient.any()
+    method = begun(2, first)
+    for site in method.sites:
+        value, gradient = method.anchor(site)
+        tau = method.before["one"][site]
+        assert gradient is not None
+        assert tau.any()
+        assert torch.equal(gradient != 0, tau != 0)
+        price = method.settings.lambda1 * tau.abs().sum() - tau.count_nonzero() * method.settings.lambda1 ** 2 / 200  # what shrinking tau saves
+        assert torch.allclose(value, price, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [4e-6, 1e-2])
+def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit):
+    """Value and gradient are Huber's, and no other tau gives less."""
+    lambda1 = 4e-4
+    method = begun(2, left_by(1, v_start=0.0), lambda1=lambda1, lambda2=lambda1 / limit, zeros="proximal")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        method.sigma[SITE].add_(torch.randn_like(method.sigma[SITE]) * 0.01)
+    m, start, tau0, s = method.rows["one"][SITE], method.start[SITE], method.before["one"][SITE], method.settings
+    target = (start * m + tau0).double()
+
+    def objective(tau: Tensor, sigma: Tensor) -> Tensor:
+        return s.lambda1 * tau.double().abs() + s.lambda2 / 2 * (target - sigma.double() * m - tau).square()
+
+    sigma = method.sigma[SITE].detach().clone().requires_grad_()
+    huber = s.lambda2 * F.huber_loss(sigma.double() * m, target, reduction="sum", delta=s.lambda1 / s.lambda2)
+    value, gradient = method.anchor(SITE)
+    assert gradient is not None
+    assert torch.allclose(value.double(), huber, rtol=1e-3)
+    assert torch.allclose(gradient, torch.autograd.grad(huber, sigma)[0], atol=2e-2 * lambda1)
+    best = method.tau_of("one", SITE)
+    least = objective(best, sigma)
+    assert least.sum().item() == pytest.approx(value.item(), rel=1e-3)
+    for step in (1e-5, 1e-4, 1e-3, 1e-2):
+        for sign in (-1, 1):
+            assert bool((objective(best + sign * step, sigma) >= least - 1e-9).all())
+
+
+def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is():
+    states, carried = left_by(2, retro="frozen_tau", v_start=0.0)
+    method = begun(3, (states, carried), retro="frozen_tau", lambda2=3.0)
+    with torch.no_grad():
+        method.sigma[SITE].add_(0.1)
+    sigma = method.sigma[SITE].detach().clone().requires_grad_()
+    plain = sum(1.5 * ((method.start[SITE] - sigma) * method.rows[old][SITE]).square().sum() for old in ("one", "two"))
+    value, gradient = method.anchor(SITE)
+    assert gradient is not None
+    assert torch.allclose(value, plain)
+    assert torch.allclose(gradient, torch.autograd.grad(plain, sigma)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("zeros", "bound"), [("proximal", 4e-5), ("threshold", 4e-4 + 4e-5)])
+def test_earlier_weights_move_within_the_bound_under_any_optimizer(first, optimizer, zeros, bound):
+    """Sigma moves by far more: tau_i takes it up, to lambda1 / lambda2, or lambda1 more where an entry is cut."""
+    before = theta(served(*first), 0)
+    method = trained(begun(2, first, zeros=zeros, lambda2=10.0), optimizer=optimizer)
+    state, carried = method.finish()
+    assert furthest(before, theta(served([*first[0], state], carried), 0)) <= bound + 1e-6
+    assert furthest(method.start, {site: s.detach() for site, s in method.sigma.items()}) > 10 * bound
+
+
+def test_with_a_huge_lambda2_or_a_frozen_sigma_earlier_weights_stay(first):
+    before = theta(served(*first), 0)
+    ways: list[tuple[str, dict[str, Any], float]] = [
+        ("", {"zeros": "proximal", "lambda2": 1e9}, 1e-7), ("sigma", {"lambda2": 1e9}, 1e-7), ("sigma", {"retro": "frozen_tau"}, 0.0)]
+    for freeze, settings, bound in ways:
+        state, carried = trained(begun(2, first, **settings), freeze=freeze).finish()
+        assert furthest(before, theta(served([*first[0], state], carried), 0)) <= bound, settings
+
+
+def test_the_larger_lambda2_the_less_sigma_moves_while_tau_stay(first):
+    ways = [moved(trained(begun(2, first, retro="frozen_tau", lambda2=weight), steps=30)) for weight in (1e-6, 1.0, 1e2)]
+    assert ways[0] > 2 * ways[1] > 2 * ways[2]
+
+
+def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(first, monkeypatch):
+    held = moved(trained(begun(2, first)))
+    with monkeypatch.context() as patched:
+        patched.setattr(Apd, "anchor", lambda self, site: (torch.zeros(()), None))
+        loose = moved(trained(begun(2, first, retro="frozen_tau")))
+    follow = Apd.tau_of
+    with monkeypatch.context() as patched:
+        patched.setattr(Apd, "tau_of", lambda self, task, site: self.before[task][site] if self.step and task == "one" else follow(self, task, site))
+        stale = moved(trained(begun(2, first)))
+    assert min(loose, stale) > 10 * held
+
+
+def test_an_earlier_task_is_served_with_the_tau_that_followed(first):
+    states, later = left_by(2)
+    earlier = {n: t for n, t in first[1].tensors.items() if n.startswith("tau/one/")}
+    stale = {n: t for n, t in later.tensors.items() if not n.startswith("tau/one/")} | earlier
+    methods = served(*first), served(states, later), served(states, replace(later, tensors=stale))
+    before, now, wrong = (m.logits(images(), "one") for m in methods)
+    assert not torch.equal(before, now)
+    assert (now - before).abs().max() < 0.1 * (wrong - before).abs().max()
+    assert later.meta["tasks"] == ["one", "two"]
+
+
+def test_the_penalty_counts_once_whatever_the_number_of_micro_batches(first):
+    def gradients(*parts: range) -> dict[str, Tensor]:
+        method = begun(2, first, lambda1=0.1)
+        with torch.no_grad():
+            for p in [*method.sigma.values(), *method.own_tau.values()]:
+                p.add_(0.01)
+        for rows in parts:
+            part = batch(rows=rows)
+            (method.loss(part, PROGRESS)[0] * part.weight).backward()
+        return {n: p.grad.clone() for n, p in method.named_parameters() if p.grad is not None}
+
+    whole, parts = gradients(range(8)), gradients(range(2), range(2, 5), range(5, 8))
+    assert whole.keys() == parts.keys()
+    assert all(torch.allclose(whole[n], parts[n], rtol=1e-4, atol=1e-6) for n in whole)
+
+
+def test_the_terms_add_up_to_the_loss(first):
+    loss, terms = trained(begun(2, first), steps=3).loss(batch(), PROGRESS)
+    assert terms.keys() == {"ce", "sparsity", "anchor"}
+    assert min(terms.values()) > 0
+    assert loss.item() == pytest.approx(sum(t.item() for t in terms.values()))
+
+
+def test_measures_are_those_of_what_is_stored(first):
+    method = trained(begun(2, first))
+    found, (state, carried) = method.measures(), method.finish()
+    now = served([*first[0], state], carried)
+    taus = [now.tau_of("two", site) for site in now.sites]
+    assert found["tau_zeros"] == pytest.approx(float(torch.cat([(t == 0).flatten() for t in taus]).float().mean()))
+    a, b = (torch.cat([t.flatten() for t in theta(m, 0).values()]) for m in (served(*first), now))
+    assert found["drift"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
+    assert "drift" not in begun().measures()
+
+
+# ---- zeros ---------------------------------------------------------------------------------------------------------
+def test_what_is_stored_has_no_entry_up_to_the_threshold(first, monkeypatch):
+    method = trained(begun(2, first))
+    carried = method.finish()[1]
+    values = torch.cat([t for n, t in carried.tensors.items() if n.startswith("tau/") and n.endswith("/values")])
+    assert float(values.abs().min()) > 4e-4
+    monkeypatch.setattr(Apd, "with_zeros", lambda self, tau: tau)
+    assert size_of(method.finish()[1], "tau/") > size_of(carried, "tau/")
+
+
+def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_stops_at_zero():
+    method = begun(zeros="proximal", lambda1=1.0)
+    tau = method.own_tau[SITE]
+    rows = tau.detach().flatten()
+    rows[:6] = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.5, -0.5])
+    gradient = torch.zeros_like(rows)
+    gradient[:6] = torch.tensor([0.9, 1.5, -3.0, 4.0, 9.0, -1.0])  # the price of tau is in it, where tau is not zero
+    for p in method.own_tau.values():
+        p.grad = torch.zeros_like(p)
+    tau.grad = gradient.view_as(tau).clone()
+    method.after_backward()
+    assert tau.grad.flatten()[:6].tolist() == [0.0, 0.5, -2.0, 4.0, 9.0, -1.0]
+    with torch.no_grad():
+        tau.sub_(0.1 * tau.grad)
+        tau.view(-1)[0] = 1e-3  # momentum moves a held entry
+    method.after_step(PROGRESS)
+    assert tau.detach().flatten()[:6].tolist() == pytest.approx([0.0, -0.05, 0.2, 0.1, 0.0, -0.4])
+
+
+def test_proximal_training_stores_what_it_trains():
+    method = trained(begun(zeros="proximal", lambda1=1e-4), optimizer="sgd with momentum and decay")
+    assert 0.05 < method.measures()["tau_zeros"] < 0.999
+    assert all(torch.equal(method.tau_of("one", site), tau) for site, tau in method.own_tau.items())
+
+
+@pytest.mark.parametrize("zeros", ["threshold", "proximal"])
+def test_tau_is_the_sparser_the_larger_lambda1(zeros):
+    shares = [trained(begun(zeros=zeros, lambda1=price), steps=20).measures()["tau_zeros"] for price in (1e-6, 1e-5, 1e-4, 1e-3)]
+    assert all(a < b for a, b in itertools.pairwise(shares)), shares
+
+
+def test_what_is_trained_is_what_is_served():
+    """Up to small entries of tau; with the copies that the task trained."""
+    for settings, tolerance in (({"zeros": "proximal"}, 1e-6), ({"copies": False, "zeros": "proximal"}, 1e-6), ({}, 0.05)):
+        method = trained(begun(**settings), steps=5)
+        with torch.no_grad():
+            method.effective = method.training_weights(batch(), PROGRESS)
+            trained_for = method.heads["one"](method.features(images()))
+        state, carried = method.finish()
+        found = served([state], carried, **settings).logits(images(), "one")
+        assert torch.allclose(found, trained_for, atol=tolerance)
+        assert not torch.allclose(found, begun().eval().logits(images(), "one"), atol=2 * tolerance)
+
+
+def test_a_tau_that_never_left_zero_is_said(first):
+    assert "its tau is zero everywhere" in trained(begun(lambda1=100.0), steps=2).warnings()[0]
+    assert not trained(begun(2, first)).warnings()
+
+
+# ---- what is stored ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.04, 1.0])
+def test_a_sparse_tensor_comes_back_from_the_smaller_of_two_forms(share):
+    torch.manual_seed(0)
+    tensor = torch.randn(13, 10).masked_fill_(torch.arange(130).view(13, 10) >= round(share * 130), 0.0)
+    count = round(share * 130)
+    sparse = Sparse.of(tensor)
+    parts = sparse.named("x")
+    assert sum(t.numel() * t.element_size() for t in parts.values()) == 4 * count + min(4 * count, 17)
+    assert sparse.kind == ("bits" if count > 4 else "at")
+    assert torch.equal(sparse.dense(tensor), tensor)
+    assert torch.equal(sparse.support((13, 10)), tensor != 0)
+
+
+def size_of(carried: Carried, prefix: str) -> int:
+    return sum(t.numel() * t.element_size() for n, t in carried.tensors.items() if n.startswith(prefix))
+
+
+def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries():
+    torch.manual_seed(0)
+    width, depth = 192, 12
+    method = Apd(build(BackboneSettings()), ApdSettings(), seed=1)
+    method.begin(TASKS[0], "train", None, RATES, TASKS[:1])
+    expected = 0
+    for tau, share in zip(method.own_tau.values(), itertools.cycle((0.5, 0.2, 0.02, 0.0)), strict=False):
+        used = torch.rand_like(tau) < share
+        with torch.no_grad():
+            tau.copy_(used * 0.01)
+        expected += 4 * int(used.sum()) + min(4 * int(used.sum()), tau.numel() // 8)
+    state, carried = method.finish()
+    scales, norms = (5 + 4) * width * depth, 2 * width * (2 * depth + 1)
+    assert 32 * scales == 663_552
+    assert state.sizes() == {"masks": 0, "tokens": 0, "head": 4 * 3 * (width + 1), "copies": 4 * (scales + norms + scales)}  # a bias per output feature
+    assert size_of(carried, "tau/") == expected
+    assert size_of(carried, "sigma/") == 4 * (4 * width ** 2 + 8 * width ** 2) * depth == 4 * (5_455_872 - 768 * width)
+    assert size_of(carried, "") == size_of(carried, "tau/") + size_of(carried, "sigma/")
+    shown = Apd.masks_for_display(state, carried)
+    assert all(torch.equal(shown[site], tau != 0) for site, tau in method.own_tau.items())
+
+
+def test_a_base_task_is_answered_by_the_backbone(first):
+    base = TaskState("zero", ("x", "y"), "base", apd().backbone_digest, head={"weight": torch.randn(2, 16), "bias": torch.zeros(2)})
+    method = served([base, *first[0]], first[1])
+    method.logits(images(), "one")
+    assert torch.equal(method.logits(images(), "zero"), method.heads["zero"](method.backbone(images())))
+
+
+def test_a_state_of_another_width_is_refused(first):
+    state = first[0][0]
+    with pytest.raises(UserError, match=r"scales blocks.0.attn.qkv.v of shape \(7,\), this backbone has 48 output features"):
+        apd().load(replace(state, copies=state.copies | {"blocks.0.attn.qkv.v": torch.zeros(7)}))
+
+
+def test_an_anchor_that_sgd_would_overshoot_is_refused():
+    settings, train = ApdSettings(retro="frozen_tau"), TrainSettings(optimizer="sgd", lr=0.1)
+    with pytest.raises(UserError, match=r"train.lr \* lambda2 = 10"):
+        Apd.check(settings, train, DataSettings(), "task")
+    for fine in ((settings, TrainSettings(lr=0.1)), (ApdSettings(), train), (ApdSettings(retro="frozen_tau", lambda2=10), train)):
+        Apd.check(*fine, DataSettings(), "task")
+
+
+# ---- consolidation -------------------------------------------------------------------------------------------------
+def test_every_kth_task_ends_with_a_consolidation():
+    def steps(every: int) -> list[list[str]]:
+        return [[s.name for s in Apd.planned(ApdSettings(consolidate_every=every), position)] for position in range(-1, 4)]
+
+    alone, both = ["train"], ["train", "consolidate"]
+    assert steps(2) == [[], alone, both, alone, both]
+    assert steps(0) == [[], alone, alone, alone, alone]
+    assert steps(1) == [[], both, both, both, both]
+
+
+@pytest.mark.parametrize(("points", "count", "expected"), [
+    ([[0.0], [5.0], [0.1], [5.1]], 2, [0, 1, 0, 1]),
+    ([[0.0], [1.0], [10.0], [4.0], [11.0]], 2, [0, 0, 1, 0, 1]),
+    ([[0.0], [4.0], [2.0]], 2, [0, 1, 0]),  # a tie goes to the first
+    ([[1.0], [1.0], [1.0]], 2, [0, 0, 0]),
+    ([[1.0], [2.0]], 5, [0, 1])])
+def test_clusters_of_worked_points(points, count, expected):
+    assert cluster(torch.tensor(points).double(), count) == expected
+
+
+def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
+    """After a consolidation of tasks whose tau at SITE begin with these values, and are zero elsewhere."""
+    method = apd(**{"consolidate_every": len(taus), "gap": 0.1, "clusters": 1, **settings})
+    method.sigma = {site: w.detach().clone() for site, w in method.sites.items()}
+    for i, tau in enumerate(taus):
+        full = torch.zeros(method.sites[SITE].numel())
+        full[: len(tau)] = tau
+        method.tau[TASKS[i].name] = {site: Sparse.of(full.view_as(w) if site == SITE else torch.zeros_like(w)) for site, w in method.sites.items()}
+    method.consolidate()
+    return method
+
+
+def test_consolidation_by_hand():
+    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as the gap."""
+    one, two = torch.tensor([0.30, 0.30, 0.05, -0.02, 0.7, 0.500]), torch.tensor([0.34, 0.60, 0.0, 0.03, 0.7, 0.5625])
+    method = consolidating([one, two], gap=0.0625)
+    shared = torch.tensor([0.32, 0.0, 0.0, 0.005, 0.7, 0.53125])
+    for task, tau in (("one", one), ("two", two)):
+        own = method.tau_of(task, SITE).flatten()[:6]
+        assert torch.allclose(method.shared_of(task, SITE).flatten()[:6], shared)
+        assert torch.equal(own, torch.where(shared != 0, 0.0, tau))
+    assert method.shared_of("one", SITE).count_nonzero() == 4
+    assert method.shared_of("three", SITE).count_nonzero() == 0
+
+
+def test_only_similar_tasks_share():
+    near, far = torch.tensor([1.0, 1.0, 0.02]), torch.tensor([9.0, 9.0, 0.02])
+    method = consolidating([near, far, near + 0.01], clusters=2)
+    assert [*method.shared[SITE]] == [("one", "three")]
+    assert torch.equal(method.tau_of("two", SITE).flatten()[:3], far)
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-2, 1.0])
+def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less(gap):
+    settings = {"consolidate_every": 3, "clusters": 1, "gap": gap}
+    states, carried = left_by(3, **settings | {"consolidate_every": 0})
+    before, method = served(states, carried, **settings), served(states, carried, **settings)
+    method.consolidate()
+    after = served(states, method.carried(), **settings)
+    ways = [furthest(theta(before, task), theta(after, task)) for task in range(3)]
+    assert 0 < max(ways) <= gap / 2 + 1e-7
+    assert size_of(method.carried(), "tau/") + size_of(method.carried(), "shared/") < size_of(carried, "tau/")
+    assert all(theta(method, task)[site].equal(theta(after, task)[site]) for task in range(3) for site in method.sites)
+    for site in method.sites:
+        for task in before.tau:  # each entry is in one of the two
+            assert not bool(((method.tau_of(task, site) != 0) & (method.shared_of(task, site) != 0)).any())
+
+
+def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
+    values = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 2.05, 3.0])]
+    method = consolidating(values)
+    full = [method.tau_of(t, SITE) + method.shared_of(t, SITE) for t in ("one", "two")]
+    method.consolidate()
+    assert [*method.shared[SITE]] == [("one", "two")]
+    for task, expected in zip(("one", "two"), full, strict=True):
+        assert torch.equal(method.tau_of(task, SITE) + method.shared_of(task, SITE), expected)
+
+
+def test_clusters_grow_with_every_consolidation():
+    far = [torch.tensor([float(v)]) for v in (0, 5, 50)]
+    assert len({tuple(m) for m in consolidating([*far, ], clusters=2).shared[SITE]}) == 0  # 0 and 5 are together, and share nothing
+    method = consolidating([torch.tensor([v]) for v in (5.0, 5.05, 50.0)], consolidate_every=1, clusters=1)  # three clusters for three tasks
+    assert not method.shared[SITE]
+
+
+def test_later_tasks_keep_shared_values_and_stay_within_the_bound():
+    settings = {"consolidate_every": 2, "clusters": 1}
+    states, carried = left_by(2, **settings | {"consolidate_every": 0})
+    method = served(states, carried, **settings)
+    method.consolidate()
+    consolidated = method.carried()
+    assert size_of(consolidated, "shared/") > 0
+    last = trained(begun(3, (states, consolidated), **settings))
+    state, after = last.finish()
+    for name, tensor in consolidated.tensors.items():
+        assert not name.startswith("shared/") or torch.equal(tensor, after.tensors[name])
+    assert after.meta == consolidated.meta | {"tasks": ["one", "two", "three"]}
+    now = served([*states, state], after, **settings)
+    for task in range(2):
+        assert furthest(theta(method, task), theta(now, task)) <= 4e-4 + 4e-6 + 1e-6
+    assert all(torch.equal(theta(last, task)[site], theta(now, task)[site]) for task in range(3) for site in now.sites)
+
+
+def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only_then(first):
+    base = Task("zero", "card", "", ("x", "y"), role="base")
+    alone = trained(begun(consolidate_every=2), steps=1)
+    alone.stream = (base, TASKS[0])
+    assert size_of(alone.finish()[1], "own/") == 0
+    method, last = trained(begun(2, first, consolidate_every=2)), apd(consolidate_every=2)
+    method.stream = last.stream = (base, *TASKS[:2])
+    state, carried = method.finish()
+    assert size_of(carried, "own/") == sum(state.sizes().values())
+    last.load(first[0][0])
+    assert last.begin(TASKS[1], "consolidate", carried, RATES, (TASKS[1],)) == []
+    again, after = last.finish()
+    assert again.to_bytes() == state.to_bytes()
+    assert size_of(after, "own/") == 0
+    assert not last.warnings()
+
+
+@pytest.mark.parametrize("promise", [
+    "the_stored_bytes_are_the_method", "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone", "tasks_share_no_memory",
+    "whatever_is_stored_has_a_part_in_the_answers", "the_recorded_size_is_the_size_of_the_file", "an_interrupted_stage_ends_as_if_it_had_not_been"])
+def test_promises_hold_where_every_task_ends_with_a_consolidation(lab, monkeypatch, promise):
+    monkeypatch.setitem(SETTINGS, ("apd", "adamw"), {"consolidate_every": 1, "clusters": 1, "zeros": "proximal"})
+    assert [job.step for job in lab.run("apd").stages(1)] == ["train", "consolidate"]
+    PROMISES[promise].check(lab, "apd", "adamw")

@@ -1,0 +1,387 @@
+"""HAT and AdaHAT: what is trained, locked, stored and forgotten."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.hat import AdaHat, AdaHatSettings, Hat, HatSettings
+from workers.model.protect import Protector
+from workers.model.vit import build
+from workers.taskstate import Carried, TaskState
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
+ONE = Task("one", "card", "", ("a", "b"))
+TWO = Task("two", "card", "", ("c", "d", "e"))  # more classes than before
+RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=12.0)
+STEPS = 4  # of an epoch
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
+    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
+
+
+def vit() -> Any:
+    torch.manual_seed(0)
+    model = build(TINY)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+def images() -> Tensor:
+    return torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def batch(step: int = 0, classes: int = 2) -> Batch:
+    rows = torch.arange(8)
+    return Batch(images() + step, rows % classes, torch.zeros(8, dtype=torch.long), Draw(7, 0, step, rows, 8, torch.device("cpu")))
+
+
+def trained(method: Hat, task: Task = ONE, carried: Carried | None = None, optimizer: str = "adamw", epochs: int = 3) -> tuple[TaskState, Carried]:
+    opt = OPTIMIZERS[optimizer](method.begin(task, "train", carried, RATES, (task,)))
+    learning = {id(p) for g in opt.param_groups for p in g["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in learning)
+    method.train()
+    for epoch in range(epochs):
+        for step in range(STEPS):
+            opt.zero_grad()
+            progress = Progress(epoch, step, epochs, STEPS)
+            method.loss(batch(step, task.num_classes), progress)[0].backward()
+            method.after_backward()
+            opt.step()
+            method.after_step(progress)
+            assert method.mask.embedding.abs().max() <= 6
+    return method.finish()
+
+
+def chain(optimizer: str = "adamw", cls: type[Hat] = Hat, **settings: Any) -> list[tuple[TaskState, Carried]]:
+    """Two tasks, each on a backbone of its own, as stages are; half of the units are on from the start."""
+    made = cls.Settings(**{"start": "normal", "c": 0.1, "mask_lr": 0.05, **settings})
+    first = trained(cls(vit(), made, 1), ONE, None, optimizer)
+    return [first, trained(cls(vit(), made, 1), TWO, first[1], optimizer)]
+
+
+@torch.no_grad()
+def answers(done: list[tuple[TaskState, Carried]], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
+    """Logits of a task as they are served after the last of `done`."""
+    method = cls(vit(), cls.Settings(), 1)
+    for state, _ in done:
+        method.load(TaskState.from_bytes(state.to_bytes()))
+    method.attach(Carried.from_bytes(done[-1][1].to_bytes()))
+    return method.eval().logits(images(), task.name)
+
+
+# ---- the loss -----------------------------------------------------------------------------------------------------------
+def test_the_loss_is_cross_entropy_plus_c_times_r():
+    method = Hat(vit(), HatSettings(c=0.5, price="absolute", schedule="linear", s_min=None), 1)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    loss, terms = method.loss(batch(), Progress(0, 0, 1, STEPS))
+    assert math.isclose(float(terms["newly_used"]), 0.5, abs_tol=0.01), "at scale 1 / s_max every mask is a half"
+    assert torch.isclose(loss, terms["ce"] + 0.5 * terms["newly_used"])
+    loss.backward()
+    method.after_backward()
+    assert method.price == 1
+
+
+@pytest.mark.parametrize("compensation", ["exact", "official"])
+def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensation: Any):
+    """Of the step before, over all units that have a gradient, whatever c and R added to it; times the number of free units."""
+    method = Hat(vit(), HatSettings(c=0.5, start="normal", compensation=compensation), 1)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.uses = (torch.arange(384) % 3 == 0).short()
+    for step in range(3):
+        progress, before = Progress(0, step, 1, STEPS), method.price.clone()
+        method.mask.embedding.grad = None
+        loss, terms = method.loss(batch(step), progress)
+        assert torch.isclose(loss, terms["ce"] + 0.5 * before * terms["newly_used"])
+        loss.backward()
+        method.after_backward()
+        method.effective, seen = method.training_weights(batch(step), progress), method.mask.embedding.grad != 0
+        ce = method.classification_loss(method.features(batch(step).images), batch(step))
+        worth = torch.autograd.grad(ce, method.soft)[0][seen].square().mean().sqrt()
+        assert torch.isclose(method.price, 256 * worth, rtol=1e-3)
+        assert (before == 0) == (step == 0), "there is no price before the first step"
+
+
+def test_a_step_in_which_no_unit_has_a_gradient_leaves_the_price():
+    method = Hat(vit(), HatSettings(start="dense", schedule="linear"), 1)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.price.fill_(7)
+    method.loss(batch(), Progress(0, STEPS - 1, 1, STEPS))[0].backward()
+    assert method.mask.embedding.grad is not None
+    assert not method.mask.embedding.grad.any()
+    method.after_backward()
+    assert method.price == 7
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------
+SHARED = ("qkv.weight", "qkv.bias", "attn.proj.weight", "fc1.weight", "fc1.bias", "fc2.weight")
+AFFINE = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.proj.bias", "fc2.bias")
+
+
+def test_what_every_task_sees_stays_and_everything_else_is_trained():
+    method, before = Hat(vit(), HatSettings(), 1), vit().state_dict()
+    trained(method)
+    moved = {name for name, p in method.backbone.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if name.endswith(SHARED)}
+    assert len(moved) == 2 * len(SHARED)
+
+
+def test_copies_are_trained_beside_a_backbone_that_keeps_its_own():
+    method, before = Hat(vit(), HatSettings(per_task_affine=True), 1), vit().state_dict()
+    state, _ = trained(method)
+    assert set(state.copies) == {name for name in before if name.endswith(AFFINE)} | {"cls_token", "norm.weight", "norm.bias"}
+    for name, value in state.copies.items():
+        assert torch.equal(dict(method.backbone.named_parameters())[name], before[name])
+        assert not torch.equal(value, before[name])
+    served = method.serving_weights("one")
+    assert all(torch.equal(served[name], value) for name, value in state.copies.items())
+
+
+def test_embeddings_have_their_own_rate_and_no_decay():
+    groups = {g["name"]: g for g in Hat(vit(), HatSettings(mask_travel=3.0), 1).begin(ONE, "train", None, RATES, (ONE,))}
+    assert groups["masks"]["weight_decay"] == 0
+    assert math.isclose(groups["masks"]["lr"] * RATES.mean_rate_steps, 3.0)
+    assert groups["weights"]["weight_decay"] == RATES.weight_decay
+    assert groups["biases"]["weight_decay"] == groups["copies"]["weight_decay"] == 0
+
+
+def test_the_scale_starts_again_in_every_epoch():
+    method = Hat(vit(), HatSettings(s_max=400, schedule="linear", s_min=None), 1)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    for epoch in (0, 1):
+        for step, scale in ((0, 1 / 400), (STEPS - 1, 400.0)):
+            method.training_weights(batch(), Progress(epoch, step, 2, STEPS))
+            assert torch.allclose(method.soft, torch.sigmoid(scale * method.mask.embedding))
+
+
+def test_a_task_in_training_is_measured_with_the_masks_that_will_be_stored():
+    method = Hat(vit(), HatSettings(start="normal", per_task_affine=True), 1)
+    done = trained(method)
+    with torch.no_grad():
+        assert torch.equal(method.eval().logits(images(), "one"), answers([done]))
+
+
+def test_a_dense_start_is_the_backbone_and_a_normal_one_switches_half_of_the_units_off():
+    for start, share in (("dense", 1.0), ("normal", 0.5)):
+        method = Hat(vit(), HatSettings(start=start), 1)
+        method.begin(ONE, "train", None, RATES, (ONE,))
+        assert math.isclose(method.measures()["density"], share, abs_tol=0.05)
+
+
+def test_a_loaded_task_that_is_trained_anew_is_measured_with_its_new_masks():
+    method = Hat(vit(), HatSettings(start="normal"), 1)
+    state = trained(method)[0]
+    state.masks = {site: torch.zeros_like(mask) for site, mask in state.masks.items()}
+    method.load(state)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    assert method.serving_weights("one")["blocks.0.mlp.fc2.weight"].any()
+
+
+def test_embeddings_are_clamped_after_each_step():
+    method = Hat(vit(), HatSettings(mask_lr=50), 1)
+    trained(method)
+    assert method.mask.embedding.abs().max() == 6
+
+
+def test_embeddings_differ_between_tasks_and_not_between_runs():
+    def start(task: Task) -> Tensor:
+        method = Hat(vit(), HatSettings(start="normal"), 1)
+        method.begin(task, "train", None, RATES, (task,))
+        return method.mask.embedding.detach()
+
+    assert torch.equal(start(ONE), start(ONE))
+    assert not torch.equal(start(ONE), start(TWO))
+
+
+# ---- zero forgetting -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_answers_of_the_first_task_stay_bit_for_bit(optimizer: str, affine: bool):
+    done = chain(optimizer, per_task_affine=affine)
+    assert torch.equal(answers(done), answers(done[:1]))
+    assert answers(done, TWO).shape == (8, 3)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_locked_entries_stay_and_free_ones_are_trained(optimizer: str):
+    (state, before), (_, after) = chain(optimizer)
+    for i in range(2):
+        qk, v, ff = (state.masks[f"blocks.{i}.{kind}"] for kind in ("qk", "v", "ff"))
+        for name, lock in (("attn.qkv.weight", torch.cat([qk, qk, v])[:, None]), ("attn.qkv.bias", torch.cat([qk, qk, v])), ("attn.proj.weight", v[None]),
+                           ("mlp.fc1.weight", ff[:, None]), ("mlp.fc1.bias", ff), ("mlp.fc2.weight", ff[None])):
+            old, new = before.tensors[f"blocks.{i}.{name}"], after.tensors[f"blocks.{i}.{name}"]
+            held = lock.expand(old.shape)
+            assert torch.equal(old[held], new[held]), name
+            assert not torch.equal(old[~held], new[~held]), name
+
+
+def test_without_restore_weight_decay_forgets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Protector, "restore", lambda self: None)
+    for optimizer in ("sgd", "adamw"):
+        done = chain(optimizer)
+        assert not torch.equal(answers(done), answers(done[:1]))
+    done = chain("adam")  # a zero gradient from the first step on moves nothing
+    assert torch.equal(answers(done), answers(done[:1]))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_without_the_protector_every_optimizer_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Protector, "restore", lambda self: None)
+    monkeypatch.setattr(Protector, "gate", lambda self: None)
+    done = chain(optimizer)
+    assert (answers(done) - answers(done[:1])).abs().max() > 1e-3
+
+
+def test_soft_masks_at_test_would_change_the_answers():
+    method = Hat(vit(), HatSettings(start="normal"), 1)
+    trained(method)
+    with torch.no_grad():
+        hard = method.eval().logits(images(), "one")
+        method.training_weights(batch(), Progress(0, STEPS - 1, 1, STEPS))
+        method.effective, head = method.training_weights(batch(), Progress(0, STEPS - 1, 1, STEPS)), method.heads["one"]
+        assert not torch.equal(head(method.features(images())), hard)
+
+
+# ---- what is stored ------------------------------------------------------------------------------------------------------
+def test_the_cumulative_mask_is_the_union_of_the_stored_masks_and_never_shrinks():
+    done = chain()
+    masks = [torch.cat(list(state.masks.values())) for state, _ in done]
+    assert torch.equal(done[0][1].tensors["uses"], masks[0].short())
+    assert torch.equal(done[1][1].tensors["uses"], masks[0].short() + masks[1].short())
+    assert torch.equal(done[1][1].tensors["uses"] > 0, masks[0] | masks[1])
+
+
+@cache
+def real() -> nn.Module:
+    torch.manual_seed(0)
+    return build(BackboneSettings(img_size=224))
+
+
+@pytest.mark.parametrize(("affine", "copies"), [(False, 0), (True, 4 * 14_400)])
+def test_a_task_of_vit_tiny_takes_1728_bytes_and_its_head(affine: bool, copies: int):
+    method = Hat(real(), HatSettings(per_task_affine=affine), 1)
+    method.begin(TWO, "train", None, RATES, (TWO,))
+    state = TaskState.from_bytes(method.finish()[0].to_bytes())
+    assert sum(m.numel() for m in state.masks.values()) == 13_824
+    assert state.sizes() == {"masks": 1_728, "tokens": 0, "head": 4 * 3 * 193, "copies": copies}
+
+
+def test_a_state_of_another_width_is_refused():
+    (state, _), = chain()[:1]
+    state.masks["blocks.1.ff"] = state.masks["blocks.1.ff"][:-1]
+    with pytest.raises(UserError, match=r"mask blocks.1.ff of shape \(127,\), this backbone has 128 units"):
+        Hat(vit(), HatSettings(), 1).load(state)
+    del state.masks["blocks.1.ff"]
+    with pytest.raises(UserError, match="of shape None"):
+        Hat(vit(), HatSettings(), 1).load(state)
+
+
+def test_measures_and_the_share_of_work():
+    method = Hat(vit(), HatSettings(start="normal"), 1)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    with torch.no_grad():
+        method.mask.embedding.copy_(torch.where(torch.arange(384) < 96, 1.0, -1.0))  # two blocks of 32 + 32 + 128: a half of the first
+    method.uses = (torch.arange(384) >= 288).short()
+    assert method.measures() == {"density": 0.25, "capacity": 0.5, "free": 0.5}
+    work = [method.flops_share(method.state(masks=method.by_site(torch.rand(384) < share))) for share in (1.1, 0.5, 0.0)]
+    assert work[0] == 1
+    assert work[0] > work[1] > work[2] > 0
+
+
+# ---- what cannot work, and what a person should know ----------------------------------------------------------------------
+def refused(train: dict[str, Any], **settings: Any) -> None:
+    Hat.check(HatSettings(**settings), TrainSettings(**train), DataSettings(), "task")
+
+
+def test_settings_that_cannot_work_are_refused():
+    refused({})
+    refused({"optimizer": "sgd"}, mask_lr=0.05)
+    with pytest.raises(UserError, match=r"mask_lr is 'auto' with train.optimizer 'sgd'"):
+        refused({"optimizer": "sgd"})
+    with pytest.raises(UserError, match=r"s_min is 100.0, and s_max 25.0"):
+        refused({}, s_min=100, s_max=25)
+    for bad in ({"s_max": 1}, {"c": -1}, {"start": "zeros"}, {"expected_tasks": 1}, {"mask_lr": 0}):
+        with pytest.raises(ValidationError):
+            HatSettings(**bad)
+
+
+def test_an_epoch_of_one_step_is_refused():
+    method = Hat(vit(), HatSettings(), 1)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    with pytest.raises(UserError, match="'one' has one step per epoch"):
+        method.loss(batch(), Progress(0, 0, 3, 1))
+
+
+def test_a_full_network_is_reported():
+    method = Hat(vit(), HatSettings(mask_lr=1e-6), 1)
+    _, carried = trained(method)
+    assert ["0.00% of the units are left for later tasks" in said for said in method.warnings()] == [True]
+    full = Hat(vit(), HatSettings(mask_lr=1e-6), 1)
+    trained(full, TWO, carried)
+    assert ["task 'two': only 0.00% of the units were free" in said for said in full.warnings()] == [True]
+    giving = AdaHat(vit(), AdaHatSettings(mask_lr=1e-6), 1)
+    trained(giving, TWO, carried)
+    assert giving.warnings() == []
+    roomy = Hat(vit(), HatSettings(start="normal"), 1)
+    trained(roomy)
+    assert roomy.warnings() == []
+
+
+def test_a_full_network_still_learns_a_head_and_a_choice_of_units():
+    full = Carried(trained(Hat(vit(), HatSettings(mask_lr=1e-6), 1))[1].tensors)
+    method = Hat(vit(), HatSettings(start="normal"), 1)
+    state, carried = trained(method, TWO, full)
+    assert all(torch.equal(t, full.tensors[name]) for name, t in carried.tensors.items() if name != "uses")
+    assert method.loss(batch(), Progress(0, 0, 1, STEPS))[1]["newly_used"] == 0
+    assert not all(bool(m.all()) for m in state.masks.values())
+
+
+# ---- AdaHAT --------------------------------------------------------------------------------------------------------------
+def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full():
+    """Under plain SGD the step of every entry is that of no protection, times r / (n + r)."""
+    method = AdaHat(vit(), AdaHatSettings(start="normal", intensity=0.3, eps=0.1, mask_lr=0.05), 1)
+    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.uses = torch.arange(384, dtype=torch.int16) % 3  # tasks per unit: 0, 1, 2
+    progress = Progress(0, 1, 1, STEPS)
+    method.loss(batch(), progress)[0].backward()
+    before = {name: p.detach().clone() for name, p in method.backbone.named_parameters()}
+    method.after_backward()
+    torch.optim.SGD(method.parameters(), lr=0.1).step()
+    method.after_step(progress)
+    uses, soft = method.by_site(method.uses)["blocks.1.ff"], method.by_site(method.soft)["blocks.1.ff"]
+    free = uses == 0
+    r = 0.3 / (0.1 + soft[free].mean())
+    fc1, fc2 = method.backbone.blocks[1].mlp.fc1, method.backbone.blocks[1].mlp.fc2
+    expected = -0.1 * r / (uses + r)
+    assert torch.allclose(fc1.weight - before["blocks.1.mlp.fc1.weight"], expected[:, None] * fc1.weight.grad, atol=1e-6)
+    assert torch.allclose(fc1.bias - before["blocks.1.mlp.fc1.bias"], expected * fc1.bias.grad, atol=1e-6)
+    assert torch.allclose(fc2.weight - before["blocks.1.mlp.fc2.weight"], expected * fc2.weight.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_adahat_forgets_the_more_the_more_its_intensity(optimizer: str):
+    moved = []
+    for intensity in (1e-3, 1.0):
+        done = chain(optimizer, AdaHat, intensity=intensity)
+        moved.append(float((answers(done, cls=AdaHat) - answers(done[:1], cls=AdaHat)).abs().max()))
+    assert 0 < moved[0] < moved[1]
+
+
+def test_adahat_says_that_it_forgets_and_hat_that_it_does_not():
+    assert AdaHat.forgets
+    assert AdaHat.rewrites("task")
+    assert not Hat.forgets
+    assert not Hat.rewrites("task")

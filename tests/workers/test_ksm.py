@@ -1,0 +1,318 @@
+"""KSM: the reference's worked numbers and invariants, its masks and copies as trained, stored and served."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.ksm import Ksm, KsmSettings
+from workers.methods.piggyback import Piggyback, PiggybackSettings
+from workers.methods.weight_masks import masked
+from workers.model.masks import SoftBinary, Threshold
+from workers.model.vit import build, digest_of
+from workers.taskstate import TaskState
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
+ONE = Task("one", "card", "", ("a", "b"))
+TWO = Task("two", "card", "", ("c", "d", "e"))  # more classes than the one before
+RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=6.0)
+PROGRESS = Progress(0, 0, 1, 6)
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
+    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
+WORKED = torch.tensor([0.01, 0.004, -0.002, 0.0])
+
+
+def vit() -> Any:
+    torch.manual_seed(0)
+    model = build(TINY)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    return model.eval()
+
+
+def ksm(**settings: Any) -> Ksm:
+    return Ksm(vit(), KsmSettings(**settings), seed=1)
+
+
+def images(count: int = 8) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def batch(classes: int = 2) -> Batch:
+    rows = torch.arange(8)
+    return Batch(images(), rows % classes, torch.zeros(8, dtype=torch.long), Draw(7, 0, 0, rows, 8, torch.device("cpu")))
+
+
+def begun(method: Any, task: Task = ONE) -> list[dict[str, Any]]:
+    groups = [g for g in method.begin(task, "train", None, RATES, (task,)) if g["params"]]
+    trained = {id(p) for g in groups for p in g["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained)
+    return groups
+
+
+def trained(method: Any, task: Task = ONE, optimizer: str = "adamw") -> TaskState:
+    running = OPTIMIZERS[optimizer](begun(method, task))
+    method.train()
+    for _ in range(6):
+        running.zero_grad()
+        method.loss(batch(task.num_classes), PROGRESS)[0].backward()
+        method.after_backward()
+        running.step()
+        method.after_step(PROGRESS)
+    return method.eval().finish()[0]
+
+
+@torch.no_grad()
+def answers(method: Any, task: str = "one") -> Tensor:
+    return method.eval().logits(images(), task).clone()
+
+
+def scores(count: int = 5000) -> Tensor:
+    return 0.01 * torch.randn(count, generator=torch.Generator().manual_seed(0))
+
+
+# ---- the equations -------------------------------------------------------------------------------------------------------
+def test_the_worked_example_of_the_soft_mask():
+    mask = SoftBinary(WORKED, 5e-3)
+    assert mask.hard().tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert mask.sample().tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert SoftBinary(WORKED, 5e-3, soft=False).hard().tolist() == [True, False, False, False]
+
+
+def test_mask_values_are_one_or_at_most_a_half():
+    values = scores()
+    mask = SoftBinary(values, 5e-3).hard()
+    assert torch.equal(mask == 1, values >= 5e-3)
+    off = mask[mask != 1]
+    assert (off.min(), off.max()) == (0.0, 0.5)
+    assert torch.equal(off.argsort(), values[values < 5e-3].argsort()), "a larger real value has a larger coefficient"
+
+
+@pytest.mark.parametrize(("values", "want"), [
+    ([0.004, 0.004, 0.004], [0, 0, 0]), ([0.02, 0.01], [1, 1]), ([-1.0, -2.0, -3.0], [0.5, 0.25, 0]), ([0.0, 0.0], [0, 0]), ([5e-3, 0.0], [1, 0])],
+    ids=["all off and equal", "all on", "all off", "all at zero", "at the threshold"])
+def test_a_layer_without_a_range_has_no_nan(values, want):
+    """On entries count as zero for the least and the largest, off ones at exactly zero get nothing."""
+    mask = SoftBinary(torch.tensor(values), torch.tensor(5e-3).item())
+    assert mask.hard().tolist() == want
+    mask.sample().sum().backward()
+    assert bool(mask.scores.grad.isfinite().all())
+
+
+def test_the_slope_at_the_threshold_is_three():
+    mask = SoftBinary(torch.tensor([5e-3]), 5e-3)
+    mask.sample().backward()
+    assert mask.scores.grad.item() == pytest.approx(3.0, abs=1e-6)
+    steep = SoftBinary(torch.tensor([5e-3]), 5e-3, beta=600.0, temperature=10.0)
+    steep.sample().backward()
+    assert steep.scores.grad.item() == pytest.approx(600 / 40)
+
+
+def test_no_gradient_goes_through_the_coefficients():
+    """That of the whole mask is that of its bits: sigmoid' of the relaxation, on or off."""
+    values, weights = scores(), torch.linspace(-1, 1, 5000)
+    soft, bits = SoftBinary(values, 5e-3), SoftBinary(values, 5e-3, soft=False)
+    for mask in (soft, bits):
+        (mask.sample() * weights).sum().backward()
+    s = torch.sigmoid(12 * (values.double() - 5e-3))
+    assert torch.equal(soft.scores.grad, bits.scores.grad)
+    assert torch.allclose(soft.scores.grad.double(), weights * 12 * s * (1 - s), rtol=1e-5)
+
+
+def test_without_coefficients_and_groups_it_is_piggyback():
+    values = scores()
+    assert torch.equal(SoftBinary(values, 5e-3, soft=False).hard(), Threshold(values, 5e-3).hard())
+    tie = torch.tensor([5e-3])
+    assert (SoftBinary(tie, 5e-3, soft=False).hard().item(), Threshold(tie, 5e-3).hard().item()) == (True, False)
+    mine, other = ksm(granularity="element", soft=False, norms=False), Piggyback(vit(), PiggybackSettings(), seed=1)
+    for method in (mine, other):
+        begun(method)
+        for i, site in enumerate(method.masks):
+            with torch.no_grad():
+                method.masks[site].scores.copy_(scores(method.sites[site].numel() + i)[i:].view_as(method.sites[site]))
+    assert torch.equal(answers(mine), answers(other))
+    ours, theirs = mine.training_weights(batch(), PROGRESS), other.training_weights(batch(), PROGRESS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_mask_value_stands_for_a_group_of_columns_a_kernel_or_a_row():
+    weight = torch.arange(1.0, 17.0).view(2, 8)
+    assert masked(weight, torch.tensor([[1.0, 0.5], [0.0, 2.0]])).tolist() == [[1, 2, 3, 4, 2.5, 3, 3.5, 4], [0, 0, 0, 0, 26, 28, 30, 32]]
+    assert masked(weight, torch.tensor([0.0, 1.0])).tolist() == [[0.0] * 8, weight[1].tolist()]
+    conv = weight.view(2, 2, 2, 2)
+    assert torch.equal(masked(conv, torch.tensor([[True, False], [False, True]])), conv * torch.eye(2)[:, :, None, None])
+    values = torch.tensor([[1.0, 0.5], [0.0, 2.0]], requires_grad=True)
+    (masked(weight, values) * weight).sum().backward()
+    assert torch.equal(values.grad, weight.square().view(2, 2, 4).sum(2))
+
+
+@pytest.mark.parametrize(("settings", "shapes"), [
+    ({}, {"patch_embed.proj": (32, 3), "blocks.0.attn.qkv": (96, 4), "blocks.1.mlp.fc2": (32, 16)}),
+    ({"group": 32}, {"patch_embed.proj": (32, 3), "blocks.0.attn.qkv": (96, 1), "blocks.1.mlp.fc2": (32, 4)}),
+    ({"granularity": "channel"}, {"patch_embed.proj": (32,), "blocks.0.attn.qkv": (96,), "blocks.1.mlp.fc2": (32,)}),
+    ({"granularity": "element"}, {"patch_embed.proj": (32, 3, 8, 8), "blocks.0.attn.qkv": (96, 32), "blocks.1.mlp.fc2": (32, 128)}),
+])
+def test_every_granularity_trains_masks_of_its_shape_and_serves_them(settings, shapes):
+    method = ksm(mask_travel=20.0, **settings)
+    state = trained(method)
+    assert {site: tuple(state.masks[site].shape) for site in shapes} == shapes
+    assert 0.05 < method.measures()["density"] < 0.98
+    server = ksm(**settings)
+    server.load(TaskState.from_bytes(state.to_bytes()))
+    assert torch.equal(answers(server), answers(method))
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("soft", [True, False])
+def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft):
+    method = ksm(soft=soft)
+    begun(method)
+    assert all(bool((mask.scores == 1e-2).all()) for mask in method.masks.values())
+    with torch.no_grad():
+        want = method.heads["one"](vit()(images()))
+        method.effective = method.training_weights(batch(), PROGRESS)
+        assert torch.equal(method.heads["one"](method.features(images())), want)
+    assert torch.equal(answers(method), want)
+    state = method.finish()[0]
+    assert not any(name.endswith(".soft") for name in state.copies), "what is on has no coefficient"
+    fresh = ksm()
+    fresh.load(state)
+    assert torch.equal(answers(fresh), want)
+
+
+def test_masks_copies_of_norms_and_head_are_trained_and_nothing_else():
+    method = ksm()
+    groups = {g["name"]: g for g in begun(method)}
+    assert groups.keys() == {"head.weight", "head.bias", "masks", "copies"}
+    assert groups["masks"]["weight_decay"] == groups["copies"]["weight_decay"] == 0
+    assert groups["masks"]["lr"] == pytest.approx(2.0 * 5e-3 / 6**0.5)
+    assert "lr" not in groups["copies"], "they train at the configured rate"
+    assert sum(p.numel() for p in groups["copies"]["params"]) == 2 * 32 * (2 * 2 + 1)
+    assert "copies" not in {g["name"] for g in begun(ksm(norms=False))}
+    method.loss(batch(), PROGRESS)[0].backward()
+    assert all(bool((p.grad != 0).any()) for g in groups.values() for p in g["params"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("soft", [True, False])
+def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, soft):
+    method = ksm(soft=soft, **({"mask_lr": 5.0} if optimizer == "sgd" else {}))
+    method.load(trained(method, ONE, optimizer))
+    before = answers(method)
+    trained(method, TWO, optimizer)
+    assert method.measures()["density"] < 0.98, "an empty training would keep them too"
+    assert any(not torch.equal(t, dict(vit().named_parameters())[name]) for name, t in method.copies.tensors().items())
+    assert torch.equal(answers(method), before)
+    assert digest_of(method.backbone) == method.backbone_digest
+    assert method.logits(images(), "two").shape == (8, 3)
+
+
+def test_norms_trained_in_place_would_be_found_out(monkeypatch):
+    """The mutation that the test above is for: the backbone's own norms in place of copies."""
+    monkeypatch.setattr(Ksm, "copied", lambda self: [])
+    method = ksm()
+    norms = [p for name, p in method.backbone.named_parameters() if "norm" in name]
+    plain = method.begin
+    monkeypatch.setattr(method, "begin", lambda *arguments: [*plain(*arguments), {"name": "norms", "params": norms}])
+    method.load(trained(method))
+    before = answers(method)
+    trained(method, TWO)
+    assert not torch.equal(answers(method), before)
+    assert digest_of(method.backbone) != method.backbone_digest
+
+
+def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
+    method = ksm()
+    begun(method)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = method.loss(batch(), PROGRESS)
+    loss.backward()
+    assert all(m.scores.grad.dtype == torch.float32 and m.scores.grad.isfinite().all() for m in method.masks.values())
+
+
+# ---- what is stored and served -------------------------------------------------------------------------------------------
+def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training():
+    method = ksm()
+    state = trained(method)
+    server = ksm(soft=False)  # a state says itself whether it is soft
+    server.load(TaskState.from_bytes(state.to_bytes()))
+    assert torch.equal(answers(server), answers(method))
+    with torch.no_grad():
+        method.effective = method.training_weights(batch(), PROGRESS)
+        assert torch.equal(answers(server), method.heads["one"](method.features(images())))
+    for name in ("blocks.0.norm1.weight", "blocks.0.mlp.fc1.soft"):
+        moved = TaskState.from_bytes(state.to_bytes())
+        moved.copies[name] += 0.1
+        server.load(moved)
+        assert not torch.equal(answers(server), answers(method)), name
+
+
+def test_a_task_is_the_same_whatever_was_trained_before_it():
+    alone, after = ksm(), ksm()
+    trained(after, TWO)
+    assert trained(alone).to_bytes() == trained(after).to_bytes()
+
+
+def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones():
+    method = ksm()
+    method.load(trained(method))
+    method.load(TaskState("base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()))
+    masked_answers = answers(method)
+    with torch.no_grad():
+        want = method.heads["base"](vit()(images()))
+    assert torch.equal(answers(method, "base"), want)
+    assert torch.equal(answers(method), masked_answers)
+    assert not torch.equal(method.heads["one"](vit()(images())), masked_answers)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(share):
+    """(N / g) (1 + 32 rho) bits of masks and 9,600 floats of norms; 576 of the kernels are those of the patch embedding."""
+    method = Ksm(build(BackboneSettings()), KsmSettings(), seed=1)
+    begun(method, TWO)
+    off = 0
+    with torch.no_grad():
+        for mask in method.masks.values():
+            part = int(share * mask.scores.numel())
+            mask.scores.view(-1)[:part] = -torch.arange(1.0, part + 1)
+            off += part
+    sizes, kernels = method.finish()[0].sizes(), 576 + (5_455_872 - 576 * 256) // 8
+    assert sizes == {"masks": kernels // 8, "tokens": 0, "copies": 4 * (off + 9_600), "head": 4 * 3 * (192 + 1)}
+    assert off == pytest.approx(share * kernels, abs=49)
+
+
+# ---- people's mistakes ---------------------------------------------------------------------------------------------------
+def test_mistakes_get_a_sentence():
+    check = partial(Ksm.check, data=DataSettings(), scenario="task")
+    check(KsmSettings(), TrainSettings())
+    with pytest.raises(UserError, match=r"start is 0\.001 with theta 0\.005"):
+        check(KsmSettings(start=1e-3), TrainSettings())
+    with pytest.raises(UserError, match=r"mask_lr is 'auto' with train\.optimizer 'sgd'"):
+        check(KsmSettings(), TrainSettings(optimizer="sgd"))
+    with pytest.raises(UserError, match=r"group is 5, but blocks\.0\.attn\.qkv has 32 input columns.*choose a divisor"):
+        ksm(group=5)
+    ksm(group=5, granularity="channel")
+    with pytest.raises(ValidationError):
+        KsmSettings(granularity="layer")
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    state = trained(ksm())
+    with pytest.raises(UserError, match=r"has a mask patch_embed\.proj of shape .*the settings of its run"):
+        ksm(granularity="channel").load(state)
+    state.masks["blocks.0.mlp.fc1"] = ~state.masks["blocks.0.mlp.fc1"]
+    with pytest.raises(UserError, match=r"soft values for the .* kernels of blocks\.0\.mlp\.fc1 that are off"):
+        ksm().load(state)

@@ -1,0 +1,442 @@
+"""PackNet: the reference's worked numbers and invariants, who owns what, and what no later task can move."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from laboratory import Lab, history
+from torch import Tensor, nn
+
+from workers import optim
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, Task, TrainSettings
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.packnet import FREE, MOST_OWNERS, PackNet, PackNetSettings, smallest, under
+from workers.model.protect import Protector
+from workers.model.vit import build, digest_of
+from workers.taskstate import Carried, TaskState
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
+TASKS = [Task(name, "card", "", tuple(f"{name}{i}" for i in range(2 + place))) for place, name in enumerate(("one", "two", "three", "four"))]
+ONE, TWO, THREE, FOUR = TASKS
+BASE = Task("base", "card", "", ("x", "y"), "base")
+OPTIMIZERS = {"sgd": TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.05),
+              "adam": TrainSettings(lr=1e-2, weight_decay=0.0), "adamw": TrainSettings(lr=1e-2, weight_decay=0.05)}
+OF_ANY = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+STEPS = 4
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    model = build(TINY)
+    for p in model.parameters():  # timm starts biases at zero and norms at one, where a change of them would show less
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+BACKBONE = vit()
+
+
+def packnet(**settings: Any) -> PackNet:
+    return PackNet(copy.deepcopy(BACKBONE), PackNetSettings(**settings), seed=1)
+
+
+def images(count: int = 6) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def batch(task: Task, step: int) -> Batch:
+    rows = torch.arange(6)
+    return Batch(images() + step, rows % task.num_classes, torch.zeros(6, dtype=torch.long), Draw(7, 0, step, rows, 6, torch.device("cpu")))
+
+
+def begun(method: PackNet, task: Task, step: str, carried: Carried | None, train: TrainSettings = OPTIMIZERS["adamw"]) -> torch.optim.Optimizer:
+    groups = method.begin(task, step, carried, Rates(train.lr, train.weight_decay, 6, float(STEPS)), (task,))
+    trained = {id(p) for group in groups for p in group["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained)
+    return optim.build(groups, train)
+
+
+def each_step(method: PackNet, task: Task, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and at 2 i + 1."""
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        method.loss(batch(task, step), Progress(0, step, 1, STEPS))[0].backward()
+        method.after_backward()
+        yield 2 * step
+        optimizer.step()
+        method.after_step(Progress(0, step, 1, STEPS))
+        yield 2 * step + 1
+
+
+def learn(task: Task, carried: Carried | None, optimizer: str = "adamw", base: TaskState | None = None, **settings: Any) -> tuple[TaskState, Carried]:
+    """All steps of a task, each on a method of its own."""
+    method = packnet(**settings)
+    place = -1 if task is BASE else TASKS.index(task)
+    for step in method.planned(method.settings, place):
+        method = packnet(**settings)
+        if base is not None:
+            method.load(base)
+        going = begun(method, task, step.name, carried, OPTIMIZERS[optimizer])
+        for _ in each_step(method, task, going) if step.trains else ():
+            pass
+        state, carried = method.finish()
+    assert carried is not None
+    return TaskState.from_bytes(state.to_bytes()), Carried.from_bytes(carried.to_bytes())
+
+
+def stream(tasks: list[Task], optimizer: str = "adamw", **settings: Any) -> tuple[list[TaskState], list[Carried]]:
+    states: list[TaskState] = []
+    carried: list[Carried] = []
+    for task in tasks:
+        state, handed = learn(task, carried[-1] if carried else None, optimizer, **settings)
+        states.append(state)
+        carried.append(handed)
+    return states, carried
+
+
+def served(states: list[TaskState], carried: Carried, **settings: Any) -> PackNet:
+    method = packnet(**settings)
+    for state in states:
+        method.load(state)
+    method.attach(carried)
+    return method
+
+
+@torch.no_grad()
+def answers(method: PackNet, task: Task) -> Tensor:
+    return method.eval().logits(images(), task.name).clone()
+
+
+def owners(carried: Carried) -> dict[str, Tensor]:
+    return under("owners", carried)
+
+
+def shares(carried: Carried) -> list[float]:
+    """Share of all weights with owner 0 (free), 1, 2, ..."""
+    every = torch.cat([owner.flatten() for owner in owners(carried).values()])
+    return [float((every == number).float().mean()) for number in range(int(every.max()) + 1)]
+
+
+# ---- pruning -------------------------------------------------------------------------------------------------------
+def test_the_worked_example_frees_the_two_smallest():
+    weight = torch.tensor([0.1, -0.5, 0.3, -0.2])
+    assert smallest(weight, torch.ones(4, dtype=torch.bool), 0.5).tolist() == [0, 3]
+
+
+def test_equal_weights_are_freed_in_order_and_never_more_than_asked():
+    weight = torch.full((2, 4), 0.1)
+    weight[0, 1] = -0.1
+    everyone = torch.ones(2, 4, dtype=torch.bool)
+    assert smallest(weight, everyone, 0.25).tolist() == [0, 1]
+    assert smallest(torch.zeros(8), torch.ones(8, dtype=torch.bool), 0.25).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("count", "share", "freed"), [(3, 0.1, 0), (4, 0.1, 0), (10, 0.75, 8), (7, 0.5, 4), (0, 0.5, 0), (1, 0.99, 1)])
+def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(count: int, share: float, freed: int):
+    among = torch.zeros(12, dtype=torch.bool)
+    among[:count] = True
+    found = smallest(torch.randn(12), among, share)
+    assert len(found) == len(set(found.tolist())) == freed
+    assert all(bool(among[i]) for i in found.tolist())
+
+
+def test_only_what_the_task_owns_is_given_back_in_every_layer_alike():
+    _, (first,) = stream([ONE], prune=0.5)
+    _, second = learn(TWO, first, prune=0.25)
+    for site, before in owners(first).items():
+        count = before.numel()
+        kept, free = count - round(0.5 * count), round(0.5 * count)
+        assert int((before == 1).sum()) == kept
+        assert torch.equal(owners(second)[site] == 1, before == 1)
+        assert int((owners(second)[site] == FREE).sum()) == round(0.25 * free)
+
+
+def test_each_layer_keeps_its_largest_weights():
+    method = packnet()
+    begun(method, ONE, "train", None)
+    before = {site: weight.detach().clone() for site, weight in method.sites.items()}
+    method.give_back(0.75)
+    for site, weight in method.sites.items():
+        free = method.owners[site] == FREE
+        assert before[site][free].abs().max() <= before[site][~free].abs().min()
+        assert torch.equal(weight, before[site].masked_fill(free, 0))
+
+
+def test_the_worked_shares_of_four_tasks():
+    _, carried = stream(TASKS, prune=[0.5, 0.75, 0.75, "none"])
+    assert shares(carried[-1]) == pytest.approx([0, 0.5, 0.125, 0.0938, 0.2812], abs=2e-3)
+    for at, free in enumerate([0.5, 0.375, 0.28125, 0.0]):
+        assert shares(carried[at])[FREE] == pytest.approx(free, abs=2e-3)
+
+
+def test_the_same_shares_where_the_base_is_the_first_of_the_four():
+    _, carried = stream([ONE, TWO, THREE], base_mode="prune_only", base_prune=0.5, prune=[0.75, 0.75, None])
+    assert shares(carried[-1]) == pytest.approx([0, 0.5, 0.125, 0.0938, 0.2812], abs=2e-3)
+
+
+def test_owners_stay_once_they_are_set():
+    _, carried = stream([ONE, TWO, THREE], prune=0.5)
+    for before, after in pairwise(carried):
+        for site, owner in owners(before).items():
+            assert torch.equal(owners(after)[site][owner != FREE], owner[owner != FREE])
+            assert bool((owners(after)[site] <= after.meta["owner"]).all())
+
+
+# ---- what stays ----------------------------------------------------------------------------------------------------
+def forgotten(optimizer: str, **settings: Any) -> list[str]:
+    """Tasks of a stream of three whose answers moved after any later task."""
+    states, carried = stream([ONE, TWO, THREE], optimizer, **settings)
+    right = [answers(served(states[: at + 1], carried[at], **settings), task) for at, task in enumerate([ONE, TWO, THREE])]
+    late = [(at, answers(served(states[: after + 1], carried[after], **settings), TASKS[at])) for after in (1, 2) for at in range(after)]
+    return [TASKS[at].name for at, found in late if not torch.equal(found, right[at])]
+
+
+@OF_ANY
+@pytest.mark.parametrize("settings", [{}, {"per_task_affine": True}, {"base_mode": "prune_only"}], ids=["plain", "affine", "base"])
+def test_old_answers_stay_to_the_bit_after_every_later_task(optimizer: str, settings: dict[str, Any]):
+    assert forgotten(optimizer, prune=0.5, **settings) == []
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_without_restoring_weight_decay_makes_it_forget(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Protector, "restore", lambda self: None)
+    assert forgotten(optimizer, prune=0.5)
+
+
+@OF_ANY
+def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Protector, "restore", lambda self: None)
+    monkeypatch.setattr(Protector, "gate", lambda self: None)
+    assert forgotten(optimizer, prune=0.5)
+
+
+def gradients_stay_inside(method: PackNet, task: Task, step: str, carried: Carried) -> bool:
+    """Clipping sees the gradient of the task's own weights only, and there is some."""
+    for at in each_step(method, task, begun(method, task, step, carried)):
+        for site, weight in method.sites.items() if at % 2 == 0 else ():
+            gradient, own = weight.grad, method.owners[site] == method.latest
+            if gradient is None or bool(gradient[~own].any()) or not bool(gradient[own].any()):
+                return False
+    return True
+
+
+def test_only_the_tasks_own_weights_have_a_gradient(monkeypatch: pytest.MonkeyPatch):
+    _, (first,) = stream([ONE], prune=0.5)
+    assert gradients_stay_inside(packnet(), TWO, "train", first)
+    monkeypatch.setattr(Protector, "gate", lambda self: None)
+    assert not gradients_stay_inside(packnet(), TWO, "train", first)
+
+
+@OF_ANY
+def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimizer: str):
+    _, (first,) = stream([ONE], optimizer, prune=0.5)
+    carried = first
+    for step in ("train", "prune", "retrain"):
+        method = packnet(prune=0.5)
+        going = begun(method, TWO, step, carried, OPTIMIZERS[optimizer])
+        kept = {site: weight.detach().clone() for site, weight in method.sites.items()}
+        for _ in each_step(method, TWO, going) if step != "prune" else ():
+            for site, weight in method.sites.items():
+                old = owners(first)[site] == 1
+                assert torch.equal(weight[old], kept[site][old])
+                assert not bool(weight[method.owners[site] == FREE].any())
+        if step != "prune":
+            assert all(not torch.equal(weight, kept[site]) for site, weight in method.sites.items()), "and its own are trained"
+        carried = method.finish()[1]
+
+
+def test_what_is_no_weight_stays_that_of_the_backbone():
+    _, carried = stream([ONE, TWO], prune=0.5)
+    start, now = BACKBONE.state_dict(), under("backbone", carried[-1])
+    others = packnet().others
+    assert len(others) + len(owners(carried[-1])) == len(start) == len(now)
+    assert {"cls_token", "pos_embed", "norm.weight", "blocks.0.attn.qkv.bias", "patch_embed.proj.bias"} <= set(others)
+    assert all(torch.equal(start[name], now[name]) for name in others)
+
+
+def test_serving_an_earlier_task_writes_nothing_into_the_weights():
+    states, carried = stream([ONE, TWO], prune=0.5)
+    method = served(states, carried[-1])
+    before, last = digest_of(method.backbone), answers(method, TWO)
+    first = answers(method, ONE)
+    assert digest_of(method.backbone) == before
+    assert torch.equal(answers(method, TWO), last)
+    whole = {f"{site}.weight": weight for site, weight in method.sites.items()}
+    method.serving, method.effective = None, whole
+    assert not torch.equal(first, method.heads["one"](method.features(images())).detach()), "it is not answered by all weights"
+
+
+def test_a_step_leaves_what_it_was_handed_alone():
+    _, (first,) = stream([ONE], prune=0.5)
+    before = first.to_bytes()
+    learn(TWO, first, prune=0.5)
+    assert first.to_bytes() == before
+
+
+# ---- where tasks start -----------------------------------------------------------------------------------------------
+def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_what_is_owned():
+    method = packnet()
+    begun(method, ONE, "train", None)
+    assert digest_of(method.backbone) == digest_of(BACKBONE)
+    assert method.measures() == {"own": 1, "used": 1, "free": 0}
+    _, (first,) = stream([ONE], prune=0.5)
+    method = packnet()
+    begun(method, TWO, "train", first)
+    for site, weight in method.sites.items():
+        assert torch.equal(weight, under("backbone", first)[f"{site}.weight"])
+        assert not bool(weight[method.owners[site] == 2].any())
+    assert method.measures() == pytest.approx({"own": 0.5, "used": 1, "free": 0}, abs=2e-3)
+
+
+def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned():
+    method = packnet(base_mode="prune_only", base_prune=0.5)
+    base = TaskState("base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(16, 2).state_dict())
+    begun(method, ONE, "train", None)
+    carried = method.finish()[1]
+    for site, weight in BACKBONE.named_parameters():
+        owner = owners(carried).get(site.removesuffix(".weight"))
+        if owner is not None:
+            assert int((owner == 1).sum()) == owner.numel() - round(0.5 * owner.numel())
+            assert torch.equal(under("backbone", carried)[site][owner == 1], weight[owner == 1])
+    for after in (carried, learn(ONE, None, base_mode="prune_only")[1]):
+        found = answers(served([base], after, base_mode="prune_only"), BASE)
+        assert torch.equal(found, answers(served([base], carried, base_mode="prune_only"), BASE))
+    assert not torch.equal(found, answers_of_backbone(base)), "pruning has a price"
+
+
+def answers_of_backbone(base: TaskState) -> Tensor:
+    method = packnet()
+    method.load(base)
+    return answers(method, BASE)
+
+
+@OF_ANY
+def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(optimizer: str):
+    settings: dict[str, Any] = {"base_mode": "prune_retrain", "base_prune": 0.5, "prune": 0.75}
+    assert [step.name for step in PackNet.planned(PackNetSettings(**settings), -1)] == ["prune", "retrain"]
+    torch.manual_seed(3)
+    before = TaskState("base", BASE.classes, "base", packnet().backbone_digest, head=nn.Linear(16, 2).state_dict())
+    base, carried = learn(BASE, None, optimizer, base=before, **settings)
+    assert shares(carried) == pytest.approx([0.5, 0.5], abs=2e-3)
+    assert all(not torch.equal(under("backbone", carried)[name], p) for name, p in BACKBONE.named_parameters())
+    assert not torch.equal(base.head["weight"], before.head["weight"])
+    right = answers(served([base], carried, **settings), BASE)
+    one, after = learn(ONE, carried, optimizer, base=base, **settings)
+    assert shares(after) == pytest.approx([0.375, 0.5, 0.125], abs=2e-3)
+    assert torch.equal(answers(served([base, one], after, **settings), BASE), right)
+    others = packnet().others
+    assert all(torch.equal(under("backbone", after)[name], under("backbone", carried)[name]) for name in others)
+
+
+def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
+    states, carried = stream([ONE, TWO], prune=0.5, per_task_affine=True)
+    names = packnet().others
+    for state in states:
+        assert sorted(state.copies) == sorted(names)
+        assert all(not torch.equal(state.copies[name], BACKBONE.state_dict()[name]) for name in names)
+    assert all(torch.equal(under("backbone", carried[-1])[name], BACKBONE.state_dict()[name]) for name in names)
+    method = packnet(per_task_affine=True)
+    for _ in each_step(method, THREE, begun(method, THREE, "train", carried[-1])):
+        pass
+    live, (state, after) = answers(method, THREE), method.finish()
+    assert torch.equal(answers(served([state], after, per_task_affine=True), THREE), live)
+
+
+# ---- steps, settings, sizes ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("step", ["prune", "retrain"])
+def test_head_and_copies_go_on_from_the_step_before(step: str):
+    method = packnet(per_task_affine=True)
+    for _ in each_step(method, ONE, begun(method, ONE, "train", None)):
+        pass
+    state, carried = method.finish()
+    if step == "retrain":
+        method = packnet(per_task_affine=True)
+        begun(method, ONE, "prune", carried)
+        state, carried = method.finish()
+    going = packnet(per_task_affine=True)
+    begun(going, ONE, step, carried)
+    resumed = going.finish()[0]
+    for kind in ("head", "copies"):
+        assert getattr(state, kind).keys() == getattr(resumed, kind).keys()
+        assert all(torch.equal(t, getattr(resumed, kind)[name]) for name, t in getattr(state, kind).items())
+
+
+@pytest.mark.parametrize("prune", [0.5, ["none"]], ids=["retrain", "train"])
+def test_the_last_step_hands_weights_and_owners_on_and_nothing_else(prune: Any):
+    state, carried = learn(ONE, None, prune=prune, per_task_affine=True)
+    assert {name.split("/")[0] for name in carried.tensors} == {"backbone", "owners"}
+    assert state.masks == state.tokens == {}
+
+
+def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told():
+    settings = PackNetSettings(prune=[0.5, "none", 0.5])
+    assert [[step.name for step in PackNet.planned(settings, at)] for at in range(3)] == [
+        ["train", "prune", "retrain"], ["train"], ["train", "prune", "retrain"]]
+    _, carried = stream([ONE, TWO], prune=[0.5, "none", 0.5])
+    method = packnet(prune=[0.5, "none", 0.5])
+    begun(method, THREE, "train", carried[-1])
+    assert method.measures() == {"own": 0, "used": 1, "free": 0}
+    assert "no weight was free" in method.warnings()[0]
+    assert served([], carried[-1]).warnings() == []
+
+
+def test_a_list_that_is_too_short_says_so():
+    with pytest.raises(UserError, match="`prune` has 2 shares and the stream a task 3; list one per task"):
+        PackNet.planned(PackNetSettings(prune=[0.5, 0.5]), 2)
+
+
+@pytest.mark.parametrize("prune", [0, 1, 1.5, "none", True, [0.5, 2], ["all"], None])
+def test_a_share_that_is_none_is_refused(prune: Any):
+    with pytest.raises(ValueError, match="lies between 0 and 1"):
+        PackNetSettings(prune=prune)
+
+
+def test_the_owner_map_is_never_overrun():
+    carried = learn(ONE, None)[1]
+    carried.meta |= {"owner": MOST_OWNERS - 1}
+    method = packnet()
+    begun(method, TWO, "train", carried)
+    assert method.latest == MOST_OWNERS == 255
+    carried.meta |= {"owner": MOST_OWNERS}
+    with pytest.raises(UserError, match="'two' would be owner 256, and one byte per weight has room for 255"):
+        begun(packnet(), TWO, "train", carried)
+
+
+def test_masks_for_display_are_what_a_task_is_served_with():
+    states, carried = stream([ONE, TWO], prune=0.5)
+    first, second = (PackNet.masks_for_display(state, handed) for state, handed in zip(states, carried, strict=True))
+    again = PackNet.masks_for_display(states[0], carried[1])
+    for site, owner in owners(carried[1]).items():
+        assert torch.equal(first[site], owner == 1)
+        assert torch.equal(again[site], owner == 1)
+        assert torch.equal(second[site], (owner == 1) | (owner == 2))
+    assert PackNet.masks_for_display(TaskState("base", BASE.classes, "base", ""), carried[0]) == {}
+
+
+def test_sizes_are_those_of_the_reference():
+    """One byte of owner per weight, 5,455,872 on DeiT-Ti, for all tasks together; a task costs its head."""
+    method = PackNet(build(BackboneSettings(options={"weight_init": "skip"})), PackNetSettings(), seed=0)
+    begun(method, ONE, "train", None)
+    method.give_back(0.75)
+    state, carried = method.finish()
+    assert sum(t.numel() * t.element_size() for t in owners(carried).values()) == 5_455_872
+    assert state.sizes() == {"masks": 0, "tokens": 0, "head": 4 * 2 * (192 + 1), "copies": 0}
+    assert sum(int((owner == FREE).sum()) for owner in owners(carried).values()) == sum(round(0.75 * o.numel()) for o in owners(carried).values())
+
+
+def test_what_pruning_does_to_the_accuracy_is_measured(lab: Lab):
+    """On held-out images, between the last epoch of `train` and the first of `retrain`; nothing counts as trained there."""
+    run = lab.run("packnet")
+    prune = run.artefact(run.stages(0)[1])
+    (row,) = history(prune)
+    assert 0 <= row["val_correct"] <= row["val_total"]
+    assert row["val_total"] == history(run.artefact(run.stages(0)[0]))[-1]["val_total"]
+    assert (prune.manifest["epochs"], prune.manifest["trained_parameters"]) == (0, 0)

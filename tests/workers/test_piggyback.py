@@ -1,0 +1,340 @@
+"""Piggyback: the reference's worked numbers and invariants, its masks as trained, stored and served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
+from workers.methods import weight_masks
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.piggyback import Piggyback, PiggybackSettings
+from workers.model.masks import Threshold
+from workers.model.vit import build, digest_of
+from workers.taskstate import TaskState
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
+ONE = Task("one", "card", "", ("a", "b"))
+TWO = Task("two", "card", "", ("c", "d", "e"))  # more classes than the one before
+RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=6.0)
+PROGRESS = Progress(0, 0, 1, 6)
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
+    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
+
+
+def vit() -> Any:
+    torch.manual_seed(0)
+    model = build(TINY)
+    for p in model.parameters():  # timm starts biases at zero, where wrong masking of them would not show
+        nn.init.normal_(p, std=0.2)
+    return model.eval()
+
+
+def piggyback(**settings: Any) -> Piggyback:
+    return Piggyback(vit(), PiggybackSettings(**settings), seed=1)
+
+
+def images(count: int = 8) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def batch(classes: int = 2) -> Batch:
+    rows = torch.arange(8)
+    return Batch(images(), rows % classes, torch.zeros(8, dtype=torch.long), Draw(7, 0, 0, rows, 8, torch.device("cpu")))
+
+
+def begun(method: Piggyback, task: Task = ONE) -> list[dict[str, Any]]:
+    torch.manual_seed(2)
+    groups = [g for g in method.begin(task, "train", None, RATES, (task,)) if g["params"]]
+    trained = {id(p) for g in groups for p in g["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained)
+    return groups
+
+
+def trained(method: Piggyback, task: Task = ONE, optimizer: str = "adamw") -> TaskState:
+    running = OPTIMIZERS[optimizer](begun(method, task))
+    method.train()
+    for _ in range(6):
+        running.zero_grad()
+        method.loss(batch(task.num_classes), PROGRESS)[0].backward()
+        method.after_backward()
+        running.step()
+        method.after_step(PROGRESS)
+    return method.eval().finish()[0]
+
+
+@torch.no_grad()
+def answers(method: Piggyback, task: str = "one") -> Tensor:
+    return method.eval().logits(images(), task).clone()
+
+
+def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of one step, by site: of the masked weights, and of the real values."""
+    begun(method)
+    loss, _ = method.loss(batch(), PROGRESS)
+    for weight in method.effective.values():
+        weight.retain_grad()
+    loss.backward()
+    return ({site: method.effective[f"{site}.weight"].grad for site in method.masks},
+            {site: mask.scores.grad.clone() for site, mask in method.masks.items()})
+
+
+# ---- the equations -------------------------------------------------------------------------------------------------------
+def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero():
+    values = torch.tensor([-0.3, 0.0, 5e-3, 5.1e-3, -1e-9, 0.2])
+    assert Threshold(values, 5e-3).hard().tolist() == [False, False, False, True, False, True]
+    assert Threshold(values, 5e-3, ternary=True).hard().tolist() == [-1, 0, 0, 1, -1, 1]
+    assert Threshold(values, 5e-3, inclusive=True).hard().tolist() == [False, False, True, True, False, True]
+    for mask in (Threshold(values, 5e-3), Threshold(values, 5e-3, ternary=True)):
+        assert torch.equal(mask.sample().detach(), mask.hard().float())
+
+
+def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry():
+    """dL/dM = (delta x^T) .* W, whether the entry is on or off; worked by hand for y = (M .* W) x and L = delta . y."""
+    weight, x, delta = torch.tensor([[1.0, -2.0], [3.0, 0.5]]), torch.tensor([2.0, -1.0]), torch.tensor([1.0, 10.0])
+    mask = Threshold(torch.tensor([[1.0, -1.0], [0.0, 1.0]]), 5e-3)
+    (weight_masks.masked(weight, mask.sample()) @ x @ delta).backward()
+    assert torch.equal(mask.scores.grad, torch.tensor([[2.0, 2.0], [60.0, -5.0]]))
+
+
+@pytest.mark.parametrize("ternary", [False, True])
+def test_the_gradient_of_every_layer_is_that_of_the_masked_weight_times_the_weight(ternary):
+    method = piggyback(ternary=ternary)
+    effective, real = gradients(method)
+    assert len(real) == 9  # patch embedding and four layers in each of two blocks
+    for site, gradient in real.items():
+        assert torch.equal(gradient, effective[site] * method.sites[site])
+        assert bool((gradient != 0).any()), site
+
+
+@pytest.mark.parametrize("ternary", [False, True])
+def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(ternary):
+    method = piggyback(ternary=ternary)
+    begun(method)
+    with torch.no_grad():
+        want = method.heads["one"](vit()(images()))
+        method.effective = method.training_weights(batch(), PROGRESS)
+        assert torch.equal(method.heads["one"](method.features(images())), want)
+    assert torch.equal(answers(method), want)
+    assert method.measures() == {"density": 1.0}
+    fresh = piggyback()
+    fresh.load(method.finish()[0])
+    assert torch.equal(answers(fresh), want)
+
+
+def test_real_values_start_where_the_settings_say():
+    ones, uniform, weights = (piggyback(init=init) for init in ("ones", "uniform", "weights"))
+    for method in (ones, uniform, weights):
+        begun(method)
+    assert all(bool((m.scores == 1e-2).all()) for m in ones.masks.values())
+    drawn = torch.cat([m.scores.detach().flatten() for m in uniform.masks.values()])
+    assert drawn.abs().max() <= 1e-2
+    assert abs(drawn.mean()) < 1e-3
+    assert uniform.measures()["density"] == pytest.approx(0.25, abs=0.01)
+    for site, weight in vit().named_parameters():
+        mask = weights.masks.get(site.removesuffix(".weight"))
+        assert mask is None or torch.allclose(mask.scores, weight.abs().mean().expand_as(weight))
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------
+def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps():
+    method = piggyback(mask_travel=3.0)
+    for steps in (10.0, 1000.0):
+        assert method.rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, steps)) * steps**0.5 == pytest.approx(3.0 * 5e-3)
+    assert piggyback(mask_lr=0.4).rate("blocks.0.attn.qkv", RATES) == 0.4
+    weights = piggyback(init="weights", mask_travel=3.0)
+    mean = vit().blocks[0].attn.qkv.weight.abs().mean().item()
+    assert weights.rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, 16.0)) * 4 == pytest.approx(3.0 * (mean - 5e-3))
+
+
+def test_the_automatic_rate_is_near_the_papers_for_a_training_as_long_as_the_papers():
+    """1e-4 for 15 epochs of about 190 steps, a tenth of it for 15 more."""
+    assert 2e-5 < piggyback().rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, 16.5 * 190)) < 1e-4
+
+
+def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained():
+    groups = begun(piggyback())
+    assert [g["name"] for g in groups] == ["head.weight", "head.bias", "masks"]
+    assert groups[2]["weight_decay"] == 0
+    assert sum(p.numel() for p in groups[2]["params"]) == sum(w.numel() for w in piggyback().sites.values())
+    layers = [g for g in begun(piggyback(init="weights")) if g["name"] == "masks"]
+    assert len({g["lr"] for g in layers}) == len(layers) == 9, "with init weights each layer has its own way to the threshold"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("ternary", [False, True])
+def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, ternary):
+    method = piggyback(ternary=ternary, mask_lr=60.0 if optimizer == "sgd" else "auto")
+    method.load(trained(method, ONE, optimizer))
+    before = answers(method)
+    trained(method, TWO, optimizer)
+    assert method.measures()["density"] < 0.98, "an empty training would keep them too"
+    assert torch.equal(answers(method), before)
+    assert digest_of(method.backbone) == method.backbone_digest
+    assert method.logits(images(), "two").shape == (8, 3)
+
+
+def test_masking_in_place_would_be_found_out(monkeypatch):
+    """The mutation that the test above is for: masks multiplied into the shared weights."""
+    def in_place(weight: Tensor, mask: Tensor) -> Tensor:
+        return weight.data.mul_(mask) if not mask.requires_grad else weight * mask
+
+    monkeypatch.setattr(weight_masks, "masked", in_place)
+    method = piggyback()
+    method.load(trained(method))
+    before = answers(method)
+    trained(method, TWO)
+    answers(method, "two")
+    assert not torch.equal(answers(method), before)
+    assert digest_of(method.backbone) != method.backbone_digest
+
+
+def test_dividing_gradients_by_the_weights_is_done_per_layer_or_per_entry():
+    plain, layer, entry = (piggyback(scale_gradients=how) for how in ("none", "layer", "entry"))
+    for method in (plain, layer, entry):
+        with torch.no_grad():
+            method.sites["blocks.0.mlp.fc1"][0, 0] = 0.0
+        gradients(method)
+        method.after_backward()
+    for site, weight in plain.sites.items():
+        want = plain.masks[site].scores.grad
+        assert torch.allclose(layer.masks[site].scores.grad, want / weight.abs().mean())
+        got, there = entry.masks[site].scores.grad, weight != 0
+        assert torch.allclose(got[there], (want / weight.abs())[there])
+        assert bool((got[~there] == 0).all()), "0 / 0 must not become nan"
+
+
+def test_accumulated_gradients_are_divided_once():
+    once, twice = piggyback(scale_gradients="layer"), piggyback(scale_gradients="layer")
+    for method, parts in ((once, 1), (twice, 2)):
+        begun(method)
+        for _ in range(parts):
+            (method.loss(batch(), PROGRESS)[0] / parts).backward()
+        method.after_backward()
+    for site in once.masks:
+        assert torch.allclose(once.masks[site].scores.grad, twice.masks[site].scores.grad, rtol=1e-4)
+
+
+def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
+    method = piggyback()
+    begun(method)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = method.loss(batch(), PROGRESS)
+    loss.backward()
+    assert all(m.scores.grad.dtype == torch.float32 and m.scores.grad.isfinite().all() for m in method.masks.values())
+
+
+def test_masks_that_never_switch_anything_off_are_reported():
+    still = piggyback(mask_lr=1e-9)
+    trained(still)
+    assert "no mask entry was switched off" in still.warnings()[0]
+    with torch.no_grad():
+        still.masks["blocks.1.mlp.fc2"].scores[0, 0] = 0.0
+    assert still.warnings() == [], "one entry of one layer is something"
+
+
+def test_a_task_that_is_trained_anew_is_served_as_training_has_it():
+    method = piggyback()
+    method.load(trained(method))
+    begun(method)
+    with torch.no_grad():
+        assert torch.equal(answers(method), method.heads["one"](vit()(images())))
+
+
+# ---- what is stored and served -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ternary", [False, True])
+def test_the_stored_bits_give_the_answers_of_the_real_values(ternary):
+    method = piggyback(ternary=ternary, mask_travel=10.0)
+    state = trained(method)
+    assert 0.1 < method.measures()["density"] < 0.98
+    minus = sum(int(m.sum()) for name, m in state.masks.items() if name.endswith(".minus"))
+    assert (minus > 100) == ternary
+    server = piggyback()  # binary by its settings: a state says itself what it is
+    server.load(TaskState.from_bytes(state.to_bytes()))
+    assert torch.equal(answers(server), answers(method))
+    with torch.no_grad():
+        method.effective = method.training_weights(batch(), PROGRESS)
+        trained_form = method.heads["one"](method.features(images()))
+    assert torch.equal(answers(server), trained_form)
+
+
+def test_a_task_is_the_same_whatever_was_trained_before_it():
+    alone, after = piggyback(), piggyback()
+    trained(after, TWO)
+    assert trained(alone).to_bytes() == trained(after).to_bytes()
+    server = piggyback()
+    for state in (trained(piggyback(), TWO), trained(piggyback())):
+        server.load(state)
+    for task in ("one", "two", "one"):
+        fresh = piggyback()
+        fresh.load(trained(piggyback(), ONE if task == "one" else TWO))
+        assert torch.equal(answers(server, task), answers(fresh, task))
+
+
+def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones():
+    method = piggyback()
+    method.load(trained(method))
+    method.load(TaskState("base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()))
+    masked = answers(method)
+    with torch.no_grad():
+        want = method.heads["base"](vit()(images()))
+    assert torch.equal(answers(method, "base"), want)
+    assert torch.equal(answers(method), masked)
+    assert not torch.equal(method.heads["one"](vit()(images())), masked)
+
+
+def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
+    method = piggyback()
+    trained(method)
+    kept = {name: t.clone() for name, t in method.state_dict().items()}
+    before = answers(method)
+    method.load_state_dict({name: -t if name.startswith("mask_modules") else t for name, t in kept.items()})
+    assert not torch.equal(answers(method), before)
+    method.load_state_dict(kept)
+    assert torch.equal(answers(method), before)
+
+
+@pytest.mark.parametrize(("ternary", "bits"), [(False, 1), (True, 2)])
+def test_the_stored_size_is_a_bit_per_weight_or_two(ternary, bits):
+    method = Piggyback(build(BackboneSettings()), PiggybackSettings(ternary=ternary), seed=1)
+    begun(method, TWO)
+    sizes = method.finish()[0].sizes()
+    assert sizes == {"masks": bits * 5_455_872 // 8, "tokens": 0, "copies": 0, "head": 4 * 3 * (192 + 1)}
+
+
+# ---- people's mistakes ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("settings", "train", "message"), [
+    ({"start": 5e-3}, {}, r"start is 0.005 with theta 0.005: every entry would start switched off.*raise start above theta"),
+    ({"init": "uniform", "start": 1e-3}, {}, "start is 0.001 with theta 0.005"),
+    ({}, {"optimizer": "sgd"}, "mask_lr is 'auto' with train.optimizer 'sgd'.*give mask_lr a number"),
+    ({"scale_gradients": "entry"}, {}, "scale_gradients is 'entry' with train.optimizer 'adamw'.*changes nothing"),
+])
+def test_settings_that_cannot_work_together_are_refused_with_the_reason(settings, train, message):
+    with pytest.raises(UserError, match=message):
+        Piggyback.check(PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task")
+
+
+def test_settings_that_work_are_let_through():
+    for settings, train in (({}, {}), ({"mask_lr": 1e-4, "scale_gradients": "layer"}, {"optimizer": "sgd"}), ({"init": "weights", "start": 1e-4}, {})):
+        Piggyback.check(PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task")
+
+
+def test_mistakes_get_a_sentence():
+    with pytest.raises(UserError, match=r"init is 'weights' with theta 0.5, but the mean \|W\| of patch_embed.proj is 0.16: .* lower theta"):
+        begun(piggyback(init="weights", theta=0.5))
+    with pytest.raises(ValidationError):
+        PiggybackSettings(theta=0)
+    method = piggyback()
+    for name, shape in (("blocks.0.attn.qkv", (3, 3)), ("nowhere", (3, 3)), ("blocks.0.attn.qkv.minus", (1,))):
+        state = TaskState("t", ("a",), "piggyback", method.backbone_digest, masks={name: torch.ones(shape) > 0}, head=nn.Linear(32, 1).state_dict())
+        with pytest.raises(UserError, match=f"its state has a mask {name} of shape"):
+            method.load(state)

@@ -1,0 +1,447 @@
+"""SupSup: the reference's worked numbers, its masks and shared outputs, and finding out the task."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from laboratory import OPTIMIZERS, TASKS, Lab, Run
+from torch import Tensor
+from torch.nn import functional as F
+from two_domains import COLOURS, STRIPES, batch, begun, learned, samples, vit
+
+from workers.checkpoint import trained_state
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, TrainSettings
+from workers.methods import supsup
+from workers.methods.base import Progress
+from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
+from workers.model.masks import TopK
+from workers.model.superposition import at_once, by_halves, entropy, shares, slopes, superfluous, superposed, values
+from workers.model.vit import build
+from workers.taskstate import TaskState
+
+PROGRESS = Progress(0, 0, 1, 30)
+RANDOM = {"weights": "signed_constant", "start": "kaiming", "density": 0.5, "mask_travel": 8}
+KEPT: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
+    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
+    "adamw": lambda groups: torch.optim.AdamW([g | {"weight_decay": 0.05} if g["name"] != "masks" else g for g in groups], lr=1e-2)}
+
+
+def made(**settings: Any) -> SupSup:
+    return SupSup(vit(), SupSupSettings(**{"outputs": 10, **settings}), seed=1)
+
+
+@pytest.fixture(scope="module")
+def states() -> list[TaskState]:
+    """Of both domains, learned apart."""
+    return [learned(made(), task)[0] for task in (STRIPES, COLOURS)]
+
+
+def serving(states: list[TaskState], **settings: Any) -> SupSup:
+    method = made(**settings).eval()
+    method.scenario, method.stream = "class", (STRIPES, COLOURS)
+    for state in states:
+        method.load(state)
+    return method
+
+
+@torch.no_grad()
+def answers(method: SupSup, task: str | None, images: Tensor) -> Tensor:
+    return method.eval().logits(images, task).clone()
+
+
+# ---- the reference's worked numbers ----------------------------------------------------------------------------------------
+WORKED = {"w": torch.tensor([[3.0, -3.0], [3.0, -3.0]])}  # inputs x outputs
+MASKS = [{"w": torch.tensor([[True, True], [False, False]])}, {"w": torch.tensor([[False, False], [True, True]])}]
+HALF = torch.tensor([0.5, 0.5])
+X = torch.eye(2)[:, None]  # two groups of one image: the first is of the first task
+
+
+def linear(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ weights["w"]
+
+
+def judged(alive: Any, groups: Tensor) -> Tensor:
+    return slopes(linear, WORKED, [MASKS[i] for i in alive], HALF, groups, entropy)
+
+
+def test_the_worked_example_has_its_numbers():
+    mixed = superposed(WORKED, MASKS, HALF)
+    assert linear(mixed, X[0]).tolist() == [[1.5, -1.5]]
+    assert entropy(linear(mixed, X[0])).item() == pytest.approx(0.190865, abs=1e-6)
+    found = judged(range(2), X)
+    assert found.tolist() == pytest.approx([pytest.approx([-0.8132, 0], abs=1e-4), pytest.approx([0, -0.8132], abs=1e-4)])
+    assert at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
+
+
+def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha_is_uneven():
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(6, 5), "b": torch.randn(5, 4)}
+    masks = [{name: torch.rand(w.shape) < 0.6 for name, w in weights.items()} for _ in range(3)]
+    groups = torch.randn(7, 2, 6)
+
+    def network(w: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(x @ w["a"]) @ w["b"]
+
+    for objective in (entropy, partial(superfluous, real=2)):
+        alpha = torch.tensor([0.5, 0.2, 0.3], requires_grad=True)
+        want = [torch.autograd.grad(objective(network(superposed(weights, masks, alpha), group)).mean(), alpha)[0] for group in groups]
+        with torch.no_grad():
+            found = slopes(network, weights, masks, alpha.detach(), groups, objective)
+        assert torch.allclose(found, torch.stack(want), atol=1e-6)
+
+
+def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(monkeypatch: pytest.MonkeyPatch):
+    groups = torch.randn(9, 1, 2)
+    whole = judged(range(2), groups)
+    monkeypatch.setattr("workers.model.superposition.GRADIENT_BYTES", 4 * 4 * 2)
+    assert torch.allclose(judged(range(2), groups), whole)
+
+
+def test_a_superposition_of_one_mask_alone_is_that_mask():
+    method = made()
+    begun(method, STRIPES)
+    masks = [{f"{site}.weight": mask for site, mask in method.hard().items()}, {f"{site}.weight": ~mask for site, mask in method.hard().items()}]
+    weights = {f"{site}.weight": weight.detach() for site, weight in method.sites.items()}
+    images = samples(STRIPES, 4)[0]
+    with torch.no_grad():
+        alone = method.network(superposed(weights, masks, torch.tensor([1.0, 0.0])), images)[:, :2]
+    assert torch.equal(alone, answers(method, "stripes", images))
+
+
+def test_at_once_agrees_with_trying_every_mask_on_the_worked_example():
+    tried = values(linear, WORKED, MASKS, X, entropy)
+    assert tried.shape == (2, 2)
+    assert tried[0, 0].item() == pytest.approx(entropy(torch.tensor([[3.0, -3.0]])).item())
+    assert tried[0, 1].item() == pytest.approx(math.log(2))
+    assert tried.argmin(1).tolist() == at_once(judged, X, 2)[0].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("ties", [False, True])
+def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bool):
+    scores = torch.zeros(6, count) if ties else torch.rand(6, count, generator=torch.Generator().manual_seed(count))
+    rounds: list[list[int]] = [[] for _ in range(6)]
+
+    def judge(alive: Any, rows: Tensor) -> Tensor:
+        for row in rows[:, 0].long().tolist():
+            rounds[row].append(len(alive))
+        return scores[rows[:, 0].long()][:, list(alive)]
+
+    places, sure = by_halves(judge, torch.arange(6.0)[:, None], count)
+    assert places.tolist() == scores.argmin(1).tolist()
+    assert all(len(asked) == math.ceil(math.log2(count)) for asked in rounds)
+    assert all(asked == [math.ceil(count / 2**i) for i in range(len(asked))] for asked in rounds), "the better half, rounded up"
+    assert ((sure > 0) & (sure <= 1)).all()
+    if ties:
+        assert sure.tolist() == pytest.approx([1 / count] * 6, rel=1e-5)
+
+
+def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked():
+    nu = shares(torch.tensor([[-0.8132, 0.0]]))[0]
+    assert nu.tolist() == pytest.approx([math.exp(0.8132) / (1 + math.exp(0.8132)), 1 / (1 + math.exp(0.8132))])
+    for rule in (at_once, by_halves):  # of two masks there is one round
+        assert rule(judged, X, 2)[1].tolist() == pytest.approx([nu[0].item()] * 2, abs=1e-4)
+
+
+def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous():
+    outputs = torch.randn(3, 5, requires_grad=True)
+    superfluous(outputs, 2).sum().backward()
+    assert (outputs.grad[:, :2] == 0).all()
+    assert torch.allclose(outputs.grad[:, 2:], outputs.softmax(1)[:, 2:])
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.3, 0.5, 0.77, 0.9, 1.0])
+def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float):
+    drawn = torch.randn(13, 7, generator=torch.Generator().manual_seed(0))
+    for scores in (drawn, drawn.round(), torch.ones(13, 7)):
+        mask = TopK(scores, density).hard()
+        assert int(mask.sum()) == 91 - int((1 - density) * 91)
+        assert scores.abs()[mask].min() >= scores.abs()[~mask].max() if not mask.all() else True
+
+
+def test_layer_budgets_are_those_of_the_formula():
+    method = SupSup(build(BackboneSettings(options={"depth": 1})), SupSupSettings(budget=16, outputs=100), 0)
+    wanted = {"patch_embed.proj": 16 * (192 + 3) / (192 * 3 * 256), "blocks.0.attn.qkv": 16 * (576 + 192) / (576 * 192),
+              "blocks.0.attn.proj": 16 * 384 / 192**2, "blocks.0.mlp.fc1": 16 * 960 / (768 * 192), "blocks.0.mlp.fc2": 16 * 960 / (768 * 192),
+              "outputs": 16 * 292 / 19200}
+    assert {site: method.density(site) for site in method.sites} == pytest.approx(wanted)
+    generous = SupSup(vit(), SupSupSettings(budget=1000), 0)
+    assert {generous.density(site) for site in generous.sites} == {0.5}
+
+
+def test_scores_start_in_the_order_of_the_weights_or_uniformly():
+    for scores in ("topk", "threshold"):
+        method = made(scores=scores, density=0.9)
+        begun(method, STRIPES)
+        for site, weight in method.sites.items():
+            if site != OUTPUTS:
+                assert torch.equal(method.masks[site].hard(), TopK(weight.detach(), 0.9).hard()), "the smallest tenth is dropped"
+    method = made(scores="threshold", start="kaiming")
+    begun(method, STRIPES)
+    for site, mask in method.masks.items():
+        bound = 1 / math.sqrt(method.sites[site][0].numel())
+        assert 0.9 * bound < mask.scores.abs().max() <= bound
+        assert torch.equal(mask.hard(), mask.scores >= 0)
+
+
+def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_with_the_scores_sign():
+    method = made(start="kaiming")
+    begun(method, STRIPES)
+    loss, _ = method.loss(batch(STRIPES, 0), PROGRESS)
+    effective = {site: method.effective[f"{site}.weight"] for site in method.sites}
+    for weight in effective.values():
+        weight.retain_grad()
+    loss.backward()
+    for site, mask in method.masks.items():
+        assert torch.equal(mask.scores.grad, effective[site].grad * method.sites[site] * mask.scores.sign()), site
+        assert (mask.scores.grad != 0).any()
+
+
+def test_random_weights_come_from_the_seed_alone_and_are_not_stored():
+    a, b = made(**RANDOM), made(**RANDOM)
+    other = SupSup(vit(), SupSupSettings(outputs=10, **RANDOM), seed=2)
+    assert list(a.sites) == [*(site for site in made(outputs=0).sites), OUTPUTS]
+    for site, weight in a.sites.items():
+        assert torch.equal(weight, b.sites[site])
+        assert not torch.equal(weight, other.sites[site])
+        assert weight.abs().unique().tolist() == pytest.approx([math.sqrt(2 / weight[0].numel())])
+        assert abs(weight.sign().mean()) < 0.2
+    assert not torch.equal(a.sites["blocks.0.mlp.fc1"], a.sites["blocks.1.mlp.fc1"])
+    begun(a, STRIPES)
+    assert set(trained_state(a)) == {f"mask_modules.{i}.scores" for i in range(len(a.sites))}
+    assert torch.equal(made().sites[OUTPUTS], a.sites[OUTPUTS]), "the shared outputs are random beside a pretrained backbone too"
+
+
+def test_under_random_weights_nothing_of_the_pretrained_layers_is_left():
+    """Neither in serving nor in training nor in finding out the task."""
+    method, images = made(infer="brute_force", **RANDOM), samples(STRIPES, 4)[0]
+    begun(method, STRIPES)
+    before = answers(method, "stripes", images)
+    with torch.no_grad():
+        for name, p in method.backbone.named_parameters():
+            if name not in ("cls_token", "pos_embed"):
+                p.normal_()
+        assert torch.equal(answers(method, "stripes", images), before)
+        method.effective = method.training_weights(batch(STRIPES, 0), PROGRESS)
+        everything = method.features(images)
+        assert torch.equal(everything[:, :2], before)
+        assert torch.allclose(method.judge([method.hard()], [0], images[:, None])[:, 0], entropy(everything))
+
+
+# ---- shared outputs ----------------------------------------------------------------------------------------------------------
+def test_the_loss_runs_over_all_outputs_also_with_soft_targets():
+    method, here = made(), batch(COLOURS, 0)
+    begun(method, COLOURS)
+    outputs = torch.randn(len(here), 10)
+    assert torch.equal(method.classification_loss(outputs, here), F.cross_entropy(outputs, here.labels))
+    here.targets = torch.full((len(here), 3), 0.05) + 0.85 * F.one_hot(here.labels, 3)
+    soft = torch.cat([here.targets, torch.zeros(len(here), 7)], 1)
+    assert torch.allclose(method.classification_loss(outputs, here), -(soft * outputs.log_softmax(1)).sum(1).mean())
+
+
+def test_training_pushes_superfluous_outputs_down(states: list[TaskState]):
+    method = serving(states)
+    images, labels = samples(COLOURS, 30)
+    found = answers(method, "colours", images)
+    method.serve("colours")
+    with torch.no_grad():
+        everything = method.features(images)
+    assert torch.equal(everything[:, :3], found)
+    assert everything.softmax(1)[:, 3:].sum(1).max() < 0.1
+    assert (found.argmax(1) == labels).float().mean() > 0.9
+
+
+def test_a_task_with_more_classes_than_outputs_is_refused_in_a_sentence():
+    begun(made(outputs=3), COLOURS)
+    with pytest.raises(UserError, match="task 'colours' has 3 classes, and method 'supsup' has outputs = 2 for them to share; set outputs to 3 or more"):
+        begun(made(outputs=2), COLOURS)
+    with pytest.raises(UserError, match="set outputs to 4 or more"):
+        begun(made(outputs=3, objective="superfluous"), COLOURS)
+
+
+@pytest.mark.parametrize(("settings", "train", "scenario", "says"), [
+    ({}, {"optimizer": "sgd"}, "task", "mask_lr is 'auto' with train.optimizer 'sgd'"),
+    ({"outputs": 0}, {}, "class", "outputs is 0 with stream.scenario 'class'"),
+    ({"budget": 8, "scores": "threshold"}, {}, "task", "budget is 8.0 with scores 'threshold'"),
+    ({"weights": "signed_constant"}, {}, "task", "start is 'weights' with weights 'signed_constant'.*set start=kaiming"),
+    ({"infer": "brute_force", "objective": "superfluous"}, {}, "class", "infer is 'brute_force' with objective 'superfluous'")])
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], train: dict[str, Any], scenario: str, says: str):
+    with pytest.raises(UserError, match=says):
+        SupSup.check(SupSupSettings(**settings), TrainSettings(**train), DataSettings(), scenario)
+    SupSup.check(SupSupSettings(), TrainSettings(), DataSettings(), "class")
+
+
+def test_random_weights_beside_batch_norms_are_refused():
+    cnn = build(BackboneSettings(name="resnet18", img_size=32, weights="hub"))
+    with pytest.raises(UserError, match="the backbone has batch norms"):
+        SupSup(cnn, SupSupSettings(**RANDOM), 0)
+
+
+def test_a_base_task_gets_a_mask_where_it_shares_the_outputs():
+    assert SupSup.planned(SupSupSettings(), -1) == SupSup.planned(SupSupSettings(outputs=0), 0) == SupSup.steps
+    assert SupSup.planned(SupSupSettings(outputs=0), -1) == ()
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("outputs", [0, 100])
+def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int):
+    """A bit for each of N_w = 5,455,872 weights, and for each of the shared outputs', or a head of 32 bits per number."""
+    torch.manual_seed(0)
+    method = SupSup(build(BackboneSettings()), SupSupSettings(outputs=outputs), 0)
+    begun(method, COLOURS)
+    state = method.finish()[0]
+    wanted = {"masks": 5_455_872 // 8 + outputs * 192 // 8, "tokens": 0, "head": 0 if outputs else 4 * 3 * 193, "copies": 0}
+    assert state.sizes() == wanted
+    data = state.to_bytes()
+    assert len(data) - 8 - int.from_bytes(data[:8], "little") == sum(wanted.values())
+
+
+def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Those on the first task, before and after the second, which has more classes, is trained beside it."""
+    images = samples(STRIPES, 8)[0]
+    method.load(learned(made(**settings), STRIPES, 6, optimizer=KEPT[optimizer])[0])
+    before = answers(method, "stripes", images)
+    learned(method, COLOURS, 6, optimizer=KEPT[optimizer])
+    assert answers(method, "colours", images).shape == (8, 3)
+    return before, answers(method, "stripes", images)
+
+
+@pytest.mark.parametrize("optimizer", KEPT)
+@pytest.mark.parametrize("settings", [{}, {"outputs": 0}, {"scores": "threshold", **RANDOM}], ids=["shared", "heads", "random"])
+def test_old_answers_stay_bit_for_bit(optimizer: str, settings: dict[str, Any]):
+    settings = settings | {"mask_lr": 0.05}
+    assert torch.equal(*kept_answers(made(**settings), optimizer, settings))
+
+
+def test_old_answers_would_not_stay_if_the_weights_were_trained():
+    class Thaws(SupSup):
+        def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+            return [*super().begin(*arguments), {"name": "weights", "params": [*self.sites.values()]}]
+
+    assert not torch.equal(*kept_answers(Thaws(vit(), SupSupSettings(outputs=10), 1), "adamw", {}))
+
+
+# ---- finding out the task ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("settings", [{}, {"infer": "binary"}, {"infer": "brute_force"}, {"objective": "superfluous", "infer_images": 4}, {"infer_images": 5}])
+def test_the_domain_of_an_image_is_found_well_above_chance(states: list[TaskState], settings: dict[str, Any]):
+    method = serving(states, **settings)
+    for place, task in enumerate((STRIPES, COLOURS)):
+        images, labels = samples(task, 16)
+        with torch.no_grad():
+            places, sure = method.infer(images)
+            found = method.logits(images, None)
+        assert (places == place).float().mean() > 0.8
+        assert ((sure > 0.5) & (sure <= 1)).all()
+        assert (found.argmax(1) == labels + (0, 2)[place]).float().mean() > 0.8
+
+
+def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[TaskState]):
+    method, images = serving(states), samples(STRIPES, 6)[0]
+    places = torch.tensor([0, 1, 1, 0, 1, 0])
+    with torch.no_grad():
+        found = method.answer(images, places, None)
+    assert found.shape == (6, 5)
+    assert found.isfinite().all()
+    for row, place in enumerate(places.tolist()):
+        task, own, other = [("stripes", slice(0, 2), slice(2, 5)), ("colours", slice(2, 5), slice(0, 2))][place]
+        told = answers(method, task, images[row : row + 1])[0]
+        assert torch.allclose(found[row, own], told, atol=1e-5)
+        assert found[row, other].max() < found[row, own].min() - 0.99 * BELOW
+        assert torch.allclose(found[row].softmax(0)[own], told.softmax(0), atol=1e-5)
+
+
+def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states: list[TaskState]):
+    method = serving(states, infer_images=4)
+    mixed = torch.cat([samples(STRIPES, 4)[0], samples(COLOURS, 4)[0], samples(STRIPES, 2)[0]])
+    with torch.no_grad():
+        places, sure = method.infer(mixed)
+    assert places.tolist() == [0] * 4 + [1] * 4 + [0] * 2
+    assert [len(part.unique()) for part in sure.split(4)] == [1, 1, 1]
+    alone = serving(states, infer_images=100).infer(mixed[4:8])
+    assert torch.allclose(alone[1], sure[4:8], atol=1e-5)
+
+
+def test_one_task_needs_no_finding_out(states: list[TaskState], monkeypatch: pytest.MonkeyPatch):
+    method = serving(states[:1])
+    monkeypatch.setattr(supsup, "slopes", None)
+    places, sure = method.infer(samples(COLOURS, 3)[0])
+    assert (places.tolist(), sure.tolist()) == ([0, 0, 0], [1, 1, 1])
+    assert method.candidates() == {"stripes": ("stripes",)}
+
+
+def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]):
+    method, images = serving(states), samples(COLOURS, 5)[0]
+    before = {n: p.detach().clone() for n, p in method.named_parameters()}
+    told = answers(method, "stripes", images)
+    answers(method, None, images)
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in method.named_parameters())
+    assert torch.equal(answers(method, "stripes", images), told)
+
+
+def test_heads_of_their_own_need_the_task():
+    method = made(outputs=0)
+    method.load(learned(made(outputs=0), STRIPES, 1)[0])
+    with pytest.raises(UserError, match=r"'supsup' needs to be told the task where each has a head of its own \(outputs is 0\); give one of \['stripes'\]"):
+        method.logits(samples(STRIPES, 1)[0], None)
+    assert method.candidates() == {}
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------------------
+def not_told(lab: Lab, method: str, **settings: Any) -> Run:
+    stream = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in TASKS.items()]
+    return lab.run_of(method, OPTIMIZERS["adamw"], stream={"scenario": "class", "tasks": stream}, methods={method: settings})
+
+
+def predictions(run: Run, task: int) -> list[dict[str, Any]]:
+    return pq.read_table(pa.BufferReader(run.artefact(run.evaluate_job(task)).read("predictions.parquet"))).to_pylist()
+
+
+def test_measuring_records_what_was_picked_and_how_sure(lab: Lab):
+    run = not_told(lab, "supsup", outputs=5)
+    found, lines, served = run.evaluated(1), predictions(run, 1), run.served(1)
+    assert [row["task"] for row in found["rows"]] == [*TASKS]
+    for place, row in enumerate(found["rows"]):
+        mine = [line for line in lines if line["task"] == row["task"]]
+        with torch.no_grad():
+            places, sure = served.infer(run.images(place))
+            told = served.logits(run.images(place), row["task"]).argmax(1)
+            logits = served.answer(run.images(place), places, None)
+        first = 2 * place
+        labels = torch.tensor([line["label"] for line in mine])
+        assert [line["picked"] for line in mine] == [[*TASKS][p] for p in places.tolist()]
+        assert [line["picked_confidence"] for line in mine] == pytest.approx(sure.tolist())
+        assert [line["prediction"] for line in mine] == logits.argmax(1).tolist()
+        assert row["correct"] == int((logits.argmax(1) == labels).sum())
+        assert row["correct_task_aware"] == int((told + first == labels).sum()) >= row["correct"]
+        picks = row["picks"]
+        assert picks["candidates"] == [*TASKS]
+        assert picks["picked"] == [[line["picked"] for line in mine].count(name) for name in TASKS]
+        assert picks["right"] == picks["picked"][place]
+        for kind, wanted in (("right", True), ("wrong", False)):
+            those = [line["picked_confidence"] for line in mine if (line["picked"] == row["task"]) is wanted]
+            assert picks[f"confidence_{kind}"] == (pytest.approx(sum(those) / len(those)) if those else None)
+    assert sum(row["picks"]["right"] for row in found["rows"]) < len(lines), "else it would not matter"
+
+
+def test_other_methods_are_measured_as_before(lab: Lab):
+    for run in (not_told(lab, "finetune"), lab.run("supsup")):
+        assert not any("picks" in row for row in run.evaluated(1)["rows"])
+        assert {*predictions(run, 1)[0]} == {"task", "key", "label", "prediction", "confidence"}
+
+
+def test_a_task_with_the_most_classes_may_come_first(states: list[TaskState]):
+    method = serving(states[::-1])
+    method.stream = (COLOURS, STRIPES)
+    assert method.columns() == {"colours": slice(0, 3), "stripes": slice(3, 5)}
+    assert answers(method, None, samples(STRIPES, 4)[0]).argmax(1).tolist() == [3, 4, 3, 4]
+
+

@@ -1,0 +1,271 @@
+"""SupSup without task identities: when it takes a new mask, what it carries, how it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from two_domains import COLOURS, SIZE, STRIPES, Stream, batch, begun, learned, samples, vit
+
+from workers.checkpoint import trained_state
+from workers.dist import Group
+from workers.job import BackboneSettings, TrainSettings
+from workers.methods.base import Progress
+from workers.methods.supsup import OUTPUTS
+from workers.methods.supsup_nn import SupSupNN, SupSupNNSettings
+from workers.model.superposition import shares
+from workers.model.vit import build
+from workers.taskstate import Carried, TaskState
+
+STEPS = 30
+
+
+def made(**settings: Any) -> SupSupNN:
+    return SupSupNN(vit(), SupSupNNSettings(**{"outputs": 10, "every": 10, "most": 8, **settings}), seed=1)
+
+
+def serving(states: list[TaskState], carried: Carried, **settings: Any) -> SupSupNN:
+    method = made(**settings).eval()
+    for state in states:
+        method.load(state)
+    method.attach(carried)
+    return method
+
+
+Chain = list[tuple[TaskState, Carried]]
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    """Stripes, then colours, then stripes again; nobody says which is which."""
+    found: Chain = []
+    for task in (STRIPES, COLOURS, STRIPES):
+        found.append(learned(made(), task, STEPS, found[-1][1] if found else None))
+    return found
+
+
+def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every mask gets its score from here, the slope of H; returns how many masks were superposed, decision by decision."""
+    counts: list[int] = []
+
+    def judge(masks: Any, alive: Any, groups: Tensor) -> Tensor:
+        counts.append(len(masks))
+        assert len(alive) == len(masks)
+        return torch.tensor(scores[: len(masks)])[None].repeat(len(groups), 1)
+
+    monkeypatch.setattr(method, "judge", judge)
+    return counts
+
+
+# ---- which mask is trained -------------------------------------------------------------------------------------------------
+def test_another_domain_gets_a_mask_of_its_own_and_one_that_returns_its_old_one(chain: Chain):
+    assert [state.meta["mask"] for state, _ in chain] == [0, 1, 0]
+    assert [state.meta["masks"] for state, _ in chain] == [1, 2, 2]
+    assert [state.meta["steps"] for state, _ in chain] == [{"0": STEPS}, {"1": STEPS}, {"0": STEPS}]
+    assert [len(carried.tensors["masks"]) for _, carried in chain] == [1, 2, 2]
+
+
+def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain):
+    first, second, third = (carried.tensors["masks"] for _, carried in chain)
+    assert torch.equal(second[0], first[0])
+    assert torch.equal(third[1], second[1])
+    assert not torch.equal(third[0], second[0]), "the mask of the domain that returned went on"
+
+
+@pytest.mark.parametrize(("slope", "mask"), [
+    ([-1.0, 0, 0, 0, 0], 0), ([-0.14, 0, 0, 0, 0], 1), ([-0.16, 0, 0, 0, 0], 0), ([0, -1.0, 0, 0, 0], 1), ([0.0] * 5, 1)])
+def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(chain: Chain, monkeypatch: pytest.MonkeyPatch, slope: list[float], mask: int):
+    """One mask is known, four untrained ones fill up: with k = 5 the threshold of nu is 1.125 / 5, at a slope of -0.1508."""
+    nu = shares(torch.tensor([slope]))[0]
+    assert (5 * nu[0] >= 1.125) == (mask == 0)
+    method = made()
+    counts = judging(method, slope, monkeypatch)
+    begun(method, COLOURS, STEPS, chain[0][1])
+    assert counts == [5]
+    assert method.counter.tolist() == [mask + 1, mask]
+
+
+def test_the_least_number_of_masks_and_eps_are_settings(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+    for settings, mask in (({"least": 2, "eps": 0.125}, 0), ({"least": 2, "eps": 0.3}, 1)):
+        method = made(**settings)
+        assert judging(method, [-0.5, 0.0], monkeypatch) == []  # nu = 0.6225
+        begun(method, COLOURS, STEPS, chain[0][1])
+        assert method.counter.tolist() == [mask + 1, mask]
+
+
+def test_without_a_mask_left_the_best_known_one_goes_on(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+    method = made(most=2)
+    judging(method, [0.3, 0.2, -5.0, 0.0, 0.0], monkeypatch)  # an untrained one would fit best
+    begun(method, COLOURS, STEPS, chain[1][1])
+    assert method.counter.tolist() == [2, 1]
+    assert method.warnings() == ["all 2 masks are taken, so that new images go to old ones; raise `most`"]
+    assert made(most=3).warnings() == []
+
+
+def test_it_decides_at_the_start_and_every_so_many_steps_by_the_coming_batch(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int]] = []
+    decide = SupSupNN.decide
+    monkeypatch.setattr(SupSupNN, "decide", lambda self, epoch, step: (asked.append((epoch, step)), decide(self, epoch, step)))
+    method = made(every=4)
+    monkeypatch.setattr(method, "choice", lambda images: 0)
+    begun(method, STRIPES, 6)
+    for epoch in range(2):
+        for step in range(6):
+            method.after_step(Progress(epoch, step, 2, 6))
+    assert asked == [(0, 0), (0, 4), (1, 2)]
+    assert method.trained.tolist()[:2] == [12, 0]
+
+
+def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(monkeypatch: pytest.MonkeyPatch):
+    method = made(every=4)
+    begun(method, STRIPES, 8)
+    with torch.no_grad():
+        method.masks[OUTPUTS].scores.neg_()
+    learned_bits = {site: mask.clone() for site, mask in method.hard().items()}
+    monkeypatch.setattr(method, "choice", lambda images: 1)
+    method.after_step(Progress(0, 3, 1, 8))
+    assert method.counter.tolist() == [2, 1]
+    assert method.measures() | {"density": 0} == {"density": 0, "masks": 2, "mask": 1}
+    assert all(torch.equal(mask, learned_bits[site]) for site, mask in method.bits(0).items())
+    assert not torch.equal(method.hard()[OUTPUTS], learned_bits[OUTPUTS])
+
+
+def test_a_mask_that_goes_on_starts_from_its_bits(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+    method = made()
+    monkeypatch.setattr(method, "choice", lambda images: 0)
+    begun(method, STRIPES, STEPS, chain[1][1])
+    stored = serving([chain[0][0]], chain[1][1]).bits(0)
+    first = method.first_scores(0)
+    for site, mask in method.hard().items():
+        assert torch.equal(mask, stored[site])
+        assert torch.equal(method.masks[site].scores.abs(), first[site].abs().clamp(min=1e-8)), "as large as at first"
+    assert any((scores == 0).any() for scores in first.values()), "else the smallest size would not matter"
+
+
+def test_an_untrained_mask_is_what_a_new_one_starts_from(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+    method = made(start="kaiming")
+    method.attach(chain[0][1])
+    untrained = method.bits(1)
+    monkeypatch.setattr(method, "choice", lambda images: 1)
+    begun(method, COLOURS, STEPS, chain[0][1])
+    assert all(torch.equal(mask, untrained[site]) for site, mask in method.hard().items())
+    assert not torch.equal(method.bits(2)[OUTPUTS], untrained[OUTPUTS])
+
+
+def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_the_word(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+    class Second(Group):
+        def share(self, value: Any) -> Any:
+            return 1
+
+    seen: list[Tensor] = []
+    feed = Stream(STRIPES, STEPS, Second(1, 2))
+    method = made()
+    monkeypatch.setattr(method, "choice", lambda images: seen.append(images) or 0)
+    begun(method, STRIPES, STEPS, chain[1][1], feed)
+    assert (feed.group.world, feed.accumulate) == (1, 1)
+    assert torch.equal(seen[0], batch(STRIPES, 0).images)
+    assert method.counter.tolist() == [2, 1]
+    short = made(look=5)
+    monkeypatch.setattr(short, "choice", lambda images: seen.append(images) or 0)
+    begun(short, STRIPES, STEPS, chain[1][1])
+    assert (len(seen[0]), len(seen[1])) == (SIZE, 5)
+
+
+def test_what_decides_later_is_in_a_checkpoint():
+    method = made()
+    begun(method, STRIPES)
+    assert {"bank", "counter", "trained"} <= set(trained_state(method))
+
+
+# ---- what is carried -------------------------------------------------------------------------------------------------------
+def test_a_bit_per_weight_and_mask_is_carried_and_a_state_holds_nothing_but_numbers(chain: Chain):
+    entries = sum(weight.numel() for weight in made().sites.values())
+    assert [t.numel() for t in chain[2][1].tensors.values()] == [2 * -(-entries // 8)]
+    assert sum(chain[2][0].sizes().values()) == 0
+
+
+def test_the_carried_size_is_the_formulas_to_the_byte():
+    torch.manual_seed(0)
+    method = SupSupNN(build(BackboneSettings()), SupSupNNSettings(most=2), 0)
+    feed = Stream(STRIPES, 1)
+    begun(method, STRIPES, feed=feed)
+    data = method.finish()[1].to_bytes()
+    assert len(data) - 8 - int.from_bytes(data[:8], "little") == (5_455_872 + 100 * 192) // 8
+
+
+def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain):
+    images = samples(COLOURS, 6)[0]
+    states, carried = [state for state, _ in chain[:2]], chain[1][1]
+    again = [TaskState.from_bytes(state.to_bytes()) for state in states]
+    a, b = serving(states, carried), serving(again, Carried.from_bytes(carried.to_bytes()))
+    with torch.no_grad():
+        assert torch.equal(a.logits(images, "colours"), b.logits(images, "colours"))
+
+
+def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain):
+    state, carried = chain[1]
+    shown = SupSupNN.masks_for_display(state, carried)
+    stored = serving([state], carried).bits(1)
+    assert shown.keys() == stored.keys()
+    assert all(torch.equal(mask, stored[site]) for site, mask in shown.items())
+
+
+# ---- how it answers --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("infer_images", [1, 5])
+def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(chain: Chain, infer_images: int):
+    method = serving([chain[2][0], chain[1][0]], chain[2][1], infer_images=infer_images)
+    assert method.candidates() == {"mask 0": ("stripes",), "mask 1": ("colours",)}
+    for place, task in enumerate((STRIPES, COLOURS)):
+        images, labels = samples(task, 18)
+        with torch.no_grad():
+            places, sure = method.infer(images)
+            found = method.logits(images, task.name)
+        assert (places == place).float().mean() > 0.8
+        assert ((sure > 0.2) & (sure <= 1)).all()
+        assert found.shape == (18, task.num_classes)
+        assert (found.argmax(1) == labels).float().mean() > 0.8
+        assert torch.equal(method.logits(images, None)[:, : task.num_classes], found)
+
+
+def test_an_untrained_mask_is_superposed_and_never_picked(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+    method = serving([chain[0][0], chain[1][0]], chain[1][1])
+    counts = judging(method, [0.5, 0.4, -3.0, 0.0, 0.0], monkeypatch)
+    places, sure = method.infer(samples(STRIPES, 3)[0])
+    assert counts == [5]
+    assert places.tolist() == [1, 1, 1]
+    assert sure.tolist() == pytest.approx([shares(torch.tensor([[0.5, 0.4, -3.0, 0.0, 0.0]]))[0, 1].item()] * 3)
+
+
+def test_the_task_that_is_asked_for_does_not_choose_the_mask(chain: Chain):
+    method, images = serving([chain[0][0], chain[1][0]], chain[1][1]), samples(STRIPES, 6)[0]
+    with torch.no_grad():
+        assert torch.equal(method.logits(images, "colours")[:, :2], method.logits(images, "stripes"))
+
+
+def test_a_mask_may_be_right_for_several_tasks_and_for_none(chain: Chain):
+    method = serving([chain[0][0], chain[2][0]], chain[2][1])
+    method.used["other"] = 0
+    assert method.candidates() == {"mask 0": ("stripes", "other"), "mask 1": ()}
+
+
+def test_while_it_trains_the_mask_in_training_is_asked_as_it_stands(chain: Chain):
+    method = made()
+    begun(method, COLOURS, STEPS, chain[0][1])
+    assert method.candidates() == {"mask 0": (), "mask 1": ("colours",)}
+    with torch.no_grad():
+        method.masks[OUTPUTS].scores.neg_()
+        assert torch.equal(method.together()[1][OUTPUTS], method.masks[OUTPUTS].hard())
+        before = method.bank.clone()
+        method.eval().logits(samples(COLOURS, 3)[0], "colours")
+    assert torch.equal(method.bank, before), "measuring writes nothing"
+
+
+def test_thresholds_alone_can_be_carried_as_bits():
+    from pydantic import ValidationError
+
+    for wrong in ({"scores": "topk"}, {"outputs": 0}, {"infer": "binary"}):
+        with pytest.raises(ValidationError):
+            SupSupNNSettings(**wrong)
+    SupSupNN.check(SupSupNNSettings(), TrainSettings(), None, "task")  # type: ignore[arg-type]

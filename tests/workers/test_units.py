@@ -1,0 +1,247 @@
+"""Unit masks: the same as masking activations and as cutting units out; locks that hold exactly what an earlier task reads; the annealed
+sigmoid that makes them, and the price R of units, with the worked numbers of HAT."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.methods.hat import Hat, HatSettings
+from workers.model.masks import AnnealedSigmoid, annealed, start_of
+from workers.model.penalties import newly_used
+from workers.model.units import between, masked_weights, owned, unit_sites
+from workers.model.vit import build
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
+
+
+def vit(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = build(TINY.model_copy(update={"options": TINY.options | options}))
+    for p in model.parameters():  # timm starts biases at zero, where wrong masking of them would not show
+        nn.init.normal_(p, std=0.3)
+    return model.eval()
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def some_units(model: nn.Module, share: float = 0.5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {site: torch.rand(size, generator=generator) < share for site, size in unit_sites(model).items()}
+
+
+@pytest.mark.parametrize(("name", "units"), [("deit_tiny_patch16_224", 13_824), ("deit_small_patch16_224", 27_648), ("t2t_vit_12", 12_288)])
+def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int):
+    with torch.device("meta"):
+        sites = unit_sites(build(BackboneSettings(name=name, img_size=224)))
+    assert len(sites) == 36
+    assert sum(sites.values()) == units
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_masked_weights_are_masked_activations(qkv_bias: bool):
+    """Queries after their bias, attention's output before proj, hidden neurons before fc2; values and gradients."""
+    model = vit(qkv_bias=qkv_bias)
+    masks = {site: torch.rand(size, requires_grad=True) for site, size in unit_sites(model).items()}
+    found = functional_call(model, masked_weights(model, masks), (images(),))
+    mine = torch.autograd.grad(found.square().sum(), list(masks.values()))
+    for i, block in enumerate(model.blocks):
+        qk, v, ff = (masks[f"blocks.{i}.{kind}"] for kind in ("qk", "v", "ff"))
+        block.attn.qkv.register_forward_hook(lambda module, x, y, qk=qk: torch.cat([y[..., :16] * qk, y[..., 16:]], -1))
+        block.attn.proj.register_forward_pre_hook(lambda module, x, v=v: (x[0] * v,))
+        block.mlp.fc2.register_forward_pre_hook(lambda module, x, ff=ff: (x[0] * ff,))
+    gated = model(images())
+    assert torch.allclose(found, gated, atol=1e-5)
+    for a, b in zip(mine, torch.autograd.grad(gated.square().sum(), list(masks.values())), strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_all_units_on_are_the_weights_themselves():
+    model = vit()
+    known = dict(model.named_parameters())
+    for name, tensor in masked_weights(model, some_units(model, 1.1)).items():
+        assert torch.equal(tensor, known[name])
+
+
+def test_cutting_unused_units_out_leaves_the_answers():
+    """Rows of fc1 and columns of fc2, and channels of values, which may be cut where nothing is added to what is cut."""
+    model = vit()
+    masks = some_units(model)
+    found = functional_call(model, masked_weights(model, masks), (images(),))
+    cut = copy.deepcopy(model)
+    cut.load_state_dict(model.state_dict() | masked_weights(model, masks))
+    for i, block in enumerate(cut.blocks):
+        left = masks[f"blocks.{i}.ff"]
+        block.mlp.fc1.weight.data, block.mlp.fc1.bias.data = block.mlp.fc1.weight[left].detach(), block.mlp.fc1.bias[left].detach()
+        block.mlp.fc2.weight.data = block.mlp.fc2.weight[:, left].detach()
+    assert cut.blocks[0].mlp.fc1.weight.shape[0] == int(masks["blocks.0.ff"].sum()) < 64
+    assert torch.allclose(cut(images()), found, atol=1e-5)
+
+
+def test_the_lock_of_a_weight_is_that_of_its_less_used_side():
+    """The reference's gate example: the factor on gradients is 1 - lock."""
+    lock = between(torch.tensor([1, 0]), torch.tensor([1, 0, 1]))
+    assert (1 - lock).tolist() == [[0, 1, 0], [1, 1, 1]]
+    assert between(torch.tensor([True, False]), torch.tensor([True, False, True])).tolist() == [[True, False, True], [False, False, False]]
+    assert between(torch.tensor([3, 0]), None).tolist() == [[3], [0]]
+    assert between(None, torch.tensor([3, 0])).tolist() == [[3, 0]]
+
+
+def test_locks_are_those_of_the_table():
+    model = vit()
+    used = {site: torch.zeros(size, dtype=torch.bool) for site, size in unit_sites(model).items()}
+    used["blocks.1.qk"][3], used["blocks.1.v"][5], used["blocks.1.ff"][7] = True, True, True
+    known = dict(model.named_parameters())
+    locked = {name: lock.expand(known[name].shape).nonzero().tolist() for name, lock in owned(model, used).items()}
+    rows = [3, 16 + 3, 32 + 5]
+    expected = {"attn.qkv.weight": [[r, j] for r in rows for j in range(16)], "attn.qkv.bias": [[r] for r in rows],
+                "attn.proj.weight": [[i, 5] for i in range(16)], "mlp.fc1.weight": [[7, j] for j in range(16)], "mlp.fc1.bias": [[7]],
+                "mlp.fc2.weight": [[i, 7] for i in range(16)]}
+    assert {name: entries for name, entries in locked.items() if entries} == {f"blocks.1.{name}": entries for name, entries in expected.items()}
+
+
+def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not():
+    """Bit for bit, and for every locked row and column: the table locks no entry too few and none that is not read."""
+    model = vit()
+    masks = some_units(model)
+    before = functional_call(model, masked_weights(model, masks), (images(),))
+    known = dict(model.named_parameters())
+    for name, lock in owned(model, masks).items():
+        held = lock.expand(known[name].shape)
+        kept = known[name].detach().clone()
+        known[name].data = torch.where(held, kept, torch.randn_like(kept) * 10)
+        assert torch.equal(functional_call(model, masked_weights(model, masks), (images(),)), before), name
+        for group in lock.flatten().nonzero()[:, 0].tolist()[:40]:
+            known[name].data = kept.clone()
+            entries = known[name].data if lock.ndim == 1 or lock.shape[1] == 1 else known[name].data.T
+            entries[group] += 1.0
+            if "qkv.bias" in name and 16 <= group < 32:
+                continue  # softmax does not see what a key's bias adds to all keys alike, up to rounding
+            assert not torch.equal(functional_call(model, masked_weights(model, masks), (images(),)), before), (name, group)
+        known[name].data = kept
+
+
+@pytest.mark.parametrize("options", [{"qk_norm": True}, {"scale_attn_norm": True}, {"scale_mlp_norm": True}])
+def test_a_block_whose_units_read_each_other_is_refused(options: dict[str, Any]):
+    with pytest.raises(UserError, match="block 0 of the backbone has no separate units"):
+        unit_sites(vit(**options))
+
+
+def test_a_fused_block_is_refused_before_anything_runs():
+    from timm.models.vision_transformer import ParallelScalingBlock
+
+    with pytest.raises(UserError, match="use a plain timm ViT"):
+        Hat.fits(HatSettings(), vit(block_fn=ParallelScalingBlock))
+    with pytest.raises(UserError, match="backbone is a Sequential"):
+        Hat.fits(HatSettings(), nn.Sequential())
+    Hat.fits(HatSettings(), vit())
+
+
+# ---- the annealed sigmoid ------------------------------------------------------------------------------------------------
+def test_the_mask_becomes_a_step_as_the_scale_grows_and_is_a_half_at_scale_zero():
+    e = torch.tensor([-2.0, -0.1, 0.1, 3.0])
+    mask = AnnealedSigmoid(e, s_max=400)
+    assert mask.sample(0.0).tolist() == [0.5] * 4
+    assert torch.allclose(mask.sample(1e4), (e > 0).float())
+    assert mask.hard().tolist() == [False, False, True, True]
+    assert not AnnealedSigmoid(torch.zeros(1), 400).hard(), "a unit at 0 is off"
+
+
+def test_a_soft_mask_leaks():
+    """Why test, lock and R of finished tasks use hard masks."""
+    soft = AnnealedSigmoid(torch.tensor([0.01, 0.005, 0.001]), 400).sample(400.0)
+    assert torch.allclose(soft, torch.tensor([0.982, 0.881, 0.599]), atol=5e-4)
+
+
+def slopes(e: Tensor, scale: float, s_max: float, compensation: Any) -> Tensor:
+    mask = AnnealedSigmoid(e, s_max, compensation)
+    mask.sample(scale).sum().backward()
+    assert mask.embedding.grad is not None
+    return mask.embedding.grad
+
+
+def test_compensated_gradients_of_the_worked_example():
+    e = torch.tensor([0.1, -0.1])
+    assert torch.allclose(slopes(e, 400.0, 400.0, "exact"), torch.tensor([99.75, 99.75]), atol=5e-3)
+    official = slopes(e, 400.0, 400.0, "official")
+    assert official[0] == 0, "saturated in fp32"
+    assert math.isclose(float(official[1]), 99.75, abs_tol=5e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0025, 1.0, 7.0])
+def test_official_and_exact_compensation_agree_where_nothing_saturates(scale: float):
+    e = torch.linspace(-9.9, 9.9, 67) / max(scale, 1.65)
+    assert torch.allclose(slopes(e, scale, 400.0, "official"), slopes(e, scale, 400.0, "exact"), rtol=1e-2)
+
+
+def test_compensation_is_the_papers_formula():
+    """q' = s_max (cosh(s e) + 1) / (s (cosh(e) + 1)) q, in float64."""
+    e = torch.linspace(-3, 3, 13, dtype=torch.float64).requires_grad_()
+    scale, s_max = 5.0, 400.0
+    torch.sigmoid(scale * e).sum().backward()
+    assert e.grad is not None
+    paper = s_max * (torch.cosh(scale * e) + 1) / (scale * (torch.cosh(e) + 1)) * e.grad
+    assert torch.allclose(slopes(e.detach().float(), scale, s_max, "exact").double(), paper.detach(), rtol=1e-4)
+
+
+def test_beyond_the_clamp_no_gradient_is_left():
+    assert slopes(torch.tensor([0.124, 0.126, -0.126]), 400.0, 400.0, "exact")[1:].tolist() == [0, 0]
+    assert slopes(torch.tensor([0.124]), 400.0, 400.0, "exact") > 0
+
+
+def test_embeddings_are_clamped():
+    mask = AnnealedSigmoid(torch.tensor([-7.0, 5.0, 9.0]), 400)
+    mask.clamp()
+    assert mask.embedding.tolist() == [-6, 5, 6]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "official"])
+def test_the_scale_rises_from_its_inverse(schedule: Any):
+    scales = [annealed(step, 100, 400.0, schedule) for step in range(100)]
+    assert scales[0] == 1 / 400
+    assert scales == sorted(scales)
+    assert math.isclose(scales[-1], 400.0 if schedule == "linear" else 396.0, abs_tol=1e-3)
+
+
+def test_the_other_schedules_and_an_epoch_of_one_step():
+    assert [round(annealed(step, 5, 100.0, "cosine", 1.0), 1) for step in range(5)] == [100, 50.5, 1, 50.5, 100]
+    assert annealed(0, 3, 100.0, "linear", 1.0) == 1.0
+    assert annealed(0, 1, 400.0) == annealed(0, 1, 400.0, "cosine") == 400.0
+
+
+def test_where_embeddings_start():
+    def start(how: Any, tasks: int = 10) -> Tensor:
+        return start_of((50_000,), how, torch.Generator().manual_seed(0), tasks)
+
+    assert start("dense").unique().tolist() == [1]
+    assert 0 < float(start("uniform").min()) < float(start("uniform").max()) <= 2
+    assert math.isclose(float(start("uniform").mean()), 1, abs_tol=0.01)
+    assert math.isclose(float((start("normal") > 0).float().mean()), 0.5, abs_tol=0.01)
+    for tasks in (2, 5, 20):  # T p (1 - p)^(T - 1) is largest at p = 1 / T
+        assert math.isclose(float((start("sparse", tasks) > 0).float().mean()), 1 / tasks, abs_tol=0.01)
+    assert math.isclose(float(start("sparse").std()), 1, abs_tol=0.01)
+
+
+# ---- R -------------------------------------------------------------------------------------------------------------------
+def test_r_of_the_worked_example():
+    past = torch.tensor([True, False, False, False])
+    assert newly_used([torch.tensor([1, 1, 0, 0.5])], [past]) == 0.5
+    assert newly_used([torch.rand(4)], [torch.ones(4, dtype=torch.bool)]) == 0
+
+
+def test_r_is_one_ratio_over_all_sites_and_the_mean_of_the_masks_at_first():
+    one, two = torch.rand(3, requires_grad=True), torch.rand(9)
+    found = newly_used([one, two], [torch.zeros(3, dtype=torch.bool), torch.zeros(9, dtype=torch.bool)])
+    assert torch.isclose(found, torch.cat([one, two]).mean())
+    found.backward()
+    assert torch.allclose(one.grad, torch.full((3,), 1 / 12))  # type: ignore[arg-type]

@@ -1,0 +1,270 @@
+"""WSN: what a task selects, what the union of earlier selections locks, and what is stored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workers import optim
+from workers.data.draw import Draw
+from workers.job import BackboneSettings, Task, TrainSettings
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.wsn import Wsn, WsnSettings
+from workers.model.protect import Protector
+from workers.model.vit import build, digest_of
+from workers.taskstate import Carried, TaskState, unpack
+
+TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
+TASKS = [Task(name, "card", "", tuple(f"{name}{i}" for i in range(2 + place))) for place, name in enumerate(("one", "two", "three"))]
+ONE, TWO, THREE = TASKS
+OPTIMIZERS = {"sgd": TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.05),
+              "adam": TrainSettings(lr=1e-2, weight_decay=0.0), "adamw": TrainSettings(lr=1e-2, weight_decay=0.05)}
+OF_ANY = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+STEPS = 4
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    model = build(TINY)
+    for p in model.parameters():  # timm starts biases at zero and norms at one, where a change of them would show less
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+BACKBONE = vit()
+
+
+def wsn(**settings: Any) -> Wsn:
+    torch.manual_seed(2)
+    return Wsn(copy.deepcopy(BACKBONE), WsnSettings(**{"mask_lr": 2e-2, **settings}), seed=1)
+
+
+def images(count: int = 6) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def batch(task: Task, step: int) -> Batch:
+    rows = torch.arange(6)
+    return Batch(images() + step, rows % task.num_classes, torch.zeros(6, dtype=torch.long), Draw(7, 0, step, rows, 6, torch.device("cpu")))
+
+
+def training(method: Wsn, task: Task, carried: Carried | None, optimizer: str = "adamw") -> Iterator[int]:
+    """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and at 2 i + 1."""
+    train = OPTIMIZERS[optimizer]
+    groups = method.begin(task, "train", carried, Rates(train.lr, train.weight_decay, 6, float(STEPS)), (task,))
+    if optimizer == "sgd":  # scores have small gradients, and the default rate is for adamw
+        next(group for group in groups if group["name"] == "masks")["lr"] = 10.0
+    trained = {id(p) for group in groups for p in group["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained)
+    going = optim.build(groups, train)
+    for step in range(STEPS):
+        going.zero_grad(set_to_none=True)
+        method.loss(batch(task, step), Progress(0, step, 1, STEPS))[0].backward()
+        method.after_backward()
+        yield 2 * step
+        going.step()
+        method.after_step(Progress(0, step, 1, STEPS))
+        yield 2 * step + 1
+
+
+def stream(tasks: list[Task], optimizer: str = "adamw", **settings: Any) -> tuple[list[TaskState], list[Carried]]:
+    states: list[TaskState] = []
+    carried: list[Carried] = []
+    for task in tasks:
+        method = wsn(**settings)
+        for _ in training(method, task, carried[-1] if carried else None, optimizer):
+            pass
+        state, handed = method.finish()
+        states.append(TaskState.from_bytes(state.to_bytes()))
+        carried.append(Carried.from_bytes(handed.to_bytes()))
+    return states, carried
+
+
+def served(states: list[TaskState], carried: Carried) -> Wsn:
+    method = wsn()
+    for state in states:
+        method.load(state)
+    method.attach(carried)
+    return method
+
+
+@torch.no_grad()
+def answers(method: Wsn, task: Task) -> Tensor:
+    return method.eval().logits(images(), task.name).clone()
+
+
+# ---- what is selected --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
+def test_a_task_uses_exactly_its_share_of_every_layer(density: float):
+    (state,), _ = stream([ONE], density=density)
+    assert state.masks.keys() == wsn().sites.keys()
+    for mask in state.masks.values():
+        assert int(mask.sum()) == mask.numel() - int((1 - density) * mask.numel())
+
+
+def test_training_starts_from_the_largest_weights():
+    method = wsn()
+    next(training(method, ONE, None))
+    for site, weight in method.sites.items():
+        mask = method.hard()[site]
+        assert weight[~mask].abs().max() <= weight[mask].abs().min()
+
+
+def test_random_scores_are_drawn_anew_for_a_task_and_are_the_same_for_a_seed():
+    found = []
+    for task in (ONE, ONE, TWO):
+        method = wsn(start="random")
+        next(training(method, ONE, None))
+        if task is TWO:
+            next(training(method, TWO, method.finish()[1]))
+        found.append(method.hard())
+    first, again, later = found
+    for site, mask in first.items():
+        assert torch.equal(mask, again[site])
+        assert not torch.equal(mask, later[site])
+
+
+@pytest.mark.parametrize("start", ["magnitude", "random"])
+def test_weights_and_scores_have_the_gradients_of_their_product(start: str):
+    """dW = m .* g where nothing is locked, d|s| = W .* g, also for scores of entries that are not selected."""
+    method = wsn(start=start)
+    for _ in training(method, ONE, None):
+        break
+    effective = {site: method.effective[f"{site}.weight"] for site in method.sites}
+    for site, weight in method.sites.items():
+        mask, scores = method.masks[site].hard(), method.masks[site].scores  # type: ignore[operator]
+        assert torch.equal(effective[site], weight * mask)
+        assert isinstance(scores, nn.Parameter)
+        assert weight.grad is not None
+        assert scores.grad is not None
+        assert not bool(weight.grad[~mask].any())
+        assert torch.allclose(scores.grad[mask], (scores.sign() * weight * weight.grad)[mask])
+        assert bool(scores.grad[~mask].any())
+
+
+def test_weights_and_scores_are_trained_together_and_nothing_else_of_the_backbone():
+    method = wsn()
+    for at in training(method, ONE, None):
+        if at == 0:
+            start = method.hard()
+    before, now = BACKBONE.state_dict(), method.backbone.state_dict()
+    moved = {name for name, t in now.items() if not torch.equal(t, before[name])}
+    assert moved == {f"{site}.weight" for site in method.sites}
+    assert any(not torch.equal(mask, start[site]) for site, mask in method.hard().items())
+
+
+# ---- what stays --------------------------------------------------------------------------------------------------------
+def forgotten(optimizer: str) -> list[str]:
+    """Tasks of a stream of three whose answers moved after any later task."""
+    states, carried = stream(TASKS, optimizer)
+    right = [answers(served(states[: at + 1], carried[at]), task) for at, task in enumerate(TASKS)]
+    late = [(at, answers(served(states[: after + 1], carried[after]), TASKS[at])) for after in (1, 2) for at in range(after)]
+    return [TASKS[at].name for at, found in late if not torch.equal(found, right[at])]
+
+
+@OF_ANY
+def test_old_answers_stay_to_the_bit_after_every_later_task(optimizer: str):
+    assert forgotten(optimizer) == []
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_without_restoring_weight_decay_makes_it_forget(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Protector, "restore", lambda self: None)
+    assert forgotten(optimizer)
+
+
+@OF_ANY
+def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Protector, "restore", lambda self: None)
+    monkeypatch.setattr(Protector, "gate", lambda self: None)
+    assert forgotten(optimizer)
+
+
+def gradients_stay_outside(carried: Carried) -> bool:
+    """Clipping sees no gradient of what an earlier task uses."""
+    method = wsn()
+    return not any(bool(weight.grad[method.union[site]].any()) for at in training(method, TWO, carried) if at % 2 == 0
+                   for site, weight in method.sites.items() if weight.grad is not None)
+
+
+def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPatch):
+    _, (first,) = stream([ONE])
+    assert gradients_stay_outside(first)
+    monkeypatch.setattr(Protector, "gate", lambda self: None)
+    assert not gradients_stay_outside(first)
+
+
+@OF_ANY
+def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_others(optimizer: str):
+    (one,), (first,) = stream([ONE], optimizer)
+    method = wsn()
+    for at in training(method, TWO, first, optimizer):
+        for site, weight in method.sites.items() if at % 2 else ():
+            old, mask = first.tensors[f"weights/{site}"], one.masks[site]
+            assert torch.equal(weight[mask], old[mask])
+            assert not torch.equal(weight, old)
+    found = method.measures()
+    assert found["density"] == pytest.approx(0.5, abs=2e-3)
+    assert 0 < found["reused"] < found["density"] < found["used"] < 1
+    assert found["used"] == pytest.approx(0.5 + found["density"] - found["reused"], abs=2e-3)
+
+
+def test_a_task_that_finds_nothing_free_to_use_is_told_of():
+    (one,), (first,) = stream([ONE])
+    method = wsn(mask_lr=1e-9)
+    with torch.no_grad():
+        for site, mask in one.masks.items():
+            first.tensors[f"weights/{site}"][~mask] = 0  # so that |W| chooses what the task before chose
+    for _ in training(method, TWO, first):
+        pass
+    assert "all weights that it uses belong to earlier tasks" in method.warnings()[0]
+    method = wsn()
+    assert method.warnings() == []
+    for _ in training(method, TWO, stream([ONE])[1][0]):
+        pass
+    assert method.warnings() == []
+
+
+def test_the_union_grows_by_what_each_task_selects():
+    states, carried = stream(TASKS)
+    shapes = {site: tuple(weight.shape) for site, weight in wsn().sites.items()}
+    unions = [{site: unpack(handed.tensors[f"union/{site}"], shape) for site, shape in shapes.items()} for handed in carried]
+    for site in shapes:
+        assert torch.equal(unions[0][site], states[0].masks[site])
+        for (before, after), state in zip(pairwise(unions), states[1:], strict=True):
+            assert torch.equal(after[site], before[site] | state.masks[site])
+
+
+def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone():
+    (one,), (first,) = stream([ONE])
+    before, method = first.to_bytes(), wsn()
+    method.load(one)
+    for _ in training(method, TWO, first):
+        pass
+    assert first.to_bytes() == before
+    assert torch.equal(answers(method, ONE), answers(served([one], first), ONE)), "it is even served from the middle of training"
+
+
+def test_serving_writes_nothing_into_the_weights():
+    states, carried = stream([ONE, TWO])
+    method = served(states, carried[-1])
+    before = digest_of(method.backbone)
+    assert torch.equal(answers(method, ONE), answers(served(states[:1], carried[0]), ONE))
+    assert digest_of(method.backbone) == before
+
+
+# ---- what is stored ----------------------------------------------------------------------------------------------------
+def test_sizes_are_those_of_the_reference():
+    """A bit per weight and the head for a task, 5,455,872 bits on DeiT-Ti; weights and a bit each are carried."""
+    method = Wsn(build(BackboneSettings(options={"weight_init": "skip"})), WsnSettings(), seed=0)
+    method.begin(ONE, "train", None, Rates(1e-3, 0.05, 8, 10.0), (ONE,))
+    state, carried = method.finish()
+    assert state.sizes() == {"masks": 5_455_872 // 8, "tokens": 0, "head": 4 * 2 * (192 + 1), "copies": 0}
+    assert sum(t.numel() * t.element_size() for t in carried.tensors.values()) == 5_455_872 * 4 + 5_455_872 // 8

@@ -1,0 +1,392 @@
+"""APD: weights as a shared part, scaled per task and output feature, plus a sparse part of each task's own; both go on learning.
+
+Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, ICLR 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.errors import UserError
+from workers.job import DataSettings, Task, TrainSettings
+from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
+from workers.model.weights import Copies, norm_names, weight_sites
+from workers.taskstate import Carried, TaskState, pack, unpack
+
+ROUNDS = 100  # of k-means, which ends far earlier
+
+
+class ApdSettings(MethodSettings):
+    lambda1: NonNegativeFloat = Field(4e-4, description="price of |tau|; also the size up to which an entry of tau becomes zero")
+    lambda2: PositiveFloat = Field(100.0, description="weight of what holds the earlier tasks' weights where they are")
+    retro: Literal["train", "frozen_tau"] = Field("train", description="whether the tau of earlier tasks follow when sigma moves, or stay")
+    zeros: Literal["threshold", "proximal"] = Field("threshold", description="where zeros of tau come from: cut at the end of a task, or kept in every step")
+    tau_start: Literal["zero", "sigma"] = Field("zero", description="where tau starts; sigma: as the released code")
+    v_start: float = Field(4.0, description="where v starts: M = sigmoid(v)")
+    copies: bool = Field(True, description="train norms and biases, in a copy for each task")
+    consolidate_every: NonNegativeInt = Field(5, description="K: tasks from one consolidation to the next; 0 for none")
+    clusters: PositiveInt = Field(2, description="k0: clusters of tasks at the first consolidation; each later one has k0 more")
+    gap: NonNegativeFloat = Field(1e-2, description="entries of tau that differ by at most this within a cluster become one shared value")
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The nonzero entries of a tensor: `values` in order, and where they are. `at`: int32 positions in the flat tensor, or
+    `bits`: one bit for each entry, whichever needs less (bits from 1 in 32 entries on)."""
+
+    values: Tensor
+    where: Tensor
+    kind: Literal["at", "bits"]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Sparse:
+        flat = tensor.detach().flatten()
+        used = flat != 0
+        at = used.nonzero().squeeze(1)
+        dense = 4 * len(at) >= (flat.numel() + 7) // 8
+        return cls(flat[at].cpu(), pack(used) if dense else at.to(torch.int32).cpu(), "bits" if dense else "at")
+
+    def support(self, shape: tuple[int, ...]) -> Tensor:
+        """Boolean: True where the tensor is not zero."""
+        if self.kind == "bits":
+            return unpack(self.where, shape)
+        return torch.zeros(shape, dtype=torch.bool).flatten().index_fill_(0, self.where.long(), True).view(shape)
+
+    def dense(self, like: Tensor) -> Tensor:
+        """The tensor again, of the shape and on the device of `like`."""
+        support = self.support(tuple(like.shape)).to(like.device)
+        return torch.zeros_like(like, dtype=torch.float32).masked_scatter_(support, self.values.to(like.device))
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """Copies of the parts, by name; the inverse of `sparse_parts`."""
+        return {f"{prefix}/values": self.values.clone(), f"{prefix}/{self.kind}": self.where.clone()}
+
+
+def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
+    """(owner, site, tensor) of everything below `KIND/OWNER/SITE` among the tensors of a carried state."""
+    for name, values in tensors.items():
+        if name.startswith(f"{kind}/") and name.endswith("/values"):
+            prefix = name.removesuffix("/values")
+            owner, site = prefix.split("/", 1)[1].rsplit("/", 1)
+            form: Literal["at", "bits"] = "at" if f"{prefix}/at" in tensors else "bits"
+            yield owner, site, Sparse(values, tensors[f"{prefix}/{form}"], form)
+
+
+class Apd(Method):
+    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of the blocks, M_t = sigmoid(v_t) one number per output feature,
+    tau_t sparse. sigma learns at every task, so that old answers move, and
+
+        lambda1 sum_{i<=t} |tau_i|_1 + lambda2 sum_{i<t} 1/2 |theta_i* - (sigma .* M_i + tau_i)|^2
+
+    beside the cross-entropy keeps them near (theta_i*: what task i had when task t began). A task's state holds what stays: v_t,
+    norms, biases, head. What later tasks change is carried: sigma, and for each task tau_i as values and positions.
+
+    Where it differs from the reference code, and why:
+    - The tau of earlier tasks are in no other term, so their best values for a given sigma are known: soft(theta_i* - sigma .* M_i,
+      lambda1 / lambda2). They are put in (`retro: train`) instead of being trained. What is left of the two terms is Huber's function
+      of theta_i* - sigma .* M_i: the same minimum, with one tensor per task in memory instead of five, zeros that are exact, and
+      a gradient that stays bounded by lambda1 whatever lambda2 is. In one task theta_i moves by lambda1 / lambda2 at most, and
+      where `zeros: threshold` cuts an entry, by lambda1 more.
+    - v of earlier tasks are fixed, which the code intends and does not do. Weight decay is the optimizer's: on v_t, tau_t and the
+      head, and on sigma at the first task.
+    - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone itself.
+    - `zeros: proximal` holds an entry of tau_t at zero until the gradient there exceeds lambda1, and stops at zero what would
+      change its sign: what is trained is then what is stored.
+    - Consolidation shares an entry only where at least two tasks of the cluster have one: for one alone there is nothing to save.
+      Shared values are constants from then on; what is trained is sigma, and what each tau has left.
+    """
+
+    name = "apd"
+    paper = "Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, ICLR 2020"
+    needs_vit = True
+    carries = ("sigma", "tau")
+    steps = (Step("train"), Step("consolidate", trains=False))
+    needs_states = True  # the v of earlier tasks
+    forgets = True
+    Settings = ApdSettings
+    settings: ApdSettings
+
+    @classmethod
+    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+        assert isinstance(settings, ApdSettings)
+        if settings.retro == "frozen_tau" and train.optimizer == "sgd" and train.lr * settings.lambda2 >= 2:
+            raise UserError(f"retro is 'frozen_tau' with train.optimizer 'sgd' and train.lr * lambda2 = {train.lr * settings.lambda2:g}: a step would "
+                            "overshoot what holds sigma; keep the product below 2, or use adamw or retro 'train'")
+
+    @classmethod
+    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+        """Every K-th task ends with a consolidation; the base task stays with the backbone as it is."""
+        assert isinstance(settings, ApdSettings)
+        every = settings.consolidate_every
+        return cls.steps[: 2 if every and (position + 1) % every == 0 else 1] if position >= 0 else ()
+
+    def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.sites = {site: weight for site, weight in weight_sites(backbone).items() if site.startswith("blocks.")}
+        self.sigma: dict[str, Tensor] = {}  # by site: attached, or the parameters in training
+        self.tau: dict[str, dict[str, Sparse]] = {}  # task -> site -> tau as the last stage left it, in stream order
+        self.shared: dict[str, dict[tuple[str, ...], Sparse]] = {}  # site -> tasks of a cluster -> their shared values
+        self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> v by site, copies by parameter name
+        self.step = ""  # in which the method is; none while it only serves
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        if carried is not None:
+            self.attach(carried)
+        if step == "consolidate":
+            assert carried is not None
+            self.task = task
+            own = {kind: _below(carried.tensors, f"own/{kind}/") for kind in ("head", "copies")}
+            self.load(TaskState(task.name, task.classes, self.name, self.backbone_digest, **own))
+            self.consolidate()
+            return []
+        groups = super().begin(task, step, carried, rates, tasks)
+        s, device, self.step = self.settings, next(self.backbone.parameters()).device, step
+        self.loaded.pop(task.name, None)
+        self.tau.pop(task.name, None)
+        first = not self.sigma
+        scale = torch.tensor(s.v_start).sigmoid()
+        # What does not change in this task: sigma*, and of each earlier task tau* and M as a column. Carried or loaded, so no checkpoint needs them.
+        self.start = {site: (w.detach() / scale if first else self.sigma[site]).to(device) for site, w in self.sites.items()}
+        self.before = {old: {site: tau.dense(self.start[site]) for site, tau in taus.items()} for old, taus in self.tau.items()}
+        self.rows = {old: {site: self.loaded[old][f"{site}.v"].to(device).sigmoid()[:, None] for site in self.sites} for old in self.tau}
+        sigma = {site: nn.Parameter(t.clone()) for site, t in self.start.items()}
+        self.own_v = {site: nn.Parameter(torch.full((len(t),), s.v_start, device=device)) for site, t in self.start.items()}
+        self.own_tau = {site: nn.Parameter(t.clone() if s.tau_start == "sigma" else torch.zeros_like(t)) for site, t in self.start.items()}
+        self.orthant: dict[str, Tensor] = {}  # between `after_backward` and `after_step`: the sign that an entry may have
+        self.own_copies = Copies(self.backbone, copied_names(self.backbone, list(self.sites)) if s.copies else [])
+        self.parts = nn.ParameterList([*sigma.values(), *self.own_v.values(), *self.own_tau.values()])  # dicts are not registered
+        self.sigma = dict(sigma)
+        return [*groups, {"name": "sigma", "params": [*sigma.values()], "weight_decay": rates.weight_decay if first else 0.0},
+                {"name": "v", "params": [*self.own_v.values()]}, {"name": "tau", "params": [*self.own_tau.values()]},
+                {"name": "copies", "params": [*self.own_copies.values], "weight_decay": 0.0}]
+
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        found = [Decomposed.apply(self.sigma[site], self.own_v[site], self.own_tau[site], *self.anchor(site)) for site in self.sites]
+        theta, sizes, anchors = zip(*found, strict=True)
+        self.penalties = {"sparsity": self.settings.lambda1 * torch.stack(sizes).sum(), "anchor": torch.stack(anchors).sum()}
+        return dict(zip((f"{site}.weight" for site in self.sites), theta, strict=True)) | self.own_copies.tensors()
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        """CE + lambda1 |tau_t|_1 + what `anchor` says of earlier tasks."""
+        ce, terms = super().loss(batch, progress)
+        return ce + sum(self.penalties.values()), terms | {name: p.detach() for name, p in self.penalties.items()}
+
+    @torch.no_grad()
+    def anchor(self, site: str) -> tuple[Tensor, Tensor | None]:
+        """What holds the earlier tasks' weights at a site, and its gradient for sigma. With d = sigma - sigma*, task i would need
+        a = tau_i* - d .* M_i to keep theta_i*. retro train: tau_i is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| +
+        lambda2 / 2 (a - tau_i)^2 = lambda2 (c a - c^2 / 2), c = a clipped at lambda1 / lambda2. frozen_tau: lambda2 / 2 (d .* M_i)^2."""
+        weight, limit = self.settings.lambda2, self.settings.lambda1 / self.settings.lambda2
+        if not self.rows:
+            return self.start[site].new_zeros(()), None
+        drift = torch.sub(self.sigma[site], self.start[site])
+        if self.settings.retro == "frozen_tau":
+            rows = sum((m[site].square() for m in self.rows.values()), torch.zeros_like(drift[:, :1]))
+            gradient = drift * (weight * rows)
+            return torch.dot(gradient.flatten(), drift.flatten()) / 2, gradient
+        value, gradient = drift.new_zeros(()), torch.zeros_like(drift)
+        for old, m in self.rows.items():
+            needed = torch.addcmul(self.before[old][site], drift, m[site], value=-1)
+            clipped = needed.clamp(-limit, limit)
+            value += torch.dot(clipped.flatten(), needed.flatten()) - torch.dot(clipped.flatten(), clipped.flatten()) / 2
+            gradient.addcmul_(clipped, m[site], value=-weight)
+        return value * weight, gradient
+
+    def after_backward(self) -> None:
+        if self.settings.zeros == "proximal":
+            for site, tau in self.own_tau.items():
+                assert tau.grad is not None
+                still = tau.detach() == 0
+                torch.where(still, F.softshrink(tau.grad, self.settings.lambda1), tau.grad, out=tau.grad)
+                self.orthant[site] = torch.where(still, -tau.grad, tau.detach()).sign()
+
+    @torch.no_grad()
+    def after_step(self, progress: Progress) -> None:
+        for site, orthant in self.orthant.items():
+            self.own_tau[site].masked_fill_(self.own_tau[site] * orthant <= 0, 0.0)
+
+    @torch.no_grad()
+    def tau_of(self, task: str, site: str) -> Tensor:
+        """tau of a task at a site as it would be stored now: of the one in training without its small entries, of earlier ones
+        what retro training makes of it."""
+        if not self.step or (task != self.task_name and self.settings.retro == "frozen_tau"):
+            return self.tau[task][site].dense(self.sites[site])
+        if task == self.task_name:
+            return self.with_zeros(self.own_tau[site].detach())
+        needed = torch.addcmul(self.before[task][site], self.sigma[site] - self.start[site], self.rows[task][site], value=-1)
+        return self.with_zeros(F.softshrink(needed, self.settings.lambda1 / self.settings.lambda2))
+
+    def with_zeros(self, tau: Tensor) -> Tensor:
+        return tau.masked_fill(tau.abs() <= self.settings.lambda1, 0.0) if self.settings.zeros == "threshold" else tau
+
+    @property
+    def task_name(self) -> str | None:
+        return None if self.task is None else self.task.name
+
+    @torch.no_grad()
+    def measures(self) -> dict[str, float]:
+        """The share of zeros in tau, and how far all earlier tasks' weights have moved in this task, relative to their size."""
+        taus = [self.tau_of(str(self.task_name), site) for site in self.sites]
+        found = {"tau_zeros": 1 - sum(int(t.count_nonzero()) for t in taus) / sum(t.numel() for t in taus)}
+        moved = size = torch.zeros((), dtype=torch.float64)
+        for old, site in ((old, site) for old in self.before for site in self.sites):
+            m = self.rows[old][site]
+            then = torch.addcmul(self.before[old][site], self.start[site], m)
+            moved = moved + (torch.addcmul(self.tau_of(old, site), self.sigma[site], m) - then).square().sum().double().cpu()
+            size = size + then.square().sum().double().cpu()
+        return found | ({"drift": float((moved / size).sqrt())} if self.before else {})
+
+    def warnings(self) -> list[str]:
+        if self.step and self.measures()["tau_zeros"] == 1:
+            return [f"task {self.task_name!r}: its tau is zero everywhere, so that it has only scales and copies of its own; lower lambda1, or train "
+                    "for more steps"]
+        return []
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        """Before a consolidation, the task's own state goes along: that step leaves it behind."""
+        assert self.task is not None
+        if not self.step:
+            return self.state(copies=dict(self.loaded[self.task.name])), self.carried()
+        for task in [*self.tau, self.task.name]:
+            self.tau[task] = {site: Sparse.of(self.tau_of(task, site)) for site in self.sites}
+        state, carried = self.state(copies={name: t.clone() for name, t in self.own_parts().items()}), self.carried()
+        if len(self.planned(self.settings, sum(t.role != "base" for t in self.stream) - 1)) > 1:
+            carried.tensors |= {f"own/{kind}/{name}": t.clone() for kind in ("head", "copies") for name, t in getattr(state, kind).items()}
+        return state, carried
+
+    def own_parts(self) -> dict[str, Tensor]:
+        """v and copies of the task in training, under the names of its state."""
+        parts = {f"{site}.v": v for site, v in self.own_v.items()} | self.own_copies.tensors()
+        return {name: t.detach() for name, t in parts.items()}
+
+    def carried(self) -> Carried:
+        """`sigma/SITE`; `tau/TASK/SITE` and `shared/NUMBER/SITE` as sparse tensors; in meta the tasks in order, and who shares."""
+        tensors = {f"sigma/{site}": t.detach().clone() for site, t in self.sigma.items()}
+        for task, taus in self.tau.items():
+            for site, tau in taus.items():
+                tensors |= tau.named(f"tau/{task}/{site}")
+        for site, clusters in self.shared.items():
+            for number, values in enumerate(clusters.values()):
+                tensors |= values.named(f"shared/{number}/{site}")
+        return Carried(tensors, {"tasks": [*self.tau], "clusters": {site: [[*tasks] for tasks in clusters] for site, clusters in self.shared.items()}})
+
+    # ---- consolidation -----------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def consolidate(self) -> None:
+        """Per site: tasks with similar tau (what they share already counted in) form a cluster; where its largest and its smallest
+        value are at most `gap` apart, all members take the middle from one shared tensor, and their own tau is zero."""
+        count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
+        for site in self.sites:
+            full = torch.stack([self.tau_of(task, site) + self.shared_of(task, site) for task in self.tau])
+            labels, tasks, self.shared[site] = cluster(full.flatten(1).double(), count), [*self.tau], {}
+            for label in sorted(set(labels)):
+                members = [i for i, found in enumerate(labels) if found == label]
+                mine = full[members]
+                high, low = mine.amax(0), mine.amin(0)
+                same = (high - low <= self.settings.gap) & (mine.count_nonzero(0) > 1)
+                if bool(same.any()):
+                    self.shared[site][tuple(tasks[i] for i in members)] = Sparse.of(torch.where(same, (high + low) / 2, 0.0))
+                for i in members:
+                    self.tau[tasks[i]][site] = Sparse.of(full[i].masked_fill(same, 0.0))
+
+    def shared_of(self, task: str, site: str) -> Tensor:
+        """What a task has at a site from its cluster."""
+        parts = (values.dense(self.sites[site]) for tasks, values in self.shared.get(site, {}).items() if task in tasks)
+        return next(parts, torch.zeros_like(self.sites[site]))
+
+    # ---- serving -----------------------------------------------------------------------------------------------------
+    def attach(self, carried: Carried) -> None:
+        super().attach(carried)
+        self.step, self.sigma = "", _below(carried.tensors, "sigma/")
+        self.tau = {task: {} for task in carried.meta["tasks"]}
+        for task, site, tau in sparse_parts(carried.tensors, "tau"):
+            self.tau[task][site] = tau
+        shared = {(site, int(number)): values for number, site, values in sparse_parts(carried.tensors, "shared")}
+        self.shared = {site: {tuple(tasks): shared[site, number] for number, tasks in enumerate(clusters)}
+                       for site, clusters in carried.meta["clusters"].items()}
+
+    def load(self, state: TaskState) -> None:
+        """Keeps v and copies of the task. A base task has none: it is served by the backbone."""
+        super().load(state)
+        for site, weight in self.sites.items() if state.copies else ():
+            found = tuple(state.copies[f"{site}.v"].shape) if f"{site}.v" in state.copies else None
+            if found != (len(weight),):
+                raise UserError(f"task {state.task!r}: its state has scales {site}.v of shape {found}, this backbone has {len(weight)} output features "
+                                "there; use the backbone of its run")
+        self.loaded[state.task] = dict(state.copies)
+
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        """sigma .* M_i + tau_i with sigma and tau as they stand now."""
+        parts = self.loaded[task] if task in self.loaded else self.own_parts()
+        if not parts:
+            return {}
+        device = next(self.backbone.parameters()).device
+        copies = {name: t.to(device) for name, t in parts.items() if not name.endswith(".v")}
+        for site in self.sites:
+            m = parts[f"{site}.v"].to(device).sigmoid()[:, None]
+            added = self.tau_of(task, site) + self.shared_of(task, site)
+            copies[f"{site}.weight"] = torch.addcmul(added, self.sigma[site].to(device), m)
+        return copies
+
+    @classmethod
+    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+        """Where the task's own tau is not zero."""
+        return {site: tau.support(tuple(carried.tensors[f"sigma/{site}"].shape))
+                for task, site, tau in sparse_parts(carried.tensors, "tau") if task == state.task}
+
+
+class Decomposed(torch.autograd.Function):
+    """sigma (o, i), v (o,), tau (o, i) -> sigma .* sigmoid(v) + tau; |tau|_1; and a scalar function of sigma whose value and gradient
+    (None: none) are known already. All in one, since every pass over (o, i) costs about as much as the optimizer does."""
+
+    @staticmethod
+    def forward(ctx: Any, sigma: Tensor, v: Tensor, tau: Tensor, value: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        m = v.sigmoid()[:, None]
+        ctx.save_for_backward(sigma, m, tau, gradient)
+        return torch.addcmul(tau, sigma, m), tau.abs().sum(), value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, into_theta: Tensor, into_size: Tensor, into_value: Tensor) -> tuple[Tensor | None, ...]:
+        sigma, m, tau, gradient = ctx.saved_tensors
+        into_sigma = into_theta * m if gradient is None else torch.addcmul(gradient * into_value, into_theta, m)
+        into_m = torch.linalg.vecdot(into_theta, sigma)
+        into_tau = tau.sign().mul_(into_size).add_(into_theta)
+        return into_sigma, into_m * (m * (1 - m)).squeeze(1), into_tau, None, None
+
+
+def cluster(points: Tensor, count: int) -> list[int]:
+    """k-means of points (n, d) -> the cluster of each. The first point is the first centre, each further one is the point farthest
+    from those before; among equals the first is taken, so that the same points always give the same clusters."""
+    def distances(centres: Tensor) -> Tensor:
+        return torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")
+
+    chosen = [0]
+    while len(chosen) < min(count, len(points)):
+        chosen.append(int(distances(points[chosen]).amin(1).argmax()))
+    centres, labels = points[chosen], torch.full((len(points),), -1)
+    for _ in range(ROUNDS):
+        nearest = distances(centres).argmin(1).cpu()
+        if torch.equal(nearest, labels):
+            break
+        labels = nearest
+        centres = torch.stack([points[labels == j].mean(0) if bool((labels == j).any()) else c for j, c in enumerate(centres)])
+    return labels.tolist()
+
+
+def copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
+    """Parameters that each task has a copy of: norms, and the biases of `sites`."""
+    known = dict(backbone.named_parameters())
+    return [*norm_names(backbone), *(f"{site}.bias" for site in sites if f"{site}.bias" in known)]
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Tensors whose name starts with `prefix`, by the rest of it."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,92 @@
+"""KSM: per task one mask value for every kernel of a frozen backbone: 1, or a soft value below one half instead of 0.
+
+Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from workers.errors import UserError
+from workers.methods.base import MethodSettings
+from workers.methods.weight_masks import ThresholdMasks, ThresholdSettings
+from workers.model.masks import SoftBinary
+from workers.model.weights import norm_names
+from workers.taskstate import TaskState
+
+
+class KsmSettings(ThresholdSettings):
+    granularity: Literal["kernel", "channel", "element"] = Field(
+        "kernel", description="what shares one mask value: a kernel, all weights of an output channel, or nothing")
+    group: PositiveInt = Field(8, description="input columns of a Linear that make up a kernel")
+    soft: bool = Field(True, description="kernels that are off keep a coefficient; false: 0")
+    norms: bool = Field(True, description="each task trains its own copies of norm weights and biases")
+    mask_travel: PositiveFloat = Field(  # farther than Piggyback's: a kernel that is off keeps a part of its weights
+        2.0, description="for mask_lr auto: how far steps in random directions carry a value, in distances to the threshold")
+    beta: PositiveFloat = Field(1200.0, description="steepness of the relaxation")
+    temperature: PositiveFloat = Field(100.0, description="its temperature: the gradient at the threshold is beta / (4 temperature)")
+
+
+class Ksm(ThresholdMasks):
+    """W' = (b + 0.5 a) .* W, one b and a per kernel, see `SoftBinary`. All real values start above theta, so that training starts from
+    the backbone itself. Stored: the bits b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order), copies of
+    norms. The real values are not: a is relative to the least and the largest of its layer, so that only the final mask counts.
+
+    Where it differs from the paper: a Linear has no kernels, so `group` consecutive input columns of an output row are one; true
+    kernels for the patch embedding. The rate of real values follows from the number of steps (see `rate`), copies of norms train at
+    the rate of heads. A kernel that is on counts exactly as 0 for the range of a, where the released code has a rounding error.
+    """
+
+    name = "ksm"
+    paper = "KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021"
+    Settings = KsmSettings
+    settings: KsmSettings
+
+    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        for site, weight in self.sites.items():
+            if self.settings.granularity == "kernel" and weight.ndim == 2 and weight.shape[1] % self.settings.group:
+                raise UserError(f"group is {self.settings.group}, but {site} has {weight.shape[1]} input columns, which do not fall into such groups; "
+                                "choose a divisor, or granularity=element")
+
+    def mask_shape(self, site: str) -> tuple[int, ...]:
+        """kernel: (out, in / group), of a convolution (out, in). channel: (out,)."""
+        shape = tuple(self.sites[site].shape)
+        if self.settings.granularity == "element":
+            return shape
+        if self.settings.granularity == "channel":
+            return shape[:1]
+        return shape[:2] if len(shape) > 2 else (shape[0], shape[1] // self.settings.group)
+
+    def new_mask(self, site: str, weight: Tensor) -> nn.Module:
+        s = self.settings
+        return SoftBinary(torch.full(self.mask_shape(site), s.start, device=weight.device), s.theta, s.beta, s.temperature, s.soft)
+
+    def copied(self) -> list[str]:
+        return norm_names(self.backbone) if self.settings.norms else []
+
+    def in_use(self, mask: Tensor) -> Tensor:
+        return mask == 1
+
+    # ---- what is stored ----------------------------------------------------------------------------------------------
+    def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        on = {site: self.in_use(mask) for site, mask in masks.items()}
+        soft = {f"{site}.soft": mask[~on[site]] for site, mask in masks.items() if self.settings.soft}
+        return on, {name: values for name, values in soft.items() if len(values)}
+
+    def unpacked(self, state: TaskState) -> dict[str, Tensor]:
+        """A state says itself whether it is soft."""
+        return {site: self._with_soft(site, on, state) for site, on in state.masks.items()}
+
+    def _with_soft(self, site: str, on: Tensor, state: TaskState) -> Tensor:
+        values = state.copies.get(f"{site}.soft")
+        if values is None:
+            return on
+        if len(values) != int((~on).sum()):
+            raise UserError(f"task {state.task!r}: its state has {len(values)} soft values for the {int((~on).sum())} kernels of {site} that are off; "
+                            "the file is damaged, remove it and run the same command again")
+        return on.to(values.dtype).masked_scatter_(~on, values)

@@ -1,0 +1,93 @@
+"""LwF: the whole network goes on learning, and distillation holds its old heads to what they answered before, on new images.
+
+Li, Hoiem: Learning without Forgetting, ECCV 2016.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.job import Task
+from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.model.distill import Teacher, kd_ce
+from workers.taskstate import Carried, TaskState
+
+
+class LwfSettings(MethodSettings):
+    model_config = ConfigDict(populate_by_name=True)
+
+    lambda_: NonNegativeFloat = Field(1.0, alias="lambda", description="weight of the distillation loss")
+    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
+    head_first: float = Field(0.0, ge=0, le=1, description="share of the steps, from the start, that train the new head alone")
+
+
+class Lwf(Method):
+    """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), all on images of the new task. The teacher is the network before
+    the task; the old heads, a base task's among them, are trained along. In scenario `class` the old heads' outputs form one softmax,
+    and cross-entropy stays among the new ones. Stored per task: the head as its own training left it; the chain carries the weights
+    and the older heads as they are by now.
+
+    Where it differs from the paper: the first phase, which trains the new head alone, is off unless `head_first` asks for it.
+    """
+
+    name = "lwf"
+    paper = "Learning without Forgetting, ECCV 2016"
+    carries = ("weights", "heads")
+    needs_states = True  # the head of the task before comes from its state
+    freezes_backbone = False
+    forgets = True
+    scenarios = frozenset({"task", "class"})
+    Settings = LwfSettings
+    settings: LwfSettings
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        if carried is not None:
+            self.attach(carried)
+        self.old = [name for name in self.columns() if name != task.name]
+        self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old}) if self.old else None
+        super().begin(task, step, carried, rates, tasks)
+        return self.head_groups(rates, list(self.columns())) + weight_groups(self.backbone, rates)
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self.task is not None
+        self.head_alone = progress.done < self.settings.head_first * progress.total
+        with torch.set_grad_enabled(not self.head_alone):
+            features = self.features(batch.images)
+        logits = self.heads[self.task.name](features).float()
+        ce = F.cross_entropy(logits, batch.labels if batch.targets is None else batch.targets)
+        if self.head_alone or self.teacher is None:
+            return ce, {"ce": ce.detach()}
+        kd = self.distillation(features, self.teacher.logits(batch.images))
+        return ce + self.settings.lambda_ * kd, {"ce": ce.detach(), "kd": kd.detach()}
+
+    def distillation(self, features: Tensor, taught: dict[str, Tensor]) -> Tensor:
+        """KD_ce under each old head, summed; in scenario `class` one over the outputs of all."""
+        students = [self.heads[name](features) for name in self.old]
+        teachers = [taught[name] for name in self.old]
+        if self.scenario == "class":
+            students, teachers = [torch.cat(students, 1)], [torch.cat(teachers, 1)]
+        return torch.stack([kd_ce(z, y, self.settings.tau) for z, y in zip(students, teachers, strict=True)]).sum()
+
+    def after_backward(self) -> None:
+        """A parameter without a gradient is passed over by the optimizer: neither weight decay nor momentum touches it."""
+        if self.head_alone:
+            assert self.task is not None
+            new = {id(p) for p in self.heads[self.task.name].parameters()}
+            for p in self.parameters():
+                if id(p) not in new:
+                    p.grad = None
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        return self.state(), Carried(network_of(self, self.old))
+
+    # ---- serving -----------------------------------------------------------------------------------------------------
+    def attach(self, carried: Carried) -> None:
+        """The weights, and the older heads in place of those that the tasks' states have."""
+        restore_network(self, carried.tensors)

@@ -1,0 +1,245 @@
+"""PackNet: every weight belongs to one task; a task trains what is free, gives part of it back, and keeps the rest for good.
+
+Mallya, Lazebnik: PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR 2018.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+
+from workers.errors import UserError
+from workers.job import Task
+from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
+from workers.methods.finetune import tensors_of
+from workers.model.protect import Protector
+from workers.model.weights import Copies, weight_sites
+from workers.taskstate import Carried, TaskState
+
+FREE, FIRST = 0, 1  # owner numbers; the first owner is the base, where that keeps weights, else the first task
+MOST_OWNERS = torch.iinfo(torch.uint8).max
+
+
+class PackNetSettings(MethodSettings):
+    prune: float | tuple[float | None, ...] = Field(
+        0.75, description="share of its own weights that a task gives back: one for all tasks, or a list with one per task, `none` for a task that keeps all")
+    base_mode: Literal["own_nothing", "prune_only", "prune_retrain"] = Field(
+        "own_nothing", description="what is kept for what the backbone was trained on: nothing; its largest weights; these, trained again on the base task")
+    base_prune: float = Field(0.5, gt=0, lt=1, description="share of the backbone's weights that is given back where the base keeps some")
+    per_task_affine: bool = Field(False, description="every task trains its own copies of biases, norms, class token and position embedding")
+
+    @field_validator("prune", mode="before")
+    @classmethod
+    def _shares(cls, value: Any) -> Any:
+        listed = isinstance(value, (list, tuple))
+        shares: list[Any] = [None if share == "none" else share for share in value] if listed else [value]
+        for share in shares:
+            if not (listed if share is None else type(share) in (int, float) and 0 < share < 1):
+                raise ValueError("a share to give back lies between 0 and 1, both excluded; a list has one per task, and `none` for a task that keeps all")
+        return shares if listed else value
+
+    def share(self, position: int) -> float | None:
+        """What the task at `position` (-1: the base) gives back; None: nothing. Raises UserError where the list is too short."""
+        if position < 0:
+            return self.base_prune
+        if isinstance(self.prune, float):
+            return self.prune
+        if position >= len(self.prune):
+            raise UserError(f"packnet: `prune` has {len(self.prune)} shares and the stream a task {position + 1}; list one per task, `none` for one that "
+                            "keeps all, or give one number for all tasks")
+        return self.prune[position]
+
+
+class PackNet(Method):
+    """Task t claims all free weights and trains them (`train`), gives the smallest round(p * count) of each layer back, which become
+    0 (`prune`), and trains those that it kept (`retrain`). It is served with W_eff(t) = W .* 1[1 <= owner <= t]: the weights of
+    earlier tasks take part and never change. While t is trained W_eff is W, since free weights are 0 and locked as well.
+
+    Stored for a task: its head and its owner number. Carried: weights, and the owner map, one byte per weight of patch embedding
+    and blocks (qkv is one tensor). Biases, norms, class token and position embedding stay those of the backbone, unless
+    `per_task_affine` gives each task its own.
+
+    base_mode: with `own_nothing` the first task claims every weight *at its pretrained value*, so that it is fine-tuned; what it gives
+    back starts from 0 for the others, and a base task in the stream is answered by the weights as they stand: it is forgotten.
+    `prune_only` keeps the backbone's largest weights as they are (the base's row of the matrix shows what that costs). `prune_retrain`
+    is the paper's way: the base task is pruned, and trained again together with biases and norms.
+
+    All steps train alike unless the config says otherwise under `steps`; the released code retrains for half of the epochs at a tenth of
+    the rate: `steps: {retrain: {epochs: 10, lr: 1e-4}}` beside `train: {epochs: 20, lr: 1e-3}`. It also frees all that equals the cut,
+    evaluates by writing zeros into W, and lets decay and momentum move what is owned; not so here.
+    """
+
+    name = "packnet"
+    paper = "PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR 2018"
+    carries = ("weights", "owners")
+    steps = (Step("train"), Step("prune", trains=False, measured=True), Step("retrain"))
+    needs_states = True  # for the head of a base task that goes through steps of its own
+    freezes_backbone = False
+    Settings = PackNetSettings
+    settings: PackNetSettings
+
+    @classmethod
+    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+        assert isinstance(settings, PackNetSettings)
+        if position < 0:
+            return cls.steps[1:] if settings.base_mode == "prune_retrain" else ()
+        return cls.steps[:1] if settings.share(position) is None else cls.steps
+
+    @classmethod
+    def needs_base(cls, settings: MethodSettings) -> bool:
+        assert isinstance(settings, PackNetSettings)
+        return settings.base_mode == "prune_retrain"
+
+    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.sites: dict[str, Any] = weight_sites(backbone)
+        self.others = [name for name, _ in backbone.named_parameters() if name.removesuffix(".weight") not in self.sites]
+        self.owners: dict[str, Tensor] = {}  # site -> owner number of each weight, uint8
+        self.latest, self.latest_name = FREE, ""  # the last owner, and its task
+        self.numbers: dict[str, int] = {}  # loaded task -> its owner number
+        self.loaded: dict[str, dict[str, Tensor]] = {}  # loaded task -> its copies
+        self.copies: Copies | None = None  # of the task in training
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        if carried is None:
+            self.start(task)
+        else:
+            self.attach(carried)
+        self.step, self.copies = step, None
+        self.numbers.pop(task.name, None)
+        self.loaded.pop(task.name, None)
+        if self.latest_name != task.name:
+            self.claim(task)
+        elif carried is not None:  # the task's own step before this one hands on the head
+            self.heads.restore(task.name, under("head", carried))
+        if step == "prune":
+            self.give_back(self.settings.share(self.position) or 0.0)
+        self.protector = Protector({site: (weight, self.owners[site] != self.latest) for site, weight in self.sites.items()})
+        groups = super().begin(task, step, carried, rates, tasks)
+        groups.append({"name": "weights", "params": [*self.sites.values()], "weight_decay": rates.weight_decay})
+        return [*groups, {"name": "others", "params": self.trained_others(carried), "weight_decay": 0.0}]
+
+    def start(self, task: Task) -> None:
+        """The owner map before the first step of the first task."""
+        self.latest = FREE if self.settings.base_mode == "own_nothing" else FIRST
+        self.owners = {site: torch.full_like(weight, self.latest, dtype=torch.uint8) for site, weight in self.sites.items()}
+        if self.settings.base_mode == "prune_only":
+            self.give_back(self.settings.base_prune)
+        elif self.settings.base_mode == "prune_retrain":
+            self.latest_name = task.name
+
+    def claim(self, task: Task) -> None:
+        """All that is free is the task's from here on. Raises UserError where the owner map cannot hold one more owner."""
+        if self.latest == MOST_OWNERS:
+            raise UserError(f"packnet: task {task.name!r} would be owner {MOST_OWNERS + 1}, and one byte per weight has room for {MOST_OWNERS}; "
+                            "end the stream before it, or begin another run there")
+        self.latest, self.latest_name = self.latest + 1, task.name
+        for owner in self.owners.values():
+            owner[owner == FREE] = self.latest
+
+    @torch.no_grad()
+    def give_back(self, share: float) -> None:
+        """In each layer the smallest round(share * count) of the latest owner's weights become free, and 0."""
+        for site, weight in self.sites.items():
+            freed = smallest(weight, self.owners[site] == self.latest, share)
+            weight.view(-1)[freed] = 0
+            self.owners[site].view(-1)[freed] = FREE
+
+    def trained_others(self, carried: Carried | None) -> list[nn.Parameter]:
+        """What is trained beside weights and head: the backbone's other parameters with the base task, copies of them per task."""
+        own = dict(self.backbone.named_parameters())
+        if self.position < 0:
+            return [own[name] for name in self.others]
+        if not self.settings.per_task_affine:
+            return []
+        self.copies = Copies(self.backbone, self.others)
+        with torch.no_grad():
+            for name, value in under("copies", carried).items():
+                self.copies.tensors()[name].copy_(value)
+        return [*self.copies.parameters()]
+
+    @property
+    def position(self) -> int:
+        """Place of the latest owner in the stream: tasks count from 0, -1 is the base."""
+        return self.latest - FIRST - (self.settings.base_mode != "own_nothing")
+
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        return self.copies.tensors() if self.copies else {}
+
+    def after_backward(self) -> None:
+        self.protector.gate()
+
+    def after_step(self, progress: Progress) -> None:
+        self.protector.restore()
+
+    def measures(self) -> dict[str, float]:
+        """Shares of all weights: the task's own, those in use by it and the tasks before it, and the free ones."""
+        total = sum(owner.numel() for owner in self.owners.values())
+        own, free = (float(sum((owner == number).sum() for owner in self.owners.values())) / total for number in (self.latest, FREE))
+        return {"own": own, "used": 1 - free, "free": free}
+
+    def warnings(self) -> list[str]:
+        if not self.owners or self.measures()["own"]:
+            return []
+        return [f"task {self.latest_name!r}: no weight was free for it, so that only its head was trained; give more back with a larger `prune`"]
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        copies = {name: t.detach().clone() for name, t in self.copies.tensors().items()} if self.copies else {}
+        state = self.state(copies=copies, meta={"owner": self.latest})
+        tensors = {f"backbone/{name}": t for name, t in tensors_of(self.backbone).items()}
+        tensors |= {f"owners/{site}": owner.clone() for site, owner in self.owners.items()}
+        if self.step != self.planned(self.settings, self.position)[-1].name:  # the next step of the same task goes on from these
+            tensors |= {f"{kind}/{name}": t.clone() for kind in ("head", "copies") for name, t in getattr(state, kind).items()}
+        return state, Carried(tensors, {"owner": self.latest, "task": self.latest_name})
+
+    # ---- serving -----------------------------------------------------------------------------------------------------
+    def attach(self, carried: Carried) -> None:
+        super().attach(carried)
+        self.backbone.load_state_dict(under("backbone", carried))
+        self.owners = {site: owner.to(self.sites[site].device, copy=True) for site, owner in under("owners", carried).items()}
+        self.latest, self.latest_name = carried.meta["owner"], carried.meta["task"]
+
+    def load(self, state: TaskState) -> None:
+        super().load(state)
+        if state.method == self.name:
+            self.numbers[state.task] = state.meta["owner"]
+        elif self.settings.base_mode != "own_nothing":
+            self.numbers[state.task] = FIRST
+        self.loaded[state.task] = state.copies
+
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        """W_eff of the task, and its copies. What the latest owner uses is W itself."""
+        if self.task is not None and self.task.name == task:
+            return self.copies.tensors() if self.copies else {}
+        device = next(self.backbone.parameters()).device
+        own = {name: t.to(device) for name, t in self.loaded[task].items()}
+        number = self.numbers.get(task, self.latest)
+        if number >= self.latest:
+            return own
+        return own | {f"{site}.weight": weight.masked_fill(~in_effect(self.owners[site].to(device), number), 0) for site, weight in self.sites.items()}
+
+    @classmethod
+    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+        return {site: in_effect(owner, state.meta["owner"]) for site, owner in under("owners", carried).items()} if state.method == cls.name else {}
+
+
+def smallest(weight: Tensor, among: Tensor, share: float) -> Tensor:
+    """Positions in the flattened weight of the round(share * count) smallest |w| `among` those, the first among equals."""
+    candidates = among.flatten().nonzero().squeeze(1)
+    order = weight.flatten()[candidates].abs().argsort(stable=True)
+    return candidates[order[: round(share * len(candidates))]]
+
+
+def in_effect(owner: Tensor, number: int) -> Tensor:
+    """1[1 <= owner <= number]: which weights a task uses."""
+    return (owner >= FIRST) & (owner <= number)
+
+
+def under(kind: str, carried: Carried | None) -> dict[str, Tensor]:
+    """The carried tensors `KIND/NAME` by name."""
+    tensors = {} if carried is None else carried.tensors
+    return {name.removeprefix(f"{kind}/"): t for name, t in tensors.items() if name.startswith(f"{kind}/")}

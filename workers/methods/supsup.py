@@ -1,0 +1,271 @@
+"""SupSup: per task one bit for every weight of a frozen network; where the task is not told, superposed masks tell it.
+
+Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG, scenario `class` its GN with labels
+that the tasks do not share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from workers.data.draw import seed_of
+from workers.errors import UserError
+from workers.job import DataSettings, Task, TrainSettings
+from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step, needs_adamw
+from workers.methods.weight_masks import WeightMasks, WeightMaskSettings
+from workers.model.heads import Heads
+from workers.model.masks import Threshold, TopK
+from workers.model.superposition import Rule, Weights, at_once, by_halves, entropy, slopes, superfluous, values
+from workers.model.weights import norm_names
+from workers.taskstate import Carried, TaskState
+
+OUTPUTS = "outputs"  # the site of the output layer that tasks share
+BELOW = 100.0  # how far the classes of other tasks stand below those of the task that was picked: a softmax leaves them nothing
+
+
+class SupSupSettings(WeightMaskSettings):
+    """The paper's random network: weights signed_constant, start kaiming, density 0.5, mask_travel 8."""
+
+    mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
+        "auto", description="peak learning rate of the scores; `auto`: by mask_travel")
+    mask_travel: PositiveFloat = Field(1.0, description="for mask_lr auto: how far a score can go over all steps, in 1 / sqrt(inputs of its layer)")
+    outputs_travel: PositiveFloat = Field(8.0, description="the same for the shared output layer, which always starts at random")
+    scores: Literal["topk", "threshold"] = Field("topk", description="keep the largest |score| of a layer, or every score that is not below 0")
+    density: float = Field(0.9, gt=0, le=1, description="share of a layer's weights that topk KEEPS, and that threshold keeps at start=weights")
+    budget: PositiveFloat | None = Field(None, description="for topk, instead of density: S0 of min(.5, S0 (out + in) / weights of the layer)")
+    start: Literal["weights", "kaiming"] = Field("weights", description="scores start in the order of |W|, or at random as the paper's")
+    weights: Literal["pretrained", "signed_constant"] = Field("pretrained", description="W: the backbone's, or random signs made from the seed")
+    outputs: NonNegativeInt = Field(100, description="width of the masked output layer that tasks share; 0: each task trains a head of its own")
+    infer: Literal["one_shot", "binary", "brute_force"] = Field("one_shot", description="scenario `class`: how the task is found")
+    objective: Literal["entropy", "superfluous"] = Field("entropy", description="what the right mask keeps small: H, or G of the superfluous outputs")
+    infer_images: PositiveInt = Field(1, description="images that follow each other, all of one task, and are judged together")
+
+
+class SupSup(WeightMasks):
+    """A star: W is frozen, a task leaves a bit per weight. All tasks share a last layer of random signs, masked like the others: a
+    task's classes are its first outputs, the superfluous ones are trained to be low, and no task has a head. Where the task is not
+    told it is inferred: the mask whose share in a superposition of all would lower the entropy of the outputs fastest.
+
+    Where it differs from the paper: W is the pretrained backbone unless settings say otherwise, and then masks start by dropping
+    its smallest weights, because a random half of a pretrained ViT knows nothing. Biases, norms, class token and position embedding
+    are the backbone's; with signed constants biases are 0 and norms have no affine part. Images are judged in evaluation mode (the
+    released code leaves training mode on). No weight decay on scores. The rate of scores follows from the number of steps. No
+    start from earlier tasks' scores, no Hopfield memory.
+    """
+
+    name = "supsup"
+    paper = "Supermasks in Superposition, NeurIPS 2020"
+    scenarios = frozenset({"task", "class"})
+    starts_as_backbone = False
+    Settings = SupSupSettings
+    settings: SupSupSettings
+
+    @classmethod
+    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+        assert isinstance(settings, SupSupSettings)
+        needs_adamw(settings.mask_lr, train)
+        if settings.weights == "signed_constant" and settings.start == "weights":
+            raise UserError("start is 'weights' with weights 'signed_constant': in each layer these are all of one size; set start=kaiming")
+        if settings.budget is not None and settings.scores != "topk":
+            raise UserError(f"budget is {settings.budget} with scores {settings.scores!r}: it says how many entries topk keeps; use topk, or leave budget out")
+        if scenario == "class" and not settings.outputs:
+            raise UserError("outputs is 0 with stream.scenario 'class': masks are told apart by an output layer that they share; give it more outputs than "
+                            "any task has classes")
+        if settings.infer == "brute_force" and settings.objective != "entropy":
+            raise UserError(f"infer is 'brute_force' with objective {settings.objective!r}: it compares entropies; set objective=entropy, or infer=one_shot")
+
+    @classmethod
+    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+        """A base task goes through the same where it has to share the output layer."""
+        assert isinstance(settings, SupSupSettings)
+        return cls.steps if position >= 0 or settings.outputs else ()
+
+    def __init__(self, backbone: nn.Module, settings: SupSupSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.constants = nn.ParameterList()  # not trained and not stored: the seed gives them
+        self.fixed: Weights = {}  # what stands in for parameters of the backbone that have no mask, by name
+        if settings.weights == "signed_constant":
+            if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
+                raise UserError("weights is 'signed_constant', but the backbone has batch norms, whose statistics are those of its own weights; use "
+                                "weights=pretrained, or a vision transformer")
+            self.sites = {site: self.signed_constant(site, weight.shape) for site, weight in self.sites.items()}
+            norms = norm_names(backbone)
+            self.fixed = {name: self.constant(torch.full(p.shape, float(name in norms and name.endswith("weight"))))
+                          for name, p in backbone.named_parameters() if name in norms or name.removesuffix(".bias") in self.sites}
+        if settings.outputs:
+            self.heads = SharedOutputs(self.heads.width)
+            self.sites[OUTPUTS] = self.signed_constant(OUTPUTS, torch.Size((settings.outputs, self.heads.width)))
+
+    def constant(self, values: Tensor) -> nn.Parameter:
+        self.constants.append(nn.Parameter(values, requires_grad=False))
+        return self.constants[-1]
+
+    def signed_constant(self, site: str, shape: torch.Size) -> nn.Parameter:
+        """+-sqrt(2 / inputs), signs by (seed, site): the same on every machine."""
+        signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed_of(self.seed, "signed constant", site)))
+        return self.constant((2.0 * signs - 1) * math.sqrt(2 / shape[1:].numel()))
+
+    # ---- masks -------------------------------------------------------------------------------------------------------
+    def new_mask(self, site: str, weight: Tensor) -> nn.Module:
+        start = self.start_of(site).to(weight.device)
+        return TopK(start, self.density(site)) if self.settings.scores == "topk" else Threshold(start, 0.0, inclusive=True)
+
+    def start_of(self, site: str, generator: torch.Generator | None = None) -> Tensor:
+        """Scores before the first step, on the CPU: uniform in +-1 / sqrt(inputs); or as large as such on average, in the order of |W|,
+        for threshold with the wanted share above 0."""
+        weight = self.sites[site].detach().cpu()
+        if self.settings.start == "kaiming" or site == OUTPUTS:
+            return torch.empty(weight.shape).uniform_(-self.width(site), self.width(site), generator=generator)
+        size = weight.abs() / weight.abs().mean() * self.width(site) / 2
+        if self.settings.scores == "topk":
+            return size
+        return size - size[TopK(size, self.settings.density).hard()].min()
+
+    def width(self, site: str) -> float:
+        """Of the scores' start: 1 / sqrt(inputs)."""
+        return 1 / math.sqrt(self.sites[site].shape[1:].numel())
+
+    def density(self, site: str) -> float:
+        """Share of a site's weights that topk keeps. The output layer has no small weights to spare: half of it, at most."""
+        shape = self.sites[site].shape
+        if self.settings.budget is not None:
+            return min(0.5, self.settings.budget * (shape[0] + shape[1]) / shape.numel())
+        return min(0.5, self.settings.density) if site == OUTPUTS else self.settings.density
+
+    def rate(self, site: str, rates: Rates) -> float:
+        """Adam moves a score by at most the rate in a step, so `auto` sets rate * mean_rate_steps = travel / sqrt(inputs)."""
+        if self.settings.mask_lr != "auto":
+            return self.settings.mask_lr
+        travel = self.settings.outputs_travel if site == OUTPUTS else self.settings.mask_travel
+        return travel * self.width(site) / max(rates.mean_rate_steps, 1e-9)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        needed = task.num_classes + (self.settings.objective == "superfluous")
+        if self.settings.outputs and self.settings.outputs < needed:
+            raise UserError(f"task {task.name!r} has {task.num_classes} classes, and method {self.name!r} has outputs = {self.settings.outputs} for them to "
+                            f"share; set outputs to {needed} or more")
+        return super().begin(task, step, carried, rates, tasks)
+
+    def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
+        return [] if self.settings.outputs else super().head_groups(rates, names)
+
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        return super().training_weights(batch, progress) | self.fixed
+
+    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
+        """With shared outputs: the cross-entropy over all of them, so that the superfluous ones are pushed down."""
+        if not self.settings.outputs:
+            return super().classification_loss(features, batch)
+        targets = batch.labels if batch.targets is None else F.pad(batch.targets, (0, features.shape[1] - batch.targets.shape[1]))
+        return F.cross_entropy(features.float(), targets)
+
+    # ---- serving -----------------------------------------------------------------------------------------------------
+    def load(self, state: TaskState) -> None:
+        super().load(state)
+        self.heads.add(state.task, len(state.classes), self.seed)  # where its outputs are shared, nothing is stored of a head
+
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        weights = super().serving_weights(task)
+        return weights | self.fixed if weights else {}  # a base task without a mask is the backbone's
+
+    def features(self, images: Tensor) -> Tensor:
+        """images (b, 3, H, W) -> what heads see: class-token features (b, d), or the shared outputs (b, s)."""
+        return self.network(self.effective, images)
+
+    def network(self, weights: Weights, images: Tensor) -> Tensor:
+        """The network with these weights by parameter name, up to the shared outputs where there are weights for them."""
+        inner, last = dict(weights), weights.get(f"{OUTPUTS}.weight")
+        inner.pop(f"{OUTPUTS}.weight", None)
+        features = functional_call(self.backbone, inner, (images,))
+        return features if last is None else F.linear(features, last)
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        """With task None it is inferred first, in any scenario."""
+        if task is not None:
+            return super().logits(images, task)
+        if not self.settings.outputs:
+            raise UserError(f"method {self.name!r} needs to be told the task where each has a head of its own (outputs is 0); give one of "
+                            f"{sorted(self.heads.names)}")
+        return self.answer(images, self.infer(images)[0], None)
+
+    # ---- which task an image is of -------------------------------------------------------------------------------------
+    def candidates(self) -> dict[str, tuple[str, ...]]:
+        """In scenario `class` the tasks, in the order of `columns`."""
+        return {name: (name,) for name in self.columns()} if self.scenario == "class" else {}
+
+    def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force softmax(-H); of binary search the product
+        over its rounds of what the kept half had of nu."""
+        masks = [self.loaded[name] if name in self.loaded else self.hard() for name in self.columns()]
+        return self.by_group(images, masks, by_halves if self.settings.infer == "binary" else at_once)
+
+    def by_group(self, images: Tensor, masks: Sequence[Weights], rule: Rule) -> tuple[Tensor, Tensor]:
+        """What `rule` picks among masks by site, and how sure it is, for each image (b,): in groups of infer_images, of which the last
+        may be smaller."""
+        if len(masks) == 1:
+            return images.new_zeros(len(images), dtype=torch.int64), images.new_ones(len(images))
+        size = min(self.settings.infer_images, len(images))
+        whole = len(images) // size * size
+        parts = [images[:whole].unflatten(0, (-1, size)), images[whole:][None]]
+        found = [rule(partial(self.judge, masks), part, len(masks)) for part in parts if part.numel()]
+        places, sure = (torch.cat([part[i] for part in found]).repeat_interleave(size)[: len(images)] for i in (0, 1))
+        return places, sure
+
+    def judge(self, masks: Sequence[Weights], alive: Sequence[int], groups: Tensor) -> Tensor:
+        """How badly each mask in `alive` fits each group (g, n, 3, H, W) -> (g, k). masks: by site."""
+        weights = {f"{site}.weight": weight.detach() for site, weight in self.sites.items()}
+        some = [{f"{site}.weight": mask.to(groups.device) for site, mask in masks[i].items()} for i in alive]
+
+        def network(inner: Weights, images: Tensor) -> Tensor:
+            return self.network(inner | self.fixed, images)
+
+        if self.settings.infer == "brute_force":
+            return values(network, weights, some, groups, entropy)
+        real = max(self.heads[name].out_features for name in self.heads.names)
+        objective = entropy if self.settings.objective == "entropy" else partial(superfluous, real=real)
+        return slopes(network, weights, some, groups.new_full((len(some),), 1 / len(some)), groups, objective)
+
+    def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
+        """Each image's logits under the task it was given to, in that task's columns; all others stand lower."""
+        columns = self.columns()
+        logits = images.new_empty((len(images), max(own.stop for own in columns.values())))
+        for place, (name, own) in enumerate(columns.items()):
+            rows = (places == place).nonzero().squeeze(1)
+            if len(rows):
+                mine = self.logits(images[rows], name).to(logits.dtype)
+                logits[rows] = mine.amin(1, keepdim=True) - BELOW
+                logits[rows, own] = mine
+        return logits
+
+
+class SharedOutputs(Heads):
+    """Stands where other methods have heads: a task's are the first outputs of a layer that is not its own."""
+
+    def add(self, task: str, classes: int, seed: int) -> Any:
+        if task not in self.names:
+            self._append(task, First(classes))  # type: ignore[arg-type]
+        return self[task]
+
+    def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
+        """Nothing is stored."""
+
+
+class First(nn.Module):
+    """outputs (b, s) -> the first ones (b, classes)."""
+
+    def __init__(self, classes: int):
+        super().__init__()
+        self.out_features = classes
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return outputs[:, : self.out_features]

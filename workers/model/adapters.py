@@ -1,0 +1,95 @@
+"""Bottleneck adapters: small trained layers behind modules of a frozen backbone, hooked from outside, any timm ViT with plain blocks.
+
+Axes: S sites (places of an adapter, from the first block on), B images, N tokens, d width of the backbone, m width of the bottleneck.
+All adapters of a task are stacked: one tensor per kind, whose first axis counts sites.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.errors import UserError
+
+HOULSBY = ("attn", "mlp")  # behind attention (its projection included) and behind the FFN, both before the residual add
+
+
+def houlsby(x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor) -> Tensor:
+    """a(x) = x + W_up gelu(W_down x + b_down) + b_up. x: (B, N, d); down: (m, d); up: (d, m)."""
+    return x + F.linear(F.gelu(F.linear(x, down, down_bias)), up, up_bias)
+
+
+class Bottlenecks(nn.Module):
+    """The trained tensors of S adapters, stacked. Down-projections start as PyTorch's Linear does with zero bias. The
+    up-projections start at zero, so that an adapter starts as the identity, or with `up_std` as normal numbers; never both
+    projections at zero: neither would get a gradient."""
+
+    def __init__(self, sites: int, width: int, bottleneck: int, up_std: float = 0.0, device: torch.device | None = None):
+        super().__init__()
+        shape = (sites, bottleneck, width)
+        self.down = nn.Parameter(torch.empty(shape, device=device).uniform_(-1, 1) / math.sqrt(width))  # (S, m, d)
+        self.down_bias = nn.Parameter(torch.zeros(shape[:2], device=device))  # (S, m)
+        self.up = nn.Parameter(torch.randn(sites, width, bottleneck, device=device) * up_std)  # (S, d, m)
+        self.up_bias = nn.Parameter(torch.zeros(sites, width, device=device))  # (S, d)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Parameter groups: no weight decay on biases."""
+        return [{"name": "adapters", "params": [self.down, self.up], "weight_decay": weight_decay},
+                {"name": "adapters.bias", "params": [self.down_bias, self.up_bias], "weight_decay": 0.0}]
+
+
+class Hook:
+    """Forward hook: sends a module's output through `form(output, **tensors)`; without tensors it does nothing.
+
+    It stays for the life of the backbone and only its tensors change, because a compiled backbone looks at the attributes of
+    its hooks, but not at which hooks there are. A copy of the backbone gets hooks without tensors, so it is the plain one."""
+
+    def __init__(self, form: Callable[..., Tensor]):
+        self.form = form
+        self.tensors: dict[str, Tensor] | None = None
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        return None if self.tensors is None else self.form(output, **self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(self.form)
+
+
+class AdapterSites:
+    """The places of a backbone that take adapters of one form; `form` is called as form(x (B, N, d), **tensors of the site)."""
+
+    def __init__(self, backbone: Any, form: Callable[..., Tensor], positions: tuple[str, ...] = HOULSBY):
+        self.width: int = backbone.embed_dim
+        self.hooks: list[Hook] = []
+        for index, block in enumerate(backbone.blocks):
+            for position in positions:
+                module = getattr(block, position, None)
+                if not isinstance(module, nn.Module):
+                    raise UserError(f"block {index} of the backbone has no {position!r} to put an adapter behind; choose a ViT with plain blocks such as "
+                                    "vit_tiny_patch16_224 or deit_small_patch16_224")
+                self.hooks.append(Hook(form))
+                module.register_forward_hook(self.hooks[-1])
+
+    def __len__(self) -> int:
+        return len(self.hooks)
+
+    @contextmanager
+    def using(self, stacked: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the backbone has these adapters. stacked: name -> (S, ...), autograd goes through; empty: none."""
+        parts = {name: tensor.unbind(0) for name, tensor in stacked.items()}
+        try:
+            for site, hook in enumerate(self.hooks):
+                hook.tensors = {name: part[site] for name, part in parts.items()} if parts else None
+            yield
+        finally:
+            for hook in self.hooks:
+                hook.tensors = None

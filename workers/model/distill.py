@@ -1,0 +1,34 @@
+"""Distillation: the network as it was before a task, and the losses that hold the new one to its answers."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Teacher:
+    """Frozen copies of a backbone and of heads, by task. Not a module, on purpose: as a part of the method it would be put into
+    training mode, draw drop paths and go into checkpoints, where it is the carried state of the task before, word for word."""
+
+    def __init__(self, backbone: nn.Module, heads: dict[str, nn.Linear]):
+        self.backbone = _frozen(backbone)
+        self.heads = {task: _frozen(head) for task, head in heads.items()}
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> dict[str, Tensor]:
+        """images (b, 3, H, W) -> task -> logits (b, classes): one pass of the backbone for all heads."""
+        features = self.backbone(images)
+        return {task: head(features) for task, head in self.heads.items()}
+
+
+def _frozen(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).eval().requires_grad_(False)
+
+
+def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
+    """-mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c over logits z, y (b, classes), in fp32; no factor tau^2. Its gradient is
+    that of the divergence KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch."""
+    return F.cross_entropy(student.float() / tau, (teacher.float() / tau).softmax(1))

@@ -1,0 +1,144 @@
+"""T2T-ViT: timm's VisionTransformer whose patches come from a tokens-to-token module with performers; enters timm's registry.
+
+Yuan et al.: Tokens-to-Token ViT: Training Vision Transformers from Scratch on ImageNet, ICCV 2021.
+Axes: B images, N tokens, D width of the performer, M random features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from timm.layers import Attention
+from timm.models import register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STRIDE = 16  # of the three soft splits together
+MODULE = "patch_embed."  # timm's name of what the released weights call tokens_to_token
+
+
+class Performer(nn.Module):
+    """One head of attention by positive random features, which costs N instead of N^2, then an MLP: (B, N, inputs) -> (B, N, D).
+
+    softmax(q k^T) is estimated by phi(q) phi(k)^T with phi(x) = exp(w x - |x|^2 / 2) / sqrt(M). The features w, (M, D), are drawn
+    once: a buffer, so that they are never trained and are part of the backbone's weights and digest. The shortcut around
+    attention goes from the values, because inputs and D differ. The paper's dropout of 0.1 is left out: timm would draw it
+    anew on each rank.
+    """
+
+    w: Tensor
+
+    def __init__(self, inputs: int, width: int, ratio: float = 0.5):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(inputs)
+        self.kqv = nn.Linear(inputs, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        features = int(width * ratio)
+        self.register_buffer("w", nn.init.orthogonal_(torch.empty(features, width)) * math.sqrt(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, q, v = self.kqv(self.norm1(x)).chunk(3, dim=-1)
+        x = v + self.proj(self.attention(q.float(), k.float(), v.float()).to(v.dtype))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, N, D) each, fp32 also under autocast: exponentials of bf16 scores would be far off."""
+        with torch.autocast(q.device.type, enabled=False):
+            q, k = self.phi(q), self.phi(k)  # (B, N, M)
+            values = k.transpose(1, 2) @ v  # (B, M, D)
+            total = q @ k.sum(1).unsqueeze(-1)  # (B, N, 1)
+            return (q @ values) / (total + 1e-8)
+
+    def phi(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, N, M)."""
+        return (x @ self.w.T - x.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(len(self.w))
+
+
+class TokensToToken(nn.Module):
+    """images (B, C, H, W) -> (B, (H / 16) (W / 16), embed_dim), in the place of timm's PatchEmbed.
+
+    Three soft splits cut the image, then twice what a performer made of it, into overlapping windows of 7, 3 and 3 pixels at
+    strides of 4, 2 and 2; the last windows are projected.
+    """
+
+    def __init__(self, img_size: int = 224, in_chans: int = 3, embed_dim: int = 256, token_dim: int = 64, **of_timm: Any):
+        super().__init__()
+        if img_size % STRIDE:
+            raise ValueError(f"img_size must be a multiple of {STRIDE}, the stride of its three soft splits")
+        self.img_size, self.patch_size = (img_size, img_size), (STRIDE, STRIDE)
+        self.grid_size = (img_size // STRIDE, img_size // STRIDE)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.attention1 = Performer(in_chans * 7 * 7, token_dim)
+        self.attention2 = Performer(token_dim * 3 * 3, token_dim)
+        self.project = nn.Linear(token_dim * 3 * 3, embed_dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        x = self.attention1(windows(images, 7, 4, 2))  # (B, HW / 16, token_dim)
+        x = self.attention2(windows(as_image(x, height // 4, width // 4), 3, 2, 1))  # (B, HW / 64, token_dim)
+        return self.project(windows(as_image(x, height // 8, width // 8), 3, 2, 1))
+
+
+def windows(images: Tensor, size: int, stride: int, padding: int) -> Tensor:
+    """(B, C, H, W) -> (B, HW / stride^2, C size^2): overlapping windows, zeros beyond the edge."""
+    return F.unfold(images, size, stride=stride, padding=padding).transpose(1, 2)
+
+
+def as_image(tokens: Tensor, height: int, width: int) -> Tensor:
+    """(B, H W, C) -> (B, C, H, W)."""
+    return tokens.transpose(1, 2).unflatten(2, (height, width))
+
+
+def sinusoids(positions: int, width: int) -> Tensor:
+    """(1, positions, width): sines at even and cosines at odd places, of position / 10000^(2 floor(i / 2) / width)."""
+    place = torch.arange(width)
+    angles = torch.arange(positions)[:, None] / 10000.0 ** (2 * (place // 2).double() / width)
+    return torch.where(place % 2 == 0, angles.sin(), angles.cos()).float()[None]
+
+
+class Times(nn.Module):
+    """x -> factor * x."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class T2TVit(VisionTransformer):
+    """A T2T-ViT of the lite kind (7, 10 and 12 blocks): no qkv bias, an MLP of twice the width, fixed sinusoidal positions.
+
+    The released weights were trained with attention scores over the square root of the whole width, and not of a head's. timm's
+    fused attention knows the latter alone, so queries are scaled by what is missing, heads^-1/2 (1/2: no rounding).
+    """
+
+    def __init__(self, img_size: int = 224, in_chans: int = 3, num_classes: int = 1000, embed_dim: int = 256, depth: int = 12,
+                 num_heads: int = 4, mlp_ratio: float = 2.0, drop_path_rate: float = 0.0):
+        super().__init__(img_size, STRIDE, in_chans, num_classes, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
+                         qkv_bias=False, drop_path_rate=drop_path_rate, norm_layer=nn.LayerNorm, embed_layer=TokensToToken)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.q_norm = Times(num_heads**-0.5)
+        del self.pos_embed  # a buffer instead, since nothing may train it
+        self.register_buffer("pos_embed", sinusoids(1 + self.patch_embed.num_patches, embed_dim))
+
+    @staticmethod
+    def released(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The released weights under timm's names."""
+        named = {name.removeprefix("module."): t for name, t in tensors.items()}
+        return {MODULE + name.removeprefix("tokens_to_token.") if name.startswith("tokens_to_token.") else name: t for name, t in named.items()}
+
+
+@register_model
+def t2t_vit_12(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None, cache_dir: Any = None, **options: Any) -> T2TVit:
+    """T2T-ViT-12: width 256, 12 blocks of 4 heads, 6.9M parameters. timm hands the first four arguments to every model."""
+    if pretrained:
+        raise ValueError("T2T-ViT is not on timm's hub: its authors publish files of their own")
+    return T2TVit(**options)

@@ -70,21 +70,21 @@ def write_config(path: Path, body: Mapping[str, Any]) -> str:
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------------
-def start(argv: list[str], out: Path, kill_before: int = 0) -> Any:
+def start(argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL) -> Any:
     """`python -m pipeline ARGV` in a process of its own, forked from one that has imported everything: it starts at once.
     What it says goes to the file `out`; the report has no pictures, which take longer than all the rest.
 
-    kill_before: the process kills itself (SIGKILL) before its n-th system call that makes something durable.
+    kill_before: the process sends itself the signal `by` before its n-th system call that makes something durable.
     Returns a multiprocessing.Process, whose `kill` is SIGKILL.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=main_into, args=(argv, str(out), kill_before))
+    process = context.Process(target=main_into, args=(argv, str(out), kill_before, by))
     process.start()
     return process
 
 
-def main_into(argv: list[str], out: str, kill_before: int) -> None:
+def main_into(argv: list[str], out: str, kill_before: int, by: int) -> None:
     import torch
 
     from pipeline import cli
@@ -94,7 +94,7 @@ def main_into(argv: list[str], out: str, kill_before: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     page.build = lambda *_: {"report.html": b"a page"}
     if kill_before:
-        doom(kill_before)
+        doom(kill_before, by)
     code = 1
     with open(out, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
@@ -104,14 +104,14 @@ def main_into(argv: list[str], out: str, kill_before: int) -> None:
     os._exit(code)
 
 
-def doom(calls: int) -> None:
-    """The death of this process before its `calls`-th fsync, rename, link or deletion of a file."""
+def doom(calls: int, by: int) -> None:
+    """The signal `by` to this process before its `calls`-th fsync, rename, link or deletion of a file."""
     left = itertools.count(calls, -1)
 
     def deadly(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if next(left) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), by)
             return function(*args, **kwargs)
         return call
 

@@ -60,12 +60,13 @@ class Builder:
         return stage
 
     def job(self, stage_id: str, step: str, label: str | None, task: Task | None, tasks: tuple[Task, ...], **rest: Any) -> StageJob:
-        """The job of a stage; `add` fills in its key."""
+        """The job of a stage; `add` fills in its key. Settings that only serve are kept from those that train."""
         c = self.config
         entry = c.methods[label] if label else None
+        hidden = METHODS[entry.method].serving_settings if entry and step != "evaluate" else frozenset()
         return StageJob(
             id=stage_id, key="", step=step, root=self.store.root, method=entry.method if entry else "finetune",
-            settings=entry.settings if entry else {}, scenario=c.stream.scenario, seed=c.seed,
+            settings={k: v for k, v in entry.settings.items() if k not in hidden} if entry else {}, scenario=c.stream.scenario, seed=c.seed,
             backbone_settings=c.backbone.model_copy(update={"weights": weights_path(c)}),
             data=c.data_of(label) if label else c.data, train=c.train_of(label, step) if label else c.train, task=task, tasks=tasks,
             backbone=self.keys["backbone"] if label else None, provenance=self.provenance,
@@ -77,7 +78,7 @@ def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = N
     builder = Builder(config, store, provenance or {})
     tasks = add_tasks(builder)
     base = next((t for t in tasks if t.role == "base"), None)
-    add_backbone(builder, base)
+    add_backbone(builder, tasks, base)
     leaves: list[str] = []
     for label in config.methods:
         leaves += add_method(builder, label, tasks, base)
@@ -167,12 +168,12 @@ def _weights_digest(config: Config, store: Store) -> str:
     return seen
 
 
-def add_backbone(builder: Builder, base: Task | None) -> None:
+def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None:
     c = builder.config
     empty = vit.check(c.backbone)
     for label, entry in c.methods.items():
         try:
-            METHODS[entry.method].fits(METHODS[entry.method].Settings.model_validate(entry.settings), copy.deepcopy(empty))
+            METHODS[entry.method].fits(METHODS[entry.method].Settings.model_validate(entry.settings), copy.deepcopy(empty), tuple(tasks))
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None
     settings = {**c.backbone.model_dump(exclude={"weights"}), "weights": _weights_digest(c, builder.store)}
@@ -229,7 +230,7 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
     states of earlier tasks, and of the base task itself where it goes through steps of the method's own."""
     c, entry = builder.config, builder.config.methods[label]
     method = METHODS[entry.method]
-    settings = method.Settings.model_validate(entry.settings).model_dump(by_alias=True)
+    settings = method.Settings.model_validate(entry.settings).model_dump(by_alias=True, exclude=set(method.serving_settings))
     reads = seen if (method.reads or method.trains_on) == "seen" else (task,)
     states = {t.name: last[t.name] for t in seen if t.name in last} if method.carries else {}  # their stages are ancestors of this task's
     loaded = states.values() if method.loads_states(c.stream.scenario) else ()

@@ -256,6 +256,15 @@ def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_p
     assert before["chained/a/train"].inputs["train"]["epochs"] == 10
 
 
+def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_path):
+    graphs = [graph_of(tmp_path, "supsup", methods={"supsup": settings})[0] for settings in ({}, {"infer": "one_shot", "density": 0.8}, {"density": 0.8})]
+    trained, measured = ([graph[f"supsup/a/{step}"] for graph in graphs] for step in ("train", "evaluate"))
+    assert [stage.job.settings for stage in trained] == [{}, {"density": 0.8}, {"density": 0.8}]
+    assert trained[0].key != trained[1].key == trained[2].key
+    assert measured[1].job.settings == {"infer": "one_shot", "density": 0.8}
+    assert len({stage.key for stage in measured}) == 3
+
+
 def test_every_job_knows_its_own_key(tmp_path):
     graph, _ = graph_of(tmp_path, "finetune", "meat", "side", base=True)
     for stage in graph:

@@ -22,7 +22,7 @@ from workers.methods import supsup
 from workers.methods.base import Progress
 from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
 from workers.model.masks import TopK
-from workers.model.superposition import at_once, by_halves, entropy, shares, slopes, superfluous, superposed, values
+from workers.model.superposition import at_once, by_halves, entropy, left_over, shares, slopes, superfluous, superposed, values
 from workers.model.vit import build
 from workers.taskstate import TaskState
 
@@ -117,7 +117,7 @@ def test_a_superposition_of_one_mask_alone_is_that_mask():
 
 
 def test_at_once_agrees_with_trying_every_mask_on_the_worked_example():
-    tried = values(linear, WORKED, MASKS, X, entropy)
+    tried = values(linear, WORKED, MASKS, X, [entropy] * 2)
     assert tried.shape == (2, 2)
     assert tried[0, 0].item() == pytest.approx(entropy(torch.tensor([[3.0, -3.0]])).item())
     assert tried[0, 1].item() == pytest.approx(math.log(2))
@@ -223,7 +223,7 @@ def test_random_weights_come_from_the_seed_alone_and_are_not_stored():
 
 def test_under_random_weights_nothing_of_the_pretrained_layers_is_left():
     """Neither in serving nor in training nor in finding out the task."""
-    method, images = made(infer="brute_force", **RANDOM), samples(STRIPES, 4)[0]
+    method, images = made(objective="entropy", **RANDOM), samples(STRIPES, 4)[0]
     begun(method, STRIPES)
     before = answers(method, "stripes", images)
     with torch.no_grad():
@@ -260,20 +260,20 @@ def test_training_pushes_superfluous_outputs_down(states: list[TaskState]):
     assert (found.argmax(1) == labels).float().mean() > 0.9
 
 
-def test_a_task_with_more_classes_than_outputs_is_refused_in_a_sentence():
-    begun(made(outputs=3), COLOURS)
+def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs():
+    SupSup.fits(SupSupSettings(outputs=3, objective="entropy"), vit(), (STRIPES, COLOURS))
     with pytest.raises(UserError, match="task 'colours' has 3 classes, and method 'supsup' has outputs = 2 for them to share; set outputs to 3 or more"):
-        begun(made(outputs=2), COLOURS)
+        SupSup.fits(SupSupSettings(outputs=2, objective="entropy"), vit(), (STRIPES, COLOURS))
     with pytest.raises(UserError, match="set outputs to 4 or more"):
-        begun(made(outputs=3, objective="superfluous"), COLOURS)
+        SupSup.fits(SupSupSettings(outputs=3), vit(), (STRIPES, COLOURS))
+    SupSup.fits(SupSupSettings(outputs=0), vit(), (STRIPES, COLOURS))
 
 
 @pytest.mark.parametrize(("settings", "train", "scenario", "says"), [
     ({}, {"optimizer": "sgd"}, "task", "mask_lr is 'auto' with train.optimizer 'sgd'"),
     ({"outputs": 0}, {}, "class", "outputs is 0 with stream.scenario 'class'"),
     ({"budget": 8, "scores": "threshold"}, {}, "task", "budget is 8.0 with scores 'threshold'"),
-    ({"weights": "signed_constant"}, {}, "task", "start is 'weights' with weights 'signed_constant'.*set start=kaiming"),
-    ({"infer": "brute_force", "objective": "superfluous"}, {}, "class", "infer is 'brute_force' with objective 'superfluous'")])
+    ({"weights": "signed_constant"}, {}, "task", "start is 'weights' with weights 'signed_constant'.*set start=kaiming")])
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], train: dict[str, Any], scenario: str, says: str):
     with pytest.raises(UserError, match=says):
         SupSup.check(SupSupSettings(**settings), TrainSettings(**train), DataSettings(), scenario)
@@ -331,7 +331,9 @@ def test_old_answers_would_not_stay_if_the_weights_were_trained():
 
 
 # ---- finding out the task ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("settings", [{}, {"infer": "binary"}, {"infer": "brute_force"}, {"objective": "superfluous", "infer_images": 4}, {"infer_images": 5}])
+@pytest.mark.parametrize("settings", [
+    {}, {"infer_images": 5}, {"objective": "entropy"}, {"infer": "one_shot", "objective": "entropy"}, {"infer": "binary", "objective": "entropy"},
+    {"infer": "one_shot", "infer_images": 4}])
 def test_the_domain_of_an_image_is_found_well_above_chance(states: list[TaskState], settings: dict[str, Any]):
     method = serving(states, **settings)
     for place, task in enumerate((STRIPES, COLOURS)):
@@ -368,6 +370,22 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states
     assert [len(part.unique()) for part in sure.split(4)] == [1, 1, 1]
     alone = serving(states, infer_images=100).infer(mixed[4:8])
     assert torch.allclose(alone[1], sure[4:8], atol=1e-5)
+
+
+def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(states: list[TaskState]):
+    """By default: minus the log of the share that the task's classes have of the softmax, however many classes it has."""
+    outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    assert left_over(outputs, 2).tolist() == pytest.approx([0.126928, math.log(2)], abs=1e-6)
+    method, images = serving(states), samples(COLOURS, 3)[0]
+    assert (method.settings.infer, method.settings.objective) == ("brute_force", "superfluous")
+    masks = [method.loaded[name] for name in ("stripes", "colours")]
+    for alive in ((0, 1), (1, 0), (1,)):
+        found = method.judge(masks, alive, images[:, None])
+        for column, place in enumerate(alive):
+            method.serve(("stripes", "colours")[place])
+            with torch.no_grad():
+                mine = method.features(images).softmax(1)[:, : (2, 3)[place]].sum(1)
+            assert torch.allclose(found[:, column], -mine.log(), atol=1e-5)
 
 
 def test_one_task_needs_no_finding_out(states: list[TaskState], monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@
 The life of a method during one step of one task (`workers/loop.py` drives it):
 
     Mine.check(settings, train, data, scenario)      # when the config is read, before anything runs
-    Mine.fits(settings, backbone)                    # when the graph is built, before anything runs
+    Mine.fits(settings, backbone, tasks)             # when the graph is built, before anything runs
     method = Mine(backbone, settings, seed)          # backbone: a fresh copy, never shared with another task
     method.scenario, method.stream = "task", tasks   # the loop says where the method is
     for state in earlier_states: method.load(state)  # a chain with `needs_states`, or in scenario `class`
@@ -134,6 +134,7 @@ class Method(nn.Module):
     needs_vit: ClassVar[bool] = False  # it works on the blocks or tokens of a VisionTransformer; False: on parameters by name
     freezes_backbone: ClassVar[bool] = True
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
+    serving_settings: ClassVar[frozenset[str]] = frozenset()  # training knows their defaults alone: a change of them only measures again
     starts_as_backbone: ClassVar[bool] = True  # before its first step a task's features are those of the backbone
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
 
@@ -142,9 +143,9 @@ class Method(nn.Module):
         """Raises UserError where these settings cannot work together; asked before anything runs."""
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module) -> None:
-        """Raises UserError where the method cannot work on this backbone, which has shapes but no weights (device `meta`); asked
-        before anything runs."""
+    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        """Raises UserError where the method cannot work on this backbone, which has shapes but no weights (device `meta`), or on
+        these tasks; asked before anything runs."""
         if cls.needs_vit and not isinstance(backbone, VisionTransformer):
             raise UserError(f"{cls.name!r} works on the blocks of a vision transformer, and the backbone is a {type(backbone).__name__}; choose another "
                             "method, or a backbone such as vit_tiny_patch16_224")

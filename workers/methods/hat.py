@@ -75,8 +75,8 @@ class Hat(Method):
             raise UserError(f"s_min is {settings.s_min}, and s_max {settings.s_max}; masks harden from s_min to s_max, so s_min must be the smaller")
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: Any) -> None:
-        super().fits(settings, backbone)
+    def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
+        super().fits(settings, backbone, tasks)
         unit_sites(backbone)
 
     @classmethod

@@ -73,7 +73,7 @@ class Meat(Method):
             needs_adamw(settings.mask_lr, train)
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module) -> None:
+    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         assert isinstance(settings, MeatSettings)
         _sites(backbone, settings)
 

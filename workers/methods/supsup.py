@@ -24,9 +24,9 @@ from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step, n
 from workers.methods.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
-from workers.model.superposition import Rule, Weights, at_once, by_halves, entropy, slopes, superfluous, values
+from workers.model.superposition import Rule, Weights, at_once, by_halves, entropy, left_over, slopes, superfluous, values
 from workers.model.weights import norm_names
-from workers.taskstate import Carried, TaskState
+from workers.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
 BELOW = 100.0  # how far the classes of other tasks stand below those of the task that was picked: a softmax leaves them nothing
@@ -45,17 +45,21 @@ class SupSupSettings(WeightMaskSettings):
     start: Literal["weights", "kaiming"] = Field("weights", description="scores start in the order of |W|, or at random as the paper's")
     weights: Literal["pretrained", "signed_constant"] = Field("pretrained", description="W: the backbone's, or random signs made from the seed")
     outputs: NonNegativeInt = Field(100, description="width of the masked output layer that tasks share; 0: each task trains a head of its own")
-    infer: Literal["one_shot", "binary", "brute_force"] = Field("one_shot", description="scenario `class`: how the task is found")
-    objective: Literal["entropy", "superfluous"] = Field("entropy", description="what the right mask keeps small: H, or G of the superfluous outputs")
+    infer: Literal["one_shot", "binary", "brute_force"] = Field(
+        "brute_force", description="scenario `class`: how the task is found: with a forward for each mask, or with one or a few through all superposed")
+    objective: Literal["entropy", "superfluous"] = Field(
+        "superfluous", description="what the right mask keeps small: H; or the superfluous outputs, by G or under brute_force by their share")
     infer_images: PositiveInt = Field(1, description="images that follow each other, all of one task, and are judged together")
 
 
 class SupSup(WeightMasks):
     """A star: W is frozen, a task leaves a bit per weight. All tasks share a last layer of random signs, masked like the others: a
     task's classes are its first outputs, the superfluous ones are trained to be low, and no task has a head. Where the task is not
-    told it is inferred: the mask whose share in a superposition of all would lower the entropy of the outputs fastest.
+    told it is inferred: the mask that leaves the least to outputs beyond its task's classes (`infer` and `objective` name the paper's
+    ways too: the mask whose share in a superposition of all would lower the entropy fastest).
 
-    Where it differs from the paper: W is the pretrained backbone unless settings say otherwise, and then masks start by dropping
+    Where it differs from the paper: superposed masks of a pretrained ViT, each of nine tenths of its weights, are told apart no better
+    than by chance once there are five, so each mask is tried. W is the pretrained backbone unless settings say otherwise, and then masks start by dropping
     its smallest weights, because a random half of a pretrained ViT knows nothing. Biases, norms, class token and position embedding
     are the backbone's; with signed constants biases are 0 and norms have no affine part. Images are judged in evaluation mode (the
     released code leaves training mode on). No weight decay on scores. The rate of scores follows from the number of steps. No
@@ -66,6 +70,7 @@ class SupSup(WeightMasks):
     paper = "Supermasks in Superposition, NeurIPS 2020"
     scenarios = frozenset({"task", "class"})
     starts_as_backbone = False
+    serving_settings = frozenset({"infer", "objective", "infer_images"})
     Settings = SupSupSettings
     settings: SupSupSettings
 
@@ -80,8 +85,16 @@ class SupSup(WeightMasks):
         if scenario == "class" and not settings.outputs:
             raise UserError("outputs is 0 with stream.scenario 'class': masks are told apart by an output layer that they share; give it more outputs than "
                             "any task has classes")
-        if settings.infer == "brute_force" and settings.objective != "entropy":
-            raise UserError(f"infer is 'brute_force' with objective {settings.objective!r}: it compares entropies; set objective=entropy, or infer=one_shot")
+
+    @classmethod
+    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        super().fits(settings, backbone, tasks)
+        assert isinstance(settings, SupSupSettings)
+        for task in tasks:
+            needed = task.num_classes + (settings.objective == "superfluous")
+            if 0 < settings.outputs < needed:
+                raise UserError(f"task {task.name!r} has {task.num_classes} classes, and method {cls.name!r} has outputs = {settings.outputs} for them to "
+                                f"share; set outputs to {needed} or more")
 
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
@@ -149,13 +162,6 @@ class SupSup(WeightMasks):
         return travel * self.width(site) / max(rates.mean_rate_steps, 1e-9)
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
-        needed = task.num_classes + (self.settings.objective == "superfluous")
-        if self.settings.outputs and self.settings.outputs < needed:
-            raise UserError(f"task {task.name!r} has {task.num_classes} classes, and method {self.name!r} has outputs = {self.settings.outputs} for them to "
-                            f"share; set outputs to {needed} or more")
-        return super().begin(task, step, carried, rates, tasks)
-
     def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
         return [] if self.settings.outputs else super().head_groups(rates, names)
 
@@ -204,7 +210,7 @@ class SupSup(WeightMasks):
         return {name: (name,) for name in self.columns()} if self.scenario == "class" else {}
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force softmax(-H); of binary search the product
+        """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force the softmax of what is compared; of binary search the product
         over its rounds of what the kept half had of nu."""
         masks = [self.loaded[name] if name in self.loaded else self.hard() for name in self.columns()]
         return self.by_group(images, masks, by_halves if self.settings.infer == "binary" else at_once)
@@ -229,10 +235,11 @@ class SupSup(WeightMasks):
         def network(inner: Weights, images: Tensor) -> Tensor:
             return self.network(inner | self.fixed, images)
 
+        by_entropy = self.settings.objective == "entropy"
         if self.settings.infer == "brute_force":
-            return values(network, weights, some, groups, entropy)
-        real = max(self.heads[name].out_features for name in self.heads.names)
-        objective = entropy if self.settings.objective == "entropy" else partial(superfluous, real=real)
+            classes = [own.stop - own.start for own in self.columns().values()]
+            return values(network, weights, some, groups, [entropy if by_entropy else partial(left_over, real=classes[i]) for i in alive])
+        objective = entropy if by_entropy else partial(superfluous, real=max(self.heads[name].out_features for name in self.heads.names))
         return slopes(network, weights, some, groups.new_full((len(some),), 1 / len(some)), groups, objective)
 
     def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:

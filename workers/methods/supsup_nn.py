@@ -29,6 +29,7 @@ class SupSupNNSettings(SupSupSettings):
     outputs: PositiveInt = Field(100, description="width of the masked output layer; class i of every task is output i. Best as many as the largest task "
                                  "has classes: any trained mask keeps superfluous ones low, which hides that images are new to it")
     infer: Literal["one_shot"] = "one_shot"
+    objective: Literal["entropy", "superfluous"] = Field("entropy", description="what a mask that fits keeps small: H, or G of the superfluous outputs")
     every: PositiveInt = Field(100, description="steps between two decisions which mask is trained")
     look: PositiveInt = Field(128, description="images of the coming batch that a decision looks at")
     eps: NonNegativeFloat = Field(0.125, description="a new mask where the best one's share nu is below (1 + eps) / k")
@@ -53,6 +54,7 @@ class SupSupNN(SupSup):
     carries = ("masks",)
     scenarios = frozenset({"task"})
     forgets = True
+    serving_settings = frozenset()  # its training decides by them too
     Settings = SupSupNNSettings
     settings: SupSupNNSettings
     bank: Tensor

@@ -35,6 +35,13 @@ def superfluous(outputs: Tensor, real: int) -> Tensor:
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
 
 
+def left_over(outputs: Tensor, real: int) -> Tensor:
+    """Minus the log of the share of the softmax that the first `real` outputs have: how much a single mask leaves to superfluous
+    ones. (n, s) -> (n,)."""
+    outputs = outputs.float()
+    return outputs.logsumexp(1) - outputs[:, :real].logsumexp(1)
+
+
 def superposed(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:
     """W .* sum_i alpha_i M^i by name, differentiable in alpha (k,). masks: k dictionaries with the names of `weights`."""
     return {name: weight * torch.stack([a * mask[name] for a, mask in zip(alpha, masks, strict=True)]).sum(0) for name, weight in weights.items()}
@@ -57,10 +64,10 @@ def slopes(network: Network, weights: Weights, masks: Sequence[Weights], alpha: 
 
 
 @torch.no_grad()
-def values(network: Network, weights: Weights, masks: Sequence[Weights], groups: Tensor, objective: Objective) -> Tensor:
-    """The mean objective of each group under each mask alone, (g, k): a forward for each mask."""
+def values(network: Network, weights: Weights, masks: Sequence[Weights], groups: Tensor, objectives: Sequence[Objective]) -> Tensor:
+    """The mean of each mask's objective over each group under that mask alone, (g, k): a forward for each mask."""
     found = []
-    for mask in masks:
+    for mask, objective in zip(masks, objectives, strict=True):
         outputs = network({name: weight * mask[name] for name, weight in weights.items()}, groups.flatten(0, 1))
         found.append(objective(outputs).view(len(groups), -1).mean(1))
     return torch.stack(found, 1)

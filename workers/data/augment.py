@@ -121,7 +121,7 @@ class Augment:
 
         `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.rows]`. They are not needed (and not
         looked at) where this rank holds its partners itself, as a single rank does. With num_classes None (a batch over
-        several tasks, which has no common output space) samples are neither mixed nor smoothed.
+        several tasks without a common output space) samples are neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
             raise ValueError(f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {self.size_in}, {self.size_in})")

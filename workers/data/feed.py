@@ -36,8 +36,10 @@ class Feed:
         step = () if job.step in ("train", "backbone") else (job.step,)
         self.seed = seed_of(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
-        # A batch over several tasks has no common output space: nothing is mixed or smoothed in it.
-        self.num_classes = tasks[0].num_classes if len(tasks) == 1 else None
+        # Several tasks share an output space in scenario `class` alone, that of all tasks so far; else nothing is mixed or smoothed.
+        space = tasks if len(tasks) == 1 else job.tasks
+        self.num_classes = sum(task.num_classes for task in space) if space is tasks or job.scenario == "class" else None
+        self.first = torch.tensor([sum(t.num_classes for t in space[: space.index(task)]) for task in tasks])
         self.rows = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         side = self.augment.size_in
         self.resident = len(self.rows) * side * side * 3 <= job.data.resident_mb << 20
@@ -98,8 +100,9 @@ class Feed:
     def _batch(self, draw: Draw, rows: NDArray[np.int64], pixels: Pixels, weight: float) -> Batch:
         device = self.group.device
         here = torch.from_numpy(rows)
-        labels = self.rows.labels[here[draw.rows]].to(device)
+        places = self.rows.labels + self.first[self.rows.tasks]  # in the common output space
         others = self._partners(draw)
-        partner = (pixels(others), self.rows.labels[here[others]].to(device)) if len(others) else (None, None)
-        images, targets = self.augment(pixels(draw.rows), labels, self.num_classes, draw, *partner)
-        return Batch(images, labels, self.rows.tasks[here[draw.rows]].to(device), draw, targets, weight=weight)
+        partner = (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
+        images, targets = self.augment(pixels(draw.rows), places[here[draw.rows]].to(device), self.num_classes, draw, *partner)
+        labels, tasks = (column[here[draw.rows]].to(device) for column in (self.rows.labels, self.rows.tasks))
+        return Batch(images, labels, tasks, draw, targets, weight=weight)

@@ -15,10 +15,12 @@ from workers.methods.lwf import Lwf
 from workers.methods.meat import Meat
 from workers.methods.packnet import PackNet
 from workers.methods.piggyback import Piggyback
+from workers.methods.replay import Replay
 from workers.methods.supsup import SupSup
 from workers.methods.supsup_nn import SupSupNN
 from workers.methods.tfm import Tfm
 from workers.methods.wsn import Wsn
 
 METHODS: dict[str, type[Method]] = {m.name: m for m in (
-    AdaHat, Adapter, Apd, CtrFull, CtrTsm, FineTune, Hat, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback, SupSup, SupSupNN, Tfm, Wsn)}
+    AdaHat, Adapter, Apd, CtrFull, CtrTsm, FineTune, Hat, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback, Replay,
+    SupSup, SupSupNN, Tfm, Wsn)}

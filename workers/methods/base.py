@@ -62,8 +62,8 @@ class Batch:
     """What a rank holds of one global batch.
 
     images: float (b, 3, H, W), augmented and normalised. labels: (b,) positions in the class list of each sample's task.
-    tasks: (b,) indices into the tasks being trained on. targets: soft targets (b, num_classes) under mixup, cutmix or
-    smoothing, only where all samples belong to one task; else None. draw: the noise of this step.
+    tasks: (b,) indices into the tasks being trained on. targets: soft targets under mixup, cutmix or smoothing: over the classes
+    (b, num_classes) of the one task that all samples belong to, else in scenario `class` over those of all tasks so far; or None. draw: the noise of this step.
     weight: this rank's (micro-batch's) share of the global batch; 0 where a rank got a stand-in sample in a ragged last
     batch. The loop multiplies the loss by it and sums gradients over micro-batches and ranks.
     """
@@ -243,13 +243,23 @@ class Method(nn.Module):
         return total / len(batch)
 
     def _cross_entropy_over_all(self, features: Tensor, batch: Batch) -> Tensor:
+        logits = torch.cat([self.heads[name](features) for name in self.columns()], 1).float()
+        return F.cross_entropy(logits, self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch))
+
+    def wide_labels(self, batch: Batch) -> Tensor:
+        """(b,) scenario `class`: each sample's class among all so far, in the order of `columns`."""
         columns = self.columns()
-        logits = torch.cat([self.heads[name](features) for name in columns], 1).float()
         first = torch.tensor([columns[t.name].start for t in self.training_tasks], device=batch.tasks.device)
+        return batch.labels + first[batch.tasks]
+
+    def wide_targets(self, batch: Batch) -> Tensor:
+        """(b, classes so far) scenario `class`: what each sample should be, one-hot or soft, in the order of `columns`."""
+        columns = self.columns()
+        classes = max(own.stop for own in columns.values())
         if batch.targets is None:
-            return F.cross_entropy(logits, batch.labels + first[batch.tasks])
-        own = columns[self.training_tasks[0].name]  # soft targets are given where there is one task only
-        return F.cross_entropy(logits, F.pad(batch.targets, (own.start, logits.shape[1] - own.stop)))
+            return F.one_hot(self.wide_labels(batch), classes).float()
+        own = columns[self.training_tasks[0].name]  # targets over one task's classes leave the others at 0
+        return F.pad(batch.targets, (own.start, classes - own.stop)) if len(self.training_tasks) == 1 else batch.targets
 
     def after_backward(self) -> None:
         """Between backward and the optimizer's step: gate gradients."""

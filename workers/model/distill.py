@@ -23,6 +23,10 @@ class Teacher:
         features = self.backbone(images)
         return {task: head(features) for task, head in self.heads.items()}
 
+    def joined(self, images: Tensor) -> Tensor:
+        """The same as (b, old classes), in the order in which the heads were given."""
+        return torch.cat([*self.logits(images).values()], 1)
+
 
 def _frozen(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).eval().requires_grad_(False)
@@ -32,3 +36,8 @@ def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
     """-mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c over logits z, y (b, classes), in fp32; no factor tau^2. Its gradient is
     that of the divergence KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch."""
     return F.cross_entropy(student.float() / tau, (teacher.float() / tau).softmax(1))
+
+
+def kd_sig(student: Tensor, teacher: Tensor) -> Tensor:
+    """Binary cross-entropy of each logit of z (b, classes) to sigmoid(y), a mean over all entries, in fp32."""
+    return F.binary_cross_entropy_with_logits(student.float(), teacher.float().sigmoid())

@@ -1,0 +1,15 @@
+"""Replay: fine-tuning on new images and on a few old ones, the plainest use of a memory.
+
+Chaudhry et al.: On Tiny Episodic Memories in Continual Learning, 2019 (there with a ring buffer on a stream of single passes).
+"""
+
+from __future__ import annotations
+
+from workers.methods.rehearsal import Rehearsal
+
+
+class Replay(Rehearsal):
+    """L = CE over all classes so far, on the task's images and all exemplars, each as often as any other."""
+
+    name = "replay"
+    paper = "On Tiny Episodic Memories in Continual Learning, 2019"

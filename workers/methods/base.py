@@ -243,8 +243,7 @@ class Method(nn.Module):
         return total / len(batch)
 
     def _cross_entropy_over_all(self, features: Tensor, batch: Batch) -> Tensor:
-        logits = torch.cat([self.heads[name](features) for name in self.columns()], 1).float()
-        return F.cross_entropy(logits, self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch))
+        return F.cross_entropy(self.all_logits(features).float(), self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch))
 
     def wide_labels(self, batch: Batch) -> Tensor:
         """(b,) scenario `class`: each sample's class among all so far, in the order of `columns`."""
@@ -323,7 +322,10 @@ class Method(nn.Module):
             return head(self.features(images))
         if "class" not in self.scenarios:
             raise UserError(f"method {self.name!r} needs to be told the task; give one of {sorted(self.heads.names)}")
-        features = self.features(images)
+        return self.all_logits(self.features(images))
+
+    def all_logits(self, features: Tensor) -> Tensor:
+        """features (b, d) -> (b, classes so far), in the order of `columns`."""
         return torch.cat([self.heads[name](features) for name in self.columns()], 1)
 
     def columns(self) -> dict[str, slice]:

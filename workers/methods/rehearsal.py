@@ -93,10 +93,6 @@ class Rehearsal(Method):
         columns = self.columns()
         return sum(columns[name].stop - columns[name].start for name in self.old) / max(own.stop for own in columns.values())
 
-    def all_logits(self, features: Tensor) -> Tensor:
-        """features (b, d) -> (b, classes so far), fp32, in the order of `columns`."""
-        return torch.cat([self.heads[name](features) for name in self.columns()], 1).float()
-
     # ---- the memory --------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def herd(self, task: Task) -> None:

@@ -114,7 +114,10 @@ def add_tasks(builder: Builder) -> list[Task]:
 
 def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
     order = card.order()
-    chosen = entry.classes if entry.classes is not None else order
+    if entry.order and entry.classes is not None:
+        raise UserError(f"stream.tasks: task {entry.name or card.name!r} has `classes` and `order` {entry.order!r}; both say which classes, so leave one out")
+    named = cards.in_order(entry.order, card.classes) if entry.order else entry.classes
+    chosen = named if named is not None else order
     unknown = next((c for c in chosen if c not in order), None)
     if unknown is not None:
         more = " ..." if len(order) > 12 else ""
@@ -201,7 +204,7 @@ def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | Non
     leaves: list[str] = []
     ends: dict[str, str] = {}  # step -> stage: those whose carried states the next task starts from
     for position, task in enumerate(tasks):
-        steps = method.planned(settings, position - (base is not None))
+        steps = tuple(step for step in method.planned(settings, position - (base is not None)) if position or not step.later)
         if steps:
             seen = tuple(tasks[: position + 1])
             stages = _add_steps(builder, label, task, seen, steps, ends if method.carries else {}, last)

@@ -104,6 +104,25 @@ def load(name: str, memory: Memory | None = None) -> Card:
     return card
 
 
+def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes that an order names by their places on a card, CARD/NAME being datasets/CARD/orders/NAME.yaml. Raises UserError
+    where the file is not one, is not what its hash says, or does not go with the card."""
+    folder, _, leaf = name.rpartition("/")
+    path = CARDS / folder / "orders" / f"{leaf}.yaml"
+    if not folder or not path.exists():
+        known = ", ".join(sorted(f"{p.parent.parent.name}/{p.stem}" for p in CARDS.glob("*/orders/*.yaml")))
+        raise UserError(f"stream.tasks: class order {name!r} does not exist ({path}); there are: {known}")
+    body = read_yaml(path, "a class order")
+    places = body.get("order")
+    if not isinstance(places, list) or not all(type(place) is int for place in places) or len(set(places)) != len(places):
+        raise UserError(f"{path}: `order` must list whole numbers, none of them twice")
+    if hashlib.sha256(",".join(map(str, places)).encode()).hexdigest()[:16] != body.get("sha256"):
+        raise UserError(f"{path}: the order is not the one that its sha256 stands for; take the file from the repository again")
+    if not set(places) <= set(range(len(classes))):
+        raise UserError(f"{path}: names class {max(places)}, and the card has {len(classes)}; use an order made for this card")
+    return tuple(classes[place] for place in places)
+
+
 def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
     """The classes of a card that leaves them to its source: the sorted names of the folders in the train split."""
     from pipeline.formats import folders

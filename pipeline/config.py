@@ -26,6 +26,7 @@ class TaskEntry(Frozen):
     card: str
     name: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="default: the card's name")
     classes: tuple[str, ...] | None = Field(None, min_length=1, description="default: all classes of the card")
+    order: str = Field("", description="CARD/NAME of a file in a card's `orders`: which classes, in which order, in place of `classes`")
     split: int = Field(0, ge=0, description="number of tasks that the classes are dealt to; 0 means one task")
     role: Literal["task", "base"] = Field("task", description="`base`: the backbone is trained on it first")
 

@@ -280,6 +280,14 @@ def test_parents_come_before_their_children(tmp_path):
         seen.add(stage.id)
 
 
+def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(build.cards, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4)))
+    _, tasks = graph_of(tmp_path, "linear", stream={"tasks": [{"card": "digits", "name": "d", "order": "digits/some", "split": 2}]})
+    assert [task.classes for task in tasks] == [("7", "2"), ("9", "4")]
+    with pytest.raises(UserError, match="task 'd' has `classes` and `order` 'digits/some'"):
+        graph_of(tmp_path, "linear", stream={"tasks": [{"card": "digits", "name": "d", "order": "digits/some", "classes": ["1"]}]})
+
+
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
     with pytest.raises(UserError, match="two tasks are called 'a'"):
         graph_of(tmp_path, "meat", stream={"tasks": [TASKS[0], {**TASKS[1], "name": "a"}]})

@@ -1,0 +1,62 @@
+"""Class orders: the published ones, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline import cards
+from workers.errors import UserError
+
+NAMES = tuple(f"class {i}" for i in range(100))
+
+
+@pytest.mark.parametrize(("name", "count", "digest", "first", "last"), [
+    ("cifar100/order1", 100, "62e36f48cf4f51c7", (87, 0, 52), (26, 35, 39)),
+    ("cifar100/order2", 100, "920202d4b4eafb27", (58, 30, 93), (23, 64, 61)),
+    ("cifar100/order3", 100, "208ddd64ac86acb0", (71, 54, 45), (85, 43, 11)),
+    ("imagenet/imagenet100-order1", 100, "997a048a5344d216", (68, 56, 78), (57, 33), ),
+    ("imagenet/imagenet1000-order1", 1000, "305571fb8fde3e0f", (54, 7, 894), (417,))])
+def test_a_published_order_is_a_permutation_with_its_hash(name: str, count: int, digest: str, first: tuple[int, ...], last: tuple[int, ...]):
+    found = [int(label.split()[1]) for label in cards.in_order(name, tuple(f"class {i}" for i in range(1000)))]
+    assert sorted(found) == list(range(count))
+    assert hashlib.sha256(",".join(map(str, found)).encode()).hexdigest()[:16] == digest
+    assert (tuple(found[: len(first)]), tuple(found[-len(last):])) == (first, last)
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cards, "CARDS", tmp_path)
+    (tmp_path / "mine" / "orders").mkdir(parents=True)
+
+    def write(order: object, digest: str | None = None) -> str:
+        listed = ",".join(map(str, order)) if isinstance(order, list) else ""
+        body = {"order": order, "sha256": digest or hashlib.sha256(listed.encode()).hexdigest()[:16]}
+        (tmp_path / "mine" / "orders" / "own.yaml").write_text(yaml.safe_dump(body))
+        return "mine/own"
+    return write
+
+
+def test_an_order_may_name_some_classes_alone(written):
+    assert cards.in_order(written([7, 3]), NAMES) == ("class 7", "class 3")
+
+
+@pytest.mark.parametrize(("order", "digest", "says"), [
+    ([1, 1], None, "must list whole numbers, none of them twice"),
+    ([True, 0], None, "must list whole numbers"),
+    ("all", None, "must list whole numbers"),
+    ([0, 1], "0123456789abcdef", "is not the one that its sha256 stands for"),
+    ([0, 100], None, "names class 100, and the card has 100")])
+def test_an_order_that_cannot_be_is_refused(written, order: object, digest: str | None, says: str):
+    with pytest.raises(UserError, match=says):
+        cards.in_order(written(order, digest), NAMES)
+
+
+@pytest.mark.parametrize("name", ["mine/none", "own", "none/own"])
+def test_an_order_that_is_not_there_is_refused_with_those_that_are(written, name: str):
+    written([0])
+    with pytest.raises(UserError, match=rf"class order '{name}' does not exist .*there are: mine/own"):
+        cards.in_order(name, NAMES)

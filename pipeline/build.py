@@ -60,10 +60,10 @@ class Builder:
         return stage
 
     def job(self, stage_id: str, step: str, label: str | None, task: Task | None, tasks: tuple[Task, ...], **rest: Any) -> StageJob:
-        """The job of a stage; `add` fills in its key. Settings that only serve are kept from those that train."""
+        """The job of a stage; `add` fills in its key. It is told no setting that its step does not read."""
         c = self.config
         entry = c.methods[label] if label else None
-        hidden = METHODS[entry.method].serving_settings if entry and step != "evaluate" else frozenset()
+        hidden = METHODS[entry.method].unread(step) if entry else frozenset()
         return StageJob(
             id=stage_id, key="", step=step, root=self.store.root, method=entry.method if entry else "finetune",
             settings={k: v for k, v in entry.settings.items() if k not in hidden} if entry else {}, scenario=c.stream.scenario, seed=c.seed,
@@ -233,7 +233,7 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
     states of earlier tasks, and of the base task itself where it goes through steps of the method's own."""
     c, entry = builder.config, builder.config.methods[label]
     method = METHODS[entry.method]
-    settings = method.Settings.model_validate(entry.settings).model_dump(by_alias=True, exclude=set(method.serving_settings))
+    settings = method.Settings.model_validate(entry.settings)
     reads = seen if (method.reads or method.trains_on) == "seen" else (task,)
     states = {t.name: last[t.name] for t in seen if t.name in last} if method.carries else {}  # their stages are ancestors of this task's
     loaded = states.values() if method.loads_states(c.stream.scenario) else ()
@@ -242,8 +242,8 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
         start = {name: done[name] for name in waits[step.name]} or before
         parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in reads), *start.values(), *loaded]))
         stage_id = f"{label}/{task.name}/{step.name}"
-        inputs = {"method": entry.method, "revision": method.revision, "settings": settings, "task": task.name,
-                  "seen": [[t.name, list(t.classes)] for t in reads], "scenario": c.stream.scenario, "seed": c.seed,
+        inputs = {"method": entry.method, "revision": method.revision, "task": task.name,
+                  "settings": settings.model_dump(by_alias=True, exclude=set(method.unread(step.name))), "seen": [[t.name, list(t.classes)] for t in reads], "scenario": c.stream.scenario, "seed": c.seed,
                   "train": c.train_of(label, step.name).model_dump() if step.trains else {}, "data": c.data_of(label).model_dump(),
                   **shared_revisions()}
         job = builder.job(stage_id, step.name, label, task, seen, previous={name: builder.keys[stage] for name, stage in start.items()},

@@ -44,13 +44,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under an optimizer that its defaults are not for
     ("ctr_tsm", "sgd"): {"mask_lr": 0.1},
     ("ctr_full", "sgd"): {"mask_lr": 0.1},
+    ("dytox", "adamw"): {"train": {"epochs": 10, "lr": 5e-3}},  # it starts with tokens that hardly see the image
     ("hat", "sgd"): {"mask_lr": 0.05},
     ("adahat", "sgd"): {"mask_lr": 0.05},
     ("ksm", "sgd"): {"mask_lr": 0.02},
     ("meat", "sgd"): {"mask_lr": 4.0},
     ("piggyback", "sgd"): {"mask_lr": 0.3},
+    ("podnet", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},  # under a scale of 10 the usual rate is too high
     ("supsup", "sgd"): {"mask_lr": 1.0},
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
+    ("ucir", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
     ("wsn", "sgd"): {"mask_lr": 1.0}}
 
 
@@ -148,11 +151,15 @@ class Run:
     def artefact(self, job: StageJob) -> Artefact:
         """The result of a stage; whatever it needs runs first."""
         if Artefact.open(job.root, job.key) is None:
-            for other in self.jobs.values():
-                if other.key in (job.backbone, *job.previous.values(), *job.states.values()):
-                    self.artefact(other)
+            self.prepare(job)
             return self.lab.stage(job)
         return Artefact.need(job.root, job.key)
+
+    def prepare(self, job: StageJob) -> None:
+        """Runs what a stage needs."""
+        for other in self.jobs.values():
+            if other.key in (job.backbone, *job.previous.values(), *job.states.values()):
+                self.artefact(other)
 
     def trained(self, task: int) -> Artefact:
         """The result of the last training step of a task."""
@@ -182,8 +189,7 @@ class Run:
 
     def served(self, after: int) -> Method:
         """The method as it stands after a task, with all tasks up to it loaded, as `evaluate` and `predict` load it."""
-        for task in range(after + 1):
-            self.trained(task)
+        self.prepare(self.evaluate_job(after))
         return evaluate.served(self.evaluate_job(after), Group())
 
     def fresh(self, task: int = 0) -> Method:

@@ -23,6 +23,7 @@ from workers.artefact import Artefact, Attempt
 from workers.checkpoint import Checkpoint
 from workers.data.draw import seed_of
 from workers.data.feed import Feed
+from workers.data.rows import keys_of
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
 from workers.job import BackboneSettings, StageJob
@@ -97,6 +98,7 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     """Epochs over the task's training data, resumed from the stage's checkpoint if there is one; a row per epoch."""
     assert job.task is not None
     own = job.tasks if method.trains_on == "seen" else (job.task,)
+    method.keys_of = lambda task: keys_of(job.root, task, job.data.val_fraction)
     memory = {name: keys for name, keys in method.memory(job.task, job.step, carried).items() if keys}
     assert not memory or "seen" in (method.reads, method.trains_on), f"{method.name} has a memory, so it must say reads = 'seen'"
     tasks = tuple(t for t in job.tasks if t in own or t.name in memory)
@@ -177,6 +179,22 @@ def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[B
     """One optimizer step over the global batch: forward and backward on this rank's micro-batches, gradients summed over
     ranks, gate, clip, step, restore. Returns the loss and its terms, each this rank's share of the global mean."""
     optim.set_rate(optimizer, optim.factor(progress.done, progress.total, job.train))
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    terms = gradients(method, optimizer, batches, progress, job, group)
+    if method.sharpness():
+        with optim.ascended(parameters, method.sharpness()):
+            gradients(method, optimizer, batches, progress, job, group)
+    method.after_backward()
+    if job.train.clip:
+        torch.nn.utils.clip_grad_norm_(parameters, job.train.clip)
+    optimizer.step()
+    method.after_step(progress)
+    return terms
+
+
+def gradients(method: Method, optimizer: torch.optim.Optimizer, batches: list[Batch], progress: Progress, job: StageJob,
+              group: dist.Group) -> dict[str, torch.Tensor]:
+    """Those of the global batch where the parameters stand, on every rank; returns the loss and its terms."""
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
     for batch in batches:
@@ -186,13 +204,7 @@ def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[B
         (loss * batch.weight).backward()
         for name, value in {"loss": loss.detach(), **parts}.items():
             terms[name] = terms.get(name, 0.0) + value * batch.weight
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    group.sum_gradients(parameters)
-    method.after_backward()
-    if job.train.clip:
-        torch.nn.utils.clip_grad_norm_(parameters, job.train.clip)
-    optimizer.step()
-    method.after_step(progress)
+    group.sum_gradients([p for g in optimizer.param_groups for p in g["params"]])
     return terms
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from workers.job import TrainSettings
 
@@ -37,3 +40,20 @@ def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Opt
 def set_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * scale
+
+
+@contextlib.contextmanager
+def ascended(parameters: list[Tensor], rho: float) -> Iterator[None]:
+    """Inside, each w stands at w + rho w^2 g / || |w| g ||, g its gradient on entry, the norm over all of them: the step uphill of ASAM
+    (Kwon et al., ICML 2021), which no rescaling of weights changes. Afterwards all are back to the last bit."""
+    with torch.no_grad():
+        moved = [(p, p.clone(), p.grad) for p in parameters if p.grad is not None]
+        norm = torch.stack([(old.abs() * g).norm() for _, old, g in moved]).norm() + 1e-12
+        for p, old, g in moved:
+            p.add_(old.square() * g * (rho / norm))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, old, _ in moved:
+                p.copy_(old)

@@ -44,10 +44,19 @@ class Side(Method):
              Step("align", trains=False, after=("herd", "calibrate")))
 
 
+class Balanced(Method):
+    """Its second step is for tasks that have earlier ones."""
+
+    name = "balanced"
+    carries = ("weights",)
+    steps = (Step("train"), Step("balance", later=True), Step("herd", trains=False))
+
+
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
     monkeypatch.setitem(METHODS, "chained", Chained)
     monkeypatch.setitem(METHODS, "side", Side)
+    monkeypatch.setitem(METHODS, "balanced", Balanced)
 
 
 def second_card(monkeypatch):
@@ -143,6 +152,17 @@ def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_pat
     assert graph["chained/b/evaluate"].job.states == {t: graph[f"chained/{t}/retrain"].key for t in "ab"}
     assert graph["chained/b/prune"].job.previous == {"train": graph["chained/b/train"].key}
     assert graph["chained/b/prune"].job.states == {"a": graph["chained/a/retrain"].key}
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path, base: bool):
+    graph, _ = graph_of(tmp_path, "balanced", base=base)
+    steps = {task: [s.step for s in graph if s.task == task and s.method == "balanced" and s.step != "evaluate"] for task in "abc"}
+    whole = ["train", "balance", "herd"]
+    assert steps == {"a": whole if base else ["train", "herd"], "b": whole, "c": whole}
+    assert graph["balanced/b/train"].job.previous == {"herd": graph["balanced/a/herd"].key}
+    if not base:
+        assert graph["balanced/a/herd"].job.previous == {"train": graph["balanced/a/train"].key}
 
 
 def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(tmp_path):

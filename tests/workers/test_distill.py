@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from timm.layers import DropPath
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.job import BackboneSettings
-from workers.model.distill import Teacher, kd_ce
+from workers.model.distill import Teacher, kd_bce, kd_ce, kd_kl, kd_sig
 from workers.model.vit import build, digest_of
 
 Y = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
@@ -31,16 +34,59 @@ def test_distillation_has_the_gradient_of_the_divergence(tau: float):
     assert student[0].grad.abs().max() > 0.01  # type: ignore[union-attr]
 
 
-def test_a_student_that_answers_as_its_teacher_gets_no_gradient():
-    student = Y.clone().requires_grad_()
-    kd_ce(student, Y, 2.0).backward()
-    assert student.grad is not None
-    assert student.grad.abs().max() < 1e-7
+@pytest.mark.parametrize(("tau", "divergence", "mean"), [(1.0, 0.28101033, 0.09367011), (2.0, 0.08528288, 0.02842763)])
+def test_the_divergence_has_the_worked_values(tau: float, divergence: float, mean: float):
+    """KD_ce less what the teacher does not know itself; and a mean over entries too, a third of it for three classes, times tau^2."""
+    assert float(kd_ce(Z, Y, tau) - kd_ce(Y, Y, tau)) == pytest.approx(divergence, abs=1e-6)
+    assert float(kd_kl(Z, Y, tau)) == pytest.approx(tau**2 * mean, abs=1e-6)
 
 
-def test_low_precision_logits_are_distilled_in_full_precision():
+def test_sigmoid_distillation_has_the_worked_value():
+    assert float(kd_sig(Z, Y)) == pytest.approx(0.68934745, abs=1e-7)
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.0])
+def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float):
+    expected = F.binary_cross_entropy((Z / tau).softmax(1), (Y / tau).softmax(1))
+    assert float(kd_bce(Z, Y, tau)) == pytest.approx(float(expected), abs=1e-6)
+    p, q = math.e**-1 / (1 + math.e**-1), 0.5  # softmax of (0, -1) and of (2, 2), second entry; of two classes both entries cost the same
+    two = kd_bce(torch.tensor([[2.0, 2.0]]), torch.tensor([[0.0, -1.0]]), 1.0)
+    assert float(two) == pytest.approx(-(p * math.log(q) + (1 - p) * math.log(1 - q)), abs=1e-6)
+
+
+def test_distillation_of_each_probability_stays_finite_where_the_student_is_certain():
+    student = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 80.0]], requires_grad=True)
+    loss = kd_bce(student, Y.float(), 2.0)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(student.grad).all()  # type: ignore[arg-type]
+    assert float(kd_bce(torch.ones(3, 1), torch.zeros(3, 1), 2.0)) == pytest.approx(0.0, abs=1e-6), "one class alone has nothing to tell"
+
+
+KINDS = [pytest.param(lambda z, y: kd_ce(z, y, 2.0), id="ce"), pytest.param(lambda z, y: kd_kl(z, y, 2.0), id="kl"),
+         pytest.param(lambda z, y: kd_bce(z, y, 2.0), id="bce"), pytest.param(kd_sig, id="sig")]
+
+
+@pytest.mark.parametrize("kd", KINDS)
+def test_a_student_that_answers_as_its_teacher_gets_no_gradient(kd: Callable[[Tensor, Tensor], Tensor]):
+    student, other = Y.clone().requires_grad_(), Z.clone().requires_grad_()
+    kd(student, Y).backward()
+    kd(other, Y).backward()
+    assert student.grad.abs().max() < 1e-7  # type: ignore[union-attr]
+    assert other.grad.abs().max() > 1e-3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kd", KINDS)
+def test_low_precision_logits_are_distilled_in_full_precision(kd: Callable[[Tensor, Tensor], Tensor]):
     low = Z.bfloat16(), Y.bfloat16()
-    assert torch.equal(kd_ce(*low, 3.0), kd_ce(low[0].float(), low[1].float(), 3.0))
+    assert torch.equal(kd(*low), kd(low[0].float(), low[1].float()))
+
+
+@pytest.mark.parametrize("kd", KINDS)
+def test_distillation_works_in_mixed_precision(kd: Callable[[Tensor, Tensor], Tensor]):
+    expected = kd(Z.float(), Y.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(kd(Z.float(), Y.float()), expected, atol=1e-6)
 
 
 # ---- the teacher ---------------------------------------------------------------------------------------------------------

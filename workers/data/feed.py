@@ -38,7 +38,7 @@ class Feed:
         self.augment = Augment(job.data, job.backbone_settings, training)
         # Several tasks share an output space in scenario `class` alone, that of all tasks so far; else nothing is mixed or smoothed.
         space = tasks if len(tasks) == 1 else job.tasks
-        self.num_classes = sum(task.num_classes for task in space) if space is tasks or job.scenario == "class" else None
+        self.num_classes = sum(task.num_classes for task in space) if len(tasks) == 1 or job.scenario == "class" else None
         self.first = torch.tensor([sum(t.num_classes for t in space[: space.index(task)]) for task in tasks])
         self.rows = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         side = self.augment.size_in
@@ -105,4 +105,5 @@ class Feed:
         partner = (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
         images, targets = self.augment(pixels(draw.rows), places[here[draw.rows]].to(device), self.num_classes, draw, *partner)
         labels, tasks = (column[here[draw.rows]].to(device) for column in (self.rows.labels, self.rows.tasks))
-        return Batch(images, labels, tasks, draw, targets, weight=weight)
+        counts = self.rows.tasks[here].bincount(minlength=len(self.tasks)).tolist()
+        return Batch(images, labels, tasks, draw, targets, weight=weight, counts=tuple(counts))

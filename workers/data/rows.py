@@ -89,6 +89,15 @@ def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float,
     return Rows(shards, table.combine_chunks(), labels_of, tasks_of)
 
 
+def keys_of(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:
+    """Class -> keys of its images in the task's train split, in the order of `select`."""
+    table = select(root, (task,), "train", val_fraction).table
+    found: dict[str, list[str]] = {name: [] for name in task.classes}
+    for name, key in zip(table["class"].to_pylist(), table["key"].to_pylist(), strict=True):
+        found[name].append(key)
+    return found
+
+
 def _remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -> pa.Table:
     found = part.filter(pc.is_in(part["key"], pa.array(sorted(set(keys)), pa.string())))
     if len(found) < len(set(keys)):

@@ -3,10 +3,14 @@
 from workers.methods.adapter import Adapter
 from workers.methods.apd import Apd
 from workers.methods.base import Method
+from workers.methods.bic import Bic
 from workers.methods.ctr import CtrTsm
 from workers.methods.ctr_full import CtrFull
+from workers.methods.dytox import DyTox
+from workers.methods.e2e import E2e
 from workers.methods.finetune import FineTune
 from workers.methods.hat import AdaHat, Hat
+from workers.methods.icarl import Icarl
 from workers.methods.individual import Individual
 from workers.methods.joint import Joint
 from workers.methods.ksm import Ksm
@@ -15,12 +19,15 @@ from workers.methods.lwf import Lwf
 from workers.methods.meat import Meat
 from workers.methods.packnet import PackNet
 from workers.methods.piggyback import Piggyback
+from workers.methods.podnet import PodNet
 from workers.methods.replay import Replay
 from workers.methods.supsup import SupSup
 from workers.methods.supsup_nn import SupSupNN
 from workers.methods.tfm import Tfm
+from workers.methods.ucir import Ucir
+from workers.methods.wa import Wa
 from workers.methods.wsn import Wsn
 
 METHODS: dict[str, type[Method]] = {m.name: m for m in (
-    AdaHat, Adapter, Apd, CtrFull, CtrTsm, FineTune, Hat, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback, Replay,
-    SupSup, SupSupNN, Tfm, Wsn)}
+    AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback, PodNet, Replay,
+    SupSup, SupSupNN, Tfm, Ucir, Wa, Wsn)}

@@ -49,12 +49,13 @@ class Step:
     validated, so that one sees what it did to the accuracy. `after`: the steps
     of the same task that it waits for, and whose carried states it gets, merged; None means the one before it in the list,
     () none: it starts where the first step does. What no step waits for, the next task waits for. The last in the list
-    leaves the task's state."""
+    leaves the task's state. `later`: the first task of the stream, a base task too, goes without it: there are no earlier classes."""
 
     name: str
     trains: bool = True
     measured: bool = False
     after: tuple[str, ...] | None = None
+    later: bool = False
 
 
 @dataclass
@@ -65,7 +66,8 @@ class Batch:
     tasks: (b,) indices into the tasks being trained on. targets: soft targets under mixup, cutmix or smoothing: over the classes
     (b, num_classes) of the one task that all samples belong to, else in scenario `class` over those of all tasks so far; or None. draw: the noise of this step.
     weight: this rank's (micro-batch's) share of the global batch; 0 where a rank got a stand-in sample in a ragged last
-    batch. The loop multiplies the loss by it and sums gradients over micro-batches and ranks.
+    batch. The loop multiplies the loss by it and sums gradients over micro-batches and ranks. counts: how many samples of each task the
+    whole global batch holds, for a mean over some of them.
     """
 
     images: Tensor
@@ -75,6 +77,7 @@ class Batch:
     targets: Tensor | None = None
     keys: list[str] | None = None
     weight: float = 1.0
+    counts: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -134,7 +137,6 @@ class Method(nn.Module):
     needs_vit: ClassVar[bool] = False  # it works on the blocks or tokens of a VisionTransformer; False: on parameters by name
     freezes_backbone: ClassVar[bool] = True
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
-    serving_settings: ClassVar[frozenset[str]] = frozenset()  # training knows their defaults alone: a change of them only measures again
     starts_as_backbone: ClassVar[bool] = True  # before its first step a task's features are those of the backbone
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
 
@@ -168,6 +170,11 @@ class Method(nn.Module):
         return cls.steps if position >= 0 else ()
 
     @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        """Settings that a training step does not read: it is told their defaults, and no change of them runs it again."""
+        return frozenset()
+
+    @classmethod
     def needs_base(cls, settings: MethodSettings) -> bool:
         """True where these settings cannot do without a base task in the stream."""
         return False
@@ -185,6 +192,7 @@ class Method(nn.Module):
         self.scenario = "task"  # set by the loop, before anything else is called
         self.stream: tuple[Task, ...] = ()  # set by the loop: the tasks so far in stream order, with the one in training
         self.feed_of: Callable[[str, bool], Any]  # set by the loop: (split, training) -> Feed over what this step trains on
+        self.keys_of: Callable[[Task], dict[str, list[str]]]  # set by the loop, for `memory` too: class -> its keys in the task's train split
         if self.freezes_backbone:
             self.backbone.requires_grad_(False)
 
@@ -259,6 +267,10 @@ class Method(nn.Module):
             return F.one_hot(self.wide_labels(batch), classes).float()
         own = columns[self.training_tasks[0].name]  # targets over one task's classes leave the others at 0
         return F.pad(batch.targets, (own.start, classes - own.stop)) if len(self.training_tasks) == 1 else batch.targets
+
+    def sharpness(self) -> float:
+        """rho of adaptive sharpness-aware steps (`optim.ascended`): the gradient is taken a way uphill of where a step starts. 0: none."""
+        return 0.0
 
     def after_backward(self) -> None:
         """Between backward and the optimizer's step: gate gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,12 +34,12 @@ class Rehearsal(Method):
     chain carries weights, heads and memory: references, never pixels. There is one memory, however many ranks there are.
 
     A base task has no step of its own but `herd`. Subclasses state their loss (`penalties`), what of the teacher they need, more
-    steps, and how they answer.
+    steps (`later` ones where they need old classes), and how they answer.
     """
 
     carries = ("weights", "heads", "memory")
     reads = "seen"
-    steps = (Step("train"), Step("herd", trains=False))
+    steps: ClassVar[tuple[Step, ...]] = (Step("train"), Step("herd", trains=False))
     scenarios = frozenset({"class"})
     freezes_backbone = False
     forgets = True
@@ -57,8 +58,12 @@ class Rehearsal(Method):
                             "or more, or set per_class")
 
     @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        return frozenset({"memory", "per_class", "selection"}) if step == "train" else frozenset()
+
+    @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        return cls.steps if position >= 0 else tuple(step for step in cls.steps if step.name == "herd")
+        return cls.steps if position >= 0 else tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
 
     def __init__(self, backbone: nn.Module, settings: RehearsalSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -94,12 +99,15 @@ class Rehearsal(Method):
         return sum(columns[name].stop - columns[name].start for name in self.old) / max(own.stop for own in columns.values())
 
     # ---- the memory --------------------------------------------------------------------------------------------------
+    def share(self, classes: int) -> int:
+        """How many exemplars each of so many classes gets."""
+        return quota(self.settings.memory, self.settings.per_class, classes)
+
     @torch.no_grad()
-    def herd(self, task: Task) -> None:
+    def herd(self, task: Task, sharers: int = 0) -> None:
         """Chooses the exemplars of `task`, and shortens the lists of older classes to what is theirs from now on. Every rank looks at
-        its share of the images, all choose from all."""
-        seen = [t for t in self.stream if t.name in self.columns()]
-        count = quota(self.settings.memory, self.settings.per_class, sum(t.num_classes for t in seen))
+        its share of the images, all choose from all. sharers: how many classes share the memory; 0: all so far."""
+        count = self.share(sharers or max(own.stop for own in self.columns().values()))
         features, labels, tasks, keys = self.looked_at()
         chosen: Memory = {name: {c: kept[:count] for c, kept in classes.items()} for name, classes in self.exemplars.items()}
         mine = tasks == [t.name for t in self.training_tasks].index(task.name)
@@ -131,7 +139,8 @@ class Rehearsal(Method):
     def finish(self) -> tuple[TaskState, Carried]:
         """After the last step the task's own head is in its state alone."""
         assert self.task is not None
-        heads = [name for name in self.columns() if name != self.task.name or self.step != self.steps[-1].name]
+        last = [step.name for step in self.planned(self.settings, 0) if self.old or not step.later][-1]
+        heads = [name for name in self.columns() if name != self.task.name or self.step != last]
         means = {} if self.means is None else {MEANS: self.means}
         return self.state(), Carried(network_of(self, heads) | means, {MEMORY: self.exemplars} if self.exemplars else {})
 

@@ -70,7 +70,6 @@ class SupSup(WeightMasks):
     paper = "Supermasks in Superposition, NeurIPS 2020"
     scenarios = frozenset({"task", "class"})
     starts_as_backbone = False
-    serving_settings = frozenset({"infer", "objective", "infer_images"})
     Settings = SupSupSettings
     settings: SupSupSettings
 
@@ -95,6 +94,10 @@ class SupSup(WeightMasks):
             if 0 < settings.outputs < needed:
                 raise UserError(f"task {task.name!r} has {task.num_classes} classes, and method {cls.name!r} has outputs = {settings.outputs} for them to "
                                 f"share; set outputs to {needed} or more")
+
+    @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        return frozenset({"infer", "objective", "infer_images"}) if step == "train" else frozenset()
 
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:

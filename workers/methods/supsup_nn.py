@@ -54,12 +54,16 @@ class SupSupNN(SupSup):
     carries = ("masks",)
     scenarios = frozenset({"task"})
     forgets = True
-    serving_settings = frozenset()  # its training decides by them too
     Settings = SupSupNNSettings
     settings: SupSupNNSettings
     bank: Tensor
     counter: Tensor
     trained: Tensor
+
+    @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        """None: its training decides by all of them."""
+        return frozenset()
 
     def __init__(self, backbone: nn.Module, settings: SupSupNNSettings, seed: int):
         super().__init__(backbone, settings, seed)

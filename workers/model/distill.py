@@ -38,6 +38,20 @@ def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
     return F.cross_entropy(student.float() / tau, (teacher.float() / tau).softmax(1))
 
 
+def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
+    """tau^2 KL(softmax(y / tau) || softmax(z / tau)), a mean over all b * classes entries, in fp32: of tau = 1 as many times weaker than
+    `kd_ce` as there are classes."""
+    divergence = F.kl_div((student.float() / tau).log_softmax(1), (teacher.float() / tau).softmax(1), reduction="batchmean")
+    return tau**2 * divergence / student.shape[1]
+
+
 def kd_sig(student: Tensor, teacher: Tensor) -> Tensor:
     """Binary cross-entropy of each logit of z (b, classes) to sigmoid(y), a mean over all entries, in fp32."""
     return F.binary_cross_entropy_with_logits(student.float(), teacher.float().sigmoid())
+
+
+def kd_bce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
+    """Binary cross-entropy of each of q = softmax(z / tau) to p = softmax(y / tau), a mean over all entries, in fp32."""
+    scores, p = student.float() / tau, (teacher.float() / tau).softmax(1)
+    q = scores.softmax(1).clamp(max=1 - torch.finfo(torch.float32).eps)  # log(1 - q) stays finite
+    return -(p * scores.log_softmax(1) + (1 - p) * torch.log1p(-q)).mean()

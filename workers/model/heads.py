@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,19 +30,26 @@ class Heads(nn.Module):
 
     def add(self, task: str, classes: int, seed: int) -> nn.Linear:
         if task not in self.names:
-            layer = nn.Linear(self.width, classes)
-            generator = torch.Generator().manual_seed(seed_of(seed, "head", task))
-            nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
-            nn.init.zeros_(layer.bias)
+            layer = self.layer(classes)
+            self.start(layer, torch.Generator().manual_seed(seed_of(seed, "head", task)))
             self._append(task, layer)
         return self[task]
+
+    def layer(self, classes: int) -> Any:
+        """A head for so many classes, whatever its values."""
+        return nn.Linear(self.width, classes)
+
+    def start(self, layer: Any, generator: torch.Generator) -> None:
+        """What a new head's values are before training."""
+        nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
+        nn.init.zeros_(layer.bias)
 
     def export(self, task: str) -> dict[str, Tensor]:
         return {name: t.detach().clone() for name, t in self[task].state_dict().items()}
 
     def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
         """Adds or replaces the head of a finished task; it is not trained any more."""
-        layer = nn.Linear(self.width, tensors["weight"].shape[0])
+        layer = self.layer(tensors["weight"].shape[0])
         layer.load_state_dict(tensors)
         layer.requires_grad_(False)
         self._append(task, layer)

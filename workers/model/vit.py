@@ -18,6 +18,7 @@ from timm.models.resnet import ResNet
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model.noise import own_drop_paths
@@ -25,7 +26,7 @@ from workers.model.t2t import T2TVit
 from workers.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
-SUPPORTED = "a timm VisionTransformer such as vit_tiny_patch16_224 or t2t_vit_12, or a timm ResNet such as resnet18"
+SUPPORTED = "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a timm ResNet such as resnet18"
 
 
 class FrozenBatchNorm(nn.BatchNorm2d):

@@ -1,0 +1,53 @@
+"""A method with cosine heads in the middle of a stream of tiny tasks, without stages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from growing import RATES, SMALL, batch
+
+from workers import loop, optim
+from workers.dist import Group
+from workers.job import Task, TrainSettings
+from workers.methods import METHODS
+from workers.methods.base import Batch, Progress
+from workers.model.vit import build
+
+TRAIN = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)
+
+
+def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
+    """A method that knows the class vectors of `tasks`, and is at `step` of the last of them; its feed is `looks(*tasks)`."""
+    torch.manual_seed(0)
+    method: Any = METHODS[name](build(SMALL), METHODS[name].Settings(**settings), 0)
+    method.scenario, method.stream = "class", tasks
+    for task in tasks[: -1 if step == "train" else None]:
+        method.heads.add(task.name, task.num_classes, 0)
+    method.feed_of = lambda split, training: looks(*tasks)
+    method.groups = method.begin(tasks[-1], step, None, RATES, tasks)
+    trained = {id(p) for group in method.groups for p in group["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in trained)
+    return method.train()
+
+
+def looks(*tasks: Task) -> Any:
+    """A feed of three batches of six images that are not augmented."""
+    batches = [batch(*tasks, step=10 + i, keys=[f"{i}-{place}" for place in range(6)]) for i in range(3)]
+    return SimpleNamespace(group=Group(), evaluate=lambda: batches)
+
+
+def counted(b: Batch, *tasks: Task) -> Batch:
+    """A batch that is the whole global one."""
+    b.counts = tuple(b.tasks.bincount(minlength=len(tasks)).tolist())
+    return b
+
+
+def trained(method: Any, *tasks: Task, steps: int = 2) -> Any:
+    """The method after some steps of SGD, with momentum and weight decay."""
+    optimizer, job = optim.build(method.groups, TRAIN), SimpleNamespace(train=TRAIN)
+    for step in range(steps):
+        loop.train_step(method, optimizer, [counted(batch(*tasks, step=step), *tasks)], Progress(0, step, 1, 10), job, Group())  # type: ignore[arg-type]
+    return method

@@ -1,0 +1,222 @@
+"""Cosine heads: what they compare, where new class vectors start, and the worked values of the losses on similarities."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.model.cosine import CosineHeads, imprinted, k_means, margin_rank, nca
+from workers.model.exemplars import normalised
+
+D = 8
+
+
+def heads(proxies: int = 1, scale: float = 3.0) -> CosineHeads:
+    found = CosineHeads(D, proxies, scale)
+    found.add("a", 3, 0)
+    found.add("b", 2, 0)
+    return found
+
+
+def features(n: int = 6, seed: int = 0) -> Tensor:
+    return torch.randn(n, D, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- heads ---------------------------------------------------------------------------------------------------------------
+def test_an_output_is_the_scaled_cosine_with_the_class_vector():
+    layer, h = heads()["a"], features()
+    expected = torch.stack([F.cosine_similarity(h, w.expand_as(h)) for w in layer.weight[:, 0]], 1)
+    assert layer(h).shape == (6, layer.out_features) == (6, 3)
+    assert torch.allclose(layer(h), 3.0 * expected, atol=1e-6)
+    assert torch.allclose(layer(7 * h), layer(h), atol=1e-6), "the length of features has no part in it"
+
+
+def test_of_several_proxies_each_counts_by_the_softmax_of_its_own_cosine():
+    layer, h = heads(proxies=4)["a"], features()
+    expected = torch.zeros(6, 3)
+    for i in range(6):
+        for c in range(3):
+            each = [float(F.cosine_similarity(h[i], w, dim=0)) for w in layer.weight[c].detach()]
+            total = sum(map(math.exp, each))
+            expected[i, c] = sum(math.exp(s) / total * s for s in each)
+    assert torch.allclose(layer(h) / 3.0, expected, atol=1e-6)
+    assert layer(h).abs().max() <= 3.0
+
+
+def test_new_vectors_start_evenly_and_the_same_whatever_came_before():
+    one, other = heads(), CosineHeads(D)
+    other.add("b", 2, 0)
+    assert torch.equal(one["b"].weight, other["b"].weight)
+    assert not torch.equal(one["a"].weight[:2], one["b"].weight)
+    many = CosineHeads(D).add("many", 5000, 0).weight.detach() * math.sqrt(D)
+    assert many.abs().max() <= 1
+    assert many.abs().mean() == pytest.approx(0.5, abs=0.01)
+    assert many.mean() == pytest.approx(0.0, abs=0.01)
+
+
+@pytest.mark.parametrize("proxies", [1, 3])
+def test_new_classes_leave_old_outputs_as_they_are(proxies: int):
+    found, h = heads(proxies), features()
+    before = found["a"](h), found["b"](h)
+    found.add("c", 4, 0)
+    assert all(torch.equal(found[name](h), old) for name, old in zip("ab", before, strict=True))
+
+
+def test_there_is_one_scale_and_every_stored_head_has_it():
+    found, h = heads(), features()
+    assert sum(name.endswith("scale") for name, _ in found.named_parameters()) == 1
+    with torch.no_grad():
+        found.scale.mul_(2.0)
+    stored = {name: found.export(name) for name in "ab"}
+    assert all(set(tensors) == {"weight", "scale"} and float(tensors["scale"]) == 6.0 for tensors in stored.values())
+    other = CosineHeads(D)
+    for name, tensors in stored.items():
+        other.restore(name, tensors)
+        assert torch.equal(other[name](h), found[name](h))
+    with torch.no_grad():
+        other.scale.fill_(1.0)
+    assert all(torch.allclose(other[name](h), found[name](h) / 6, atol=1e-6) for name in "ab")
+    assert float(stored["a"]["scale"]) == 6.0
+
+
+def test_the_scale_that_was_restored_last_counts_for_all():
+    found = heads(scale=3.0)
+    later = {**found.export("b"), "scale": torch.tensor(5.0)}
+    found.restore("b", later)
+    assert float(found["a"].scale) == float(found["b"].scale) == 5.0
+
+
+def test_a_copied_head_keeps_its_own_scale():
+    found, h = heads(), features()
+    kept, before = copy.deepcopy(found["a"]), found["a"](h)
+    with torch.no_grad():
+        found.scale.fill_(1.0)
+    assert torch.equal(kept(h), before)
+
+
+def test_the_linear_head_of_a_base_task_is_passed_over():
+    found = CosineHeads(D)
+    found.restore("base", torch.nn.Linear(D, 3).state_dict())
+    assert found.names == []
+
+
+def test_similarities_are_in_full_precision_under_autocast():
+    layer, h = heads(2)["a"], features()
+    expected = layer(h)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(h)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+# ---- imprinting ----------------------------------------------------------------------------------------------------------
+def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_length_asked_for():
+    h, labels = features(12) * torch.arange(1.0, 13)[:, None], torch.arange(12) % 3
+    found = imprinted(h, labels, 3, 1, 0.7, 0)
+    assert found.shape == (3, 1, D)
+    assert torch.allclose(found.norm(dim=2), torch.full((3, 1), 0.7), atol=1e-6)
+    for label in range(3):
+        mean = F.normalize(h[labels == label], dim=1).mean(0)
+        assert F.cosine_similarity(found[label, 0], mean, dim=0) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_proxies_point_along_the_clusters_of_their_class():
+    """Two directions in each class, far apart, with a little noise: the proxies find both, whatever the lengths of features."""
+    axes = torch.eye(D)[:4]
+    noise = 0.01 * torch.randn(40, D, generator=torch.Generator().manual_seed(1))
+    h = (axes[torch.arange(40) % 4] + noise) * torch.linspace(1, 9, 40)[:, None]
+    labels = (torch.arange(40) % 4) // 2  # class 0: axes 0 and 1; class 1: axes 2 and 3
+    found = imprinted(h, labels, 2, 2, 2.0, 0)
+    for label in range(2):
+        near = found[label] @ axes[2 * label : 2 * label + 2].T / 2.0
+        assert sorted(near.argmax(1).tolist()) == [0, 1]
+        assert near.max(1).values.min() > 0.999
+    assert torch.allclose(found.norm(dim=2), torch.full((2, 2), 2.0), atol=1e-6)
+
+
+def test_clusters_are_those_of_lloyds_algorithm():
+    """At the end each centre is the mean of the points that are nearest to it; the same again from the same seed."""
+    points = normalised(features(60))
+    centres = k_means(points, 5, torch.Generator().manual_seed(3))
+    nearest = torch.cdist(points, centres).argmin(1)
+    assert nearest.unique().tolist() == [0, 1, 2, 3, 4]
+    assert all(torch.allclose(centres[i], points[nearest == i].mean(0), atol=1e-12) for i in range(5))
+    assert torch.equal(centres, k_means(points, 5, torch.Generator().manual_seed(3)))
+    assert not torch.equal(centres, k_means(points, 5, torch.Generator().manual_seed(4)))
+
+
+def test_one_cluster_is_the_mean():
+    points = normalised(features(7))
+    assert torch.allclose(k_means(points, 1, torch.Generator().manual_seed(0)), points.mean(0, keepdim=True), atol=1e-15)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_too_few_points_or_equal_ones_still_give_every_centre(n: int):
+    points = normalised(features(1)).expand(n, D) if n > 2 else normalised(features(n))
+    centres = k_means(points, 4, torch.Generator().manual_seed(0))
+    assert centres.shape == (4, D)
+    assert torch.cdist(centres, points).amin(1).max() < 1e-6
+    assert torch.isfinite(imprinted(features(n), torch.zeros(n, dtype=torch.long), 1, 4, 1.0, 0)).all()
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------------
+S = torch.tensor([[0.8, 0.3, 0.6, 0.5], [0.1, 0.2, 0.9, 0.4]], dtype=torch.float64)
+
+
+def test_the_margin_has_the_worked_value():
+    each = margin_rank(S, torch.tensor([0, 1]), 2, 2, 0.5)
+    assert each.tolist() == pytest.approx([0.25, 0.95])
+    assert float(each.mean()) == pytest.approx(0.6)
+
+
+def test_the_margin_looks_at_the_most_similar_new_classes_alone():
+    assert margin_rank(S, torch.tensor([0, 1]), 2, 1, 0.5).tolist() == pytest.approx([0.3, 1.2])
+    other = S.clone()
+    other[0, 1] = 5.0  # another old class
+    assert torch.equal(margin_rank(other, torch.tensor([0, 1]), 2, 2, 0.5), margin_rank(S, torch.tensor([0, 1]), 2, 2, 0.5))
+
+
+def test_samples_of_new_classes_have_no_margin():
+    assert margin_rank(S, torch.tensor([2, 3]), 2, 2, 0.5).tolist() == [0.0, 0.0]
+
+
+def test_old_classes_that_are_far_enough_ahead_cost_nothing():
+    ahead = torch.tensor([[0.9, 0.0, 0.4, 0.1], [0.3, 0.75, 0.25, -0.2]], dtype=torch.float64)
+    assert margin_rank(ahead, torch.tensor([0, 1]), 2, 2, 0.5).tolist() == [0.0, 0.0]
+    assert margin_rank(ahead - 1e-3 * F.one_hot(torch.tensor([0, 1]), 4), torch.tensor([0, 1]), 2, 2, 0.5).min() > 0
+
+
+SIMS, LABELS = torch.tensor([[0.9, 0.2, -0.1], [0.1, 0.3, 0.0]], dtype=torch.float64), torch.tensor([0, 2])
+
+
+def test_nca_has_the_worked_value():
+    assert float(nca(SIMS, LABELS, 2.0, 0.6, hinge=False)) == pytest.approx(1.27525160, abs=1e-8)
+    one = [float(nca(SIMS[i : i + 1], LABELS[i : i + 1], 2.0, 0.6, hinge=False)) for i in range(2)]
+    assert one == pytest.approx([0.2375, 2.3130], abs=1e-4)
+
+
+def test_the_own_class_is_no_part_of_the_sum():
+    """One unit further to the right, a sample costs eta less, without end; with the own class in the sum it would flatten out."""
+    further = SIMS + F.one_hot(LABELS, 3)
+    assert float(nca(SIMS, LABELS, 2.0, 0.6, False) - nca(further, LABELS, 2.0, 0.6, False)) == pytest.approx(2.0, abs=1e-12)
+
+
+def test_the_margin_of_nca_costs_eta_times_its_size():
+    assert float(nca(SIMS, LABELS, 2.0, 0.6, False) - nca(SIMS, LABELS, 2.0, 0.0, False)) == pytest.approx(1.2, abs=1e-12)
+
+
+def test_a_sample_that_is_right_by_far_costs_nothing_under_the_hinge():
+    sims = SIMS.clone()
+    sims[0, 0] = 5.0
+    sims.requires_grad_()
+    loss = nca(sims, LABELS, 2.0, 0.6)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(2.3130 / 2, abs=1e-4)
+    assert sims.grad is not None
+    assert sims.grad[0].tolist() == [0.0, 0.0, 0.0]
+    assert torch.isfinite(sims.grad).all()

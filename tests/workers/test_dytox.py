@@ -1,0 +1,273 @@
+"""DyTox: its loss and parameter counts as published, what learns and what rests in each step, what a task leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from laboratory import OPTIMIZERS, TASKS, Lab
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers import loop, optim
+from workers.data.draw import Draw
+from workers.errors import UserError
+from workers.job import BackboneSettings, Task
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.dytox import DyTox, DyToxSettings, one_for_all_old
+from workers.model.distill import kd_kl
+from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
+from workers.model.vit import build
+from workers.taskstate import Carried, TaskState
+
+SMALL = BackboneSettings(name="convit_local", img_size=16, weights="none", options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2})
+ONE, TWO, THREE = (Task(name, "card", "", tuple(name + c for c in "123"[:count])) for name, count in (("one", 2), ("two", 3), ("three", 2)))
+RATES = Rates(lr=1e-2, weight_decay=1e-6, batch_size=6, mean_rate_steps=10.0)
+START = Progress(0, 0, 1, 10)
+
+
+def images(count: int = 6) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+
+
+def batch(*tasks: Task, **parts: Any) -> Batch:
+    """Six samples, of the tasks in turn."""
+    rows = torch.arange(6)
+    places = rows % len(tasks)
+    labels = torch.tensor([int(row) % tasks[place].num_classes for row, place in zip(rows, places, strict=True)])
+    return Batch(images(), labels, places, Draw(7, 0, 0, rows, 6, torch.device("cpu")), **parts)
+
+
+def begun(*tasks: Task, step: str = "train", carried: Carried | None = None, settings: BackboneSettings = SMALL, **own: Any) -> Any:
+    """At `step` of the last task; older ones have heads, and samples in the batches."""
+    torch.manual_seed(0)
+    method = DyTox(build(settings), DyToxSettings(**own), 0)
+    method.scenario, method.stream = "class", tasks
+    for task in tasks[:-1] if step == "train" else tasks:
+        method.heads.add(task.name, task.num_classes, 0)
+    groups = method.begin(tasks[-1], step, carried, RATES, tasks)
+    learning = {id(p) for group in groups for p in group["params"]}
+    for p in method.parameters():
+        p.requires_grad_(id(p) in learning)
+    method.groups = groups  # type: ignore[assignment]
+    return method.train()
+
+
+def stepped(method: Any, *tasks: Task) -> dict[str, bool]:
+    """One optimizer step: which parameters it changed."""
+    before = {name: p.detach().clone() for name, p in method.named_parameters()}
+    optimizer = torch.optim.AdamW([g for g in method.groups if g["params"]], lr=1e-2)
+    method.loss(batch(*tasks), START)[0].backward()
+    optimizer.step()
+    return {name: not torch.equal(p, before[name]) for name, p in method.named_parameters()}
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------------------------
+def test_the_worked_example_of_the_loss():
+    z, taught = torch.tensor([[0.0, 1, 2], [1, 0, -1]]), torch.tensor([[1.0, -1], [0, 2]])
+    y = F.one_hot(torch.tensor([2, 0]), 3).float()
+    div = torch.tensor([[0.5, 0], [0, 1]])
+    clf = F.binary_cross_entropy_with_logits(z, y)
+    auxiliary = F.binary_cross_entropy_with_logits(div, one_for_all_old(y, 2))
+    kd = kd_kl(z[:, :2], taught)
+    assert clf.item() == pytest.approx(0.57550124, abs=1e-7)
+    assert kd.item() == pytest.approx(0.41436246, abs=1e-7)
+    assert auxiliary.item() == pytest.approx(0.91840826, abs=1e-7)
+    assert (clf / 3 + 2 / 3 * kd + 0.1 * auxiliary).item() == pytest.approx(0.55991621, abs=1e-7)
+
+
+def test_the_distillation_has_its_worked_numbers():
+    y, z = torch.tensor([[2.0, 0, -1], [0.5, 0.5, 0]]), torch.tensor([[1.0, 1, 0], [0, 1, -1]])
+    assert kd_kl(z, y).item() == pytest.approx(0.09367011, abs=1e-7)
+    assert kd_kl(z, y, 2.0).item() == pytest.approx(4 * 0.02842763, abs=1e-7)
+    assert kd_kl(z, z).item() == pytest.approx(0, abs=1e-7)
+
+
+def test_old_classes_are_one_target_also_where_targets_are_soft():
+    soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
+    assert torch.allclose(one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]]))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_loss_is_put_together_as_published(soft: bool):
+    method = begun(ONE, TWO)
+    method.eval()
+    targets = torch.rand(6, 5, generator=torch.Generator().manual_seed(1)) if soft else None
+    here = batch(ONE, TWO, targets=targets)
+    loss, terms = method.loss(here, START)
+    z = method.logits(here.images, None)
+    y = targets if targets is not None else F.one_hot(here.labels + 2 * here.tasks, 5).float()
+    e = method.network().embeddings(here.images)
+    taught = method.before[0](here.images)
+    want = {"bce": F.binary_cross_entropy_with_logits(z, y), "kd": kd_kl(z[:, :2], taught),
+            "div": F.binary_cross_entropy_with_logits(method.auxiliary(e[:, 1]), one_for_all_old(y, 2))}
+    assert {name: value.item() for name, value in terms.items()} == pytest.approx({name: value.item() for name, value in want.items()}, abs=1e-6)
+    assert method.old_share == 2 / 5
+    assert loss.item() == pytest.approx((0.6 * want["bce"] + 0.4 * want["kd"] + 0.1 * want["div"]).item(), abs=1e-6)
+
+
+def test_the_first_task_has_cross_entropy_alone_and_an_unmoved_network_teaches_nothing_new():
+    method = begun(ONE)
+    loss, terms = method.loss(batch(ONE), START)
+    assert {*terms} == {"bce"}
+    assert loss.item() == terms["bce"].item()
+    later = begun(ONE, TWO)
+    later.eval()
+    assert later.loss(batch(ONE, TWO), START)[1]["kd"].item() == pytest.approx(0, abs=1e-7)
+
+
+# ---- what learns ---------------------------------------------------------------------------------------------------------------
+def test_training_moves_the_network_and_the_new_token_and_no_older_one():
+    method = begun(ONE, TWO)
+    taught = copy.deepcopy(method.before[0].state_dict())
+    moved = stepped(method, ONE, TWO)
+    for name, changed in moved.items():
+        of_old = name.startswith("heads.layers.0.")
+        assert changed == (not of_old and name != "auxiliary.token"), name
+    assert all(torch.equal(t, taught[name]) for name, t in method.before[0].state_dict().items())
+    assert not method.before[0].training
+
+
+def test_the_balanced_step_rests_the_encoder_and_moves_all_tokens_and_heads():
+    method = begun(ONE, TWO, step="finetune")
+    assert not method.backbone.training
+    assert method.decoder.training
+    for name, changed in stepped(method, ONE, TWO).items():
+        assert changed == (not name.startswith("backbone.")), name
+    assert method.before is None
+    loss, terms = method.loss(batch(ONE, TWO), START)
+    assert {*terms} == {"bce"}
+    assert not any(p.grad is not None for p in method.backbone.parameters())
+    assert loss.requires_grad
+
+
+def test_a_new_task_changes_no_old_answer_before_it_is_trained():
+    method = begun(ONE, TWO)
+    before = method.eval().logits(images(), None)
+    method.stream = (ONE, TWO, THREE)
+    method.heads.add("three", 2, 0)
+    after = method.logits(images(), None)
+    assert after.shape == (6, 7)
+    assert torch.allclose(after[:, :5], before, atol=1e-6)
+
+
+def test_answers_of_a_task_are_its_own_tokens_and_heads():
+    method = begun(ONE, TWO, THREE).eval()
+    before = method.logits(images(), None)
+    with torch.no_grad():
+        for p in method.heads["two"].parameters():
+            p.add_(torch.linspace(0, 1, p.numel()).view(p.shape))
+    after = method.logits(images(), None)
+    assert torch.equal(after[:, :2], before[:, :2])
+    assert torch.equal(after[:, 5:], before[:, 5:])
+    assert not torch.allclose(after[:, 2:5], before[:, 2:5])
+    assert torch.equal(method.logits(images(), "two"), after[:, 2:5])
+
+
+def test_heads_of_different_sizes_answer_as_one_by_one():
+    network = begun(ONE, TWO, THREE).eval().network()
+    with torch.no_grad():
+        for p in network.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        e = network.embeddings(images())
+        assert torch.allclose(network.logits(e), torch.cat([head(e[:, place]) for place, head in enumerate(network.each())], 1), atol=1e-5)
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("image", "tasks", "classes", "total"), [
+    (32, 10, 10, 10_733_584), (32, 20, 5, 10_745_104), (32, 50, 2, 10_779_664), (32, 1, 100, 10_723_216), (224, 10, 10, 11_060_752),
+    (224, 10, 100, 11_407_252)])
+def test_the_whole_network_has_the_published_size_to_the_unit(image: int, tasks: int, classes: int, total: int):
+    with torch.device("meta"):
+        encoder: Any = build(BackboneSettings(name="convit_local", img_size=image, weights="none", options={"patch_size": 4 if image == 32 else 16}))
+        network = TokenNetwork(encoder, TaskAttention(384, 12), [TokenHead(384, classes) for _ in range(tasks)])
+    assert sum(p.numel() for p in network.parameters()) == total
+
+
+def test_a_task_leaves_its_token_and_its_head():
+    method = begun(ONE, TWO, step="finetune")
+    state = TaskState.from_bytes(method.finish()[0].to_bytes())
+    assert state.sizes() == {"masks": 0, "tokens": 4 * 32, "head": 4 * (2 * 32 + 3 * 33), "copies": 0}
+    other = DyTox(build(SMALL), DyToxSettings(), 0)
+    other.backbone_digest = method.backbone_digest
+    other.load(state)
+    assert all(torch.equal(t, method.heads.export("two")[name]) for name, t in other.heads.export("two").items())
+
+
+# ---- other encoders, refusals --------------------------------------------------------------------------------------------------
+def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block():
+    method = begun(ONE, TWO, settings=BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}))
+    assert len(method.backbone.blocks) == 2
+    assert isinstance(method.backbone.norm, nn.Identity)
+    assert method.backbone.num_prefix_tokens == 1
+    patches = method.backbone.forward_features(images())[:, 1:]
+    want = method.decoder(torch.stack([method.heads[name].token for name in ("one", "two")]), patches)
+    method.eval()
+    assert torch.allclose(method.network().embeddings(images()), method.decoder(torch.stack([method.heads[n].token for n in ("one", "two")]), patches))
+    assert want.shape == (6, 2, 32)
+    assert all(changed or name in ("auxiliary.token",) or name.startswith("heads.layers.0.") for name, changed in stepped(method.train(), ONE, TWO).items())
+
+
+def test_what_it_cannot_work_with_is_refused():
+    base = Task("base", "card", "", ("x", "y"), "base")
+    with pytest.raises(UserError, match="task 'base' has role `base`, and 'dytox' trains its encoder on the stream itself"):
+        DyTox.fits(DyToxSettings(), build(SMALL), (base, ONE))
+    with pytest.raises(UserError, match="puts its decoder in the place of the backbone's last block, and there is no other"):
+        DyTox.fits(DyToxSettings(), build(BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2})), (ONE,))
+    with pytest.raises(UserError, match="memory is 4, and the stream has 5 classes"):
+        DyTox.fits(DyToxSettings(memory=4), build(SMALL), (ONE, TWO))
+    DyTox.fits(DyToxSettings(), build(SMALL), (ONE, TWO))
+
+
+def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place():
+    a, b = TokenHeads(32), TokenHeads(32)
+    for name in ("x", "y"):
+        a.add(name, 2, 0)
+    b.add("y", 2, 0)
+    assert torch.equal(a["y"].token, b["y"].token)  # type: ignore[arg-type]
+    assert not torch.equal(a["x"].token, a["y"].token)  # type: ignore[arg-type]
+    assert 0 < a["x"].token.std() < 0.03  # type: ignore[operator]
+    assert a["x"].weight.abs().max() <= 32**-0.5
+
+
+# ---- sharpness -----------------------------------------------------------------------------------------------------------------
+def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were():
+    torch.manual_seed(1)
+    weights = [torch.randn(3, 2, requires_grad=True), torch.randn(4, requires_grad=True), torch.randn(2, requires_grad=True)]
+    (weights[0].square().sum() + weights[1].exp().sum()).backward()
+    before, gradients = [w.detach().clone() for w in weights], [None if w.grad is None else w.grad.clone() for w in weights]
+    norm = sum(float((w.abs() * g).square().sum()) for w, g in zip(before, gradients, strict=True) if g is not None) ** 0.5
+    with optim.ascended(weights, 3.0):
+        for w, old, g in zip(weights, before, gradients, strict=True):
+            assert torch.allclose(w, old if g is None else old + 3.0 * old**2 * g / norm, atol=1e-6)
+    assert all(torch.equal(w, old) for w, old in zip(weights, before, strict=True))
+
+
+def test_the_step_takes_its_gradient_uphill_from_the_second_task_on():
+    assert begun(ONE, rho=3.0).sharpness() == 0
+    assert begun(ONE, TWO, step="finetune", rho=3.0).sharpness() == 0
+    method = begun(ONE, TWO, rho=3.0)
+    assert method.sharpness() == 3.0
+
+
+def test_a_sharpness_aware_step_is_two_gradients_and_one_move(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    calls: list[float] = []
+    ascended = optim.ascended
+    monkeypatch.setattr(loop.optim, "ascended", lambda parameters, rho: (calls.append(rho), ascended(parameters, rho))[1])
+    run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"rho": 3.0}})
+    run.carried(1)
+    assert [job.step for job in run.stages(1)] == ["train", "herd", "finetune"]
+    images = 5 * 36  # of both tasks, without those held out for validation
+    assert calls == [3.0] * -(-images // 16), "each step of the second task's training, and no other"
+
+
+# ---- the chain -----------------------------------------------------------------------------------------------------------------
+def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab):
+    run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 12}})
+    first, second = (run.carried(task).meta["memory"] for task in (0, 1))
+    assert {name: [len(keys) for keys in classes.values()] for name, classes in first.items()} == {"two": [6, 6]}
+    assert {name: [len(keys) for keys in classes.values()] for name, classes in second.items()} == {"two": [2, 2], "three": [2, 2, 2]}
+    assert all(second["two"][name] == first["two"][name][:2] for name in TASKS["two"])
+    assert [job.step for job in run.stages(0)] == ["train", "herd"]

@@ -1,0 +1,189 @@
+"""Exemplars: worked orders and quotas, what each rule chooses against plain loops, and answers by the nearest mean."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.model import exemplars
+from workers.model.exemplars import SELECTIONS, at_random, class_means, closest, herding, nearest_mean, normalised, quota, rebuffi_herding
+
+ANGLES = (0, 10, -25, 50, 90)
+TOY = torch.tensor([(math.cos(math.radians(a)), math.sin(math.radians(a))) for a in ANGLES], dtype=torch.float64)
+BY_FEATURES = ["herding", "rebuffi", "closest"]
+
+
+def noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def some_class(seed: int, n: int = 60, d: int = 16) -> Tensor:
+    return torch.randn(n, d, generator=noise(seed)) + 0.5
+
+
+def chosen(rule: str, features: Tensor, count: int, seed: int = 0) -> list[int]:
+    return SELECTIONS[rule](features, count, noise(seed))
+
+
+# ---- how many ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("step", "expected"), [
+    (10, [200, 100, 66, 50, 40, 33, 28, 25, 22, 20]), (5, [400, 200, 133, 100, 80, 66, 57, 50, 44, 40]),
+    (2, [1000, 500, 333, 250, 200, 166, 142, 125, 111, 100])])
+def test_a_memory_of_2000_is_shared_by_the_classes_so_far(step: int, expected: list[int]):
+    counts = [quota(2000, 0, seen) for seen in range(step, 101, step)]
+    assert counts[:10] == expected
+    assert counts[-1] == 2000 // 100 == 20
+    assert all(seen * m <= 2000 for seen, m in zip(range(step, 101, step), counts, strict=True))
+
+
+def test_a_class_that_has_fewer_images_gives_all_it_has():
+    """The first of 50 tasks of CIFAR-100: 1000 of each class, which has 500."""
+    assert len(herding(some_class(0, 500, 4), quota(2000, 0, 2), noise())) == 500
+
+
+def test_a_number_per_class_counts_whatever_the_number_of_classes():
+    assert [quota(2000, 20, seen) for seen in (1, 10, 1000)] == [20, 20, 20]
+
+
+# ---- which ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("rule", "expected"), [("herding", [1, 3, 0, 4, 2]), ("rebuffi", [1, 3, 0, 2, 4])])
+@pytest.mark.parametrize("scale", [torch.ones(5, 1), torch.tensor([[3.0], [0.1], [7.0], [1.0], [20.0]])], ids=["unit", "any length"])
+def test_herding_has_the_worked_order_whatever_the_length_of_a_feature(rule: str, expected: list[int], scale: Tensor):
+    assert chosen(rule, TOY * scale, 5) == expected
+
+
+def by_distance(features: Tensor, count: int) -> list[int]:
+    """iCaRL's Algorithm 4 word for word."""
+    unit = features.double() / (features.double().norm(dim=1, keepdim=True) + 1e-8)
+    mean, found = unit.mean(0), list[int]()
+    for k in range(1, count + 1):
+        distance = {i: float((mean - unit[[*found, i]].sum(0) / k).norm()) for i in range(len(unit)) if i not in found}
+        found.append(min(distance, key=distance.__getitem__))
+    return found
+
+
+def with_replacement(features: Tensor, count: int) -> tuple[list[int], int]:
+    """The released form, and in how many rounds."""
+    unit = features.double() / (features.double().norm(dim=1, keepdim=True) + 1e-8)
+    won = list[int]()
+    while len(set(won)) < count:
+        w = unit.mean(0) * (len(won) + 1) - unit[won].sum(0)
+        won.append(int((unit @ w).argmax()))
+    return list(dict.fromkeys(won)), len(won)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_herding_brings_the_mean_of_the_chosen_nearest_to_the_class_mean(seed: int):
+    assert herding(some_class(seed), 20, noise()) == by_distance(some_class(seed), 20)
+
+
+def test_the_released_form_lets_an_image_win_again():
+    assert with_replacement(TOY, 5) == ([1, 3, 0, 2, 4], 6)
+    found = [with_replacement(some_class(seed), 20) for seed in range(20)]
+    assert [rebuffi_herding(some_class(seed), 20, noise()) for seed in range(20)] == [order for order, _ in found]
+    assert max(rounds for _, rounds in found) > 20
+    assert any(order != by_distance(some_class(seed), 20) for seed, (order, _) in enumerate(found))
+
+
+def test_the_released_form_gives_up_after_its_rounds_and_fills_up(monkeypatch: pytest.MonkeyPatch):
+    assert exemplars.REBUFFI_ROUNDS == 1000
+    monkeypatch.setattr(exemplars, "REBUFFI_ROUNDS", 3)
+    features = some_class(1)
+    first = with_replacement(features, 3)[0]
+    assert rebuffi_herding(features, 6, noise()) == [*first, *[i for i in range(60) if i not in first][:3]]
+
+
+def test_closest_sorts_by_the_distance_of_the_features_as_they_are():
+    features = torch.tensor([[9.0, 0.0], [2.0, 1.0], [1.0, 1.0], [0.0, 2.0]])  # mean (3, 1); as directions the last is farthest, not the first
+    assert closest(features, 4, noise()) == [1, 2, 3, 0]
+    found = some_class(3)
+    distances = (found - found.mean(0)).norm(dim=1)[closest(found, 60, noise())]
+    assert bool((distances.diff() >= 0).all())
+
+
+def test_random_draws_without_replacement_and_by_its_generator_alone():
+    features = some_class(0)
+    found = at_random(features, 40, noise(1))
+    assert len(set(found)) == 40
+    assert found == at_random(torch.zeros(60, 2), 40, noise(1))
+    assert found != at_random(features, 40, noise(2))
+    assert sorted(at_random(features, 60, noise(1))) == [*range(60)]
+
+
+@pytest.mark.parametrize("rule", SELECTIONS)
+def test_what_is_chosen_for_fewer_is_the_start_of_what_is_chosen_for_more(rule: str):
+    most = chosen(rule, some_class(5), 40)
+    assert len(set(most)) == 40
+    for count in (1, 2, 7, 20, 39):
+        assert chosen(rule, some_class(5), count) == most[:count]
+
+
+@pytest.mark.parametrize("rule", SELECTIONS)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_of_too_few_all_are_chosen_once(rule: str, n: int):
+    assert sorted(chosen(rule, some_class(6, n), 10)) == [*range(n)]
+
+
+@pytest.mark.parametrize("rule", BY_FEATURES)
+def test_the_order_in_which_the_images_come_changes_nothing(rule: str):
+    features = some_class(7)
+    order = torch.randperm(60, generator=noise(8))
+    assert [int(order[i]) for i in chosen(rule, features[order], 20)] == chosen(rule, features, 20)
+
+
+@pytest.mark.parametrize("rule", BY_FEATURES)
+def test_of_equals_the_first_is_chosen(rule: str):
+    one = some_class(9, 6, 4)
+    twice = torch.cat([one, one])
+    found = chosen(rule, twice, 12)
+    assert found[0] < 6
+    assert all(found.index(i) < found.index(i + 6) for i in range(6))
+
+
+@pytest.mark.parametrize("rule", SELECTIONS)
+def test_a_feature_of_zeros_does_no_harm(rule: str):
+    features = some_class(10, 8, 4)
+    features[3] = 0
+    assert sorted(chosen(rule, features, 8)) == [*range(8)]
+
+
+# ---- the nearest mean ----------------------------------------------------------------------------------------------------
+FEATURES, LABELS = some_class(11, 30, 8), torch.arange(30) % 4
+
+
+def test_a_class_mean_is_the_direction_of_the_mean_of_unit_vectors():
+    means = class_means(FEATURES, LABELS, 4)
+    for c in range(4):
+        mean = F.normalize(FEATURES[c == LABELS], dim=1).mean(0)
+        assert torch.allclose(means[c], mean / mean.norm(), atol=1e-6)
+    assert means.dtype == FEATURES.dtype
+    assert class_means(FEATURES.double(), LABELS, 4).dtype == torch.float64
+
+
+def test_answers_are_minus_squared_distances_of_unit_vectors():
+    means, images = class_means(FEATURES, LABELS, 4), some_class(12, 9, 8)
+    expected = -(F.normalize(images, dim=1)[:, None] - means).square().sum(2)
+    assert torch.allclose(nearest_mean(images, means), expected, atol=1e-6)
+
+
+def test_with_one_exemplar_of_each_class_the_nearest_by_cosine_answers():
+    images, stored = some_class(13, 50, 8) - 0.5, some_class(14, 5, 8) - 0.5
+    by_cosine = F.cosine_similarity(images[:, None], stored, dim=2).argmax(1)
+    assert torch.equal(nearest_mean(images, class_means(stored, torch.arange(5), 5)).argmax(1), by_cosine)
+    assert len(by_cosine.unique()) == 5
+
+
+def test_the_length_of_a_feature_has_no_part_in_answers():
+    means, images = class_means(FEATURES, LABELS, 4), some_class(15, 9, 8)
+    lengths = torch.rand(39, 1, generator=noise(16)) * 20 + 0.1
+    assert torch.allclose(class_means(FEATURES * lengths[:30], LABELS, 4), means, atol=1e-6)
+    assert torch.allclose(nearest_mean(images * lengths[30:], means), nearest_mean(images, means), atol=1e-6)
+
+
+def test_a_feature_of_zeros_has_no_direction_and_is_still_a_number():
+    assert torch.equal(normalised(torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.float64))
+    assert torch.isfinite(nearest_mean(torch.zeros(2, 8), class_means(FEATURES, LABELS, 4))).all()

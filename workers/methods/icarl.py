@@ -1,0 +1,68 @@
+"""iCaRL: sigmoid outputs that old classes inherit from the network before, and answers by the nearest mean of exemplars.
+
+Rebuffi, Kolesnikov, Sperl, Lampert: iCaRL: Incremental Classifier and Representation Learning, CVPR 2017.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.methods.base import Batch, Progress
+from workers.methods.rehearsal import Rehearsal, RehearsalSettings
+from workers.model.distill import kd_ce, kd_sig
+from workers.model.exemplars import nearest_mean
+
+
+class IcarlSettings(RehearsalSettings):
+    loss: Literal["bce", "ce_kd"] = Field("bce", description="`bce`: a sigmoid per class; `ce_kd`: one softmax, and one more for distillation")
+    tau: PositiveFloat = Field(2.0, description="temperature of distillation under `loss: ce_kd`")
+    infer: Literal["nme", "argmax"] = Field("nme", description="answers by the nearest mean of exemplars, or by the largest output; only serves")
+
+
+class Icarl(Rehearsal):
+    """loss `bce`: binary cross-entropy of all outputs, a mean over entries, to the teacher's sigmoid for the O_t old classes, of exemplars
+    too, whatever their label, and to the labels for the K_t new ones: L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t.
+    loss `ce_kd`: L = CE over all classes + KD_ce(tau) over the old ones, under which the name is often reported.
+
+    `herd` hands on nu_c, the direction of the mean of class c's exemplars, each as a unit vector, by the network as it is now; an image
+    goes to the class with the nearest nu_c, within the task where that is told. While training, outputs answer.
+
+    Where it differs from the paper: binary cross-entropies are averaged over classes, not summed.
+    """
+
+    name = "icarl"
+    paper = "iCaRL: Incremental Classifier and Representation Learning, CVPR 2017"
+    taught = True
+    by_means = True
+    Settings = IcarlSettings
+    settings: IcarlSettings
+
+    @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        return super().unread(step) | (frozenset() if step == "evaluate" else {"infer"})
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self.task is not None
+        features, sigmoids = self.features(batch.images), self.settings.loss == "bce"
+        logits, first = self.all_logits(features).float(), self.columns()[self.task.name].start
+        if sigmoids:
+            ce = F.binary_cross_entropy_with_logits(logits[:, first:], self.wide_targets(batch)[:, first:])
+        else:
+            ce = self.classification_loss(features, batch)
+        terms = {"bce" if sigmoids else "ce": ce.detach()}
+        if self.teacher is None:
+            return ce, terms
+        taught, a = self.teacher.joined(batch.images), self.old_share
+        kd = kd_sig(logits[:, :first], taught) if sigmoids else kd_ce(logits[:, :first], taught, self.settings.tau)
+        return (1 - a) * ce + a * kd if sigmoids else ce + kd, {**terms, "kd": kd.detach()}
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        """Minus squared distances to the class means, where there are means and `infer` asks for them."""
+        if self.means is None or self.settings.infer == "argmax":
+            return super().logits(images, task)
+        found = nearest_mean(self.features(images), self.means.to(images.device))
+        return found if task is None else found[:, self.columns()[task]]

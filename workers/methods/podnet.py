@@ -1,0 +1,86 @@
+"""PODNet: proxies under NCA, and what each block hands on is held, pooled, to what it was.
+
+Douillard, Cord, Ollion, Robert, Valle: PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, ECCV 2020.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from workers.errors import UserError
+from workers.job import DataSettings, Task, TrainSettings
+from workers.methods.base import Batch, MethodSettings, Progress
+from workers.methods.cosine import CosineRehearsal, CosineSettings
+from workers.model.cosine import nca
+from workers.model.pod import cosine_distance, features_and_maps, pod
+
+
+class PodNetSettings(CosineSettings):
+    finetune: bool = Field(True, description="train the classifier alone once more, on as many exemplars of each class, new and old")
+    lambda_c: NonNegativeFloat = Field(3.0, description="weight of the pooled maps of all blocks but the last, before it grows with the tasks")
+    lambda_f: NonNegativeFloat = Field(1.0, description="weight of the distance of features, before it grows with the tasks")
+    proxies: PositiveInt = Field(10, description="vectors of each class")
+    delta: NonNegativeFloat = Field(0.6, description="margin of NCA")
+    hinge: bool = Field(True, description="NCA of a sample that is right by far is 0, and not below")
+    clamp: PositiveFloat = Field(5.0, description="largest entry of a gradient, in size")
+
+
+class PodNet(CosineRehearsal):
+    """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD).
+    NCA = -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance of each block's map, squared, summed
+    over rows and over columns and normalised, to the teacher's. `finetune` trains the classifier with NCA; the paper does so for 20
+    epochs at half of the rate: `steps: {finetune: {epochs: 20, lr: 0.05}}` beside `train: {epochs: 160, lr: 0.1}`.
+
+    Where it differs from the paper: a block's map is that of the ViT's patch tokens on their grid, and h takes the place of the last
+    one; s is the cosine itself, and eta starts at 10. The released code's margin and its exclusion of the own class have no effect; here they have.
+    """
+
+    name = "podnet"
+    paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, ECCV 2020"
+    needs_vit = True
+    Settings = PodNetSettings
+    settings: PodNetSettings
+
+    @classmethod
+    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+        if data.mixup or data.cutmix or data.smoothing:
+            raise UserError("data.mixup, data.cutmix or data.smoothing is above 0, and podnet's loss sets one class of an image against all others; set "
+                            "all three to 0 for this method")
+
+    @classmethod
+    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        super().fits(settings, backbone, tasks)
+        if len(backbone.blocks) < 2:  # type: ignore[arg-type]
+            raise UserError("podnet distils the maps of all blocks but the last, and the backbone has one block; give it two or more "
+                            "(backbone.options.depth)")
+        if tasks and tasks[0].num_classes < 2:
+            raise UserError(f"podnet's loss sets a class against others, and the first task {tasks[0].name!r} has one class; give it two or more")
+
+    def __init__(self, backbone: nn.Module, settings: PodNetSettings, seed: int):
+        super().__init__(backbone, settings, seed, settings.proxies)
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.teacher is None:
+            loss = self.classification_loss(self.features(batch.images), batch)
+            return loss, {"nca": loss.detach()}
+        assert self.task is not None
+        own = self.columns()[self.task.name]
+        features, maps = features_and_maps(self.backbone, batch.images)
+        with torch.no_grad():
+            taught, taught_maps = features_and_maps(self.teacher.backbone, batch.images)
+        loss, distance, spatial = self.classification_loss(features, batch), cosine_distance(features, taught), pod(maps, taught_maps)
+        growth = math.sqrt(own.stop / (own.stop - own.start))
+        terms = {"nca": loss.detach(), "distance": distance.detach(), "pod": spatial.detach()}
+        return loss + growth * (self.settings.lambda_f * distance + self.settings.lambda_c * spatial), terms
+
+    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
+        return nca(self.similarity(features), self.wide_labels(batch), self.heads.scale, self.settings.delta, self.settings.hinge)
+
+    def after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-self.settings.clamp, self.settings.clamp)

@@ -1,0 +1,73 @@
+"""WA: after training with distillation, the weight vectors of new classes are scaled down to the mean length of the old ones.
+
+Zhao, Xiao, Gan, Zhang, Xia: Maintaining Discrimination and Fairness in Class Incremental Learning, CVPR 2020.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from workers.job import Task
+from workers.methods.base import Batch, Progress, Rates, Step
+from workers.methods.rehearsal import Rehearsal, RehearsalSettings
+from workers.model.align import weight_ratio
+from workers.model.distill import kd_ce
+from workers.taskstate import Carried
+
+
+class WaSettings(RehearsalSettings):
+    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
+    nonnegative: bool = Field(False, description="clamp the weights of all heads at 0 after each step, so that their lengths tell how large outputs get")
+
+
+class Wa(Rehearsal):
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t: old classes among all. Then `align` multiplies the
+    weight vectors of the task's classes by gamma, the mean length of the old ones over that of the new ones; directions, biases and old
+    heads stay. What is aligned is the next task's teacher.
+
+    Where it differs from the paper: weights are not clamped at 0 unless `nonnegative` asks for it, since a ViT's features have both signs.
+    """
+
+    name = "wa"
+    paper = "Maintaining Discrimination and Fairness in Class Incremental Learning, CVPR 2020"
+    steps = (Step("train"), Step("align", trains=False, measured=True, later=True), Step("herd", trains=False))
+    taught = True
+    Settings = WaSettings
+    settings: WaSettings
+    gamma: float | None = None  # of this step's alignment
+
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        groups = super().begin(task, step, carried, rates, tasks)
+        if step == "align":
+            self.align(task)
+        return groups
+
+    @torch.no_grad()
+    def align(self, task: Task) -> None:
+        new = self.heads[task.name].weight
+        gamma = weight_ratio(torch.cat([self.heads[name].weight for name in self.old]), new)
+        new.mul_(gamma)
+        self.gamma = float(gamma)
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        features = self.features(batch.images)
+        ce = self.classification_loss(features, batch)
+        if self.teacher is None:
+            return ce, {"ce": ce.detach()}
+        taught, a = self.teacher.joined(batch.images), self.old_share
+        kd = kd_ce(self.all_logits(features)[:, : taught.shape[1]], taught, self.settings.tau)
+        return (1 - a) * ce + a * kd, {"ce": ce.detach(), "kd": kd.detach()}
+
+    def after_step(self, progress: Progress) -> None:
+        if self.settings.nonnegative:
+            with torch.no_grad():
+                for name in self.columns():
+                    self.heads[name].weight.clamp_(min=0)
+
+    def measures(self) -> dict[str, float]:
+        """gamma: below 1, the task's classes had grown above the old ones."""
+        return {} if self.gamma is None else {"gamma": self.gamma}

@@ -1,0 +1,87 @@
+"""ConViT blocks as DyTox's encoder has them: timm's VisionTransformer with gated positional self-attention; enters timm's registry.
+
+d'Ascoli et al.: ConViT, ICML 2021; Douillard et al.: DyTox, CVPR 2022. Axes: B images, H heads, N patches, D width, d = D / H.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from timm.models import register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class GatedAttention(nn.Module):
+    """GPSA: A = (1 - g) softmax(q k^T / sqrt(d)) + g P, P = softmax_j(u_h . r_ij + b_h), g_h = sigmoid(gate_h): (B, N, D) -> (B, N, D).
+
+    P depends on no image: it is made once per forward, (H, N, N), and not once per image; the content half is fused attention.
+    Both halves have rows that sum to 1, so nothing is normalised again.
+    """
+
+    offsets: Tensor  # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; set by the network, which knows the grid
+
+    def __init__(self, dim: int, num_heads: int, **of_timm: Any):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qk = nn.Linear(dim, 2 * dim, bias=False)
+        self.v = nn.Linear(dim, dim, bias=False)
+        self.proj = nn.Linear(dim, dim)
+        self.pos_proj = nn.Linear(3, num_heads)
+        self.gate = nn.Parameter(torch.ones(num_heads))
+
+    def start_local(self) -> None:
+        """As a convolution: values pass as they are, and the first floor(sqrt(H))^2 heads look at the neighbours of a square kernel."""
+        side = math.isqrt(self.num_heads)
+        with torch.no_grad():
+            nn.init.eye_(self.v.weight)
+            for head in range(side * side):
+                to_x, to_y = head % side - (side - 1) // 2, head // side - (side - 1) // 2
+                self.pos_proj.weight[head] = torch.tensor([2.0 * to_x, 2.0 * to_y, -1.0])
+
+    def forward(self, x: Tensor, **of_timm: Any) -> Tensor:
+        q, k = self.qk(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        v = self.v(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        gate = self.gate.sigmoid().view(-1, 1, 1)
+        positions = self.pos_proj(self.offsets).permute(2, 0, 1).softmax(-1)  # (H, N, N)
+        mixed = (1 - gate) * F.scaled_dot_product_attention(q, k, v) + gate * (positions.to(v.dtype) @ v)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+def offsets(side: int) -> Tensor:
+    """(N, N, 3) on a grid of side x side patches."""
+    place = torch.arange(side * side)
+    dx, dy = (row[None, :] - row[:, None] for row in (place % side, place // side))
+    return torch.stack([dx, dy, dx * dx + dy * dy], 2).float()
+
+
+class ConViT(VisionTransformer):
+    """Local blocks alone: patches and their positions, no class token, no norm at the end; features are the mean over patches.
+
+    Where it differs from the original: the two global blocks that follow there are not here; what looks at the patches globally
+    stands outside (DyTox's task attention). Stochastic depth rises as if that were one block more.
+    """
+
+    def __init__(self, img_size: int = 32, patch_size: int = 4, in_chans: int = 3, num_classes: int = 0, embed_dim: int = 384, depth: int = 5,
+                 num_heads: int = 12, mlp_ratio: float = 4.0, drop_path_rate: float = 0.0):
+        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
+                         qkv_bias=False, class_token=False, global_pool="avg", final_norm=False, norm_layer=nn.LayerNorm, attn_layer=GatedAttention,
+                         drop_path_rate=drop_path_rate * (depth - 1) / depth)
+        height, width = self.patch_embed.grid_size
+        if height != width:
+            raise ValueError("positions are those of a square grid of patches; give a square img_size")
+        for module in self.modules():
+            if isinstance(module, GatedAttention):
+                module.start_local()
+                module.register_buffer("offsets", offsets(height), persistent=False)
+
+
+@register_model
+def convit_local(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None, cache_dir: Any = None, **options: Any) -> ConViT:
+    """DyTox's encoder: width 384, 5 blocks of 12 heads, 8.9M parameters in its blocks. timm hands the first four arguments to every model."""
+    if pretrained:
+        raise ValueError("DyTox's encoder is trained from scratch; its authors publish no weights")
+    return ConViT(**options)

@@ -9,8 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tabletop
 import torch
 from laboratory import OPTIMIZERS, TASKS, Lab, Run
+from tabletop import PROGRESS
 from torch import Tensor
 from torch.nn import functional as F
 from two_domains import COLOURS, STRIPES, batch, begun, learned, samples, vit
@@ -19,18 +21,14 @@ from workers.checkpoint import trained_state
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
-from workers.methods.base import Progress
 from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
 from workers.model.masks import TopK
 from workers.model.superposition import at_once, by_halves, entropy, left_over, shares, slopes, superfluous, superposed, values
 from workers.model.vit import build
 from workers.taskstate import TaskState
 
-PROGRESS = Progress(0, 0, 1, 30)
 RANDOM = {"weights": "signed_constant", "start": "kaiming", "density": 0.5, "mask_travel": 8}
-KEPT: dict[str, Any] = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
-    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
+KEPT: dict[str, Any] = tabletop.OPTIMIZERS | {
     "adamw": lambda groups: torch.optim.AdamW([g | {"weight_decay": 0.05} if g["name"] != "masks" else g for g in groups], lr=1e-2)}
 
 
@@ -45,11 +43,9 @@ def states() -> list[TaskState]:
 
 
 def serving(states: list[TaskState], **settings: Any) -> SupSup:
-    method = made(**settings).eval()
+    method = made(**settings)
     method.scenario, method.stream = "class", (STRIPES, COLOURS)
-    for state in states:
-        method.load(state)
-    return method
+    return tabletop.serving(method, states)
 
 
 @torch.no_grad()

@@ -369,9 +369,9 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states
 
 
 def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(states: list[TaskState]):
-    """By default: minus the log of the share that the task's classes have of the softmax, however many classes it has."""
+    """By default: the log of the share that all outputs but those of the task's classes have of the softmax, however many it has."""
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
-    assert left_over(outputs, 2).tolist() == pytest.approx([0.126928, math.log(2)], abs=1e-6)
+    assert left_over(outputs, 2).exp().tolist() == pytest.approx([0.119203, 0.5], abs=1e-6)
     method, images = serving(states), samples(COLOURS, 3)[0]
     assert (method.settings.infer, method.settings.objective) == ("brute_force", "superfluous")
     masks = [method.loaded[name] for name in ("stripes", "colours")]
@@ -380,8 +380,8 @@ def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_again
         for column, place in enumerate(alive):
             method.serve(("stripes", "colours")[place])
             with torch.no_grad():
-                mine = method.features(images).softmax(1)[:, : (2, 3)[place]].sum(1)
-            assert torch.allclose(found[:, column], -mine.log(), atol=1e-5)
+                superfluous = method.features(images).softmax(1)[:, (2, 3)[place] :].sum(1)
+            assert torch.allclose(found[:, column], superfluous.log(), atol=1e-5)
 
 
 def test_one_task_needs_no_finding_out(states: list[TaskState], monkeypatch: pytest.MonkeyPatch):

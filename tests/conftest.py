@@ -1,4 +1,4 @@
-"""One tiny store for the whole session: handwritten digits through the real ingest, a random backbone, the real stages."""
+"""Made once for the whole session: a tiny store of handwritten digits, through the real ingest and stages; a run that nothing interrupted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: also holds in processes that tests start
+pytest.register_assert_rewrite("tests.recovery")  # so that its assertions say what they saw
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,19 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         yield Lab(tmp_path_factory.mktemp("lab"))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """See `recovery.Reference`: a run that nothing interrupted, made once."""
+    from tests.recovery import Reference
+
+    return Reference.made_in(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process make a report without pictures."""
+    from pipeline.report import page
+
+    monkeypatch.setattr(page, "build", lambda *_: {"report.html": b"a page"})

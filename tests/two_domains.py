@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import tabletop
 import torch
 from torch import Tensor
 
 from workers.data.draw import Draw
 from workers.dist import Group
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, Method, Progress, Rates
+from workers.methods.base import Batch, Method, Rates
 from workers.model.vit import build
 from workers.taskstate import Carried, TaskState
 
@@ -54,23 +55,11 @@ def vit() -> Any:
 def begun(method: Method, task: Task, steps: int = 30, carried: Carried | None = None, feed: Any = None) -> list[dict[str, Any]]:
     torch.manual_seed(2)
     method.feed_of = lambda split, training: feed or Stream(task, steps)
-    groups = [g for g in method.begin(task, "train", carried, Rates(1e-2, 0.05, SIZE, steps / 2), (task,)) if g["params"]]
-    trained = {id(p) for g in groups for p in g["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
-    return groups
+    return tabletop.begun(method, task, carried, rates=Rates(1e-2, 0.05, SIZE, steps / 2))
 
 
 def learned(method: Method, task: Task, steps: int = 30, carried: Carried | None = None, optimizer: Any = None, feed: Any = None) -> tuple[TaskState, Carried]:
     """What a method hands out after `steps` steps on a task; optimizer: groups -> optimizer, by default AdamW."""
     groups = begun(method, task, steps, carried, feed)
-    running = (optimizer or torch.optim.AdamW)(groups)
-    method.train()
-    for step in range(steps):
-        progress = Progress(0, step, 1, steps)
-        running.zero_grad()
-        method.loss(batch(task, step), progress)[0].backward()
-        method.after_backward()
-        running.step()
-        method.after_step(progress)
+    tabletop.train(method, (optimizer or torch.optim.AdamW)(groups), lambda progress: batch(task, progress.step), steps)
     return method.eval().finish()

@@ -5,30 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tabletop
 import torch
-from torch import Tensor, nn
+from tabletop import BASE, ONE, OPTIMIZERS, TWO, answers, begun, images, vit
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
 from workers.methods.adapter import Adapter, AdapterSettings
-from workers.methods.base import Batch, Progress, Rates
 from workers.model.vit import build, digest_of
 from workers.taskstate import TaskState
-
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
-ONE = Task("one", "card", "", ("a", "b"))
-TWO = Task("two", "card", "", ("c", "d", "e"))  # more classes than before
-RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=6.0)
-IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-
-
-def vit() -> Any:
-    torch.manual_seed(0)
-    model = build(TINY)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.2)
-    return model
 
 
 def adapter(**settings: Any) -> Adapter:
@@ -36,34 +21,21 @@ def adapter(**settings: Any) -> Adapter:
 
 
 def trained(method: Adapter, task: Task = ONE, steps: int = 6) -> TaskState:
-    optimizer = torch.optim.AdamW(method.begin(task, "train", None, RATES, (task,)), lr=RATES.lr)
-    method.train()
-    for step in range(steps):
-        rows = torch.arange(8)
-        batch = Batch(IMAGES + step, rows % task.num_classes, torch.zeros(8, dtype=torch.long), Draw(7, 0, step, rows, 8, torch.device("cpu")))
-        optimizer.zero_grad()
-        method.loss(batch, Progress(0, step, 1, steps))[0].backward()
-        method.after_backward()
-        optimizer.step()
+    tabletop.train(method, OPTIMIZERS["adamw"](begun(method, task)), task, steps)
     return method.finish()[0]
-
-
-@torch.no_grad()
-def answers(method: Adapter, task: Task = ONE) -> Tensor:
-    return method.eval().logits(IMAGES, task.name)
 
 
 def test_a_task_starts_as_the_backbone_whatever_it_draws():
     method = adapter()
-    method.begin(ONE, "train", None, RATES, (ONE,))
-    assert torch.equal(answers(method), method.heads["one"](vit().eval()(IMAGES)))
+    begun(method)
+    assert torch.equal(answers(method), method.heads["one"](vit()(images())))
 
 
 def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters():
     method = adapter()
     trained(method)
     assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
-    assert not torch.allclose(answers(method), vit().eval()(IMAGES) @ method.heads["one"].weight.T + method.heads["one"].bias, atol=1e-2)
+    assert not torch.allclose(answers(method), vit()(images()) @ method.heads["one"].weight.T + method.heads["one"].bias, atol=1e-2)
 
 
 def test_answers_stay_when_another_task_is_trained_beside():
@@ -82,8 +54,8 @@ def test_a_base_task_is_served_by_the_backbone():
     method = adapter()
     head = {"weight": torch.ones(2, 32), "bias": torch.zeros(2)}
     method.load(trained(method))
-    method.load(TaskState("base", ("x", "y"), "base", method.backbone_digest, head=head))
-    assert torch.equal(answers(method, Task("base", "card", "", ("x", "y"))), vit().eval()(IMAGES) @ head["weight"].T)
+    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head=head))
+    assert torch.equal(answers(method, BASE), vit()(images()) @ head["weight"].T)
 
 
 @pytest.mark.parametrize("width", [24, 48])
@@ -91,7 +63,7 @@ def test_the_stored_size_is_the_formula(width: int):
     """Two adapters per block: 2 L (2 d m + d + m) floats, at the size of a real ViT."""
     torch.manual_seed(0)
     method = Adapter(build(BackboneSettings()), AdapterSettings(width=width), seed=1)
-    method.begin(TWO, "train", None, RATES, (TWO,))
+    begun(method, TWO)
     sizes = method.finish()[0].sizes()
     assert sizes == {"masks": 0, "tokens": 0, "copies": 4 * 2 * 12 * (2 * 192 * width + 192 + width), "head": 4 * 3 * 193}
     assert sizes["copies"] == 4 * sum(p.numel() for p in method.adapters.parameters())

@@ -6,25 +6,19 @@ import copy
 from typing import Any
 
 import pytest
+import tabletop
 import torch
 from timm.models.vision_transformer import ParallelThingsBlock
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from workers.errors import UserError
-from workers.job import BackboneSettings
 from workers.model.adapters import AdapterSites, Bottlenecks, houlsby
-from workers.model.vit import build, digest_of
-
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
+from workers.model.vit import digest_of
 
 
 def vit(**options: Any) -> Any:
-    torch.manual_seed(0)
-    model = build(TINY.model_copy(update={"options": TINY.options | options})).requires_grad_(False).eval()
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.2)
-    return model
+    return tabletop.vit(**options).requires_grad_(False)
 
 
 def stacked(seed: int, sites: int = 4) -> dict[str, Tensor]:
@@ -32,7 +26,7 @@ def stacked(seed: int, sites: int = 4) -> dict[str, Tensor]:
     return {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in Bottlenecks(sites, 32, 6).tensors().items()}
 
 
-IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+IMAGES = tabletop.images(3)
 
 
 def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:

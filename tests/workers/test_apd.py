@@ -1,4 +1,4 @@
-"""APD: weights from a shared and an own part, earlier tasks that follow or hold, zeros that are stored as nothing, consolidation."""
+"""APD: weights from a shared and an own part, earlier tasks that follow or hold, zeros that are stored as nothing."""
 
 from __future__ import annotations
 
@@ -9,48 +9,32 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tabletop
 import torch
-from checks import PROMISES
-from laboratory import SETTINGS
-from torch import Tensor, nn
+from tabletop import PROGRESS, images, rates, serving
+from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
-from workers.methods.apd import Apd, ApdSettings, Decomposed, Sparse, cluster
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.apd import Apd, ApdSettings, Decomposed, Sparse
+from workers.methods.base import Batch
 from workers.model.vit import build
 from workers.taskstate import Carried, TaskState
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
 TASKS = [Task("one", "card", "", ("a", "b", "c")), Task("two", "card", "", ("d", "e", "f", "g")), Task("three", "card", "", ("h", "i"))]
-RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=12.0)
-PROGRESS = Progress(0, 0, 1, 12)
+RATES = rates(12.0)
 SITE = "blocks.1.mlp.fc1"
 OPTIMIZERS: dict[str, Any] = {
     "sgd with momentum and decay": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     "adam": lambda groups: torch.optim.AdamW([{**g, "weight_decay": 0.0} for g in groups], lr=1e-2),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05)}
-
-
-def vit() -> nn.Module:
-    torch.manual_seed(0)
-    model = build(TINY)
-    for p in model.parameters():  # timm starts biases at zero, where a wrong copy of them would not show
-        nn.init.normal_(p, std=0.1)
-    return model
-
-
-VIT = vit()
+VIT = tabletop.vit(std=0.1, embed_dim=16)
 
 
 def apd(**settings: Any) -> Apd:
     return Apd(copy.deepcopy(VIT), ApdSettings(**settings), seed=1)
-
-
-def images(count: int = 8) -> Tensor:
-    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
 
 
 def batch(step: int = 0, rows: range = range(8), size: int = 8, classes: int = 2) -> Batch:
@@ -71,14 +55,8 @@ def begun(tasks: int = 1, before: tuple[list[TaskState], Carried] | None = None,
 
 def trained(method: Apd, steps: int = 12, optimizer: str = "adamw", freeze: str = "") -> Apd:
     """`freeze`: the name of a parameter group that stays."""
-    groups = groups_of(method)
-    running = OPTIMIZERS[optimizer]([g for g in groups if g["name"] != freeze])
-    for step in range(steps):
-        running.zero_grad()
-        method.loss(batch(step), PROGRESS)[0].backward()
-        method.after_backward()
-        running.step()
-        method.after_step(PROGRESS)
+    groups = [g for g in groups_of(method) if g["name"] != freeze]
+    tabletop.train(method, OPTIMIZERS[optimizer](groups), lambda progress: batch(progress.step), steps)
     return method.eval()
 
 
@@ -101,12 +79,7 @@ def _left_by(tasks: int, settings: tuple[tuple[str, Any], ...]) -> tuple[list[Ta
 
 
 def served(states: list[TaskState], carried: Carried, **settings: Any) -> Apd:
-    """As `evaluate` has it, from bytes."""
-    method = apd(**settings)
-    for state in states:
-        method.load(TaskState.from_bytes(state.to_bytes()))
-    method.attach(Carried.from_bytes(carried.to_bytes()))
-    return method.eval()
+    return serving(apd(**settings), states, carried)
 
 
 def theta(method: Apd, task: int) -> dict[str, Tensor]:
@@ -449,133 +422,3 @@ def test_an_anchor_that_sgd_would_overshoot_is_refused():
         Apd.check(settings, train, DataSettings(), "task")
     for fine in ((settings, TrainSettings(lr=0.1)), (ApdSettings(), train), (ApdSettings(retro="frozen_tau", lambda2=10), train)):
         Apd.check(*fine, DataSettings(), "task")
-
-
-# ---- consolidation -------------------------------------------------------------------------------------------------
-def test_every_kth_task_ends_with_a_consolidation():
-    def steps(every: int) -> list[list[str]]:
-        return [[s.name for s in Apd.planned(ApdSettings(consolidate_every=every), position)] for position in range(-1, 4)]
-
-    alone, both = ["train"], ["train", "consolidate"]
-    assert steps(2) == [[], alone, both, alone, both]
-    assert steps(0) == [[], alone, alone, alone, alone]
-    assert steps(1) == [[], both, both, both, both]
-
-
-@pytest.mark.parametrize(("points", "count", "expected"), [
-    ([[0.0], [5.0], [0.1], [5.1]], 2, [0, 1, 0, 1]),
-    ([[0.0], [1.0], [10.0], [4.0], [11.0]], 2, [0, 0, 1, 0, 1]),
-    ([[0.0], [4.0], [2.0]], 2, [0, 1, 0]),  # a tie goes to the first
-    ([[1.0], [1.0], [1.0]], 2, [0, 0, 0]),
-    ([[1.0], [2.0]], 5, [0, 1])])
-def test_clusters_of_worked_points(points, count, expected):
-    assert cluster(torch.tensor(points).double(), count) == expected
-
-
-def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
-    """After a consolidation of tasks whose tau at SITE begin with these values, and are zero elsewhere."""
-    method = apd(**{"consolidate_every": len(taus), "gap": 0.1, "clusters": 1, **settings})
-    method.sigma = {site: w.detach().clone() for site, w in method.sites.items()}
-    for i, tau in enumerate(taus):
-        full = torch.zeros(method.sites[SITE].numel())
-        full[: len(tau)] = tau
-        method.tau[TASKS[i].name] = {site: Sparse.of(full.view_as(w) if site == SITE else torch.zeros_like(w)) for site, w in method.sites.items()}
-    method.consolidate()
-    return method
-
-
-def test_consolidation_by_hand():
-    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as the gap."""
-    one, two = torch.tensor([0.30, 0.30, 0.05, -0.02, 0.7, 0.500]), torch.tensor([0.34, 0.60, 0.0, 0.03, 0.7, 0.5625])
-    method = consolidating([one, two], gap=0.0625)
-    shared = torch.tensor([0.32, 0.0, 0.0, 0.005, 0.7, 0.53125])
-    for task, tau in (("one", one), ("two", two)):
-        own = method.tau_of(task, SITE).flatten()[:6]
-        assert torch.allclose(method.shared_of(task, SITE).flatten()[:6], shared)
-        assert torch.equal(own, torch.where(shared != 0, 0.0, tau))
-    assert method.shared_of("one", SITE).count_nonzero() == 4
-    assert method.shared_of("three", SITE).count_nonzero() == 0
-
-
-def test_only_similar_tasks_share():
-    near, far = torch.tensor([1.0, 1.0, 0.02]), torch.tensor([9.0, 9.0, 0.02])
-    method = consolidating([near, far, near + 0.01], clusters=2)
-    assert [*method.shared[SITE]] == [("one", "three")]
-    assert torch.equal(method.tau_of("two", SITE).flatten()[:3], far)
-
-
-@pytest.mark.parametrize("gap", [1e-3, 1e-2, 1.0])
-def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less(gap):
-    settings = {"consolidate_every": 3, "clusters": 1, "gap": gap}
-    states, carried = left_by(3, **settings | {"consolidate_every": 0})
-    before, method = served(states, carried, **settings), served(states, carried, **settings)
-    method.consolidate()
-    after = served(states, method.carried(), **settings)
-    ways = [furthest(theta(before, task), theta(after, task)) for task in range(3)]
-    assert 0 < max(ways) <= gap / 2 + 1e-7
-    assert size_of(method.carried(), "tau/") + size_of(method.carried(), "shared/") < size_of(carried, "tau/")
-    assert all(theta(method, task)[site].equal(theta(after, task)[site]) for task in range(3) for site in method.sites)
-    for site in method.sites:
-        for task in before.tau:  # each entry is in one of the two
-            assert not bool(((method.tau_of(task, site) != 0) & (method.shared_of(task, site) != 0)).any())
-
-
-def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
-    values = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 2.05, 3.0])]
-    method = consolidating(values)
-    full = [method.tau_of(t, SITE) + method.shared_of(t, SITE) for t in ("one", "two")]
-    method.consolidate()
-    assert [*method.shared[SITE]] == [("one", "two")]
-    for task, expected in zip(("one", "two"), full, strict=True):
-        assert torch.equal(method.tau_of(task, SITE) + method.shared_of(task, SITE), expected)
-
-
-def test_clusters_grow_with_every_consolidation():
-    far = [torch.tensor([float(v)]) for v in (0, 5, 50)]
-    assert len({tuple(m) for m in consolidating([*far, ], clusters=2).shared[SITE]}) == 0  # 0 and 5 are together, and share nothing
-    method = consolidating([torch.tensor([v]) for v in (5.0, 5.05, 50.0)], consolidate_every=1, clusters=1)  # three clusters for three tasks
-    assert not method.shared[SITE]
-
-
-def test_later_tasks_keep_shared_values_and_stay_within_the_bound():
-    settings = {"consolidate_every": 2, "clusters": 1}
-    states, carried = left_by(2, **settings | {"consolidate_every": 0})
-    method = served(states, carried, **settings)
-    method.consolidate()
-    consolidated = method.carried()
-    assert size_of(consolidated, "shared/") > 0
-    last = trained(begun(3, (states, consolidated), **settings))
-    state, after = last.finish()
-    for name, tensor in consolidated.tensors.items():
-        assert not name.startswith("shared/") or torch.equal(tensor, after.tensors[name])
-    assert after.meta == consolidated.meta | {"tasks": ["one", "two", "three"]}
-    now = served([*states, state], after, **settings)
-    for task in range(2):
-        assert furthest(theta(method, task), theta(now, task)) <= 4e-4 + 4e-6 + 1e-6
-    assert all(torch.equal(theta(last, task)[site], theta(now, task)[site]) for task in range(3) for site in now.sites)
-
-
-def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only_then(first):
-    base = Task("zero", "card", "", ("x", "y"), role="base")
-    alone = trained(begun(consolidate_every=2), steps=1)
-    alone.stream = (base, TASKS[0])
-    assert size_of(alone.finish()[1], "own/") == 0
-    method, last = trained(begun(2, first, consolidate_every=2)), apd(consolidate_every=2)
-    method.stream = last.stream = (base, *TASKS[:2])
-    state, carried = method.finish()
-    assert size_of(carried, "own/") == sum(state.sizes().values())
-    last.load(first[0][0])
-    assert last.begin(TASKS[1], "consolidate", carried, RATES, (TASKS[1],)) == []
-    again, after = last.finish()
-    assert again.to_bytes() == state.to_bytes()
-    assert size_of(after, "own/") == 0
-    assert not last.warnings()
-
-
-@pytest.mark.parametrize("promise", [
-    "the_stored_bytes_are_the_method", "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone", "tasks_share_no_memory",
-    "whatever_is_stored_has_a_part_in_the_answers", "the_recorded_size_is_the_size_of_the_file", "an_interrupted_stage_ends_as_if_it_had_not_been"])
-def test_promises_hold_where_every_task_ends_with_a_consolidation(lab, monkeypatch, promise):
-    monkeypatch.setitem(SETTINGS, ("apd", "adamw"), {"consolidate_every": 1, "clusters": 1, "zeros": "proximal"})
-    assert [job.step for job in lab.run("apd").stages(1)] == ["train", "consolidate"]
-    PROMISES[promise].check(lab, "apd", "adamw")

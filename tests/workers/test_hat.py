@@ -7,80 +7,39 @@ from functools import cache
 from typing import Any
 
 import pytest
+import tabletop
 import torch
 from pydantic import ValidationError
+from tabletop import ONE, OPTIMIZERS, TWO, Left, batch, begun, each_step, images, in_turn, rates, serving, vit
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Progress
 from workers.methods.hat import AdaHat, AdaHatSettings, Hat, HatSettings
 from workers.model.protect import Protector
 from workers.model.vit import build
 from workers.taskstate import Carried, TaskState
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
-ONE = Task("one", "card", "", ("a", "b"))
-TWO = Task("two", "card", "", ("c", "d", "e"))  # more classes than before
-RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=12.0)
+RATES = rates(12.0)
 STEPS = 4  # of an epoch
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
-    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
 
 
-def vit() -> Any:
-    torch.manual_seed(0)
-    model = build(TINY)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.2)
-    return model
-
-
-def images() -> Tensor:
-    return torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-
-
-def batch(step: int = 0, classes: int = 2) -> Batch:
-    rows = torch.arange(8)
-    return Batch(images() + step, rows % classes, torch.zeros(8, dtype=torch.long), Draw(7, 0, step, rows, 8, torch.device("cpu")))
-
-
-def trained(method: Hat, task: Task = ONE, carried: Carried | None = None, optimizer: str = "adamw", epochs: int = 3) -> tuple[TaskState, Carried]:
-    opt = OPTIMIZERS[optimizer](method.begin(task, "train", carried, RATES, (task,)))
-    learning = {id(p) for g in opt.param_groups for p in g["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in learning)
-    method.train()
-    for epoch in range(epochs):
-        for step in range(STEPS):
-            opt.zero_grad()
-            progress = Progress(epoch, step, epochs, STEPS)
-            method.loss(batch(step, task.num_classes), progress)[0].backward()
-            method.after_backward()
-            opt.step()
-            method.after_step(progress)
-            assert method.mask.embedding.abs().max() <= 6
+def trained(method: Hat, task: Task = ONE, carried: Carried | None = None, optimizer: str = "adamw", epochs: int = 3) -> Left:
+    for _ in each_step(method, OPTIMIZERS[optimizer](begun(method, task, carried, rates=RATES)), task, STEPS, epochs):
+        assert method.mask.embedding.abs().max() <= 6
     return method.finish()
 
 
-def chain(optimizer: str = "adamw", cls: type[Hat] = Hat, **settings: Any) -> list[tuple[TaskState, Carried]]:
+def chain(optimizer: str = "adamw", cls: type[Hat] = Hat, **settings: Any) -> list[Left]:
     """Two tasks, each on a backbone of its own, as stages are; half of the units are on from the start."""
     made = cls.Settings(**{"start": "normal", "c": 0.1, "mask_lr": 0.05, **settings})
-    first = trained(cls(vit(), made, 1), ONE, None, optimizer)
-    return [first, trained(cls(vit(), made, 1), TWO, first[1], optimizer)]
+    return in_turn((ONE, TWO), lambda task, carried: trained(cls(vit(), made, 1), task, carried, optimizer))
 
 
-@torch.no_grad()
-def answers(done: list[tuple[TaskState, Carried]], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
+def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
     """Logits of a task as they are served after the last of `done`."""
-    method = cls(vit(), cls.Settings(), 1)
-    for state, _ in done:
-        method.load(TaskState.from_bytes(state.to_bytes()))
-    method.attach(Carried.from_bytes(done[-1][1].to_bytes()))
-    return method.eval().logits(images(), task.name)
+    return tabletop.answers(serving(cls(vit(), cls.Settings(), 1), [state for state, _ in done], done[-1][1]), task)
 
 
 # ---- the loss -----------------------------------------------------------------------------------------------------------

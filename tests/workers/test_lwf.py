@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from laboratory import TASKS, Lab
+from tabletop import begun
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,13 +16,12 @@ from workers import loop, optim
 from workers.data.draw import Draw
 from workers.dist import Group
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Batch, Progress
 from workers.methods.lwf import Lwf, LwfSettings
 from workers.model.vit import build
 from workers.taskstate import Carried
 
 TINY = BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"})
-RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=6, mean_rate_steps=10.0)
 A, B, C = (Task(name, "card", "", tuple(name + c for c in "123"[:count])) for name, count in (("a", 2), ("b", 3), ("c", 2)))
 LATER = Progress(0, 9, 1, 10)
 
@@ -34,10 +34,7 @@ def lwf(*tasks: Task, scenario: str = "task", **settings: Any) -> Lwf:
     for task in tasks[:-1]:
         head = nn.Linear(32, task.num_classes)
         method.heads.restore(task.name, head.state_dict())
-    method.groups = method.begin(tasks[-1], "train", None, RATES, tasks[-1:])  # type: ignore[assignment]
-    trained = {id(p) for g in method.groups for p in g["params"]}  # type: ignore[union-attr]
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
+    method.groups = begun(method, tasks[-1])  # type: ignore[assignment]
     return method.train()  # type: ignore[return-value]
 
 

@@ -7,14 +7,16 @@ import math
 from typing import Any
 
 import pytest
+import tabletop
 import torch
 from pydantic import ValidationError
+from tabletop import PROGRESS, rates
 from torch import Tensor, nn
 
 from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Batch, Rates
 from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model.masked import MaskedAttention, MaskedSoftmax
 from workers.model.masks import GumbelHard
@@ -22,20 +24,13 @@ from workers.model.sites import TokenSites
 from workers.model.vit import build, digest_of
 from workers.taskstate import TaskState
 
-TINY = BackboneSettings(img_size=32, options={"patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 4})
 TASK = Task("one", "card", "", ("a", "b", "c"))
 OTHER = Task("two", "card", "", ("d", "e", "f", "g"))
-RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=12.0)
-PROGRESS = Progress(0, 0, 1, 12)
+RATES = rates(12.0)
 
 
-def vit(**changes: Any) -> nn.Module:
-    torch.manual_seed(0)
-    settings = TINY.model_copy(update={"options": TINY.options | changes})
-    model = build(settings)
-    for p in model.parameters():  # timm starts biases at zero, where wrong masking of them would not show
-        nn.init.normal_(p, std=0.2)
-    return model
+def vit(**changes: Any) -> Any:
+    return tabletop.vit(img_size=32, embed_dim=64, depth=3, num_heads=4, **changes)
 
 
 def meat(backbone: nn.Module | None = None, **settings: Any) -> Meat:
@@ -43,7 +38,7 @@ def meat(backbone: nn.Module | None = None, **settings: Any) -> Meat:
 
 
 def images(count: int = 8) -> Tensor:
-    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    return tabletop.images(count, img_size=32)
 
 
 def batch(step: int = 0, rows: range = range(8), size: int = 8) -> Batch:
@@ -55,11 +50,7 @@ def batch(step: int = 0, rows: range = range(8), size: int = 8) -> Batch:
 
 def trained(method: Meat, task: Task = TASK, steps: int = 12) -> TaskState:
     optimizer = torch.optim.AdamW(method.begin(task, "train", None, RATES, (task,)), lr=RATES.lr)
-    method.train()
-    for step in range(steps):
-        optimizer.zero_grad()
-        method.loss(batch(step), PROGRESS)[0].backward()
-        optimizer.step()
+    tabletop.train(method, optimizer, lambda progress: batch(progress.step), steps)
     return method.finish()[0]
 
 
@@ -271,7 +262,7 @@ def test_bf16_training_keeps_masks_and_their_gradients_in_fp32():
 # ---- serving -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
 def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn):
-    plain = vit().eval()
+    plain = vit()
     method = meat(ffn_masks=ffn)
     method.begin(TASK, "train", None, RATES, (TASK,))
     method.eval()
@@ -291,7 +282,7 @@ def test_a_base_task_is_served_without_masks_between_masked_ones():
     method.load(base)
     masked = method.logits(images(), "one")
     with torch.no_grad():
-        want = method.heads["base"](vit().eval()(images()))
+        want = method.heads["base"](vit()(images()))
     assert torch.equal(method.logits(images(), "base"), want)
     assert torch.equal(method.logits(images(), "one"), masked)
 

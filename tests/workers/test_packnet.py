@@ -3,80 +3,38 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import tabletop
 import torch
 from laboratory import Lab, history
+from tabletop import BASE, ONE, TASKS, THREE, TRAININGS, TWO, Left, answers, each_step, images, in_turn, rates, serving, train, vit
 from torch import Tensor, nn
 
 from workers import optim
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Batch, Progress, Rates
 from workers.methods.packnet import FREE, MOST_OWNERS, PackNet, PackNetSettings, smallest, under
 from workers.model.protect import Protector
 from workers.model.vit import build, digest_of
 from workers.taskstate import Carried, TaskState
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
-TASKS = [Task(name, "card", "", tuple(f"{name}{i}" for i in range(2 + place))) for place, name in enumerate(("one", "two", "three", "four"))]
-ONE, TWO, THREE, FOUR = TASKS
-BASE = Task("base", "card", "", ("x", "y"), "base")
-OPTIMIZERS = {"sgd": TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.05),
-              "adam": TrainSettings(lr=1e-2, weight_decay=0.0), "adamw": TrainSettings(lr=1e-2, weight_decay=0.05)}
-OF_ANY = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+OF_ANY = pytest.mark.parametrize("optimizer", TRAININGS)
 STEPS = 4
-
-
-def vit() -> nn.Module:
-    torch.manual_seed(0)
-    model = build(TINY)
-    for p in model.parameters():  # timm starts biases at zero and norms at one, where a change of them would show less
-        nn.init.normal_(p, std=0.2)
-    return model
-
-
-BACKBONE = vit()
+BACKBONE = vit(embed_dim=16)
 
 
 def packnet(**settings: Any) -> PackNet:
     return PackNet(copy.deepcopy(BACKBONE), PackNetSettings(**settings), seed=1)
 
 
-def images(count: int = 6) -> Tensor:
-    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+def begun(method: PackNet, task: Task, step: str, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]) -> torch.optim.Optimizer:
+    return optim.build(tabletop.begun(method, task, carried, step, rates(STEPS, train)), train)
 
 
-def batch(task: Task, step: int) -> Batch:
-    rows = torch.arange(6)
-    return Batch(images() + step, rows % task.num_classes, torch.zeros(6, dtype=torch.long), Draw(7, 0, step, rows, 6, torch.device("cpu")))
-
-
-def begun(method: PackNet, task: Task, step: str, carried: Carried | None, train: TrainSettings = OPTIMIZERS["adamw"]) -> torch.optim.Optimizer:
-    groups = method.begin(task, step, carried, Rates(train.lr, train.weight_decay, 6, float(STEPS)), (task,))
-    trained = {id(p) for group in groups for p in group["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
-    return optim.build(groups, train)
-
-
-def each_step(method: PackNet, task: Task, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and at 2 i + 1."""
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=True)
-        method.loss(batch(task, step), Progress(0, step, 1, STEPS))[0].backward()
-        method.after_backward()
-        yield 2 * step
-        optimizer.step()
-        method.after_step(Progress(0, step, 1, STEPS))
-        yield 2 * step + 1
-
-
-def learn(task: Task, carried: Carried | None, optimizer: str = "adamw", base: TaskState | None = None, **settings: Any) -> tuple[TaskState, Carried]:
+def learn(task: Task, carried: Carried | None, optimizer: str = "adamw", base: TaskState | None = None, **settings: Any) -> Left:
     """All steps of a task, each on a method of its own."""
     method = packnet(**settings)
     place = -1 if task is BASE else TASKS.index(task)
@@ -84,35 +42,21 @@ def learn(task: Task, carried: Carried | None, optimizer: str = "adamw", base: T
         method = packnet(**settings)
         if base is not None:
             method.load(base)
-        going = begun(method, task, step.name, carried, OPTIMIZERS[optimizer])
-        for _ in each_step(method, task, going) if step.trains else ():
-            pass
+        going = begun(method, task, step.name, carried, TRAININGS[optimizer])
+        if step.trains:
+            train(method, going, task, STEPS)
         state, carried = method.finish()
     assert carried is not None
-    return TaskState.from_bytes(state.to_bytes()), Carried.from_bytes(carried.to_bytes())
+    return state, carried
 
 
 def stream(tasks: list[Task], optimizer: str = "adamw", **settings: Any) -> tuple[list[TaskState], list[Carried]]:
-    states: list[TaskState] = []
-    carried: list[Carried] = []
-    for task in tasks:
-        state, handed = learn(task, carried[-1] if carried else None, optimizer, **settings)
-        states.append(state)
-        carried.append(handed)
-    return states, carried
+    done = in_turn(tasks, lambda task, carried: learn(task, carried, optimizer, **settings))
+    return [state for state, _ in done], [carried for _, carried in done]
 
 
 def served(states: list[TaskState], carried: Carried, **settings: Any) -> PackNet:
-    method = packnet(**settings)
-    for state in states:
-        method.load(state)
-    method.attach(carried)
-    return method
-
-
-@torch.no_grad()
-def answers(method: PackNet, task: Task) -> Tensor:
-    return method.eval().logits(images(), task.name).clone()
+    return serving(packnet(**settings), states, carried)
 
 
 def owners(carried: Carried) -> dict[str, Tensor]:
@@ -220,7 +164,7 @@ def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyP
 
 def gradients_stay_inside(method: PackNet, task: Task, step: str, carried: Carried) -> bool:
     """Clipping sees the gradient of the task's own weights only, and there is some."""
-    for at in each_step(method, task, begun(method, task, step, carried)):
+    for at in each_step(method, begun(method, task, step, carried), task, STEPS):
         for site, weight in method.sites.items() if at % 2 == 0 else ():
             gradient, own = weight.grad, method.owners[site] == method.latest
             if gradient is None or bool(gradient[~own].any()) or not bool(gradient[own].any()):
@@ -241,9 +185,9 @@ def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimize
     carried = first
     for step in ("train", "prune", "retrain"):
         method = packnet(prune=0.5)
-        going = begun(method, TWO, step, carried, OPTIMIZERS[optimizer])
+        going = begun(method, TWO, step, carried, TRAININGS[optimizer])
         kept = {site: weight.detach().clone() for site, weight in method.sites.items()}
-        for _ in each_step(method, TWO, going) if step != "prune" else ():
+        for _ in each_step(method, going, TWO, STEPS) if step != "prune" else ():
             for site, weight in method.sites.items():
                 old = owners(first)[site] == 1
                 assert torch.equal(weight[old], kept[site][old])
@@ -344,8 +288,7 @@ def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
         assert all(not torch.equal(state.copies[name], BACKBONE.state_dict()[name]) for name in names)
     assert all(torch.equal(under("backbone", carried[-1])[name], BACKBONE.state_dict()[name]) for name in names)
     method = packnet(per_task_affine=True)
-    for _ in each_step(method, THREE, begun(method, THREE, "train", carried[-1])):
-        pass
+    train(method, begun(method, THREE, "train", carried[-1]), THREE, STEPS)
     live, (state, after) = answers(method, THREE), method.finish()
     assert torch.equal(answers(served([state], after, per_task_affine=True), THREE), live)
 
@@ -354,8 +297,7 @@ def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
 @pytest.mark.parametrize("step", ["prune", "retrain"])
 def test_head_and_copies_go_on_from_the_step_before(step: str):
     method = packnet(per_task_affine=True)
-    for _ in each_step(method, ONE, begun(method, ONE, "train", None)):
-        pass
+    train(method, begun(method, ONE, "train", None), ONE, STEPS)
     state, carried = method.finish()
     if step == "retrain":
         method = packnet(per_task_affine=True)

@@ -7,74 +7,21 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tabletop import BASE, ONE, OPTIMIZERS, PROGRESS, RATES, TWO, answers, batch, begun, images, trained, vit
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
 from workers.errors import UserError
-from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
+from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import weight_masks
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Rates
 from workers.methods.piggyback import Piggyback, PiggybackSettings
 from workers.model.masks import Threshold
 from workers.model.vit import build, digest_of
 from workers.taskstate import TaskState
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
-ONE = Task("one", "card", "", ("a", "b"))
-TWO = Task("two", "card", "", ("c", "d", "e"))  # more classes than the one before
-RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=8, mean_rate_steps=6.0)
-PROGRESS = Progress(0, 0, 1, 6)
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
-    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
-
-
-def vit() -> Any:
-    torch.manual_seed(0)
-    model = build(TINY)
-    for p in model.parameters():  # timm starts biases at zero, where wrong masking of them would not show
-        nn.init.normal_(p, std=0.2)
-    return model.eval()
-
 
 def piggyback(**settings: Any) -> Piggyback:
     return Piggyback(vit(), PiggybackSettings(**settings), seed=1)
-
-
-def images(count: int = 8) -> Tensor:
-    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-
-
-def batch(classes: int = 2) -> Batch:
-    rows = torch.arange(8)
-    return Batch(images(), rows % classes, torch.zeros(8, dtype=torch.long), Draw(7, 0, 0, rows, 8, torch.device("cpu")))
-
-
-def begun(method: Piggyback, task: Task = ONE) -> list[dict[str, Any]]:
-    torch.manual_seed(2)
-    groups = [g for g in method.begin(task, "train", None, RATES, (task,)) if g["params"]]
-    trained = {id(p) for g in groups for p in g["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
-    return groups
-
-
-def trained(method: Piggyback, task: Task = ONE, optimizer: str = "adamw") -> TaskState:
-    running = OPTIMIZERS[optimizer](begun(method, task))
-    method.train()
-    for _ in range(6):
-        running.zero_grad()
-        method.loss(batch(task.num_classes), PROGRESS)[0].backward()
-        method.after_backward()
-        running.step()
-        method.after_step(PROGRESS)
-    return method.eval().finish()[0]
-
-
-@torch.no_grad()
-def answers(method: Piggyback, task: str = "one") -> Tensor:
-    return method.eval().logits(images(), task).clone()
 
 
 def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -193,7 +140,7 @@ def test_masking_in_place_would_be_found_out(monkeypatch):
     method.load(trained(method))
     before = answers(method)
     trained(method, TWO)
-    answers(method, "two")
+    answers(method, TWO)
     assert not torch.equal(answers(method), before)
     assert digest_of(method.backbone) != method.backbone_digest
 
@@ -274,20 +221,20 @@ def test_a_task_is_the_same_whatever_was_trained_before_it():
     server = piggyback()
     for state in (trained(piggyback(), TWO), trained(piggyback())):
         server.load(state)
-    for task in ("one", "two", "one"):
+    for task in (ONE, TWO, ONE):
         fresh = piggyback()
-        fresh.load(trained(piggyback(), ONE if task == "one" else TWO))
+        fresh.load(trained(piggyback(), task))
         assert torch.equal(answers(server, task), answers(fresh, task))
 
 
 def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones():
     method = piggyback()
     method.load(trained(method))
-    method.load(TaskState("base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()))
+    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()))
     masked = answers(method)
     with torch.no_grad():
         want = method.heads["base"](vit()(images()))
-    assert torch.equal(answers(method, "base"), want)
+    assert torch.equal(answers(method, BASE), want)
     assert torch.equal(answers(method), masked)
     assert not torch.equal(method.heads["one"](vit()(images())), masked)
 

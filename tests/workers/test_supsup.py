@@ -9,8 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tabletop
 import torch
 from laboratory import OPTIMIZERS, TASKS, Lab, Run
+from tabletop import PROGRESS
 from torch import Tensor
 from torch.nn import functional as F
 from two_domains import COLOURS, STRIPES, batch, begun, learned, samples, vit
@@ -19,18 +21,14 @@ from workers.checkpoint import trained_state
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
-from workers.methods.base import Progress
 from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
 from workers.model.masks import TopK
 from workers.model.superposition import at_once, by_halves, entropy, left_over, shares, slopes, superfluous, superposed, values
 from workers.model.vit import build
 from workers.taskstate import TaskState
 
-PROGRESS = Progress(0, 0, 1, 30)
 RANDOM = {"weights": "signed_constant", "start": "kaiming", "density": 0.5, "mask_travel": 8}
-KEPT: dict[str, Any] = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
-    "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
+KEPT: dict[str, Any] = tabletop.OPTIMIZERS | {
     "adamw": lambda groups: torch.optim.AdamW([g | {"weight_decay": 0.05} if g["name"] != "masks" else g for g in groups], lr=1e-2)}
 
 
@@ -45,11 +43,9 @@ def states() -> list[TaskState]:
 
 
 def serving(states: list[TaskState], **settings: Any) -> SupSup:
-    method = made(**settings).eval()
+    method = made(**settings)
     method.scenario, method.stream = "class", (STRIPES, COLOURS)
-    for state in states:
-        method.load(state)
-    return method
+    return tabletop.serving(method, states)
 
 
 @torch.no_grad()
@@ -373,9 +369,9 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states
 
 
 def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(states: list[TaskState]):
-    """By default: minus the log of the share that the task's classes have of the softmax, however many classes it has."""
+    """By default: the log of the share that all outputs but those of the task's classes have of the softmax, however many it has."""
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
-    assert left_over(outputs, 2).tolist() == pytest.approx([0.126928, math.log(2)], abs=1e-6)
+    assert left_over(outputs, 2).exp().tolist() == pytest.approx([0.119203, 0.5], abs=1e-6)
     method, images = serving(states), samples(COLOURS, 3)[0]
     assert (method.settings.infer, method.settings.objective) == ("brute_force", "superfluous")
     masks = [method.loaded[name] for name in ("stripes", "colours")]
@@ -384,8 +380,8 @@ def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_again
         for column, place in enumerate(alive):
             method.serve(("stripes", "colours")[place])
             with torch.no_grad():
-                mine = method.features(images).softmax(1)[:, : (2, 3)[place]].sum(1)
-            assert torch.allclose(found[:, column], -mine.log(), atol=1e-5)
+                superfluous = method.features(images).softmax(1)[:, (2, 3)[place] :].sum(1)
+            assert torch.allclose(found[:, column], superfluous.log(), atol=1e-5)
 
 
 def test_one_task_needs_no_finding_out(states: list[TaskState], monkeypatch: pytest.MonkeyPatch):

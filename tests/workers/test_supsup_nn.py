@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tabletop
 import torch
 from torch import Tensor
 from two_domains import COLOURS, SIZE, STRIPES, Stream, batch, begun, learned, samples, vit
@@ -27,11 +28,7 @@ def made(**settings: Any) -> SupSupNN:
 
 
 def serving(states: list[TaskState], carried: Carried, **settings: Any) -> SupSupNN:
-    method = made(**settings).eval()
-    for state in states:
-        method.load(state)
-    method.attach(carried)
-    return method
+    return tabletop.serving(made(**settings), states, carried)
 
 
 Chain = list[tuple[TaskState, Carried]]

@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 from checks import PROMISES
 from laboratory import Lab
-from test_meat import OTHER, PROGRESS, RATES, TASK, batch, with_random_masks
+from tabletop import PROGRESS
+from test_meat import OTHER, RATES, TASK, batch, with_random_masks
 from torch import Tensor, nn
 from torch.nn import functional as F
 

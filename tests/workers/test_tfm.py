@@ -7,78 +7,50 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tabletop
 import torch
 from pydantic import ValidationError
+from tabletop import ONE, THREE, TRAININGS, TWO, Left, batch, images, in_turn, rates, serving
 from timm.layers import SwiGLU
 from torch import Tensor, nn
 
 from workers import optim
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Progress
 from workers.methods.tfm import Tfm, TfmSettings
 from workers.model.vit import build, digest_of
 from workers.taskstate import Carried, TaskState
 
 WIDTH, HEADS, HIDDEN, DEPTH = 32, 2, 64, 2
-TINY = BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS, "mlp_ratio": 2})
-TASKS = [Task(name, "card", "", tuple(f"{name}{i}" for i in range(count))) for name, count in (("one", 2), ("two", 3), ("three", 5))]
-OPTIMIZERS = {"sgd": TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05), "adam": TrainSettings(lr=1e-2, weight_decay=0.0),
-              "adamw": TrainSettings(lr=1e-2, weight_decay=0.05)}
+TASKS = [ONE, TWO, THREE]
+OPTIMIZERS = TRAININGS | {"sgd": TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)}
 GROWN = {"growth": 0.2, "heads_every": 2}  # 16 new units of 64 per task; a head for the first and the third task
 
 
-def vit(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = build(TINY.model_copy(update={"options": TINY.options | options}))
-    for p in model.parameters():  # timm starts biases at zero, where wrong ones would not show
-        nn.init.normal_(p, std=0.2)
-    return model
+def vit(**options: Any) -> Any:
+    return tabletop.vit(**{"patch_size": 4, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS, "mlp_ratio": 2, **options})
 
 
-def images() -> Tensor:
-    return torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-
-
-def batch(task: Task) -> Batch:
-    return Batch(images(), torch.arange(6) % task.num_classes, torch.zeros(6, dtype=torch.long), Draw(7, 0, 0, torch.arange(6), 6, torch.device("cpu")))
-
-
-def begun(method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = OPTIMIZERS["adamw"]) -> list[dict[str, Any]]:
+def begun(method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]) -> list[dict[str, Any]]:
     torch.manual_seed(len(task.name))
-    return method.begin(task, "train", carried, Rates(train.lr, train.weight_decay, 6, 10.0), (task,))
+    return method.begin(task, "train", carried, rates(10.0, train), (task,))
 
 
-def trained(method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = OPTIMIZERS["adamw"], steps: int = 4) -> tuple[TaskState, Carried]:
-    optimizer = optim.build(begun(method, task, carried, train), train)
-    method.train()
-    for step in range(steps):
-        optimizer.zero_grad()
-        method.loss(batch(task), Progress(0, step, 1, steps))[0].backward()
-        method.after_backward()
-        optimizer.step()
-        method.after_step(Progress(0, step, 1, steps))
+def trained(method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]) -> Left:
+    tabletop.train(method, optim.build(begun(method, task, carried, train), train), lambda progress: batch(classes=task.num_classes), steps=4)
     return method.finish()
 
 
-def stream(cls: type[Tfm] = Tfm, train: TrainSettings = OPTIMIZERS["adamw"], tasks: list[Task] = TASKS, backbone: nn.Module | None = None,
-           **settings: Any) -> list[tuple[TaskState, Carried]]:
+def stream(cls: type[Tfm] = Tfm, train: TrainSettings = TRAININGS["adamw"], tasks: list[Task] = TASKS, backbone: nn.Module | None = None,
+           **settings: Any) -> list[Left]:
     """What each task of a stream leaves, each trained by a method of its own on a fresh copy of the backbone, as the loop does."""
-    backbone, found, carried = backbone or vit(), [], None
-    for task in tasks:
-        state, carried = trained(cls(copy.deepcopy(backbone), TfmSettings(**settings), 0), task, carried, train)
-        state, carried = TaskState.from_bytes(state.to_bytes()), Carried.from_bytes(carried.to_bytes())
-        found.append((state, carried))
-    return found
+    backbone = backbone or vit()
+    return in_turn(tasks, lambda task, carried: trained(cls(copy.deepcopy(backbone), TfmSettings(**settings), 0), task, carried, train))
 
 
-def served(found: list[tuple[TaskState, Carried]], cls: type[Tfm] = Tfm, backbone: nn.Module | None = None, **settings: Any) -> Tfm:
-    method = cls(copy.deepcopy(backbone or vit()), TfmSettings(**settings), 0)
-    for state, _ in found:
-        method.load(state)
-    method.attach(found[-1][1])
-    return method.eval()  # type: ignore[return-value]
+def served(found: list[Left], cls: type[Tfm] = Tfm, backbone: nn.Module | None = None, **settings: Any) -> Tfm:
+    return serving(cls(copy.deepcopy(backbone or vit()), TfmSettings(**settings), 0), [state for state, _ in found], found[-1][1])
 
 
 @torch.no_grad()
@@ -128,7 +100,7 @@ class KeepsLaterUnits(Tfm):
 @pytest.mark.parametrize("broken", [OneNormalisation, TrainsOldRows, KeepsLaterUnits])
 def test_a_method_that_lets_a_new_task_touch_an_old_one_is_found_out(broken: type[Tfm]):
     with pytest.raises(AssertionError):
-        old_answers_stay(broken, OPTIMIZERS["adamw"], **GROWN)
+        old_answers_stay(broken, TRAININGS["adamw"], **GROWN)
 
 
 def test_only_new_units_normalisation_and_the_head_get_gradients():
@@ -140,7 +112,7 @@ def test_only_new_units_normalisation_and_the_head_get_gradients():
         for name, p in method.new.items():
             if name.endswith(".columns"):  # at their start, at 0, they hold back the gradient of what is before them
                 p.normal_()
-    method.train().loss(batch(TASKS[1]), Progress(0, 0, 1, 1))[0].backward()
+    method.train().loss(batch(classes=TASKS[1].num_classes), Progress(0, 0, 1, 1))[0].backward()
     shapes = {"rows": (3, 16, WIDTH), "bias": (3, 16), "columns": (WIDTH, 16)}, {"rows": (1, 16, WIDTH), "bias": (1, 16), "columns": (WIDTH, 16)}
     for i in range(DEPTH):
         for part, expected in zip(("attn", "mlp"), shapes, strict=True):
@@ -167,7 +139,7 @@ def test_weight_decay_acts_on_rows_and_columns_alone():
 
 
 # ---- states and widths ---------------------------------------------------------------------------------------------------
-def states_of(found: list[tuple[TaskState, Carried]], site: str) -> Tensor:
+def states_of(found: list[Left], site: str) -> Tensor:
     """(units, tasks): 0 unused, 1 forward-only, 2 normal."""
     masks = [state.masks for state, _ in found]
     columns = [m[f"{site}.used"].int() + m[f"{site}.own"].int() for m in masks]
@@ -306,7 +278,7 @@ def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_a_task_starts_from_what_there_is(options: dict[str, Any]):
     """Wider, but with columns at 0 and nothing renormalised, the features are those of the network before."""
-    backbone = vit(**options).eval()
+    backbone = vit(**options)
     state, carried = stream(backbone=backbone, tasks=TASKS[:1], **GROWN)[0]
     plain = replace(state, copies={name: torch.full_like(t, name.endswith("gamma")) for name, t in state.copies.items()})
     for before, expected in ((None, backbone), (carried, by_hand(backbone, plain, carried))):
@@ -360,7 +332,7 @@ def test_timms_attention_is_left_as_it_was_also_after_an_error():
 
 @pytest.mark.parametrize("first", ["adapted", "trained"])
 def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: str):
-    backbone = vit().eval()
+    backbone = vit()
     head = {"weight": torch.randn(4, WIDTH), "bias": torch.randn(4)}
     found = stream(backbone=backbone, **GROWN, first=first)
     method = served([(TaskState("zero", tuple("abcd"), "base", digest_of(backbone), head=head), Carried()), *found], backbone=backbone)
@@ -383,7 +355,7 @@ def test_a_task_that_is_trained_again_is_served_as_it_stands():
     found = stream(tasks=TASKS[:1], **GROWN)
     method = served(found, **GROWN)
     begun(method, TASKS[0], None)
-    assert torch.allclose(answers(method, "one"), method.heads["one"](vit().eval()(images())), atol=1e-4)
+    assert torch.allclose(answers(method, "one"), method.heads["one"](vit()(images())), atol=1e-4)
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------------

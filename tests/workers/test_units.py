@@ -8,7 +8,9 @@ import math
 from typing import Any
 
 import pytest
+import tabletop
 import torch
+from tabletop import images
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -20,19 +22,9 @@ from workers.model.penalties import newly_used
 from workers.model.units import between, masked_weights, owned, unit_sites
 from workers.model.vit import build
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
-
 
 def vit(**options: Any) -> Any:
-    torch.manual_seed(0)
-    model = build(TINY.model_copy(update={"options": TINY.options | options}))
-    for p in model.parameters():  # timm starts biases at zero, where wrong masking of them would not show
-        nn.init.normal_(p, std=0.3)
-    return model.eval()
-
-
-def images() -> Tensor:
-    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return tabletop.vit(std=0.3, embed_dim=16, **options)
 
 
 def some_units(model: nn.Module, share: float = 0.5) -> dict[str, Tensor]:

@@ -9,35 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tabletop import ONE, THREE, TRAININGS, TWO, Left, answers, begun, each_step, in_turn, rates, serving, vit
+from torch import nn
 
 from workers import optim
-from workers.data.draw import Draw
-from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Batch, Progress, Rates
+from workers.job import BackboneSettings, Task
+from workers.methods.base import Rates
 from workers.methods.wsn import Wsn, WsnSettings
 from workers.model.protect import Protector
 from workers.model.vit import build, digest_of
 from workers.taskstate import Carried, TaskState, unpack
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2})
-TASKS = [Task(name, "card", "", tuple(f"{name}{i}" for i in range(2 + place))) for place, name in enumerate(("one", "two", "three"))]
-ONE, TWO, THREE = TASKS
-OPTIMIZERS = {"sgd": TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.05),
-              "adam": TrainSettings(lr=1e-2, weight_decay=0.0), "adamw": TrainSettings(lr=1e-2, weight_decay=0.05)}
-OF_ANY = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+TASKS = [ONE, TWO, THREE]
+OF_ANY = pytest.mark.parametrize("optimizer", TRAININGS)
 STEPS = 4
-
-
-def vit() -> nn.Module:
-    torch.manual_seed(0)
-    model = build(TINY)
-    for p in model.parameters():  # timm starts biases at zero and norms at one, where a change of them would show less
-        nn.init.normal_(p, std=0.2)
-    return model
-
-
-BACKBONE = vit()
+BACKBONE = vit(embed_dim=16)
 
 
 def wsn(**settings: Any) -> Wsn:
@@ -45,59 +31,28 @@ def wsn(**settings: Any) -> Wsn:
     return Wsn(copy.deepcopy(BACKBONE), WsnSettings(**{"mask_lr": 2e-2, **settings}), seed=1)
 
 
-def images(count: int = 6) -> Tensor:
-    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-
-
-def batch(task: Task, step: int) -> Batch:
-    rows = torch.arange(6)
-    return Batch(images() + step, rows % task.num_classes, torch.zeros(6, dtype=torch.long), Draw(7, 0, step, rows, 6, torch.device("cpu")))
-
-
 def training(method: Wsn, task: Task, carried: Carried | None, optimizer: str = "adamw") -> Iterator[int]:
-    """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and at 2 i + 1."""
-    train = OPTIMIZERS[optimizer]
-    groups = method.begin(task, "train", carried, Rates(train.lr, train.weight_decay, 6, float(STEPS)), (task,))
+    """See `each_step`."""
+    train = TRAININGS[optimizer]
+    groups = begun(method, task, carried, rates=rates(STEPS, train))
     if optimizer == "sgd":  # scores have small gradients, and the default rate is for adamw
         next(group for group in groups if group["name"] == "masks")["lr"] = 10.0
-    trained = {id(p) for group in groups for p in group["params"]}
-    for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
-    going = optim.build(groups, train)
-    for step in range(STEPS):
-        going.zero_grad(set_to_none=True)
-        method.loss(batch(task, step), Progress(0, step, 1, STEPS))[0].backward()
-        method.after_backward()
-        yield 2 * step
-        going.step()
-        method.after_step(Progress(0, step, 1, STEPS))
-        yield 2 * step + 1
+    yield from each_step(method, optim.build(groups, train), task, STEPS)
 
 
 def stream(tasks: list[Task], optimizer: str = "adamw", **settings: Any) -> tuple[list[TaskState], list[Carried]]:
-    states: list[TaskState] = []
-    carried: list[Carried] = []
-    for task in tasks:
+    def learn(task: Task, carried: Carried | None) -> Left:
         method = wsn(**settings)
-        for _ in training(method, task, carried[-1] if carried else None, optimizer):
+        for _ in training(method, task, carried, optimizer):
             pass
-        state, handed = method.finish()
-        states.append(TaskState.from_bytes(state.to_bytes()))
-        carried.append(Carried.from_bytes(handed.to_bytes()))
-    return states, carried
+        return method.finish()
+
+    done = in_turn(tasks, learn)
+    return [state for state, _ in done], [carried for _, carried in done]
 
 
 def served(states: list[TaskState], carried: Carried) -> Wsn:
-    method = wsn()
-    for state in states:
-        method.load(state)
-    method.attach(carried)
-    return method
-
-
-@torch.no_grad()
-def answers(method: Wsn, task: Task) -> Tensor:
-    return method.eval().logits(images(), task.name).clone()
+    return serving(wsn(), states, carried)
 
 
 # ---- what is selected --------------------------------------------------------------------------------------------------

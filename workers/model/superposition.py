@@ -36,10 +36,10 @@ def superfluous(outputs: Tensor, real: int) -> Tensor:
 
 
 def left_over(outputs: Tensor, real: int) -> Tensor:
-    """Minus the log of the share of the softmax that the first `real` outputs have: how much a single mask leaves to superfluous
-    ones. (n, s) -> (n,)."""
+    """The log of the share of the softmax that outputs beyond the first `real` have: what a single mask leaves to superfluous ones.
+    (n, s) -> (n,)."""
     outputs = outputs.float()
-    return outputs.logsumexp(1) - outputs[:, :real].logsumexp(1)
+    return outputs[:, real:].logsumexp(1) - outputs.logsumexp(1)
 
 
 def superposed(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:

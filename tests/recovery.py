@@ -1,0 +1,72 @@
+"""What recovery is measured by: an uninterrupted run, what must hold after the command was given again, and damage to files."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests import small_run
+from workers.artefact import Artefact
+
+MOMENTS = 20260101  # seed of the moments at which things are killed
+
+
+@dataclass
+class Reference:
+    """Cards, and an uninterrupted run on them: what it left behind, what it said, and how long it took."""
+
+    folder: Path
+    cards: dict[str, str]
+    body: dict[str, Any]
+    expected: dict[str, Any]
+    seconds: float
+
+    @classmethod
+    def made_in(cls, folder: Path) -> Reference:
+        cards = small_run.make_cards(folder, ["base", "a", "b"])
+        body = small_run.make_body(folder, cards)
+        small_run.run(["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt")  # the fork server is up after it
+        started = time.monotonic()
+        small_run.run(["run", small_run.write_config(folder / "config.yaml", body)], folder / "out.txt")
+        return cls(folder, cards, body, small_run.results(folder / "storage"), time.monotonic() - started)
+
+    def config(self, place: Path, **changes: Any) -> str:
+        """The same run in a storage of its own."""
+        return small_run.write_config(place / "config.yaml", small_run.make_body(place, self.cards, **changes))
+
+    def copy(self, place: Path, **changes: Any) -> str:
+        """The same with everything done."""
+        shutil.copytree(self.folder / "storage", place / "storage")
+        return self.config(place, **changes)
+
+
+def judge(reference: Reference, place: Path, before: dict[str, str], said: str) -> None:
+    """What must hold after the command was given again."""
+    storage = place / "storage"
+    after = small_run.attempts(storage)
+    assert before.items() <= after.items(), "a result that stood was computed again"
+    assert not before or f"{len(after) - len(before)} stages run, {len(before)} reused" in said or len(after) == len(before)
+    assert small_run.results(storage) == reference.expected
+    for stage_id, manifest in small_run.manifests(storage).items():
+        found = Artefact.need(str(storage / "stages"), manifest["key"])
+        assert found.damage() is None, stage_id
+        assert not any(name.endswith(".part") for name in manifest["files"])
+
+
+def standing(place: Path) -> dict[str, str]:
+    """The attempts that are published, also where the run died before it wrote its record."""
+    return small_run.attempts(place / "storage") if (place / "storage" / "runs" / "small" / "run.json").exists() else {}
+
+
+def spoil(path: Path, harm: str) -> None:
+    data = bytearray(path.read_bytes())
+    if harm == "remove":
+        path.unlink()
+    elif harm == "truncate":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= 1  # in a tar, a byte of an image and not of the padding
+        path.write_bytes(data)

@@ -1,0 +1,199 @@
+"""Results that stand: damage is found and made good, the same command again runs nothing, and a longer stream runs what is new in it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import cli
+from pipeline import run as walk
+from tests import small_run
+from tests.recovery import spoil
+
+# ---- damage --------------------------------------------------------------------------------------------------------------
+FILES = [("backbone", "state.safetensors"), ("backbone", "task.safetensors"), ("finetune/a/train", "task.safetensors"),
+         ("finetune/a/train", "carried.safetensors"), ("meat/b/train", "history.parquet"), ("finetune/b/evaluate", "predictions.parquet"),
+]
+DATA = [("data/a", "train-00000.tar"), ("data/a", "test-00000.tar"), ("data/b", "index.parquet"), ("data/b", "rejected.csv")]
+
+
+@pytest.mark.parametrize(("stage_id", "file"), FILES)
+@pytest.mark.parametrize("harm", ["flip", "truncate"])
+def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(harm, stage_id, file, reference, tmp_path, quick, capsys):
+    config = reference.copy(tmp_path)
+    before = small_run.attempts(tmp_path / "storage")
+    spoil(small_run.artefact(tmp_path / "storage", stage_id, file), harm)
+    assert cli.main(["run", config]) == 0
+    said = capsys.readouterr().out
+    assert f"{stage_id}: damaged: {file} is {'damaged' if harm == 'flip' else 'truncated'}" in said
+    after = small_run.attempts(tmp_path / "storage")
+    assert {i for i in after if after[i] != before[i]} == {stage_id}
+    assert small_run.results(tmp_path / "storage") == reference.expected
+    assert "1 stages run" in said
+
+
+@pytest.mark.parametrize(("stage_id", "file"), DATA)
+@pytest.mark.parametrize("harm", ["flip", "truncate"])
+def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_anew_when_something_does(
+        harm, stage_id, file, reference, tmp_path, quick, capsys):
+    """Its source may be gone, and most of it may be whole."""
+    config, storage = reference.copy(tmp_path), tmp_path / "storage"
+    before = small_run.attempts(storage)
+    spoil(small_run.artefact(storage, stage_id, file), harm)
+    assert cli.main(["run", config]) == 0
+    said = capsys.readouterr().out
+    assert f"{stage_id}: damaged: {file} is" in said
+    assert "no stage was run" in said
+    assert small_run.attempts(storage) == before
+    shutil.rmtree(storage / "stages" / small_run.manifests(storage)["finetune/b/evaluate"]["key"])
+    assert cli.main(["run", config]) == 0
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before[i]} == {stage_id, "finetune/b/evaluate"}
+    assert small_run.results(storage) == reference.expected
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+def test_a_damaged_manifest_is_no_result(harm, reference, tmp_path, quick, capsys):
+    config = reference.copy(tmp_path)
+    before = small_run.attempts(tmp_path / "storage")
+    spoil(small_run.artefact(tmp_path / "storage", "meat/a/evaluate", "x").parents[1] / "manifest.json", harm)
+    assert cli.main(["run", config]) == 0
+    assert harm == "remove" or "meat/a/evaluate: damaged: manifest.json is not as it was written" in capsys.readouterr().out
+    after = small_run.attempts(tmp_path / "storage")
+    assert {i for i in after if after[i] != before[i]} == {"meat/a/evaluate"}
+    assert small_run.results(tmp_path / "storage") == reference.expected
+
+
+@pytest.mark.parametrize(("stage_id", "file"), [("finetune/a/train", "carried.safetensors"), ("backbone", "state.safetensors"),
+                                                ("data/b", "train-00000.tar"), ("data/b", "index.parquet")])
+def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(stage_id, file, reference, tmp_path, quick, monkeypatch, capsys):
+    """The file goes bad after the driver looked at it: the stage that reads it says so, and the one that wrote it is run."""
+    config = reference.copy(tmp_path)
+    storage = tmp_path / "storage"
+    for stage in ("finetune/b/train", "finetune/b/evaluate"):
+        shutil.rmtree(storage / "stages" / small_run.manifests(storage)[stage]["key"])
+    shutil.rmtree(storage / "cache")
+    before, look_up_all = small_run.attempts(storage), walk.look_up_all
+
+    def then_it_goes_bad(*arguments: Any) -> Any:
+        found = look_up_all(*arguments)
+        spoil(small_run.artefact(storage, stage_id, file), "flip")
+        return found
+
+    monkeypatch.setattr(walk, "look_up_all", then_it_goes_bad)
+    assert cli.main(["run", config]) == 0
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before.get(i)} == {stage_id, "finetune/b/train", "finetune/b/evaluate"}
+    assert small_run.results(storage) == reference.expected
+    assert file in capsys.readouterr().out or stage_id == "data/b"
+
+
+# ---- the same command again, and a longer stream -------------------------------------------------------------------------
+def test_the_same_command_again_runs_nothing_and_says_so(reference, tmp_path, quick, capsys):
+    config = reference.copy(tmp_path)
+    before = small_run.attempts(tmp_path / "storage")
+    assert cli.main(["run", config]) == 0
+    said = capsys.readouterr().out
+    assert f"nothing to do: all {len(before)} stage results stand, no stage was run" in said
+    assert small_run.attempts(tmp_path / "storage") == before
+
+
+def without_data(storage: Path, folder: Path, names: str) -> None:
+    """Deletes the raw data and the shards of some cards."""
+    for name in names:
+        shutil.rmtree(folder / "raw" / name)
+        shutil.rmtree(storage / "stages" / small_run.manifests(storage)[f"data/{name}"]["key"])
+    shutil.rmtree(storage / "cache")
+
+
+@pytest.mark.parametrize("gone", ["", "a", "ab"])
+def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(gone, tmp_path, quick, capsys):
+    """A star: tasks a and b are learned and their data deleted; then c comes."""
+    cards = small_run.make_cards(tmp_path, "ab")
+    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"]))
+    assert cli.main(["run", config]) == 0
+    storage, before = tmp_path / "storage", small_run.attempts(tmp_path / "storage")
+    results = small_run.results(storage)
+    if gone:
+        without_data(storage, tmp_path, gone)
+    assert cli.main(["run", config]) == 0, "what was learned stands without its data"
+    assert "nothing to do" in capsys.readouterr().out
+    cards |= small_run.make_cards(tmp_path, "c")
+    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"]))
+    assert cli.main(["run", config]) == 0
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before.get(i)} == {"data/c", "meat/c/train", "meat/c/evaluate", "report"}
+    for stage_id, result in small_run.results(storage).items():
+        assert results.get(stage_id, result) == result
+    assert cli.main(["run", config]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(tmp_path, quick, capsys):
+    card = small_run.make_card(tmp_path, "a", "23", num_classes=2)
+    text = Path(card).read_text()
+    assert "classes:\n- '2'\n- '3'\n" in text
+    Path(card).write_text(text.replace("classes:\n- '2'\n- '3'\n", "classes: from_source\n"))
+    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, {"a": card}, ["meat"]))
+    assert cli.main(["run", config]) == 0
+    shutil.rmtree(tmp_path / "raw")
+    capsys.readouterr()
+    assert cli.main(["run", config]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_chain_goes_on_without_the_data_of_older_tasks_and_leaves_their_cells_empty(tmp_path, quick, capsys):
+    cards = small_run.make_cards(tmp_path, "ab")
+    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    assert cli.main(["run", config]) == 0
+    storage, before = tmp_path / "storage", small_run.attempts(tmp_path / "storage")
+    shutil.copytree(tmp_path / "raw" / "a", tmp_path / "saved")
+    without_data(storage, tmp_path, "a")
+    cards |= small_run.make_cards(tmp_path, "c")
+    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    capsys.readouterr()
+    assert cli.main(["run", config]) == 0
+    last = capsys.readouterr().out.splitlines()
+    row = next(line.split() for line in last if line.split()[:1] == ["c"])
+    assert row[1] == "."
+    assert "." not in (row[2], row[3])
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before.get(i)} == {"data/c", "finetune/c/train", "finetune/c/evaluate", "report"}
+    assert [r["task"] for r in small_run.results(storage)["finetune/c/evaluate"]["rows"]] == ["b", "c"]
+    shutil.copytree(tmp_path / "saved", tmp_path / "raw" / "a")
+    assert cli.main(["run", config]) == 0
+    assert [r["task"] for r in small_run.results(storage)["finetune/c/evaluate"]["rows"]] == ["a", "b", "c"], "the data is back"
+
+
+def test_what_has_to_learn_from_data_that_is_gone_says_so(tmp_path, quick, capsys):
+    cards = small_run.make_cards(tmp_path, "ab")
+    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["joint"]))
+    assert cli.main(["run", config]) == 0
+    without_data(tmp_path / "storage", tmp_path, "a")
+    cards |= small_run.make_cards(tmp_path, "c")
+    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["joint"]))
+    capsys.readouterr()
+    assert cli.main(["run", config]) == 2
+    said = capsys.readouterr().err
+    assert "stage data/a failed: card 'a': its source" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate"])
+def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(harm, tmp_path, quick, capsys):
+    cards = small_run.make_cards(tmp_path, "ab")
+    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    assert cli.main(["run", config]) == 0
+    storage = tmp_path / "storage"
+    shard = small_run.artefact(storage, "data/a", "test-00000.tar")
+    shutil.rmtree(tmp_path / "raw" / "a")
+    spoil(shard, harm)
+    cards |= small_run.make_cards(tmp_path, "c")
+    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    assert cli.main(["run", config]) == 2
+    assert "its source" in capsys.readouterr().err
+    assert shard.exists()
+    assert cli.main(["run", config]) == 0, "from now on it counts as gone"

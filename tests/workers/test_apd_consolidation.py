@@ -1,0 +1,145 @@
+"""APD's consolidation: what similar tasks agree on is stored once, moves no weight far, and every method's promises hold after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checks import PROMISES
+from laboratory import SETTINGS
+from test_apd import RATES, SITE, TASKS, apd, begun, furthest, left_by, served, size_of, theta, trained
+from torch import Tensor
+
+from workers.job import Task
+from workers.methods.apd import Apd, ApdSettings, Sparse, cluster
+
+
+def test_every_kth_task_ends_with_a_consolidation():
+    def steps(every: int) -> list[list[str]]:
+        return [[s.name for s in Apd.planned(ApdSettings(consolidate_every=every), position)] for position in range(-1, 4)]
+
+    alone, both = ["train"], ["train", "consolidate"]
+    assert steps(2) == [[], alone, both, alone, both]
+    assert steps(0) == [[], alone, alone, alone, alone]
+    assert steps(1) == [[], both, both, both, both]
+
+
+@pytest.mark.parametrize(("points", "count", "expected"), [
+    ([[0.0], [5.0], [0.1], [5.1]], 2, [0, 1, 0, 1]),
+    ([[0.0], [1.0], [10.0], [4.0], [11.0]], 2, [0, 0, 1, 0, 1]),
+    ([[0.0], [4.0], [2.0]], 2, [0, 1, 0]),  # a tie goes to the first
+    ([[1.0], [1.0], [1.0]], 2, [0, 0, 0]),
+    ([[1.0], [2.0]], 5, [0, 1])])
+def test_clusters_of_worked_points(points, count, expected):
+    assert cluster(torch.tensor(points).double(), count) == expected
+
+
+def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
+    """After a consolidation of tasks whose tau at SITE begin with these values, and are zero elsewhere."""
+    method = apd(**{"consolidate_every": len(taus), "gap": 0.1, "clusters": 1, **settings})
+    method.sigma = {site: w.detach().clone() for site, w in method.sites.items()}
+    for i, tau in enumerate(taus):
+        full = torch.zeros(method.sites[SITE].numel())
+        full[: len(tau)] = tau
+        method.tau[TASKS[i].name] = {site: Sparse.of(full.view_as(w) if site == SITE else torch.zeros_like(w)) for site, w in method.sites.items()}
+    method.consolidate()
+    return method
+
+
+def test_consolidation_by_hand():
+    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as the gap."""
+    one, two = torch.tensor([0.30, 0.30, 0.05, -0.02, 0.7, 0.500]), torch.tensor([0.34, 0.60, 0.0, 0.03, 0.7, 0.5625])
+    method = consolidating([one, two], gap=0.0625)
+    shared = torch.tensor([0.32, 0.0, 0.0, 0.005, 0.7, 0.53125])
+    for task, tau in (("one", one), ("two", two)):
+        own = method.tau_of(task, SITE).flatten()[:6]
+        assert torch.allclose(method.shared_of(task, SITE).flatten()[:6], shared)
+        assert torch.equal(own, torch.where(shared != 0, 0.0, tau))
+    assert method.shared_of("one", SITE).count_nonzero() == 4
+    assert method.shared_of("three", SITE).count_nonzero() == 0
+
+
+def test_only_similar_tasks_share():
+    near, far = torch.tensor([1.0, 1.0, 0.02]), torch.tensor([9.0, 9.0, 0.02])
+    method = consolidating([near, far, near + 0.01], clusters=2)
+    assert [*method.shared[SITE]] == [("one", "three")]
+    assert torch.equal(method.tau_of("two", SITE).flatten()[:3], far)
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-2, 1.0])
+def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less(gap):
+    settings = {"consolidate_every": 3, "clusters": 1, "gap": gap}
+    states, carried = left_by(3, **settings | {"consolidate_every": 0})
+    before, method = served(states, carried, **settings), served(states, carried, **settings)
+    method.consolidate()
+    after = served(states, method.carried(), **settings)
+    ways = [furthest(theta(before, task), theta(after, task)) for task in range(3)]
+    assert 0 < max(ways) <= gap / 2 + 1e-7
+    assert size_of(method.carried(), "tau/") + size_of(method.carried(), "shared/") < size_of(carried, "tau/")
+    assert all(theta(method, task)[site].equal(theta(after, task)[site]) for task in range(3) for site in method.sites)
+    for site in method.sites:
+        for task in before.tau:  # each entry is in one of the two
+            assert not bool(((method.tau_of(task, site) != 0) & (method.shared_of(task, site) != 0)).any())
+
+
+def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
+    values = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 2.05, 3.0])]
+    method = consolidating(values)
+    full = [method.tau_of(t, SITE) + method.shared_of(t, SITE) for t in ("one", "two")]
+    method.consolidate()
+    assert [*method.shared[SITE]] == [("one", "two")]
+    for task, expected in zip(("one", "two"), full, strict=True):
+        assert torch.equal(method.tau_of(task, SITE) + method.shared_of(task, SITE), expected)
+
+
+def test_clusters_grow_with_every_consolidation():
+    far = [torch.tensor([float(v)]) for v in (0, 5, 50)]
+    assert len({tuple(m) for m in consolidating([*far, ], clusters=2).shared[SITE]}) == 0  # 0 and 5 are together, and share nothing
+    method = consolidating([torch.tensor([v]) for v in (5.0, 5.05, 50.0)], consolidate_every=1, clusters=1)  # three clusters for three tasks
+    assert not method.shared[SITE]
+
+
+def test_later_tasks_keep_shared_values_and_stay_within_the_bound():
+    settings = {"consolidate_every": 2, "clusters": 1}
+    states, carried = left_by(2, **settings | {"consolidate_every": 0})
+    method = served(states, carried, **settings)
+    method.consolidate()
+    consolidated = method.carried()
+    assert size_of(consolidated, "shared/") > 0
+    last = trained(begun(3, (states, consolidated), **settings))
+    state, after = last.finish()
+    for name, tensor in consolidated.tensors.items():
+        assert not name.startswith("shared/") or torch.equal(tensor, after.tensors[name])
+    assert after.meta == consolidated.meta | {"tasks": ["one", "two", "three"]}
+    now = served([*states, state], after, **settings)
+    for task in range(2):
+        assert furthest(theta(method, task), theta(now, task)) <= 4e-4 + 4e-6 + 1e-6
+    assert all(torch.equal(theta(last, task)[site], theta(now, task)[site]) for task in range(3) for site in now.sites)
+
+
+def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only_then():
+    first = left_by(1)
+    base = Task("zero", "card", "", ("x", "y"), role="base")
+    alone = trained(begun(consolidate_every=2), steps=1)
+    alone.stream = (base, TASKS[0])
+    assert size_of(alone.finish()[1], "own/") == 0
+    method, last = trained(begun(2, first, consolidate_every=2)), apd(consolidate_every=2)
+    method.stream = last.stream = (base, *TASKS[:2])
+    state, carried = method.finish()
+    assert size_of(carried, "own/") == sum(state.sizes().values())
+    last.load(first[0][0])
+    assert last.begin(TASKS[1], "consolidate", carried, RATES, (TASKS[1],)) == []
+    again, after = last.finish()
+    assert again.to_bytes() == state.to_bytes()
+    assert size_of(after, "own/") == 0
+    assert not last.warnings()
+
+
+@pytest.mark.parametrize("promise", [
+    "the_stored_bytes_are_the_method", "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone", "tasks_share_no_memory",
+    "whatever_is_stored_has_a_part_in_the_answers", "the_recorded_size_is_the_size_of_the_file", "an_interrupted_stage_ends_as_if_it_had_not_been"])
+def test_promises_hold_where_every_task_ends_with_a_consolidation(lab, monkeypatch, promise):
+    monkeypatch.setitem(SETTINGS, ("apd", "adamw"), {"consolidate_every": 1, "clusters": 1, "zeros": "proximal"})
+    assert [job.step for job in lab.run("apd").stages(1)] == ["train", "consolidate"]
+    PROMISES[promise].check(lab, "apd", "adamw")

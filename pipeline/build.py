@@ -242,8 +242,8 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
         start = {name: done[name] for name in waits[step.name]} or before
         parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in reads), *start.values(), *loaded]))
         stage_id = f"{label}/{task.name}/{step.name}"
-        inputs = {"method": entry.method, "revision": method.revision, "task": task.name,
-                  "settings": settings.model_dump(by_alias=True, exclude=set(method.unread(step.name))), "seen": [[t.name, list(t.classes)] for t in reads], "scenario": c.stream.scenario, "seed": c.seed,
+        inputs = {"method": entry.method, "revision": method.revision, "task": task.name, "seen": [[t.name, list(t.classes)] for t in reads],
+                  "settings": settings.model_dump(by_alias=True, exclude=set(method.unread(step.name))), "scenario": c.stream.scenario, "seed": c.seed,
                   "train": c.train_of(label, step.name).model_dump() if step.trains else {}, "data": c.data_of(label).model_dump(),
                   **shared_revisions()}
         job = builder.job(stage_id, step.name, label, task, seen, previous={name: builder.keys[stage] for name, stage in start.items()},

@@ -1,4 +1,4 @@
-"""Every method's training step against full fine-tuning of the same ViT, and serving with folded masks against the plain backbone.
+"""The training step of every method that is told the task against full fine-tuning of the same ViT, and serving with folded masks against the plain backbone.
 
 `python -m benchmarks.methods [NAME ...]`; ViT-Ti at 96 px, batches of 16 random images, fp32, one rank, one thread, a few minutes. A chain is
 timed on its second task, with the first task's entries locked or kept by whatever the method does for that. Weights are random, which does
@@ -117,4 +117,5 @@ def serve(name: str, training: Training, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"])  # that one decides on images of a feed; its step is supsup's
+    told = [name for name, cls in METHODS.items() if "task" in cls.scenarios]
+    main(sys.argv[1:] or [name for name in told if name != "supsup_nn"])  # that one decides on images of a feed; its step is supsup's

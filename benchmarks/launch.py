@@ -5,7 +5,8 @@ star of `linear` over tasks of two classes with four train and two test images, 
 block. What is left is the price of a stage: job, look-up, backbone, head, shards, history, result, events.
 
 `driver` runs an executor that does nothing: its CPU time is all the driver's. `ray` counts from the first training stage
-that is done, so that the start of Ray and of the worker group are left out; both are shown.
+that is done, so that the start of Ray and of the worker group are left out; both are shown. `beside` runs a chain whose tasks take
+seconds, with one group and with two: the second one evaluates while the first trains the next task.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ DRIVER_DEMAND = 0.010  # seconds of driver CPU per stage: graph, look-up, walk, 
 GROWTH_DEMAND = 3.0  # the same per stage at ten times as many tasks, relative
 LOCAL_DEMAND = 0.1  # seconds of CPU per stage in this process
 RAY_DEMAND = 0.2  # seconds between two stages on a warm group
+CHAIN_TASKS = 5
+BESIDE_DEMAND = 0.8  # of the time that evaluating all tasks but the last takes, the share during which a later task trains
 
 
 class Instant:
@@ -161,6 +164,30 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
         report.note(f"{name}, CPU of the driver per stage", f"{cpu / len(order) * 1000:.0f} ms, start included")
 
 
+def beside(report: Report) -> None:
+    """Both groups have a thread each. The gain in wall time needs two idle cores, the share of evaluation beside training does not."""
+    wall: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for groups in (1, 2):
+            place = Path(folder) / str(groups)
+            card = stream.draw_images(place, 2 * CHAIN_TASKS, train=200, test=200, sides=(32,))
+            store, graph, config = stream.plan(
+                place, card, CHAIN_TASKS, methods={"finetune": {}}, train={"epochs": 4, "batch_size": 20}, data={"val_fraction": 0.0},
+                backbone={"img_size": 32, "crop_pct": 1.0, "options": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 2}},
+                cluster={"loader_workers": 1, "workers": 1, "groups": groups})
+            cluster: ClusterSettings = config.cluster
+            _, times = walk_over(store, graph, lambda todo: launch.OnRay(store, cluster, nothing_to_report, lambda event: None, 2))  # noqa: B023
+            spans = {stage: (when - inside, when) for stage, (when, inside) in times.done.items() if graph[stage].method}
+            wall[groups] = max(end for _, end in spans.values()) - min(begin for begin, _ in spans.values())
+            trains = [span for stage, span in spans.items() if graph[stage].step == "train"]
+            evaluates = sorted((span for stage, span in spans.items() if graph[stage].step == "evaluate"), key=lambda span: span[1])[:-1]
+            inside = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in evaluates for b in trains)
+            whole = sum(end - begin for begin, end in evaluates)
+            report.note(f"chain of {CHAIN_TASKS} tasks, {groups} group(s)", f"{wall[groups]:.1f} s, of that training {sum(b - a for a, b in trains):.1f} s")
+    report.at_least("evaluation of all tasks but the last beside the training of a later one, share", inside / whole, BESIDE_DEMAND)
+    report.note("wall time of the chain, one group / two", f"{wall[1] / wall[2]:.2f}x")
+
+
 def main() -> None:
     start()
     report = Report()
@@ -168,6 +195,7 @@ def main() -> None:
     local(report)
     on_ray(report, {"linear": {}}, "a star")
     on_ray(report, {"finetune": {}}, "a chain")
+    beside(report)
     report.exit()
 
 

@@ -1,14 +1,15 @@
-"""The training step of every method that is told the task against full fine-tuning of the same ViT, and serving with folded masks against the plain backbone.
+"""The training step of every method against full fine-tuning of the same ViT, and serving a task against the plain backbone.
 
 `python -m benchmarks.methods [NAME ...]`; ViT-Ti at 96 px, batches of 16 random images, fp32, one rank, one thread, a few minutes. A chain is
-timed on its second task, with the first task's entries locked or kept by whatever the method does for that. Weights are random, which does
-not change the amount of work.
+timed on its second task, with the first task's entries locked or kept by whatever the method does for that; with a memory, half
+of a batch is of the first task. Weights are random, which does not change the amount of work.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,28 +28,54 @@ SERVING_DEMAND = 1.10  # a served task with folded masks / the plain backbone wi
 ADDING = ("adapter", "ctr_tsm", "ctr_full", "tfm")  # these compute more than the backbone by design: only measured
 TRAINING_DEMANDS = {  # a step / a step of full fine-tuning, both in CPU time; methods that are not named are only measured
     "linear": 0.45, "adapter": 0.95, "piggyback": 1.2, "ksm": 1.25, "meat": 1.3, "supsup": 1.4, "hat": 1.2, "adahat": 1.25, "packnet": 1.15, "wsn": 1.75,
-    "tfm": 1.35, "apd": 1.45, "ctr_tsm": 1.05, "ctr_full": 2.1, "lwf": 1.45}
+    "tfm": 1.35, "apd": 1.45, "ctr_tsm": 1.05, "ctr_full": 2.1, "lwf": 1.45,
+    "replay": 1.1, "icarl": 1.5, "e2e": 1.5, "ucir": 1.5, "bic": 1.5, "wa": 1.5, "podnet": 1.6, "dytox": 1.4}
 TASKS = tuple(Task(f"t{i}", "none", "none", tuple(map(str, range(CLASSES)))) for i in range(2))
 GROUP = dist.Group()
+DATA = DataSettings()
 TRAIN = TrainSettings(epochs=10, batch_size=BATCH)
 
 
-class Training:
-    """A method in the middle of a stage: of its second task, where it is a chain."""
+class Pictures:
+    """What a method sees where it looks at a feed: random images of the tasks, in equal parts."""
 
-    def __init__(self, name: str, backbone: torch.nn.Module):
+    group = GROUP
+
+    def __init__(self, tasks: tuple[Task, ...]):
+        self.tasks = tasks
+
+    def evaluate(self) -> Iterator[Batch]:
+        for place, task in enumerate(self.tasks):
+            images, labels = torch.randn(4 * CLASSES, 3, SIDE, SIDE), torch.arange(4 * CLASSES) % CLASSES
+            draw = Draw(0, 0, 0, torch.arange(len(labels)), len(labels), torch.device("cpu"))
+            yield Batch(images, labels, torch.full_like(labels, place), draw, keys=keys_of(task))
+
+
+def keys_of(task: Task) -> list[str]:
+    return [f"train/{task.name}/{i:03d}" for i in range(4 * CLASSES)]
+
+
+class Training:
+    """A method in the middle of a stage: the training of its second task, where it is a chain; the first task's later steps are left out,
+    but for the one that chooses exemplars."""
+
+    def __init__(self, name: str, backbone: torch.nn.Module, scenario: str):
         cls = METHODS[name]
         settings = cls.Settings()
-        self.job = StageJob("benchmark", "", "train", "", name, {}, BackboneSettings(), DataSettings(), TRAIN, "task", 0, TASKS[0], TASKS[:1])
-        state, carried, step = None, None, cls.planned(settings, 0)[0].name
-        for position in range(1 + bool(cls.carries)):
+        self.job = StageJob("benchmark", "", "train", "", name, {}, BackboneSettings(), DATA, TRAIN, scenario, 0, TASKS[0], TASKS[:1])
+        state, carried, first = None, None, cls.planned(settings, 0)[0].name
+        herds = [step.name for step in cls.planned(settings, 0) if step.name == "herd"]
+        for position, step in [(0, step) for step in (first, *herds)] * bool(cls.carries) + [(int(bool(cls.carries)), first)]:
             torch.manual_seed(0)
             self.method: Method = cls(copy.deepcopy(backbone), settings, seed=0)
-            self.method.stream = TASKS[: position + 1]
-            if state is not None and cls.needs_states:
+            self.method.scenario, self.method.stream = scenario, TASKS[: position + 1]
+            self.method.keys_of = lambda task: {name: keys_of(task)[i::CLASSES] for i, name in enumerate(task.classes)}
+            if state is not None and cls.loads_states(scenario):
                 self.method.load(state)
+            memory = self.method.memory(TASKS[position], step, carried)
+            tasks = tuple(t for t in self.method.stream if cls.trains_on == "seen" or t == TASKS[position] or memory.get(t.name))
+            self.method.feed_of = lambda split, training, tasks=tasks: Pictures(tasks)  # type: ignore[misc]
             rates = Rates(TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, TRAIN))
-            tasks = self.method.stream if cls.trains_on == "seen" else TASKS[position : position + 1]
             groups = self.method.begin(TASKS[position], step, carried, rates, tasks)
             trained = {id(p) for g in groups for p in g["params"]}
             for p in self.method.parameters():
@@ -60,11 +87,12 @@ class Training:
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(BATCH, 3, SIDE, SIDE, generator=generator)
         self.labels = torch.randint(0, CLASSES, (BATCH,), generator=generator)
+        self.tasks = torch.arange(BATCH) % len(tasks)
         self.steps = 0
 
     def step(self) -> Tensor:
         draw = Draw(0, 0, self.steps, torch.arange(BATCH), BATCH, torch.device("cpu"))
-        batch = Batch(self.images, self.labels, torch.zeros_like(self.labels), draw)
+        batch = Batch(self.images, self.labels, self.tasks, draw, counts=tuple(torch.bincount(self.tasks).tolist()))
         progress = Progress(self.steps // STEPS, self.steps % STEPS, 10, STEPS)
         self.steps += 1
         return loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)["loss"]
@@ -87,17 +115,19 @@ BACKBONE = vit.build(BackboneSettings(img_size=SIDE))
 def main(names: list[str]) -> None:
     start()
     report = Report()
-    full = Training("finetune", BACKBONE)
+    full = {scenario: Training("finetune", BACKBONE, scenario) for scenario in ("task", "class")}
     for name in names:
-        training = Training(name, BACKBONE)
+        scenario = max(METHODS[name].scenarios)
+        training = Training(name, BACKBONE, scenario)
         training.step()
-        timing = interleave({"full": full.step, name: training.step}, ROUNDS)
+        timing = interleave({"full": full[scenario].step, name: training.step}, ROUNDS)
         ratio, what = timing.ratio(name, "full"), f"{name}, a training step against full fine-tuning"
         if name in TRAINING_DEMANDS:
             report.at_most(what, ratio, TRAINING_DEMANDS[name])
         else:
             report.note(what, f"{ratio:.2f}x")
-        serve(name, training, report)
+        if scenario == "task":
+            serve(name, training, report)
     report.exit()
 
 
@@ -117,5 +147,4 @@ def serve(name: str, training: Training, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    told = [name for name, cls in METHODS.items() if "task" in cls.scenarios]
-    main(sys.argv[1:] or [name for name in told if name != "supsup_nn"])  # that one decides on images of a feed; its step is supsup's
+    main(sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"])  # that one decides on images of a feed; its step is supsup's

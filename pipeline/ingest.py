@@ -156,6 +156,9 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
             rejected.append(_row(r, f"in train too: {first['train'][r.sha256]}", True))
         first[r.split].setdefault(r.sha256, r.key)
     kept = [r for r in kept if r.key not in dropped]
+    if card.per_class:
+        kept, beyond = at_most(card.per_class.model_dump(), kept)
+        rejected += [_row(r, "left out: its class has per_class images", False) for r in beyond]
     for split in ("train", "test"):
         missing = sorted(set(card.classes) - {r.label for r in kept if r.split == split})
         if missing and (split == "train" or len(missing) == len(card.classes)):
@@ -163,6 +166,16 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
             raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}; add them, mend `classes` and "
                             "source.splits of the card, or set test_fraction to hold some out")
     return kept, sorted(rejected, key=lambda row: (row[1] != "train", row[5], row[3]))
+
+
+def at_most(counts: dict[str, int], records: list[Record]) -> tuple[list[Record], list[Record]]:
+    """The first images of each class, so many of each split, and the others."""
+    often: Counter[tuple[str, str | None]] = Counter()
+    kept, beyond = list[Record](), list[Record]()
+    for r in records:
+        often[r.split, r.label] += 1
+        (kept if often[r.split, r.label] <= counts[r.split] else beyond).append(r)
+    return kept, beyond
 
 
 def check_share(card: Card, records: list[Record]) -> None:

@@ -123,7 +123,7 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     for p in method.parameters():
         p.requires_grad_(id(p) in trained)
     if job.train.compile:
-        method.backbone.compile()
+        vit.compile_blocks(method.backbone)
     optimizer = optim.build(groups, job.train)
     return _epochs(job, method, optimizer, feed, val, epochs, group, report)
 

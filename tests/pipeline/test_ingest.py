@@ -144,6 +144,17 @@ def test_too_many_bad_images_stop_the_stage_and_publish_nothing(source, tmp_path
     assert run(card_of(source, max_bad_fraction=0.1), tmp_path)[0]["rejected"] == {"corrupt": 1}
 
 
+def test_a_small_version_keeps_so_many_of_each_class_the_same_wherever_they_lie(source, tmp_path):
+    manifest, shards = run(card_of(source, per_class={"train": 3, "test": 1}), tmp_path)
+    assert manifest["counts"] == {"train": 6, "test": 2}
+    assert manifest["rejected"] == {"left out": 20}
+    rows = shards.index.to_pylist()
+    for split, count in (("train", 3), ("test", 1)):
+        for name in CLASSES:
+            keys = sorted((f"{split}/{name}/{i:02d}" for i in range(10 if split == "train" else 4)), key=lambda key: hashlib.sha256(key.encode()).digest())
+            assert {r["key"] for r in rows if (r["split"], r["class"]) == (split, name)} == set(keys[:count])
+
+
 @pytest.mark.parametrize(("duplicates", "train"), [("keep", 22), ("drop", 21)])
 def test_copies_are_listed_and_dropped_only_where_the_card_says_so(source, tmp_path, duplicates, train):
     (source / "train" / "cat" / "again.png").write_bytes((source / "train" / "cat" / "00.png").read_bytes())

@@ -240,3 +240,24 @@ def test_a_rank_alone_needs_no_process_group():
     assert not torch.distributed.is_initialized()
     assert Group().sum_gradients([torch.zeros(3)]) == 0
     assert Group().gather(5) == [5]
+
+
+# ---- compiled blocks -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
+def test_blocks_run_compiled_whichever_way_a_method_runs_them(lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch):
+    """Weights in place of the backbone's, forward_features, forward_intermediates: the compiler sees blocks, and the numbers stay."""
+    plain, seen = lab.run(method, epochs=1), list[str]()
+
+    def backend(graph: Any, examples: Any) -> Any:
+        seen.append(str(graph.graph))
+        return graph.forward
+
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=backend))
+    torch.compiler.reset()
+    run = lab.run(method, epochs=1, compile=True)
+    for task in range(2):
+        want, got = plain.carried(task).tensors, run.carried(task).tensors
+        assert want.keys() == got.keys()
+        assert all(torch.allclose(want[name].float(), got[name].float(), atol=1e-4) for name in want)
+    assert any("scaled_dot_product_attention" in graph for graph in seen)

@@ -73,6 +73,13 @@ def freeze_batch_norms(model: nn.Module) -> None:
                             "batch norm, such as resnet18")
 
 
+def compile_blocks(model: Any) -> None:
+    """torch.compile of each block of a ViT, in place, whichever way it is run: whole, by forward_features, by forward_intermediates. Blocks
+    are alike, so that the first one's code serves all. Another backbone is compiled as a whole."""
+    for block in model.blocks if isinstance(model, VisionTransformer) else [model]:
+        block.compile()
+
+
 def check(settings: BackboneSettings) -> nn.Module:
     """Raises UserError where `build` would, or where the backbone would never get statistics; else the backbone on the meta
     device, without memory for a single weight."""

@@ -75,7 +75,7 @@ class Training:
             memory = self.method.memory(TASKS[position], step, carried)
             tasks = tuple(t for t in self.method.stream if cls.trains_on == "seen" or t == TASKS[position] or memory.get(t.name))
             self.method.feed_of = lambda split, training, tasks=tasks: Pictures(tasks)  # type: ignore[misc]
-            rates = Rates(TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, TRAIN))
+            rates = Rates(TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN))
             groups = self.method.begin(TASKS[position], step, carried, rates, tasks)
             trained = {id(p) for g in groups for p in g["params"]}
             for p in self.method.parameters():

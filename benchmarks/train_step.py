@@ -59,7 +59,7 @@ class Ours:
         self.job, self.batches = job, batches
         self.method = fresh(job)
         steps = EPOCHS * len(batches)
-        rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(steps, job.train))
+        rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(steps, len(batches), job.train))
         self.groups = self.method.begin(job.task, "train", None, rates, (job.task,))
         self.method.train()
         self.positions = positions(len(batches))
@@ -83,7 +83,7 @@ class Plain:
         self.loss, self.batches, train = loss, ours.batches, ours.job.train
         defaults = [{"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups]
         self.optimizer = torch.optim.AdamW(defaults, fused=True)
-        self.schedule = LambdaLR(self.optimizer, partial(optim.factor, total=EPOCHS * len(self.batches), train=train))
+        self.schedule = LambdaLR(self.optimizer, partial(optim.factor, total=EPOCHS * len(self.batches), per_epoch=len(self.batches), train=train))
         self.positions = positions(len(self.batches))
 
     def step(self) -> Tensor:

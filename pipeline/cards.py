@@ -50,7 +50,7 @@ class Card(Frozen):
     counts: Counts | None = Field(None, description="images that must be found, after rejections")
     content: str | None = Field(None, description="sha256 of the ingested index; what is found must equal it")
     duplicates: Literal["keep", "drop"] = Field("keep", description="exact copies inside a split are listed; `drop` leaves them out")
-    per_class: Counts | None = Field(None, description="at most so many images of each class, by hash of the key")
+    per_class: Counts | None = Field(None, exclude_if=lambda counts: counts is None, description="at most so many images of each class, by hash of the key")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="largest share of corrupt or unlabelled images")
     max_pixels: int = Field(50_000_000, gt=0, description="an image with more pixels is refused as corrupt")
     shard_images: int = Field(1000, gt=0, description="images per shard")

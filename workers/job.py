@@ -53,7 +53,11 @@ class TrainSettings(Frozen):
     lr: PositiveFloat = Field(1e-3, description="peak learning rate of weights and heads")
     weight_decay: NonNegativeFloat = 0.05
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
+    schedule: Literal["step", "epoch"] = Field("step", exclude_if=lambda way: way == "step", description="whether the rate changes with every step, or "
+                                               "with every epoch as timm's cosine does; `step` is in no key")
     warmup: float = Field(0.1, ge=0, lt=1, description="share of all steps with a linearly rising rate")
+    warmup_start: float | None = Field(None, ge=0, lt=1, exclude_if=lambda rate: rate is None, description="where the rise starts, relative to the peak; "
+                                       "null: at 0, and by epochs, of which two stay there, at 0.01")
     floor: float = Field(0.01, ge=0, le=1, description="last learning rate of the cosine, relative to the peak")
     clip: NonNegativeFloat = Field(0.0, description="largest gradient norm; 0 turns clipping off")
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -113,7 +113,7 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     per_epoch = feed.steps_per_epoch if feed else 0
     total = epochs * per_epoch
     method.to(group.device)
-    rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(total, job.train))
+    rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(total, per_epoch, job.train))
     groups = method.begin(job.task, job.step, carried, rates, tasks)
     method.to(group.device)
     val = feed_of("val", False) if job.data.val_fraction else None
@@ -178,7 +178,7 @@ def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[B
                group: dist.Group) -> dict[str, torch.Tensor]:
     """One optimizer step over the global batch: forward and backward on this rank's micro-batches, gradients summed over
     ranks, gate, clip, step, restore. Returns the loss and its terms, each this rank's share of the global mean."""
-    optim.set_rate(optimizer, optim.factor(progress.done, progress.total, job.train))
+    optim.set_rate(optimizer, optim.factor(progress.done, progress.total, progress.steps_per_epoch, job.train))
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     terms = gradients(method, optimizer, batches, progress, job, group)
     if method.sharpness():

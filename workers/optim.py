@@ -13,18 +13,28 @@ from torch import Tensor
 from workers.job import TrainSettings
 
 
-def factor(step: int, total: int, train: TrainSettings) -> float:
-    """Learning rate of step `step` (from 0) of `total`, relative to each group's peak."""
-    warm = int(train.warmup * total)
+def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float:
+    """Learning rate of step `step` (from 0) of `total`, relative to each group's peak.
+
+    `schedule: epoch`: one rate for a whole epoch, timm's cosine as DeiT and DyTox step it. It is told the number of the epoch that ended, so that
+    the first two have the same rate; and the cosine is over all epochs, so that warm-up cuts off its beginning.
+    """
+    if train.schedule == "epoch":
+        epochs, epoch = total // per_epoch, max(0, step // per_epoch - 1)
+        warm = round(train.warmup * epochs)
+        step, start, rising, share = epoch, 0.01, epoch / max(1, warm), epoch / epochs
+    else:
+        warm = int(train.warmup * total)
+        start, rising, share = 0.0, (step + 1) / (warm + 1), (step - warm) / max(1, total - warm)
     if step < warm:
-        return (step + 1) / (warm + 1)
-    share = (step - warm) / max(1, total - warm)
+        start = start if train.warmup_start is None else train.warmup_start
+        return start + (1 - start) * rising
     return train.floor + (1 - train.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def mean_rate_steps(total: int, train: TrainSettings) -> float:
+def mean_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
     """Sum of the factors over all steps: how many steps at the peak rate the schedule amounts to."""
-    return sum(factor(step, total, train) for step in range(total))
+    return sum(factor(step, total, per_epoch, train) for step in range(total))
 
 
 def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Optimizer:

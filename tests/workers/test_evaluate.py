@@ -239,7 +239,7 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(lab:
     assert [t.name for t in live.training_tasks] == [*TASKS]
     assert live.loaded == ["two"], "the states of earlier tasks were there before it began"
     feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.kept["two"]})
-    assert live.rates.mean_rate_steps == loop.optim.mean_rate_steps(train.train.epochs * feed.steps_per_epoch, train.train)
+    assert live.rates.mean_rate_steps == loop.optim.mean_rate_steps(train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train)
     first = feed.rows.tasks == 0
     assert sorted(feed.rows.keys(first.nonzero().squeeze(1).numpy())) == live.kept["two"]
     assert len(live.kept["two"]) == Rehearses.KEPT

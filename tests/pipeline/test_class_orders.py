@@ -27,6 +27,12 @@ def test_a_published_order_is_a_permutation_with_its_hash(name: str, count: int,
     assert (tuple(found[: len(first)]), tuple(found[-len(last):])) == (first, last)
 
 
+def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean():
+    listed = {name: cards.load(name).classes for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")}
+    assert set(listed.values()) == {listed["cifar100"]}
+    assert (listed["cifar100"][0], listed["cifar100"][87], listed["cifar100"][99]) == ("apple", "television", "worm")
+
+
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cards, "CARDS", tmp_path)

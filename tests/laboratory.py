@@ -51,6 +51,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under
     ("meat", "sgd"): {"mask_lr": 4.0},
     ("piggyback", "sgd"): {"mask_lr": 0.3},
     ("podnet", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},  # under a scale of 10 the usual rate is too high
+    ("rpsnet", "adamw"): {"every": 1, "train": {"epochs": 6, "lr": 3e-3}},  # the second task draws too, among candidates
     ("supsup", "sgd"): {"mask_lr": 1.0},
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
     ("ucir", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},

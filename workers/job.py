@@ -41,6 +41,8 @@ class DataSettings(Frozen):
     erase: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing")
     resident_mb: NonNegativeInt = Field(2048, description="a task whose decoded images need more is streamed, in another order")
+    repeats: PositiveInt = Field(1, exclude_if=lambda times: times == 1, description="repeated augmentation: how often an image comes, one copy after the "
+                                 "other, in an epoch of as many samples; 1, which is in no key, turns it off")
 
 
 class TrainSettings(Frozen):

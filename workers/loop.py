@@ -108,7 +108,7 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     def feed_of(split: str, training: bool) -> Feed:
         return Feed(job, tasks, split, group, training, memory) if split == "train" else Feed(job, own, split, group, training)
 
-    method.feed_of = feed_of
+    method.feed_of, method.holds_out = feed_of, bool(job.data.val_fraction)
     feed = feed_of("train", True) if epochs else None
     per_epoch = feed.steps_per_epoch if feed else 0
     total = epochs * per_epoch

@@ -161,7 +161,7 @@ OTHER = {
     "train": {"epochs": 3, "batch_size": 8, "accumulate": 2, "optimizer": "sgd", "lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "warmup": 0.5,
               "schedule": "epoch", "warmup_start": 0.5, "floor": 0.5, "clip": 0.5, "precision": "bf16", "compile": True, "keep": "best"},
     "data": {"val_fraction": 0.5, "crop": "pad", "crop_scale": [0.1, 0.2], "flip": 0.5, "randaugment": 1, "magnitude": 1.0, "mixup": 0.5,
-             "cutmix": 0.5, "erase": 0.5, "smoothing": 0.5, "resident_mb": 1},
+             "cutmix": 0.5, "erase": 0.5, "smoothing": 0.5, "resident_mb": 1, "repeats": 3},
     "backbone": {"name": "vit_small_patch16_224", "img_size": 32, "weights": "hub", "mean": [0.1, 0.2, 0.3], "std": [0.1, 0.2, 0.3], "crop_pct": 0.5,
                  "drop_path": 0.5, "options": {"depth": 3}}}
 LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")

@@ -11,6 +11,7 @@ from pipeline.graph import Stage
 from pipeline.store import Store, key_of, why
 from workers.artefact import Artefact, Attempt, join, parent, resolve, write_bytes
 from workers.errors import DamagedArtefact, UserError
+from workers.job import DataSettings
 
 
 def stage(key: str, inputs: dict | None = None) -> Stage:
@@ -28,6 +29,11 @@ def test_keys_are_pinned():
     """A change of the key function would orphan every stored result: it must be made on purpose, by raising KEY_VERSION."""
     inputs = {"step": "train", "lambda": 0.9, "epochs": 3, "classes": ["a", "b"], "compile": False, "select": None}
     assert key_of(inputs, ["p1", "p2"]) == "efe562425d7f48298519f134b8987744"
+
+
+def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any():
+    assert key_of(DataSettings().model_dump(), []) == key_of(DataSettings(repeats=1).model_dump(), []) == "6a906f7e9952c4e2a390cdaef6ab21f4"
+    assert key_of(DataSettings(repeats=3).model_dump(), []) != key_of(DataSettings(repeats=2).model_dump(), []) != key_of(DataSettings().model_dump(), [])
 
 
 @pytest.mark.parametrize("pair", [(1, 1.0), (1, "1"), (True, 1), (None, "None"), (["a", "b"], ["ab"]), ({"a": 1}, [["a", 1]]), ([], {})])

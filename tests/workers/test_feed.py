@@ -19,6 +19,7 @@ from workers.artefact import Attempt
 from workers.data.feed import Feed
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards, decode
+from workers.data.sources import Streamed
 from workers.dist import Group
 from workers.errors import DamagedArtefact, UserError
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
@@ -173,6 +174,65 @@ def test_several_tasks_are_mixed_and_keep_their_labels(root, place):
                      ("colours", "blue"): 4, ("warm", "red"): 7, ("warm", "blue"): 4}
     first = {t for batches in list(feed.epoch(0))[:4] for b in batches for t in b.tasks.tolist()}
     assert len(first) > 1
+
+
+# ---- repeated augmentation -----------------------------------------------------------------------------------------------
+UNCHANGED = {"crop": "none", "flip": 0.0, "erase": 0.0}  # what an image is, whatever its place in a batch
+
+
+def shown(feed: Feed, epoch: int = 0) -> list[bytes]:
+    """The images of an epoch in its order."""
+    return [step[position][0] for step in samples([feed], epoch) for position in sorted(step)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("repeats", [2, 3, 17, 40])
+def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(root, place, repeats):
+    for epoch in (0, 1):
+        once, again = (shown(feed_of(root, place, data={**UNCHANGED, "repeats": r}), epoch) for r in (1, repeats))
+        assert again == [image for image in once[: -(-17 // repeats)] for _ in range(repeats)][:17]
+    assert len(set(once)) == 17
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(root, place):
+    plain, feed = feed_of(root, place), feed_of(root, place, data={"repeats": 3})
+    assert (feed.steps_per_epoch, feed.num_samples) == (plain.steps_per_epoch, plain.num_samples) == (5, 17)
+    assert [len(step) for step in samples([feed])] == [4, 4, 4, 4, 1]
+    assert len(set(shown(feed))) > 12, "each copy is augmented on its own"
+    counts = [b.counts for batches in feed_of(root, place, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(0) for b in batches]
+    assert sum(sum(each) for each in counts) == 26
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
+def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_goes_on(root, place, world, data):
+    one = samples([feed_of(root, place, data={**data, "repeats": 3})], epoch=2)
+    many = samples([feed_of(root, place, r, world, workers=1 + 2 * r, accumulate=2, data={**data, "repeats": 3}) for r in range(world)], epoch=2)
+    assert one == many
+    assert samples([feed_of(root, place, data={**data, "repeats": 3})], 2, start=3) == one[3:]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(root, place):
+    assert samples([feed_of(root, place, data={"repeats": 1})]) == samples([feed_of(root, place)])
+    plain, repeated = ([b.keys for b in feed_of(root, place, training=False, data=data).evaluate(4)] for data in ({}, {"repeats": 3}))
+    assert plain == repeated
+
+
+def test_copies_of_a_streamed_image_are_decoded_once(root, monkeypatch):
+    decoded: Counter = Counter()
+    decode_one = Streamed._decode
+
+    def counted(source, row, data):
+        decoded[row] += 1
+        return decode_one(source, row, data)
+
+    monkeypatch.setattr(Streamed, "_decode", counted)
+    shown(feed_of(root, "streamed", batch=6, data={"repeats": 3}))
+    assert len(decoded) == 6
+    assert set(decoded.values()) == {1}
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The feed: every sample of some tasks exactly once per epoch, the same for any number of ranks and loader threads."""
+"""The feed: every sample of some tasks exactly once per epoch, or some of them repeatedly; the same for any number of ranks and loader threads."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class Feed:
     Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) % accumulate. Images are kept
     decoded where they fit into `data.resident_mb`, else they are streamed. memory: task name -> the sample keys that are
     all it gives of that task (see `Method.memory`). Raises UserError where a split is empty.
+
+    With `data.repeats` r above 1 (repeated augmentation, as DeiT and DyTox have it) an epoch has as many samples as without: the first
+    ceil(n / r) images of its shuffle, each r times, one copy right after the other and each augmented on its own. Where it differs from
+    their sampler: n is not rounded down to a multiple of 256, which leaves an epoch over fewer images without a batch.
     """
 
     def __init__(self, job: StageJob, tasks: tuple[Task, ...], split: str, group: Group, training: bool,
@@ -45,9 +49,9 @@ class Feed:
         self.resident = len(self.rows) * side * side * 3 <= job.data.resident_mb << 20
         self.source: Source
         if self.resident:
-            self.source = Resident(self.rows, side, self.seed, job.loader_workers, job.cache, group.device)
+            self.source = Resident(self.rows, side, self.seed, job.loader_workers, job.cache, group.device, job.data.repeats)
         else:
-            self.source = Streamed(self.rows, side, self.seed, job.loader_workers, group.device)
+            self.source = Streamed(self.rows, side, self.seed, job.loader_workers, group.device, job.data.repeats)
 
     @property
     def num_samples(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -42,16 +42,16 @@ Steps = Iterator[tuple[NDArray[np.int64], Pixels]]
 
 class Source(Protocol):
     def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
-        """From step `start` on: the rows of each global batch, and their pixels. Every row comes once, and the last batch
-        is ragged. epoch None: in table order."""
+        """From step `start` on: the rows of each global batch, and their pixels. Every row comes once, or the first rows come
+        `repeats` times, until there are as many; the last batch is ragged. epoch None: every row once, in table order."""
 
 
 class Resident:
     """All pixels decoded once to uint8 (n, side, side, 3): on the GPU where there is one with room, else a memory map
     that the ranks of a node share, else (no `cache` folder) plain memory."""
 
-    def __init__(self, rows: Rows, side: int, seed: int, workers: int, cache: str, device: torch.device):
-        self.rows, self.side, self.seed, self.workers, self.device = rows, side, seed, workers, device
+    def __init__(self, rows: Rows, side: int, seed: int, workers: int, cache: str, device: torch.device, repeats: int = 1):
+        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = rows, side, seed, workers, device, repeats
         self.shape = (len(rows), side, side, 3)
         self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
         if device.type == "cuda" and 2 * self.pixels.nbytes < torch.cuda.mem_get_info(device)[0]:
@@ -62,6 +62,7 @@ class Resident:
         order = torch.arange(n)
         if epoch is not None:
             order = torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(self.seed, "order", epoch)))
+            order = order[: -(-n // self.repeats)].repeat_interleave(self.repeats)[:n]
         for first in range(start * batch, n, batch):
             rows = order[first : first + batch]
             yield rows.numpy(), partial(self._gather, rows)
@@ -143,8 +144,8 @@ class Streamed:
     data sets mixed in proportion to what is left of each, records shuffled in a window.
     """
 
-    def __init__(self, rows: Rows, side: int, seed: int, workers: int, device: torch.device):
-        self.rows, self.side, self.seed, self.workers, self.device = rows, side, seed, workers, device
+    def __init__(self, rows: Rows, side: int, seed: int, workers: int, device: torch.device, repeats: int = 1):
+        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = rows, side, seed, workers, device, repeats
         # One record serves several rows where two tasks share a class.
         self.rows_of: list[dict[str, list[int]]] = [{} for _ in rows.shards]
         self.names: list[dict[str, None]] = [{} for _ in rows.shards]  # shards that hold any of the rows, in order
@@ -155,18 +156,20 @@ class Streamed:
 
     def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
         def submitted() -> Iterator[tuple[NDArray[np.int64], dict[int, Decoding]]]:
-            records = self._records(epoch)
+            records: Iterator[tuple[int, bytes]] = self._records(epoch)
+            if epoch is not None and self.repeats > 1:
+                records = islice(chain.from_iterable(repeat(record, self.repeats) for record in records), len(self.rows))
             for step, group in enumerate(iter(lambda: list(islice(records, batch)), [])):
                 if step >= start:
-                    positions = set(wanted(step, len(group)))
-                    yield np.array([row for row, _ in group]), {p: pool.submit(self._decode, *group[p]) for p in positions}
+                    mine = dict(group[position] for position in wanted(step, len(group)))  # copies of an image are decoded once
+                    yield np.array([row for row, _ in group]), {row: pool.submit(self._decode, row, data) for row, data in mine.items()}
 
         with ThreadPoolExecutor(max(1, self.workers)) as pool:
             for rows, decoding in _ahead(submitted(), AHEAD):
-                yield rows, partial(self._stack, decoding)
+                yield rows, partial(self._stack, rows, decoding)
 
-    def _stack(self, decoding: dict[int, Decoding], positions: Tensor) -> Tensor:
-        pixels = np.stack([decoding[position].result() for position in positions.tolist()])
+    def _stack(self, rows: NDArray[np.int64], decoding: dict[int, Decoding], positions: Tensor) -> Tensor:
+        pixels = np.stack([decoding[row].result() for row in rows[positions.numpy()].tolist()])
         return torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).contiguous()
 
     def _decode(self, row: int, data: bytes) -> NDArray[np.uint8]:

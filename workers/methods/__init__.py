@@ -21,6 +21,7 @@ from workers.methods.packnet import PackNet
 from workers.methods.piggyback import Piggyback
 from workers.methods.podnet import PodNet
 from workers.methods.replay import Replay
+from workers.methods.rpsnet import Rpsnet
 from workers.methods.supsup import SupSup
 from workers.methods.supsup_nn import SupSupNN
 from workers.methods.tfm import Tfm
@@ -30,4 +31,4 @@ from workers.methods.wsn import Wsn
 
 METHODS: dict[str, type[Method]] = {m.name: m for m in (
     AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback, PodNet, Replay,
-    SupSup, SupSupNN, Tfm, Ucir, Wa, Wsn)}
+    Rpsnet, SupSup, SupSupNN, Tfm, Ucir, Wa, Wsn)}

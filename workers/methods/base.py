@@ -193,6 +193,7 @@ class Method(nn.Module):
         self.stream: tuple[Task, ...] = ()  # set by the loop: the tasks so far in stream order, with the one in training
         self.feed_of: Callable[[str, bool], Any]  # set by the loop: (split, training) -> Feed over what this step trains on
         self.keys_of: Callable[[Task], dict[str, list[str]]]  # set by the loop, for `memory` too: class -> its keys in the task's train split
+        self.holds_out = False  # set by the loop: whether the feed has a `val` split
         if self.freezes_backbone:
             self.backbone.requires_grad_(False)
 

@@ -50,8 +50,9 @@ class DyTox(Rehearsal):
 
     Where it differs from the paper's code: one memory for all ranks, chosen under the evaluation transform (there each rank has one
     of its own, chosen under augmentation). The fine-tuning set is shuffled and shared by the ranks, and the encoder is in
-    evaluation mode (there is no order, no sharing, and stochastic depth stays on). No repeated augmentation. MixUp pairs images at
-    random with a factor for each step.
+    evaluation mode (there is no order, no sharing, and stochastic depth stays on). Augmentation repeats images where `data.repeats` says
+    so, 3 in the paper's setting, and then while fine-tuning too (there in `train` alone). MixUp pairs images at random with a factor
+    for each step.
     """
 
     name = "dytox"

@@ -54,11 +54,12 @@ def network_of(method: Method, tasks: list[str]) -> dict[str, Any]:
 
 
 def restore_network(method: Method, tensors: dict[str, Any]) -> None:
-    """The inverse of `network_of`: other heads stay."""
+    """The inverse of `network_of`: what is not among the tensors stays, other heads and, where they have none, the backbone."""
     parts: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         owner, leaf = name.split("/", 1) if name.startswith("backbone/") else name.rsplit("/", 1)
         parts.setdefault(owner, {})[leaf] = tensor
-    method.backbone.load_state_dict(parts.pop("backbone"))
+    if "backbone" in parts:
+        method.backbone.load_state_dict(parts.pop("backbone"))
     for owner, head in parts.items():
         method.heads.restore(owner.split("/", 1)[1], head)

@@ -37,7 +37,7 @@ class Rehearsal(Method):
     steps (`later` ones where they need old classes), and how they answer.
     """
 
-    carries = ("weights", "heads", "memory")
+    carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "memory")
     reads = "seen"
     steps: ClassVar[tuple[Step, ...]] = (Step("train"), Step("herd", trains=False))
     scenarios = frozenset({"class"})

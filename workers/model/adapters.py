@@ -7,7 +7,7 @@ All adapters of a task are stacked: one tensor per kind, whose first axis counts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,15 +65,16 @@ class Hook:
 
 
 class AdapterSites:
-    """The places of a backbone that take adapters of one form; `form` is called as form(x (B, N, d), **tensors of the site)."""
+    """The places of a backbone that take adapters of one form; `form` is called as form(x (B, N, d), **tensors of the site).
+    positions: modules of a block, each with an adapter behind it; the empty one is the block itself."""
 
     def __init__(self, backbone: Any, form: Callable[..., Tensor], positions: tuple[str, ...] = HOULSBY):
         self.width: int = backbone.embed_dim
         self.hooks: list[Hook] = []
         for index, block in enumerate(backbone.blocks):
             for position in positions:
-                module = getattr(block, position, None)
-                if not isinstance(module, nn.Module):
+                module = dict(block.named_modules()).get(position)
+                if module is None:
                     raise UserError(f"block {index} of the backbone has no {position!r} to put an adapter behind; choose a ViT with plain blocks such as "
                                     "vit_tiny_patch16_224 or deit_small_patch16_224")
                 self.hooks.append(Hook(form))
@@ -83,9 +84,10 @@ class AdapterSites:
         return len(self.hooks)
 
     @contextmanager
-    def using(self, stacked: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, the backbone has these adapters. stacked: name -> (S, ...), autograd goes through; empty: none."""
-        parts = {name: tensor.unbind(0) for name, tensor in stacked.items()}
+    def using(self, stacked: Mapping[str, Tensor | Sequence[Tensor]]) -> Iterator[None]:
+        """Inside, the backbone has these adapters. stacked: name -> (S, ...), or a tensor for each site where their sizes differ;
+        autograd goes through; empty: none."""
+        parts = {name: tensor.unbind(0) if isinstance(tensor, Tensor) else tensor for name, tensor in stacked.items()}
         try:
             for site, hook in enumerate(self.hooks):
                 hook.tensors = {name: part[site] for name, part in parts.items()} if parts else None

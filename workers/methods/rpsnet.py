@@ -1,0 +1,226 @@
+"""RPS-Net: every few tasks a random path through banks of parallel modules is added and trained; what earlier paths hold is frozen.
+
+Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019.
+A RECONSTRUCTION: the paper's banks are the convolutional layers of a network of its own, and no one has shown them on a ViT.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.data.draw import seed_of
+from workers.errors import UserError
+from workers.job import DataSettings, Task, TrainSettings
+from workers.methods.adapter import added_share
+from workers.methods.base import Batch, MethodSettings, Progress, Rates
+from workers.methods.finetune import tensors_of, weight_groups
+from workers.methods.rehearsal import Rehearsal, RehearsalSettings
+from workers.model.adapters import AdapterSites, houlsby
+from workers.model.distill import Teacher, kd_ce
+from workers.model.heads import Heads
+from workers.model.paths import Path, PathNetwork, Place, random_path
+from workers.taskstate import Carried, TaskState
+
+PATH, TRUNK = "path/", "trunk/"  # of the names of tensors; both are a path's own
+
+
+class RpsnetSettings(RehearsalSettings):
+    selection: Literal["herding", "rebuffi", "closest", "random"] = Field("random", description="which images become exemplars")
+    modules: PositiveInt = Field(8, description="M, parallel modules of each block, of which a path takes one")
+    width: PositiveInt = Field(24, description="m, units of a module")
+    every: PositiveInt = Field(2, description="J, tasks that train a path before the next one is drawn")
+    candidates: PositiveInt = Field(2, description="paths that are drawn and trained side by side, of which the best is kept; the paper has 8")
+    phi: NonNegativeFloat = Field(2.5, description="by how much the weight of distillation grows with each task, once more than J came before")
+    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
+
+
+class Rival(nn.Module):
+    """A candidate: a path, and the heads that are trained with it."""
+
+    def __init__(self, path: Path, heads: Heads):
+        super().__init__()
+        self.path, self.heads = path, heads
+
+
+class Rpsnet(Rehearsal):
+    """A RECONSTRUCTION. Behind each block of a ViT, the trunk, stands a bank of M bottlenecks; the outputs of those that any path has taken are
+    added to the residual stream (`PathNetwork`), in training and in serving. Every J tasks a path is drawn, one module of each bank, and
+    learns during these tasks; modules of earlier paths stay active and are frozen, also where the new path meets them. The trunk is a part
+    of the first path, whatever its weights, and then frozen; where the stream has a base task it has learned there. Heads always learn.
+
+    L = CE over all classes + phi KD_ce(tau) over the old ones, to the network before the task; phi = 1 while t <= J earlier tasks came
+    before, then `phi` (t - J). From the second path on, `candidates` paths are drawn, and each trains as if it were alone, with
+    heads of its own, on the same batches: what is minimised is the sum of their losses. Kept is the one with the lowest L after
+    training, on the task's held-out images, or, where none are held out, on all that it was trained on, both under the evaluation
+    transform. Until then the first answers.
+
+    Stored: a path of at most L (2 d m + d + m) floats, in the state of the last task that trained it, the first one with its trunk; a
+    path that goes on learning is carried. Once frozen, neither is stored again.
+
+    Where it differs from the paper: modules stand beside a trunk where there they are the network. The official script selects
+    candidates by test accuracy; no test image is read here. 2 candidates, since each costs a training; the first path has none beside
+    it, since before anything is frozen all paths are alike. The head grows where there it has 1000 outputs from the start: its loss
+    too is over the classes so far. With `train.clip` the gradients of all candidates are clipped as one.
+    """
+
+    name = "rpsnet"
+    paper = "Random Path Selection for Continual Learning, NeurIPS 2019"
+    carries = ("weights", "heads", "paths", "memory")
+    needs_vit = True
+    Settings = RpsnetSettings
+    settings: RpsnetSettings
+    step = ""
+    trunk_learns = False
+
+    @classmethod
+    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+        assert isinstance(settings, RpsnetSettings)
+        if train.keep == "best" and settings.candidates > 1:
+            raise UserError(f"train.keep is 'best' and candidates is {settings.candidates}: one epoch would be chosen for all of them by the accuracy of the "
+                            "first; set train.keep=last, or candidates to 1")
+
+    def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.sites = AdapterSites(backbone, houlsby, ("",))
+        self.frozen = nn.ModuleDict()  # paths that have ended, by the place of their last task among the heads
+        self.path: Path | None = None  # the one that learns
+        self.rivals = nn.ModuleList()
+        self.losses: list[float] = []  # of the candidates, once one is chosen
+
+    # ---- the network ---------------------------------------------------------------------------------------------------
+    def network(self, path: Path | None) -> PathNetwork:
+        """The trunk with all frozen modules and those of `path`."""
+        return PathNetwork(self.backbone, self.sites, [*self.frozen.values(), *([] if path is None else [path])])  # type: ignore[list-item]
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.network(self.path)(images)
+
+    def train(self, mode: bool = True) -> Rpsnet:
+        super().train(mode)
+        if not self.trunk_learns:
+            self.backbone.eval()
+        return self
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        self.trunk_learns = not self.frozen and all(t.role != "base" for t in self.stream)
+        super().begin(task, step, carried, rates, tasks)
+        if step != "train":
+            return []
+        if self.old:
+            self.teacher = Teacher(self.network(self.path), {name: self.heads[name] for name in self.old})
+        if self.path is None:
+            paths = [self.drawn(candidate) for candidate in range(self.settings.candidates if self.frozen else 1)]
+            self.path = paths[0]
+            self.rivals = nn.ModuleList(Rival(path, copy.deepcopy(self.heads) if place else self.heads) for place, path in enumerate(paths))
+        else:
+            self.rivals = nn.ModuleList([Rival(self.path, self.heads)])
+        groups = weight_groups(self.backbone, rates) if self.trunk_learns else []
+        for rival in self.rivals:
+            groups += weight_groups(rival.heads, rates) + rival.path.groups(rates.weight_decay)  # type: ignore[operator, union-attr]
+        return groups
+
+    def drawn(self, candidate: int) -> Path:
+        """A new path, the same however many there are beside it."""
+        seed = seed_of(self.seed, "path", len(self.frozen), candidate)
+        held = {place for path in self.frozen.values() for place in path.places}  # type: ignore[union-attr]
+        places = [place for place in random_path(len(self.sites), self.settings.modules, seed) if place not in held]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Path(places, self.sites.width, self.settings.width)
+
+    @property
+    def phi(self) -> float:
+        """The weight of distillation at this task."""
+        late = len(self.old) - self.settings.every
+        return self.settings.phi * late if late > 0 else 1.0
+
+    def terms(self, rival: Any, images: Tensor, target: Tensor, taught: Tensor | None) -> Tensor:
+        """(CE, KD) of a candidate, (2,). target: labels (b,) or soft targets (b, classes). taught: old logits (b, old classes)."""
+        features = self.network(rival.path)(images)
+        logits = torch.cat([rival.heads[name](features) for name in self.columns()], 1).float()
+        ce = F.cross_entropy(logits, target)
+        return torch.stack([ce, ce.new_zeros(()) if taught is None else kd_ce(logits[:, : taught.shape[1]], taught, self.settings.tau)])
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum over candidates of L = CE + phi KD; its terms are means over them."""
+        target = self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch)
+        taught = None if self.teacher is None else self.teacher.joined(batch.images)
+        ce, kd = torch.stack([self.terms(rival, batch.images, target, taught) for rival in self.rivals]).unbind(1)
+        means = {"ce": ce.detach().mean()} | ({} if taught is None else {"kd": kd.detach().mean()})
+        return (ce + self.phi * kd).sum(), means
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Keeps the candidate with the lowest L, of equals the first. Every rank looks at its share of the images, all decide alike."""
+        self.eval()
+        feed = self.feed_of("val" if self.holds_out else "train", False)
+        first = torch.tensor([self.columns()[t.name].start for t in feed.tasks])
+        mine: list[list[float]] = []
+        for batch in feed.evaluate():
+            target = batch.labels + first.to(batch.labels.device)[batch.tasks]
+            taught = None if self.teacher is None else self.teacher.joined(batch.images)
+            each = torch.stack([self.terms(rival, batch.images, target, taught) for rival in self.rivals]).double()
+            mine.append(((each[:, 0] + self.phi * each[:, 1]) * len(batch)).tolist())
+        found = [losses for share in feed.group.gather(mine) for losses in share]
+        self.losses = [math.fsum(losses) / feed.num_samples for losses in zip(*found, strict=True)]  # exact: in any order the same
+        kept: Any = self.rivals[self.losses.index(min(self.losses))]
+        self.path, self.heads = kept.path, kept.heads
+
+    def warnings(self) -> list[str]:
+        if self.step != "train" or self.path is None or self.path.places:
+            return []
+        return [f"the path adds no module: those that it drew are all in earlier paths, and only heads were trained; raise modules above "
+                f"{self.settings.modules}"]
+
+    # ---- what is kept --------------------------------------------------------------------------------------------------
+    def finish(self) -> tuple[TaskState, Carried]:
+        if len(self.rivals) > 1:
+            self.choose()
+        self.rivals = nn.ModuleList()
+        state, carried = super().finish()
+        tensors = {name: t for name, t in carried.tensors.items() if not name.startswith("backbone/")}
+        if self.losses:
+            state.meta["losses"] = self.losses
+        if self.path is None:
+            return state, Carried(tensors, carried.meta)
+        trunk = {TRUNK + name: t for name, t in tensors_of(self.backbone).items()} if self.trunk_learns else {}
+        if self.step == self.steps[-1].name and self.ends():
+            state.copies, state.meta["path"] = self.path.export() | trunk, self.path.places
+            return state, Carried(tensors, carried.meta)
+        own = {PATH + name: t for name, t in (self.path.export() | trunk).items()}
+        return state, Carried(tensors | own, carried.meta | {"path": self.path.places})
+
+    def ends(self) -> bool:
+        """Whether this task is the last that trains the path."""
+        assert self.task is not None
+        return ([t.name for t in self.stream if t.role != "base"].index(self.task.name) + 1) % self.settings.every == 0
+
+    def attach(self, carried: Carried) -> None:
+        path = {name.removeprefix(PATH): t for name, t in carried.tensors.items() if name.startswith(PATH)}
+        super().attach(Carried({name: t for name, t in carried.tensors.items() if not name.startswith(PATH)}, carried.meta))
+        self.path = self.restored(carried.meta["path"], path) if path else None
+
+    def load(self, state: TaskState) -> None:
+        super().load(state)
+        if state.copies:
+            self.frozen[str(self.heads.names.index(state.task))] = self.restored(state.meta["path"], state.copies)
+
+    def restored(self, places: list[Place], tensors: dict[str, Tensor]) -> Path:
+        """A path from what `finish` kept of it; the first one brings the trunk."""
+        trunk = {name.removeprefix(TRUNK): t for name, t in tensors.items() if name.startswith(TRUNK)}
+        if trunk:
+            self.backbone.load_state_dict(trunk)
+        modules = {name: t for name, t in tensors.items() if not name.startswith(TRUNK)}
+        return Path.restored(places, modules).to(next(self.backbone.parameters()).device)
+
+    def flops_share(self, state: TaskState) -> float:
+        paths: list[Any] = [*self.frozen.values(), *([] if self.path is None else [self.path])]
+        return 1 + added_share(self.backbone, sum(2 * path.down.numel() for path in paths))

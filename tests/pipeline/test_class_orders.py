@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from timm.data import ImageNetInfo
 
 from pipeline import cards
 from workers.errors import UserError
@@ -25,6 +26,15 @@ def test_a_published_order_is_a_permutation_with_its_hash(name: str, count: int,
     assert sorted(found) == list(range(count))
     assert hashlib.sha256(",".join(map(str, found)).encode()).hexdigest()[:16] == digest
     assert (tuple(found[: len(first)]), tuple(found[-len(last):])) == (first, last)
+
+
+def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid():
+    """As a card lists them: sorted. The list's hash is that of BiC's hundred classes."""
+    wnids = tuple(sorted(ImageNetInfo().label_names()))
+    found = cards.in_order("imagenet/imagenet100-order1", wnids)
+    assert {*found} == {*wnids[:100]}
+    assert hashlib.sha256(",".join(wnids[:100]).encode()).hexdigest()[:16] == "46391eba563f110f"
+    assert (wnids[0], wnids[99], found[0]) == ("n01440764", "n01855672", wnids[68])
 
 
 @pytest.fixture

@@ -33,6 +33,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
     return Reference.made_in(tmp_path_factory.mktemp("reference"))
 
 
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The same of DyTox over one output space: every step that is killed inside comes out the same."""
+    from tests.recovery import Reference
+
+    dytox = {"memory": 8, "steps": {"finetune": {"epochs": 4}}}
+    return Reference.made_in(tmp_path_factory.mktemp("chain"), ("a", "b"), methods={"dytox": dytox}, scenario="class")
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process make a report without pictures."""

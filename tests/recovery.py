@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import small_run
+from workers import loop
 from workers.artefact import Artefact
 
 MOMENTS = 20260101  # seed of the moments at which things are killed
@@ -23,19 +28,21 @@ class Reference:
     body: dict[str, Any]
     expected: dict[str, Any]
     seconds: float
+    changes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def made_in(cls, folder: Path) -> Reference:
-        cards = small_run.make_cards(folder, ["base", "a", "b"])
-        body = small_run.make_body(folder, cards)
+    def made_in(cls, folder: Path, names: tuple[str, ...] = ("base", "a", "b"), **own: Any) -> Reference:
+        """own: how its body differs from others."""
+        cards = small_run.make_cards(folder, names)
+        body = small_run.make_body(folder, cards, **own)
         small_run.run(["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt")  # the fork server is up after it
         started = time.monotonic()
         small_run.run(["run", small_run.write_config(folder / "config.yaml", body)], folder / "out.txt")
-        return cls(folder, cards, body, small_run.results(folder / "storage"), time.monotonic() - started)
+        return cls(folder, cards, body, small_run.results(folder / "storage"), time.monotonic() - started, own)
 
     def config(self, place: Path, **changes: Any) -> str:
         """The same run in a storage of its own."""
-        return small_run.write_config(place / "config.yaml", small_run.make_body(place, self.cards, **changes))
+        return small_run.write_config(place / "config.yaml", small_run.make_body(place, self.cards, **self.changes | changes))
 
     def copy(self, place: Path, **changes: Any) -> str:
         """The same with everything done."""
@@ -70,3 +77,24 @@ def spoil(path: Path, harm: str) -> None:
     else:
         data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= 1  # in a tar, a byte of an image and not of the padding
         path.write_bytes(data)
+
+
+class Crash(BaseException):
+    """Passes all `except Exception`, like the end of a process."""
+
+
+@contextlib.contextmanager
+def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
+    """Notes the stage of every training step; crashes before the step of that number (from 1)."""
+    made: list[str] = []
+    step = loop.train_step
+
+    def noted(method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, group: Any) -> Any:
+        if crash_at and len(made) + 1 == crash_at:
+            raise Crash
+        made.append(job.id)
+        return step(method, optimizer, batches, progress, job, group)
+
+    with patch.context() as inner:
+        inner.setattr(loop, "train_step", noted)
+        yield made

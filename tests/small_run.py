@@ -53,11 +53,14 @@ def make_cards(folder: Path, names: Iterable[str] = TASKS) -> dict[str, str]:
     return {name: make_card(folder, name, TASKS[name]) for name in names}
 
 
-def make_body(folder: Path, cards: Mapping[str, str], methods: Iterable[str] = ("finetune", "meat"), **changes: Any) -> dict[str, Any]:
-    """A config as plain values: a task per card (one that is called `base` trains the backbone), two epochs, in process."""
+def make_body(folder: Path, cards: Mapping[str, str], methods: Iterable[str] = ("finetune", "meat"), scenario: str = "task", **changes: Any) -> dict[str, Any]:
+    """A config as plain values: a task per card (one that is called `base` trains the backbone), two epochs, in process. methods: labels,
+    or their settings by label."""
     tasks = [{"name": name, "card": card, "role": "base" if name == "base" else "task"} for name, card in cards.items()]
-    body = {"name": "small", "seed": 5, "storage": str(folder / "storage"), "tracking": False, "stream": {"tasks": tasks}, "backbone": BACKBONE,
-            "train": {"epochs": 2, "batch_size": 16, "lr": 2e-3}, "methods": {label: {} for label in methods},
+    body = {"name": "small", "seed": 5, "storage": str(folder / "storage"), "tracking": False,
+            "stream": {"scenario": scenario, "tasks": tasks}, "backbone": BACKBONE,
+            "train": {"epochs": 2, "batch_size": 16, "lr": 2e-3},
+            "methods": dict(methods) if isinstance(methods, Mapping) else {label: {} for label in methods},
             "cluster": {"workers": 0, "checkpoint_s": 1e-6, "loader_workers": 1}}
     return {key: {**value, **changes[key]} if isinstance(changes.get(key), dict) and key not in ("methods", "stream") else changes.get(key, value)
             for key, value in body.items()}
@@ -70,21 +73,22 @@ def write_config(path: Path, body: Mapping[str, Any]) -> str:
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------------
-def start(argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL) -> Any:
+def start(argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL, within: str = "") -> Any:
     """`python -m pipeline ARGV` in a process of its own, forked from one that has imported everything: it starts at once.
     What it says goes to the file `out`; the report has no pictures, which take longer than all the rest.
 
     kill_before: the process sends itself the signal `by` before its n-th system call that makes something durable.
+    within: the id of a stage; only calls while this process runs that stage are counted.
     Returns a multiprocessing.Process, whose `kill` is SIGKILL.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=main_into, args=(argv, str(out), kill_before, by))
+    process = context.Process(target=main_into, args=(argv, str(out), kill_before, by, within))
     process.start()
     return process
 
 
-def main_into(argv: list[str], out: str, kill_before: int, by: int) -> None:
+def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str) -> None:
     import torch
 
     from pipeline import cli
@@ -94,7 +98,7 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     page.build = lambda *_: {"report.html": b"a page"}
     if kill_before:
-        doom(kill_before, by)
+        doom(kill_before, by, within)
     code = 1
     with open(out, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
@@ -104,19 +108,30 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int) -> None:
     os._exit(code)
 
 
-def doom(calls: int, by: int) -> None:
-    """The signal `by` to this process before its `calls`-th fsync, rename, link or deletion of a file."""
-    left = itertools.count(calls, -1)
+def doom(calls: int, by: int, within: str) -> None:
+    """The signal `by` to this process before its `calls`-th fsync, rename, link or deletion of a file, within a stage if one is named."""
+    from pipeline import launch
+
+    left, counted, run_stage = itertools.count(calls, -1), [not within], launch.run_stage
 
     def deadly(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if next(left) == 1:
+            if counted[0] and next(left) == 1:
                 os.kill(os.getpid(), by)
             return function(*args, **kwargs)
         return call
 
     for name in ("fsync", "replace", "link", "unlink"):
         setattr(os, name, deadly(getattr(os, name)))
+
+    def watched(job: Any, *rest: Any) -> Any:
+        counted[0] = within in ("", job.id)
+        try:
+            return run_stage(job, *rest)
+        finally:
+            counted[0] = not within
+
+    launch.run_stage = watched
 
 
 def run(argv: list[str], out: Path, timeout: float = 240) -> str:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline import cli
 from tests import small_run
-from tests.recovery import MOMENTS, Reference, judge, spoil, standing
-from workers import loop
+from tests.recovery import MOMENTS, Crash, Reference, judge, spoil, standing, steps
 
 
 # ---- SIGKILL of the driver -----------------------------------------------------------------------------------------------
@@ -109,27 +105,6 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(call, re
 
 
 # ---- checkpoints inside a stage ------------------------------------------------------------------------------------------
-class Crash(BaseException):
-    """Passes all `except Exception`, like the end of a process."""
-
-
-@contextlib.contextmanager
-def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
-    """Notes the stage of every training step; crashes before the step of that number (from 1)."""
-    made: list[str] = []
-    step = loop.train_step
-
-    def noted(method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, group: Any) -> Any:
-        if crash_at and len(made) + 1 == crash_at:
-            raise Crash
-        made.append(job.id)
-        return step(method, optimizer, batches, progress, job, group)
-
-    with patch.context() as inner:
-        inner.setattr(loop, "train_step", noted)
-        yield made
-
-
 @pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
 def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(crash_at, reference, tmp_path, quick, monkeypatch):
     """Three steps per epoch, two epochs: after every step but the last of an epoch's end there is a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import random
 import time
 from pathlib import Path
@@ -18,8 +19,8 @@ from tests import small_run
 from tests.recovery import MOMENTS, Reference, judge, standing
 
 
-def on_ray(reference: Reference, place: Path, workers: int = 1) -> str:
-    return reference.config(place, cluster={"workers": workers, "groups": 1, "address": "local", "retries": 3})
+def on_ray(reference: Reference, place: Path, workers: int = 1, **changes: Any) -> str:
+    return reference.config(place, cluster={"workers": workers, "groups": 1, "address": "local", "retries": 3}, **changes)
 
 
 def test_one_ray_worker_gives_what_this_process_gives(reference, tmp_path):
@@ -142,6 +143,42 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(trial, vict
     assert before.items() <= after.items()
     assert victim != "worker" or "no stage was run" in said
     assert small_run.results(tmp_path / "storage") == (reference.expected if workers == 1 else two_workers(reference))
+
+
+@pytest.mark.slow
+def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_the_same_digests(chain, tmp_path):
+    """On two workers: one of them dies while the second task is trained, after a checkpoint, and the run helps itself; then all die inside its
+    balanced step, and the same command goes on. The reference is what two workers give without interruption."""
+    longer = {"train": {"epochs": 60}, "methods": {"dytox": {"memory": 8, "steps": {"finetune": {"epochs": 200}}}}}
+    small_run.run(["run", on_ray(chain, tmp_path / "whole", 2, **longer)], tmp_path / "whole.txt")
+    config = on_ray(chain, tmp_path, 2, **longer)
+    process = small_run.start(["run", config], tmp_path / "killed.txt")
+    until_checkpoint(tmp_path, "dytox/b/train", process)
+    kill(train_workers(process.pid)[-1])
+    until_checkpoint(tmp_path, "dytox/b/finetune", process)
+    family = descendants(process.pid)
+    process.kill()
+    for child in family:
+        kill(child)
+    process.join()
+    before = standing(tmp_path)
+    assert "dytox/b/herd" in before
+    assert "dytox/b/finetune" not in before
+    small_run.run(["run", config], tmp_path / "again.txt")
+    assert not gone_within(family, 100)
+    assert before.items() <= small_run.attempts(tmp_path / "storage").items()
+    assert small_run.results(tmp_path / "storage") == small_run.results(tmp_path / "whole" / "storage")
+
+
+def until_checkpoint(place: Path, stage_id: str, process: Any) -> None:
+    """Waits until a stage in training has one."""
+    record = place / "storage" / "runs" / "small" / "run.json"
+    while process.is_alive():
+        keys = {stage["id"]: stage["key"] for stage in json.loads(record.read_text())["stages"]} if record.exists() else {}
+        if stage_id in keys and (place / "storage" / "checkpoints" / keys[stage_id] / "latest.json").exists():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{stage_id} came to its end: {(place / 'killed.txt').read_text()}")
 
 
 @pytest.mark.slow

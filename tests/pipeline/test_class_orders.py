@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from timm.data import ImageNetInfo
 
 from pipeline import cards
 from workers.errors import UserError
@@ -31,6 +32,15 @@ def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean(
     listed = {name: cards.load(name).classes for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")}
     assert set(listed.values()) == {listed["cifar100"]}
     assert (listed["cifar100"][0], listed["cifar100"][87], listed["cifar100"][99]) == ("apple", "television", "worm")
+
+
+def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid():
+    """As a card lists them: sorted. The list's hash is that of BiC's hundred classes."""
+    wnids = tuple(sorted(ImageNetInfo().label_names()))
+    found = cards.in_order("imagenet/imagenet100-order1", wnids)
+    assert {*found} == {*wnids[:100]}
+    assert hashlib.sha256(",".join(wnids[:100]).encode()).hexdigest()[:16] == "46391eba563f110f"
+    assert (wnids[0], wnids[99], found[0]) == ("n01440764", "n01855672", wnids[68])
 
 
 @pytest.fixture

@@ -26,6 +26,18 @@ def test_the_worked_case_has_average_incremental_accuracy_of_859_thousandths():
     assert round(metrics.average_incremental_accuracy(R), 3) == .859
 
 
+CLASS_INCREMENTAL = [[.9, 0, 0, 0], [.7, .8, 0, 0], [.75, .6, .85, 0], [.5, .4, .6, .8]]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("average_incremental_accuracy", .7395833), ("last_accuracy", .575), ("forgetting", .35), ("forgetting_continuum_pre_2022_05", .2666667),
+    ("backward_transfer", -.35)])
+def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(name, value):
+    """The first task counts in the average; the older formula of forgetting is what DyTox's tables were made with."""
+    assert metrics.all_metrics(CLASS_INCREMENTAL)[name] == pytest.approx(value, abs=1e-7)
+    assert metrics.pooled_accuracies(CLASS_INCREMENTAL) == pytest.approx([.9, .75, .7333333, .575], abs=1e-7)
+
+
 def test_the_old_continuum_formula_overlooks_the_second_last_task_and_the_model_after_it():
     r = [[.9, 0, 0], [.8, .7, 0], [.6, .5, .8]]
     assert [row["forgetting_continuum_pre_2022_05"] for row in metrics.over_time(r)] == pytest.approx([0, 0, .15])

@@ -254,6 +254,15 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight():
     assert len(own.unique()) > size // 2
 
 
+def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch):
+    """Labels 1 and 3 of four classes, each other's partner, 0.3 of its own."""
+    augment = Augment(DataSettings(mixup=0.8, smoothing=0.1), backbone(16), True)
+    monkeypatch.setattr(augment, "_beta", lambda draw, tag, alpha: torch.full((draw.size,), 0.3 if tag == "mixup" else 1.0))
+    step = next(i for i in range(50) if partner_of(draw(2, step=i)).tolist() == [1, 0])
+    _, targets = augment(pictures(2, 16), torch.tensor([1, 3]), 4, draw(2, step=step))
+    torch.testing.assert_close(targets, torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]]))
+
+
 def test_cutmix_targets_count_the_pixels():
     size, settings = 24, backbone(16)
     pixels, labels = flat(size, 16), torch.arange(size)

@@ -65,17 +65,18 @@ def stepped(method: Any, *tasks: Task) -> dict[str, bool]:
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------------------
-def test_the_worked_example_of_the_loss():
-    z, taught = torch.tensor([[0.0, 1, 2], [1, 0, -1]]), torch.tensor([[1.0, -1], [0, 2]])
-    y = F.one_hot(torch.tensor([2, 0]), 3).float()
-    div = torch.tensor([[0.5, 0], [0, 1]])
-    clf = F.binary_cross_entropy_with_logits(z, y)
-    auxiliary = F.binary_cross_entropy_with_logits(div, one_for_all_old(y, 2))
-    kd = kd_kl(z[:, :2], taught)
-    assert clf.item() == pytest.approx(0.57550124, abs=1e-7)
-    assert kd.item() == pytest.approx(0.41436246, abs=1e-7)
-    assert auxiliary.item() == pytest.approx(0.91840826, abs=1e-7)
-    assert (clf / 3 + 2 / 3 * kd + 0.1 * auxiliary).item() == pytest.approx(0.55991621, abs=1e-7)
+def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch):
+    """Two old classes and one new; the first sample is of the new one, the second of an old one."""
+    method = begun(ONE, Task("new", "card", "", ("n1",)))
+    monkeypatch.setattr(method, "features", lambda images: torch.zeros(2, 64))
+    monkeypatch.setattr(method, "all_logits", lambda e: torch.tensor([[0.0, 1, 2], [1, 0, -1]]))
+    method.before = (lambda images: torch.tensor([[1.0, -1], [0, 2]]),)
+    monkeypatch.setattr(method.auxiliary, "forward", lambda e: torch.tensor([[0.5, 0], [0, 1]]))
+    draw = Draw(7, 0, 0, torch.arange(2), 2, torch.device("cpu"))
+    loss, terms = method.loss(Batch(images(2), torch.tensor([0, 0]), torch.tensor([1, 0]), draw), START)
+    assert {name: t.item() for name, t in terms.items()} == pytest.approx({"bce": 0.57550124, "kd": 0.41436246, "div": 0.91840826}, abs=1e-7)
+    assert method.old_share == pytest.approx(2 / 3)
+    assert loss.item() == pytest.approx(0.55991621, abs=1e-7)
 
 
 def test_the_distillation_has_its_worked_numbers():
@@ -175,6 +176,19 @@ def test_heads_of_different_sizes_answer_as_one_by_one():
         assert torch.allclose(network.logits(e), torch.cat([head(e[:, place]) for place, head in enumerate(network.each())], 1), atol=1e-5)
 
 
+def test_on_a_vision_transformer_patches_may_change_places_with_their_positions():
+    """T11: attention without places of its own, then tokens that ask all patches."""
+    method = begun(ONE, TWO, settings=BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2})).eval()
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        before = method.network().embeddings(images())
+        handle = method.backbone.patch_embed.register_forward_hook(lambda module, given, patches: patches[:, order])
+        assert not torch.allclose(method.network().embeddings(images()), before, atol=1e-4)
+        method.backbone.pos_embed[:, 1:] = method.backbone.pos_embed[:, 1:][:, order]
+        assert torch.allclose(method.network().embeddings(images()), before, atol=1e-5)
+    handle.remove()
+
+
 # ---- sizes ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("image", "tasks", "classes", "total"), [
     (32, 10, 10, 10_733_584), (32, 20, 5, 10_745_104), (32, 50, 2, 10_779_664), (32, 1, 100, 10_723_216), (224, 10, 10, 11_060_752),
@@ -271,3 +285,29 @@ def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab):
     assert {name: [len(keys) for keys in classes.values()] for name, classes in second.items()} == {"two": [2, 2], "three": [2, 2, 2]}
     assert all(second["two"][name] == first["two"][name][:2] for name in TASKS["two"])
     assert [job.step for job in run.stages(0)] == ["train", "herd"]
+
+
+def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab):
+    """Training an old token and head, herding everything, the balanced step the encoder, which learns on as many images of each class."""
+    run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 20}})
+    run.trained(1)
+    first = run.state(0)
+    train, herd, finetune = ({job.step: Carried.from_bytes(run.artefact(job).read("carried.safetensors")).tensors for job in run.stages(1)}.values())
+
+    def part(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:
+        return {name: t for name, t in tensors.items() if name.startswith(start)}
+
+    def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+        return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+
+    old = {f"heads/two/{name}": t for name, t in (first.head | first.tokens).items()}
+    assert equal(part(train, "heads/two/"), old)
+    assert equal(herd, train)
+    assert part(finetune, "backbone/")
+    assert equal(part(finetune, "backbone/"), part(train, "backbone/"))
+    assert not any(equal(part(finetune, start), part(train, start)) for start in ("heads/two/", "decoder/"))
+    assert not any(torch.equal(t, train[name]) for name, t in part(finetune, "heads/two/").items())
+    rows = run.live(1).feed_of("train", True).rows.table  # of the balanced step
+    assert sorted(rows["class"].to_pylist()) == sorted("01234" * 4)
+    memory = run.carried(1).meta["memory"]
+    assert {*rows["key"].to_pylist()} == {key for classes in memory.values() for keys in classes.values() for key in keys}

@@ -18,7 +18,7 @@ from workers.artefact import Artefact, Attempt
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import DamagedArtefact, UserError
-from workers.evaluate import accuracy, canary, served
+from workers.evaluate import accuracy, canary, result, served
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
 from workers.methods.base import Batch, Method, Step
@@ -62,6 +62,22 @@ def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str):
         assert row["correct_task_aware"] == int((logits[:, first : first + SIZES[place]].argmax(1) + first == labels).sum())
         assert row["correct_top5"] == row["total"] == len(labels), "there are five classes"
         assert row["correct"] <= row["correct_task_aware"]
+
+
+@pytest.mark.parametrize("classes", [1, 3, 4, 5, 7])
+def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_or_fewer(classes: int):
+    """Of the later of two tasks, over all classes so far: two and then so many."""
+    method, tasks = tiny(FineTune), (Task("a", "c", "k", ("x", "y")), Task("b", "c", "k", tuple("0123456"[:classes])))
+    method.scenario, method.stream = "class", tasks
+    for task in tasks:
+        method.heads.add(task.name, task.num_classes, 0)
+    labels = [i % classes for i in range(40)]
+    logits = torch.rand(40, 2 + classes, generator=torch.Generator().manual_seed(classes))
+    row, _ = result(method, tasks[1], ([str(i) for i in range(40)], labels, logits, {}))
+    places = [int((line > line[2 + label]).sum()) for line, label in zip(logits, labels, strict=True)]
+    assert row["correct"] == places.count(0)
+    assert row["correct_top5"] == sum(place < 5 for place in places)
+    assert (row["correct_top5"] == 40) == (classes <= 3)
 
 
 def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not(lab: Lab):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, on_ranks, small_batches
+from growing import START, A, B, batch, begun, moved, wide
+from laboratory import OPTIMIZERS, Lab, Run, again, history, on_ranks, small_batches
 from torch.nn import functional as F
 
+from workers import evaluate
 from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import StageJob, Task
 from workers.methods import METHODS
 from workers.methods.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.exemplars import SELECTIONS
@@ -48,15 +50,27 @@ def test_a_share_for_each_class_does_not_shrink(lab: Lab):
     assert [counts(run.carried(task)) for task in (0, 1)] == [{"two": [3, 3]}, {"two": [3, 3], "three": [3, 3, 3]}]
 
 
+def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
+    tasks = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))]
+    run = lab.run_of(method, QUICK, methods={method: settings}, stream={"scenario": "class", "tasks": tasks})
+    run.order = ("x", "y", "z")
+    return run
+
+
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(lab: Lab, method: str):
-    run = run_of(lab, method, memory=17, per_class=0)
-    first, second = (run.carried(task).meta["memory"] for task in (0, 1))
-    assert sum(len(keys) for classes in first.values() for keys in classes.values()) <= 17
-    assert sum(len(keys) for classes in second.values() for keys in classes.values()) <= 17
-    assert {*second} == {*TASKS}
-    for name, keys in second["two"].items():
-        assert keys == first["two"][name][: len(keys)]
+    """All that a task hands on counts, also what is remembered for another purpose than training."""
+    run = three_tasks(lab, method, memory=17, per_class=0, **({"top_k": 1} if method == "ucir" else {}))
+    kept = [run.carried(task).meta for task in range(3)]
+    for task, meta in enumerate(kept):
+        assert {*meta["memory"]} == {*"xyz"[: task + 1]}
+        every = [key for memory in meta.values() for classes in memory.values() for keys in classes.values() for key in keys]
+        assert len({*every}) == len(every) <= 17
+        classes = (2, 4, 5)[task]
+        assert len(every) == 17 // classes * classes, "as many as fit"
+    for before, after in pairwise(kept):
+        for kind, memory in before.items():
+            assert all(after[kind][name][c] == keys[: len(after[kind][name][c])] for name, classes in memory.items() for c, keys in classes.items())
 
 
 def test_a_memory_without_room_for_each_class_is_refused():
@@ -91,41 +105,105 @@ def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_wi
             assert chosen[name] == [keys[rows[place]] for place in picked]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_any_number_of_ranks_keeps_the_same_exemplars(lab: Lab, tmp_path: Path, world: int):
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranked(lab: Lab, request: pytest.FixtureRequest) -> dict[str, tuple[Run, list[StageJob], list[StageJob]]]:
+    """All that is asked of so many ranks, in one start: method -> run, its stages, the same on ranks. Of `replay` the last herding alone."""
+    found: dict[str, tuple[Run, list[StageJob], list[StageJob]]] = {}
+    for method in ("replay", "dytox", "icarl"):
+        run = lab.run_of(method, {**OPTIMIZERS["sgd"], "epochs": 1}, methods={method: {"memory": 20}})
+        with small_batches():
+            run.evaluated(1)
+        stages, keys, jobs = [*run.stages(0), *run.stages(1), run.evaluate_job(1)], dict[str, str](), list[StageJob]()
+        for job in stages if method != "replay" else stages[-2:-1]:
+            parts = {name: {step: keys.get(key, key) for step, key in getattr(job, name).items()} for name in ("previous", "states")}
+            jobs.append(again(job, f"{request.param} ranks", **parts))
+            keys[job.key] = jobs[-1].key
+        found[method] = run, stages[-1 - len(jobs) : -1] if method == "replay" else stages, jobs
+    on_ranks([job for _, _, jobs in found.values() for job in jobs], request.param, lab.folder / f"rehearsal-{request.param}")
+    return found
+
+
+def test_any_number_of_ranks_keeps_the_same_exemplars(ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]]):
     """By the same weights: every rank looks at its share of the images, and all choose from all (C13)."""
-    run = run_of(lab, "icarl", memory=20)
-    run.trained(1)
-    herd = run.stages(1)[-1]
-    with small_batches():
-        alone = run.lab.stage(again(herd, f"alone {world}"))
-    on_ranks([again(herd, f"ranks {world}")], world, tmp_path / "ranks")
-    assert Artefact.need(herd.root, f"{herd.key}-ranks {world}").read("carried.safetensors") == alone.read("carried.safetensors")
+    _, (alone,), (many,) = ranked["replay"]
+    assert Artefact.need(many.root, many.key).read("carried.safetensors") == Artefact.need(alone.root, alone.key).read("carried.safetensors")
 
 
-def test_a_whole_task_on_several_ranks_ends_with_the_same_exemplars_and_as_many_right(lab: Lab, tmp_path: Path):
-    run = run_of(lab, "replay", memory=20)
-    train, herd = run.stages(1)
-    evaluate = run.evaluate_job(1)
-    before = run.evaluated(1)["rows"]
-    jobs = [again(train, "many")]
-    jobs.append(again(herd, "many", previous={"train": jobs[0].key}))
-    jobs.append(again(evaluate, "many", previous={"herd": jobs[1].key}, states={**evaluate.states, "three": jobs[1].key}))
-    on_ranks(jobs, 2, tmp_path / "ranks")
-    memory = Carried.from_bytes(Artefact.need(herd.root, jobs[1].key).read("carried.safetensors")).meta["memory"]
-    assert memory == run.carried(1).meta["memory"]
-    rows = Artefact.need(evaluate.root, jobs[2].key).manifest["result"]["rows"]
-    for row, old in zip(rows, before, strict=True):
+@pytest.mark.parametrize("method", ["dytox", "icarl"])
+def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(ranked: dict[str, Any], method: str):
+    """All stages of both tasks, up to the order of summation (C13)."""
+    run, alone, many = ranked[method]
+    assert [job.step for job in many] == [job.step for job in alone]
+    for one, other in zip(alone[:-1], many[:-1], strict=True):
+        found = [Carried.from_bytes(Artefact.need(job.root, job.key).read("carried.safetensors")).meta for job in (one, other)]
+        assert found[0] == found[1], one.id
+    images = torch.cat([run.images(task) for task in (0, 1)])
+    one, other = (evaluate.served(job, Group()).logits(images, None) for job in (alone[-1], many[-1]))
+    assert torch.allclose(one, other, atol=1e-3)
+    for row, old in zip(Artefact.need(many[-1].root, many[-1].key).manifest["result"]["rows"], run.evaluated(1)["rows"], strict=True):
         assert abs(row["correct"] - old["correct"]) <= 1
+        assert row["total"] == old["total"]
 
 
-def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab):
-    """C17: nothing is remembered yet."""
-    small, large = (run_of(lab, memory=memory) for memory in (10, 20))
-    first, second = ([[job.key for job in run.stages(task)] for run in (small, large)] for task in (0, 1))
-    assert first[0][0] == first[1][0]
-    assert first[0][1] != first[1][1]
-    assert second[0][0] != second[1][0]
+@pytest.mark.parametrize("method", REHEARSAL)
+def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, method: str):
+    """C17: nothing is remembered yet. With BiC as many as will be remembered to fit the bias are held out from the start."""
+    runs = [run_of(lab, method, memory=memory, per_class=0) for memory in (20, 40)]
+    steps = [[job.step for job in runs[0].stages(task)] for task in (0, 1)]
+    small, large = ([dict(zip(steps[task], (job.key for job in run.stages(task)), strict=True)) for task in (0, 1)] for run in runs)
+    assert (small[0]["train"] == large[0]["train"]) == (method != "bic")
+    assert small[0]["herd"] != large[0]["herd"]
+    assert small[1]["train"] != large[1]["train"]
+
+
+# ---- what a task starts from and leaves ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", [name for name in REHEARSAL if METHODS[name].taught])  # type: ignore[attr-defined]
+def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, method: str):
+    """To the last bit, after a whole training beside it (C10)."""
+    run = run_of(lab, method, memory=20)
+    run.trained(1)
+    teacher: Any = lab.live[run.stages(1)[0].key].teacher  # type: ignore[attr-defined]
+    modules = [teacher.backbone, *teacher.heads.values()]
+    assert not any(part.training for module in modules for part in module.modules())
+    assert all(p.grad is None and not p.requires_grad for module in modules for p in module.parameters())
+    before = run.carried(0).tensors
+    assert all(torch.equal(t, before[f"backbone/{name}"]) for name, t in teacher.backbone.state_dict().items())
+    assert {*teacher.heads} == {"two"}
+    assert all(torch.equal(t, run.state(0).head[name]) for name, t in teacher.heads["two"].state_dict().items())
+
+
+@pytest.mark.parametrize("method", REHEARSAL)
+def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str):
+    """Weights, biases and buffers are what the step before handed on, to the last bit (C8); class means are new."""
+    run = run_of(lab, method, memory=20)
+    run.trained(1)
+    by_key = {job.key: job for job in run.stages(1)}
+    herd = next(job for job in run.stages(1) if job.step == "herd")
+    before, after = (dict(Carried.from_bytes(run.artefact(by_key[key]).read("carried.safetensors")).tensors) for key in (*herd.previous.values(), herd.key))
+    network = {name for name in before if name.split("/")[0] in ("backbone", "decoder")}
+    assert {"backbone/blocks.0.norm1.weight"} < network <= {*after}
+    assert all(torch.equal(after[name], before[name]) for name in {*before} & {*after})
+    old, new = ({name: t for name, t in before.items() if f"heads/{task}/" in name} for task in ("two", "three"))
+    assert old.keys() <= after.keys()
+    state = run.artefact(herd).read("task.safetensors")
+    assert state == run.artefact(by_key[next(iter(herd.previous.values()))]).read("task.safetensors")
+    assert new
+
+
+@pytest.mark.parametrize("method", ["bic", "e2e", "icarl", "podnet", "replay", "ucir", "wa"])
+def test_new_classes_leave_old_outputs_as_they_are_before_training(method: str):
+    """C5, bit for bit."""
+    grown, images = begun(method, A, B).eval(), batch(A, B).images
+    with torch.no_grad():
+        assert torch.equal(grown.logits(images, None)[:, :2], grown.teacher.joined(images) if grown.teacher else grown.heads["a"](grown.backbone(images)))
+
+
+def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters():
+    """a = O_t / A_t, of tasks with as many classes each."""
+    tasks = tuple(Task(name, "card", "", (name + "1", name + "2")) for name in "abcdefghij")
+    shares = [begun("replay", *tasks[: count + 1]).old_share for count in range(10)]
+    assert shares == pytest.approx([count / (count + 1) for count in range(10)])
+    assert begun("replay", A, B).old_share == pytest.approx(2 / 5)
 
 
 # ---- what a step trains on ---------------------------------------------------------------------------------------------------------
@@ -136,24 +214,15 @@ def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(la
     assert train.task is not None
     remembered = run.fresh(1).memory(train.task, "train", kept)
     assert {name: len(keys) for name, keys in remembered.items()} == {"two": 10}
-    rows = run.trained(1)
-    assert rows is not None
-    epochs = [row for row in history_of(run, 1) if "images" in row]
-    assert epochs[0]["images"] == 10 + 3 * 36
-
-
-def history_of(run: Run, task: int) -> list[dict[str, Any]]:
-    from laboratory import history
-
-    return history(run.artefact(run.stages(task)[0]))
-
-
-def test_the_loss_of_replay_is_cross_entropy_over_all_classes(lab: Lab):
-    run = run_of(lab, memory=10)
     run.trained(1)
-    method = run.live(1) if run.stages(1)[0].key in run.lab.live else run.lab.live[run.stages(1)[-1].key]
-    assert method.scenario == "class"
-    assert list(method.columns()) == ["two", "three"]
+    assert history(run.artefact(train))[0]["images"] == 10 + 3 * 36
+
+
+def test_the_loss_of_replay_is_cross_entropy_over_all_classes():
+    method, here = begun("replay", A, B), batch(A, B)
+    moved(method)
+    z = torch.cat([method.heads[name](method.backbone(here.images)) for name in "ab"], 1)
+    assert torch.allclose(method.loss(here, START)[0], F.cross_entropy(z, wide(here, A, B)), atol=1e-6)
 
 
 def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab):

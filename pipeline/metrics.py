@@ -73,6 +73,14 @@ def backward_transfer(correct: ArrayLike, total: ArrayLike = 1) -> float:
     return 0.0 - forgetting_first(correct, total)
 
 
+def backward_transfer_all_pairs(correct: ArrayLike, total: ArrayLike = 1) -> float:
+    """2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task: after every later task, not after the last one alone (continuum since May 2022)."""
+    r = rates(correct, total)
+    if len(r) < 2:
+        return 0.0 if r.size and not np.isnan(r).any() else NAN
+    return float((r - np.diagonal(r))[np.tril_indices(len(r), -1)].mean())
+
+
 def forward_transfer(correct: ArrayLike, total: ArrayLike = 1, baseline: ArrayLike | None = None) -> float:
     """1/(T-1) sum_{j>=1} (R[j-1, j] - b_j) (GEM); b: accuracy of the untrained model, shape (T,).
 
@@ -116,7 +124,7 @@ def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
 
 METRICS: dict[str, Callable[..., float]] = {f.__name__: f for f in (
     average_accuracy, micro_average_accuracy, average_incremental_accuracy, last_accuracy, forgetting, forgetting_first,
-    backward_transfer, forward_transfer, learning_accuracy, forgetting_continuum_pre_2022_05)}
+    backward_transfer, backward_transfer_all_pairs, forward_transfer, learning_accuracy, forgetting_continuum_pre_2022_05)}
 
 
 def all_metrics(correct: ArrayLike, total: ArrayLike = 1, baseline: ArrayLike | None = None) -> dict[str, float]:

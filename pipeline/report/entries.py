@@ -12,9 +12,10 @@ import numpy as np
 
 from pipeline.report import figures, files, maskplots, plots
 from pipeline.report.masks import MaskView, overlap_rows
-from pipeline.report.tables import Matrix, Row, RunTables, matrix_rows
+from pipeline.report.tables import AVERAGES, BESIDE, Matrix, Row, RunTables, matrix_rows
 
-SHOWN = ("average_accuracy", "micro_average_accuracy", "average_incremental_accuracy", "last_accuracy", "forgetting", "backward_transfer", "learning_accuracy")
+SHOWN = ("average_accuracy", "micro_average_accuracy", "average_incremental_accuracy", "last_accuracy", "forgetting", "backward_transfer", "learning_accuracy",
+         *(f"{prefix}_{name}" for prefix in BESIDE for name in AVERAGES))
 OF_LABEL = ("matrix", "picked", "curves", "masks", "density", "overlap", "capacity", "layers", "tokens")  # kinds of report pictures that belong to one method
 OF_RUN = ("comparison.png", "averages.png", "size_accuracy.png")
 
@@ -49,8 +50,8 @@ def matrix_points(matrix: Matrix) -> list[Point]:
     """`acc/TASK` for every entry there is, and the averages of every complete row; step = how many tasks were learned before."""
     points = [Point(key_name(f"acc/{matrix.tasks[i]}"), float(matrix.rates[t, i]), t, t) for t, i in np.ndindex(matrix.source.shape)
               if matrix.source[t, i] in ("measured", "follows")]
-    for t in range(matrix.finished):
-        points += [Point(name, matrix.over_time[t][name], t, t) for name in SHOWN if math.isfinite(matrix.over_time[t][name])]
+    for t, row in enumerate(matrix.over_time[: matrix.finished]):
+        points += [Point(name, row[name], t, t) for name in SHOWN if name in row and math.isfinite(row[name])]
     return points
 
 

@@ -111,6 +111,8 @@ COLUMNS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("average_accuracy", "average<br>accuracy", "mean accuracy over all tasks, after the last one", "rate", max),
     ("last_accuracy", "last<br>accuracy", "share of right answers over all test images together, after the last task", "rate", max),
     ("average_incremental_accuracy", "average<br>on the way", "mean of the last accuracy after the first, second, ... task", "rate", max),
+    ("top5_last_accuracy", "top-5<br>last", "the same, where it is enough that the right class is among the first five", "rate", max),
+    ("task_aware_average_accuracy", "average,<br>task given", "mean accuracy over all tasks, choosing among the task's own classes", "rate", max),
     ("forgetting", "forgetting", "mean loss of accuracy on old tasks since their best moment", "rate", min),
     ("bytes_per_task", "bytes<br>per task", "masks, tokens, head and copies of one task, on average", "bytes", min),
     ("carried_bytes", "carried<br>bytes", "what the last task would hand to a next one", "bytes", None),
@@ -123,19 +125,21 @@ ANSWERS = {"identical": '<span class="done">identical</span>', "changed": '<span
 
 def summary(tables: RunTables) -> str:
     rows = tables.summary()
+    columns = [column for column in COLUMNS if any(column[0] in row for row in rows)]
     even = len({(r["tasks_finished"], r["tasks"]) for r in rows}) == 1  # else the methods are not at the same point
-    best = {key: pick(values) for key, _, _, _, pick in COLUMNS
-            if even and pick and len(values := [r[key] for r in rows if r[key] is not None and not math.isnan(r[key])]) > 1}
-    heading = "".join(f'<th title="{escape(says)}">{text}</th>' for _, text, says, _, _ in COLUMNS)
+    best = {key: pick(values) for key, _, _, _, pick in columns
+            if even and pick and len(values := [v for r in rows if (v := r.get(key)) is not None and not math.isnan(v)]) > 1}
+    heading = "".join(f'<th title="{escape(says)}">{text}</th>' for _, text, says, _, _ in columns)
     body = ""
     for row in rows:
         other = "" if row["method"] == row["label"] else f' <span class=soft>{escape(row["method"])}</span>'
         unfinished = "" if row["tasks_finished"] == row["tasks"] else f'<br><span class="pending">after {row["tasks_finished"]} of {row["tasks"]} tasks</span>'
-        cells = "".join(f'<td{" class=best" if key in best and row[key] == best[key] else ""}>{written(row[key], kind)}</td>' for key, _, _, kind, _ in COLUMNS)
+        cells = "".join(f'<td{" class=best" if key in best and row.get(key) == best[key] else ""}>{written(row.get(key), kind)}</td>'
+                        for key, _, _, kind, _ in columns)
         body += (f'<tr><td class=left><a href="#method-{escape(row["label"])}"><b>{escape(row["label"])}</b></a>{other}{unfinished}</td>{cells}'
                  f'<td>{ANSWERS[row["answers"]]}</td></tr>')
     hint = "; the best value of a column is bold" if best else "; not all are at the same point of the stream yet" if not even else ""
-    words = "; ".join(f"<b>{text.replace('<br>', ' ')}</b>: {says}" for _, text, says, _, _ in COLUMNS)
+    words = "; ".join(f"<b>{text.replace('<br>', ' ')}</b>: {says}" for _, text, says, _, _ in columns)
     return (f'<h2 id="summary">Summary</h2><p>One row per method{hint}.</p><div class="scroll"><table class="summary">'
             f'<tr><th class=left>method</th>{heading}<th title="whether the logits on old tasks stayed the same, bit by bit">old<br>answers</th></tr>{body}'
             f'</table></div><details><summary>What the columns mean</summary><p>{words}; <b>old answers</b>: whether the logits on tasks that were tested '

@@ -25,6 +25,8 @@ from workers.errors import UserError
 from workers.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
+AVERAGES = ("average_accuracy", "average_incremental_accuracy", "last_accuracy")
+BESIDE = {"top5": "correct_top5", "task_aware": "correct_task_aware"}  # in scenario `class`: right among the first five; the task given
 STATE_KINDS = ("masks", "tokens", "head", "copies")
 
 
@@ -34,6 +36,7 @@ class Matrix:
 
     source (T, T): `measured`; `follows` (equals the diagonal, because the method cannot change an earlier task's answers,
     so it was not measured again); `missing` (not finished yet); `ahead` (a task that was not learned yet).
+    beside: other counts of the same answers, by name; their averages stand among the metrics as `NAME_average_accuracy` and so on.
     """
 
     label: str
@@ -41,6 +44,7 @@ class Matrix:
     correct: NDArray[np.float64]
     total: NDArray[np.float64]
     source: NDArray[np.str_]
+    beside: Mapping[str, Matrix] = field(default_factory=dict)
 
     @cached_property
     def rates(self) -> NDArray[np.float64]:
@@ -48,7 +52,10 @@ class Matrix:
 
     @cached_property
     def over_time(self) -> list[dict[str, float]]:
-        return metrics.over_time(self.correct, self.total)
+        rows = metrics.over_time(self.correct, self.total)
+        for prefix, other in self.beside.items():
+            rows = [row | {f"{prefix}_{name}": values[name] for name in AVERAGES} for row, values in zip(rows, other.over_time, strict=True)]
+        return rows
 
     @property
     def finished(self) -> int:
@@ -186,7 +193,8 @@ class RunTables:
                 for i in range(t):
                     if source[t, i] == "missing" and source[i, i] == "measured":
                         hits[t, i], totals[t, i], source[t, i] = hits[i, i], totals[i, i], "follows"
-        return Matrix(label, tuple(tasks), hits, totals, source)
+        beside = {name: self.matrix(label, count) for name, count in BESIDE.items()} if self.scenario == "class" and correct == "correct" else {}
+        return Matrix(label, tuple(tasks), hits, totals, source, beside)
 
     def sizes(self, label: str) -> list[Row]:
         """After each finished task: bytes of everything that has to be kept, the growth ratio, and what the task cost.
@@ -233,7 +241,7 @@ class RunTables:
             matrix, sizes = self.matrix(label), self.sizes(label)
             tasks, last = [r for r in sizes if r["role"] != "base"], (sizes or [{}])[-1]
             rows.append({"label": label, "method": self.method(label), "tasks_finished": matrix.finished, "tasks": len(matrix.tasks),
-                         **{name: matrix.final.get(name, math.nan) for name in metrics.METRICS},
+                         **(matrix.final or dict.fromkeys(metrics.METRICS, math.nan)),
                          "bytes_per_task": sum(r["task_bytes"] for r in tasks) / len(tasks) if tasks else math.nan,
                          "carried_bytes": last.get("carried", math.nan), "total_bytes": last.get("total", math.nan), "growth": last.get("growth"),
                          "trained_parameters": max((r["trained_parameters"] or 0 for r in tasks), default=0) or None,

@@ -113,6 +113,26 @@ def test_the_second_matrix_of_scenario_class_is_absent_unless_it_was_written(tab
     assert "measured" not in tables.matrix("finetune", "correct_task_aware").source
 
 
+def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(storage, monkeypatch):
+    measured = RunTables.measured
+
+    def counted(self, label, after):
+        return [row | {"correct_top5": (row["correct"] + row["total"]) // 2, "correct_task_aware": row["total"]} for row in measured(self, label, after)]
+
+    monkeypatch.setattr(RunTables, "measured", counted)
+    record = fake_run.record()
+    assert "top-5" not in page.summary(RunTables.load(storage, record))
+    record["config"]["stream"]["scenario"] = "class"
+    tables = RunTables.load(storage, record)
+    matrix, row = tables.matrix("finetune"), next(r for r in tables.summary() if r["label"] == "finetune")
+    halfway = (matrix.correct[3] + matrix.total[3]) // 2
+    assert row["top5_last_accuracy"] == pytest.approx(halfway.sum() / matrix.total[3].sum())
+    assert row["top5_average_accuracy"] == pytest.approx((halfway / matrix.total[3]).mean())
+    assert row["average_accuracy"] < row["top5_average_accuracy"] < row["task_aware_average_accuracy"] == 1
+    assert {"top5_last_accuracy", "task_aware_average_incremental_accuracy"} <= {p.name for p in entries.matrix_points(matrix)}
+    assert "top-5" in page.summary(tables)
+
+
 # ---- sizes -------------------------------------------------------------------------------------------------------------
 def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables):
     rows = tables.sizes("meat")

@@ -44,6 +44,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under an optimizer that its defaults are not for
     ("ctr_tsm", "sgd"): {"mask_lr": 0.1},
     ("ctr_full", "sgd"): {"mask_lr": 0.1},
+    ("der", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},  # its classifier starts anew, twice
+    ("der_p", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},
+    ("der_p", "sgd"): {"mask_lr": 0.05},
     ("dytox", "adamw"): {"train": {"epochs": 10, "lr": 5e-3}},  # it starts with tokens that hardly see the image
     ("hat", "sgd"): {"mask_lr": 0.05},
     ("adahat", "sgd"): {"mask_lr": 0.05},
@@ -52,6 +55,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under
     ("piggyback", "sgd"): {"mask_lr": 0.3},
     ("podnet", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},  # under a scale of 10 the usual rate is too high
     ("rpsnet", "adamw"): {"every": 1, "train": {"epochs": 6, "lr": 3e-3}},  # the second task draws too, among candidates
+    ("simple_der", "adamw"): {"keep": 0.4, "train": {"epochs": 10, "lr": 3e-3}},  # at one half its masks, turned round, would fit; no answer tells units apart
     ("supsup", "sgd"): {"mask_lr": 1.0},
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
     ("ucir", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},

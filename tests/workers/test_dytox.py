@@ -16,8 +16,9 @@ from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
 from workers.methods.base import Batch, Progress, Rates
-from workers.methods.dytox import DyTox, DyToxSettings, one_for_all_old
+from workers.methods.dytox import DyTox, DyToxSettings
 from workers.model.distill import kd_kl
+from workers.model.heads import one_for_all_old
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
 from workers.model.vit import build
 from workers.taskstate import Carried, TaskState

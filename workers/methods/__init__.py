@@ -6,6 +6,8 @@ from workers.methods.base import Method
 from workers.methods.bic import Bic
 from workers.methods.ctr import CtrTsm
 from workers.methods.ctr_full import CtrFull
+from workers.methods.der import Der
+from workers.methods.der_p import DerP
 from workers.methods.dytox import DyTox
 from workers.methods.e2e import E2e
 from workers.methods.finetune import FineTune
@@ -22,6 +24,7 @@ from workers.methods.piggyback import Piggyback
 from workers.methods.podnet import PodNet
 from workers.methods.replay import Replay
 from workers.methods.rpsnet import Rpsnet
+from workers.methods.simple_der import SimpleDer
 from workers.methods.supsup import SupSup
 from workers.methods.supsup_nn import SupSupNN
 from workers.methods.tfm import Tfm
@@ -30,5 +33,5 @@ from workers.methods.wa import Wa
 from workers.methods.wsn import Wsn
 
 METHODS: dict[str, type[Method]] = {m.name: m for m in (
-    AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback, PodNet, Replay,
-    Rpsnet, SupSup, SupSupNN, Tfm, Ucir, Wa, Wsn)}
+    AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, Der, DerP, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback,
+    PodNet, Replay, Rpsnet, SimpleDer, SupSup, SupSupNN, Tfm, Ucir, Wa, Wsn)}

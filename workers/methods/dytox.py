@@ -21,6 +21,7 @@ from workers.methods.finetune import weight_groups
 from workers.methods.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.convit import ConViT
 from workers.model.distill import kd_kl
+from workers.model.heads import one_for_all_old
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
 from workers.taskstate import Carried, TaskState
 
@@ -168,8 +169,3 @@ class DyTox(Rehearsal):
 
     def load(self, state: TaskState) -> None:
         super().load(TaskState(state.task, state.classes, state.method, state.backbone_digest, head=state.head | state.tokens, meta=state.meta))
-
-
-def one_for_all_old(targets: Tensor, old: int) -> Tensor:
-    """Targets (b, classes so far) -> (b, 1 + new): the old ones' sum, then the new ones."""
-    return torch.cat([targets[:, :old].sum(1, keepdim=True), targets[:, old:]], 1)

@@ -49,12 +49,15 @@ def tensors_of(module: Any) -> dict[str, Any]:
 
 def network_of(method: Method, tasks: list[str]) -> dict[str, Any]:
     """Copies of the backbone's tensors and of the heads of `tasks`: `backbone/NAME`, `heads/TASK/NAME`."""
-    heads = {f"heads/{task}/{name}": t for task in tasks for name, t in method.heads.export(task).items()}
-    return {f"backbone/{name}": t for name, t in tensors_of(method.backbone).items()} | heads
+    return {f"backbone/{name}": t for name, t in tensors_of(method.backbone).items()} | heads_of(method, tasks)
+
+
+def heads_of(method: Method, tasks: list[str]) -> dict[str, Any]:
+    return {f"heads/{task}/{name}": t for task in tasks for name, t in method.heads.export(task).items()}
 
 
 def restore_network(method: Method, tensors: dict[str, Any]) -> None:
-    """The inverse of `network_of`: what is not among the tensors stays, other heads and, where they have none, the backbone."""
+    """The inverse of `network_of`, or of `heads_of`: what is not named stays."""
     parts: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         owner, leaf = name.split("/", 1) if name.startswith("backbone/") else name.rsplit("/", 1)

@@ -136,13 +136,21 @@ class Rehearsal(Method):
         features, labels, tasks = (torch.cat([part[i] for part in parts])[order] for i in range(3))
         return features, labels, tasks, [keys[place] for place in order]
 
+    @property
+    def ends(self) -> bool:
+        """Whether this is the task's last step."""
+        return self.step == [step.name for step in self.planned(self.settings, 0) if self.old or not step.later][-1]
+
     def finish(self) -> tuple[TaskState, Carried]:
         """After the last step the task's own head is in its state alone."""
         assert self.task is not None
-        last = [step.name for step in self.planned(self.settings, 0) if self.old or not step.later][-1]
-        heads = [name for name in self.columns() if name != self.task.name or self.step != last]
+        heads = [name for name in self.columns() if name != self.task.name or not self.ends]
         means = {} if self.means is None else {MEANS: self.means}
-        return self.state(), Carried(network_of(self, heads) | means, {MEMORY: self.exemplars} if self.exemplars else {})
+        return self.state(), Carried(self.network_tensors(heads) | means, {MEMORY: self.exemplars} if self.exemplars else {})
+
+    def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
+        """What of the network is handed on beside the task's state: all of it, with the heads of these tasks."""
+        return network_of(self, heads)
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:

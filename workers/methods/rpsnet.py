@@ -20,7 +20,7 @@ from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
 from workers.methods.base import Batch, MethodSettings, Progress, Rates
-from workers.methods.finetune import tensors_of, weight_groups
+from workers.methods.finetune import heads_of, tensors_of, weight_groups
 from workers.methods.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import Teacher, kd_ce
@@ -186,19 +186,21 @@ class Rpsnet(Rehearsal):
             self.choose()
         self.rivals = nn.ModuleList()
         state, carried = super().finish()
-        tensors = {name: t for name, t in carried.tensors.items() if not name.startswith("backbone/")}
         if self.losses:
             state.meta["losses"] = self.losses
         if self.path is None:
-            return state, Carried(tensors, carried.meta)
+            return state, carried
         trunk = {TRUNK + name: t for name, t in tensors_of(self.backbone).items()} if self.trunk_learns else {}
-        if self.step == self.steps[-1].name and self.ends():
+        if self.ends and self.path_ends():
             state.copies, state.meta["path"] = self.path.export() | trunk, self.path.places
-            return state, Carried(tensors, carried.meta)
+            return state, carried
         own = {PATH + name: t for name, t in (self.path.export() | trunk).items()}
-        return state, Carried(tensors | own, carried.meta | {"path": self.path.places})
+        return state, Carried(carried.tensors | own, carried.meta | {"path": self.path.places})
 
-    def ends(self) -> bool:
+    def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
+        return heads_of(self, heads)
+
+    def path_ends(self) -> bool:
         """Whether this task is the last that trains the path."""
         assert self.task is not None
         return ([t.name for t in self.stream if t.role != "base"].index(self.task.name) + 1) % self.settings.every == 0

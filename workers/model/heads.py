@@ -61,3 +61,34 @@ class Heads(nn.Module):
         else:
             self.names.append(task)
             self.layers.append(layer)
+
+
+class JointHeads(Heads):
+    """One linear layer without bias over all tasks, as rows by task: all are renewed together when there are more features. The bias of
+    a head that comes with one stays until then."""
+
+    def layer(self, classes: int) -> Any:
+        return nn.Linear(self.width, classes, bias=False)
+
+    @torch.no_grad()
+    def start(self, layer: Any, generator: torch.Generator) -> None:
+        """Values are drawn on the CPU, wherever the layer is."""
+        layer.weight.copy_(nn.init.trunc_normal_(torch.empty(layer.weight.shape), std=0.02, generator=generator))
+
+    def renew(self, width: int) -> None:
+        """Layers for `width` features in place of those that are there; their values are to be started."""
+        self.width = width
+        for name in self.names:
+            self._append(name, self.layer(self[name].out_features))
+
+    def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
+        classes, self.width = tensors["weight"].shape
+        layer = nn.Linear(self.width, classes, bias="bias" in tensors)
+        layer.load_state_dict(tensors)
+        layer.requires_grad_(False)
+        self._append(task, layer)
+
+
+def one_for_all_old(targets: Tensor, old: int) -> Tensor:
+    """Targets (b, classes so far) -> (b, 1 + new): the old ones' sum, then the new ones."""
+    return torch.cat([targets[:, :old].sum(1, keepdim=True), targets[:, old:]], 1)

@@ -63,6 +63,16 @@ def owned(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def magnitudes(vit: Any) -> dict[str, Tensor]:
+    """Site -> of each unit the length of the weights into it times that of those out of it (of queries: times that of its key's)."""
+    found: dict[str, Tensor] = {}
+    for index, block in enumerate(vit.blocks):
+        at, (q, k, v) = f"blocks.{index}.", block.attn.qkv.weight.detach().chunk(3)
+        pairs = (q, k), (v, block.attn.proj.weight.detach().T), (block.mlp.fc1.weight.detach(), block.mlp.fc2.weight.detach().T)
+        found |= {at + kind: into.norm(dim=1) * out.norm(dim=1) for kind, (into, out) in zip(KINDS, pairs, strict=True)}
+    return found
+
+
 def between(out: Tensor | None, into: Tensor | None) -> Tensor:
     """min(out_i, in_j), HAT Eq. 2: the value of a weight between two layers of units, (out, in). None: the residual stream on that
     side, which counts as used by all; the result then broadcasts along it."""
@@ -70,3 +80,62 @@ def between(out: Tensor | None, into: Tensor | None) -> Tensor:
         assert out is not None or into is not None
         return into[None] if out is None else out[:, None]  # type: ignore[index]
     return torch.minimum(out[:, None], into[None])
+
+
+# ---- a ViT without the units that its masks switch off -------------------------------------------------------------------------
+def packed(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All parameters of `vit` by name; of those with entries that belong to units, the entries of kept units alone, in a row.
+    masks: boolean, by site."""
+    kept = owned(vit, masks)
+    return {name: p.detach()[kept[name].expand_as(p)] if name in kept else p.detach().clone() for name, p in vit.named_parameters()}
+
+
+def unpacked(vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fill: bool) -> dict[str, Tensor]:
+    """The inverse of `packed`: parameters in the shapes of `vit`. Entries of other units are those of `vit` where `fill` is true, else 0.
+    Raises UserError where tensors, masks and `vit` do not belong together."""
+    sizes = {site: tuple(mask.shape) for site, mask in masks.items()}
+    own = dict(vit.named_parameters())
+    if sizes != {site: (size,) for site, size in unit_sites(vit).items()} or tensors.keys() != own.keys():
+        raise UserError(f"a pruned network has {sum(map(len, masks.values()))} units in {len(masks)} sites and {len(tensors)} parameters, which are "
+                        "not those of this backbone; use the backbone of its run")
+    kept = {name: lock.expand_as(own[name]) for name, lock in owned(vit, masks).items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        size = (int(kept[name].sum()),) if name in kept else tuple(own[name].shape)
+        if tuple(tensor.shape) != size:
+            raise UserError(f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and this backbone leave {size}; use the backbone "
+                            "of its run")
+        start = own[name].detach().cpu()
+        found[name] = (start if fill else torch.zeros_like(start)).masked_scatter(kept[name], tensor) if name in kept else tensor
+    return found
+
+
+@torch.no_grad()
+def thin(vit: Any, masks: dict[str, Tensor]) -> None:
+    """Cuts, in place, units whose weights are 0. Of queries, keys and values all heads of a block keep as many channels as the one that
+    keeps most, at least one: those of its kept units, then zeros. timm divides the scores by the root of that number, so queries are scaled."""
+    for index, block in enumerate(vit.blocks):
+        attn, mlp = block.attn, block.mlp
+        qk, v, ff = (masks[f"blocks.{index}.{kind}"] for kind in KINDS)
+        heads, width, total = attn.num_heads, attn.head_dim, attn.attn_dim
+        most = max(1, *(int(mask.view(heads, width).sum(1).max()) for mask in (qk, v)))
+
+        def places(mask: Tensor, heads: int = heads, width: int = width, most: int = most) -> Tensor:
+            first = mask.view(heads, width).int().argsort(dim=1, descending=True, stable=True)[:, :most]
+            return (first + width * torch.arange(heads, device=mask.device)[:, None]).flatten()
+
+        rows = torch.cat([places(qk), places(qk) + total, places(v) + 2 * total])
+        neurons = ff.nonzero()[:, 0] if bool(ff.any()) else torch.zeros(1, dtype=torch.int64, device=ff.device)
+        for linear, out, into in ((attn.qkv, rows, None), (attn.proj, None, places(v)), (mlp.fc1, neurons, None), (mlp.fc2, None, neurons)):
+            _cut(linear, out, into)
+        attn.head_dim, attn.attn_dim, attn.scale = most, heads * most, most**-0.5
+        for p in attn.qkv.parameters():
+            p[: heads * most] *= (most / width) ** 0.5
+
+
+def _cut(linear: nn.Linear, out: Tensor | None, into: Tensor | None) -> None:
+    """Keeps rows `out` with their bias, or columns `into`."""
+    linear.weight = nn.Parameter(linear.weight[out] if into is None else linear.weight[:, into])
+    if out is not None and linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias[out])
+    linear.out_features, linear.in_features = linear.weight.shape

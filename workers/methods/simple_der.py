@@ -1,0 +1,84 @@
+"""Simple-DER: a pruned extractor for each task, and distillation of the classifier over those before. A reconstruction.
+
+Li, Zhong, Liu, Wang, Zheng: Preserving Earlier Knowledge in Continual Learning with the Help of All Previous Feature Extractors, arXiv 2104.13614, 2021.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor, nn
+
+from workers.job import Task
+from workers.methods.base import Batch, Progress, Rates
+from workers.methods.der import DerSettings
+from workers.methods.der_p import PrunedDer
+from workers.model.distill import kd_ce
+from workers.model.masks import TopK
+from workers.model.units import magnitudes, masked_weights
+from workers.taskstate import Carried
+
+
+class SimpleDerSettings(DerSettings):
+    keep: float = Field(0.5, gt=0, le=1, description="share of its units that an extractor keeps: of each attention head, and of each FFN")
+    prune_after: float = Field(0.5, ge=0, lt=1, description="share of the training after which units are dropped; the rest trains those that are left")
+    distillation: NonNegativeFloat = Field(1.0, description="weight of the distillation loss")
+    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
+
+
+class SimpleDer(PrunedDer):
+    """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task, which are the old W on the features of
+    frozen extractors, at no further forward. In the middle of `train` the units with the smallest weights are dropped for good, as many
+    of every head and every FFN, and what is left goes on learning: each extractor has the same, small size.
+
+    A reconstruction: no code was published. That all extractors so far are used with a new one, that knowledge is distilled and that
+    each extractor is pruned is the paper's; by what loss, which units, when and how many is ours, and so is the balanced `finetune`, DER's.
+    """
+
+    name = "simple_der"
+    paper = "Preserving Earlier Knowledge in Continual Learning with the Help of All Previous Feature Extractors, 2021 (a reconstruction)"
+    Settings = SimpleDerSettings
+    settings: SimpleDerSettings
+    kept: Tensor
+
+    @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        own = frozenset({"keep", "prune_after", "distillation", "tau"})
+        return super().unread(step) | (own if step in ("finetune", "herd") else frozenset())
+
+    def __init__(self, backbone: Any, settings: SimpleDerSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.register_buffer("kept", torch.ones(sum(self.sites.values()), dtype=torch.bool))
+        self.before: tuple[nn.Module, ...] = ()  # heads of old tasks before the task; in a tuple, so that they are no part of this module
+
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        if step == "train" and carried is not None:
+            self.attach(carried)
+            self.before = tuple(copy.deepcopy(self.heads[name]).requires_grad_(False) for name in self.columns() if name != task.name)
+        return super().begin(task, step, carried, rates, tasks)
+
+    def hard(self) -> Tensor:
+        return self.kept
+
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        first = int(self.settings.prune_after * progress.total)
+        if self.step != "train" or progress.done < first:
+            return {}
+        if progress.done == first:
+            self.kept.copy_(torch.cat([self.largest(site, size) for site, size in magnitudes(self.backbone).items()]))
+        return masked_weights(self.backbone, self.by_site(self.kept))
+
+    def largest(self, site: str, magnitude: Tensor) -> Tensor:
+        """Which units of a site stay: as many of each head."""
+        heads = 1 if site.endswith("ff") else self.backbone.blocks[0].attn.num_heads  # type: ignore[index,union-attr]
+        return torch.cat([TopK(own, self.settings.keep).hard() for own in magnitude.chunk(heads)])
+
+    def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:
+        terms = super().terms(u, z, batch)
+        if not self.before:
+            return terms
+        taught = torch.cat([head(u[:, : -self.dim]) for head in self.before], 1)
+        return terms | {"kd": (self.settings.distillation, kd_ce(z[:, : taught.shape[1]], taught, self.settings.tau))}

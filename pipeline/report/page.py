@@ -177,7 +177,8 @@ def about(tables: RunTables, label: str) -> str:
     says = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
     order = ("Its tasks do not depend on each other (a star)." if not method.carries
              else f"Each task starts from what the one before handed on: {', '.join(method.carries)} (a chain).")
-    return f"<p>{escape(' '.join(says.split()))} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
+    told = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(" ".join(says.split())))
+    return f"<p>{told} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
 
 
 def picks(tables: RunTables, label: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: run, plan, ingest, report, ui, gc. Few flags; everything else is `--set key=value`."""
+"""The command line: run, plan, ingest, report, analyse, ui, gc. Few flags; everything else is `--set key=value`."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="python -m pipeline", description="Grow one vision transformer by one task at a time.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, function: Any, text: str, config: bool = True) -> argparse.ArgumentParser:
+    def command(name: str, function: Any, text: str, config: bool = True, **several: Any) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=function)
         if config:
-            sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml")
+            sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml", **several)
             sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a setting, e.g. --set train.epochs=3")
         return sub
 
@@ -63,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
     command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
     command("report", report, "write the report of a config's run again, from the store")
+    analyse_parser = command("analyse", analyse, "measure the attention of finished runs, from the store; several configs are compared", nargs="+")
+    analyse_parser.add_argument("--images", type=int, default=256, metavar="N", help="test images of each task, about (default: 256)")
+    analyse_parser.add_argument("--robustness", action="store_true", help="also hide the centre of images, and attack them")
     ui_parser = command("ui", ui, "serve MLflow on this machine and print links to the runs", config=False)
     ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
     ui_parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
@@ -211,6 +214,27 @@ def report(args: argparse.Namespace) -> int:
     recorder.start(record, picture)
     recorder.finish(files)
     print("\n".join([*recorder.warnings, f"report: {export(store, config.name, files)}", *recorder.links()]))
+    return 0
+
+
+def analyse(args: argparse.Namespace) -> int:
+    """Tables and pictures beside the report of the first run that is named."""
+    from pipeline import analyse as analysis
+    from workers.analysis import attention_rows, robustness_rows
+
+    if args.images < 1:
+        raise UserError(f"--images is {args.images}; give the number of test images of a task, at least 1")
+    runs = []
+    for path in args.config:
+        config, store, graph, _ = prepare(argparse.Namespace(config=path, overrides=args.overrides))
+        runs.append(analysis.Analysed(config.name, graph, store))
+    rows = analysis.measured(runs, attention_rows, args.images)
+    found, text = analysis.attention_files(rows), analysis.attention_text(rows)
+    if args.robustness:
+        rows = analysis.measured(runs, robustness_rows, args.images)
+        found, text = found | analysis.robustness_files(rows), f"{text}\n\n{analysis.robustness_text(rows)}"
+    folder = os.path.dirname(export(runs[0].store, runs[0].name, found))
+    print(f"{text}\n\nanalysis: {folder}/analysis.png" + (f"\nrobustness: {folder}/robustness.png" if args.robustness else ""))
     return 0
 
 

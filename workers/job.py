@@ -5,13 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 
 class Frozen(BaseModel):
     """Base of all settings: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ContextSettings(Frozen):
+    """Uniform attention in the blocks of a ViT (workers/model/context.py). In a pretrained backbone all but `cbs`, as it starts here, change the
+    function that was trained."""
+
+    kind: Literal["cb", "cbs", "replace", "parallel", "compensate"] = Field("cb", description="`cb`: (x + c) / 2 at the end of the MLP; `cbs`: own x + "
+        "Lambda c, Lambda learnt; in attention `replace`: the first head is uniform, `parallel`: one more that is, `compensate`: both")
+    blocks: Literal["all"] | tuple[NonNegativeInt, ...] = Field("all", description="the blocks that have it, from 0; `[]`: none")
+    pool: Literal["mean", "max", "class"] = Field("mean", description="c of `cb` and `cbs`: over all tokens, or the class token")
+    own: PositiveFloat = Field(1.0, description="cbs: factor of a token itself; with own and start at 0.5 it starts as cb")
+    start: float = Field(0.0, description="cbs: where Lambda starts, and where it stays under a method that freezes the backbone")
+
+    @model_validator(mode="after")
+    def _used(self) -> ContextSettings:
+        readers = {"pool": ("cb", "cbs"), "own": ("cbs",), "start": ("cbs",)}
+        for name, kinds in readers.items():
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which kind {self.kind!r} does not read; leave it out, or use kind {kinds[-1]!r}")
+        return self
 
 
 class BackboneSettings(Frozen):
@@ -25,6 +45,7 @@ class BackboneSettings(Frozen):
     crop_pct: float = Field(0.9, gt=0, le=1, description="share of the resized image that evaluation crops")
     drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth while training, linear over depth")
     options: dict[str, Any] = Field(default_factory=dict, description="passed to timm (patch_size, depth, embed_dim, ...)")
+    context: ContextSettings | None = Field(None, exclude_if=lambda none: none is None, description="Context Broadcasting; null, which is in no key: none")
 
 
 class DataSettings(Frozen):

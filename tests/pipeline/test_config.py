@@ -163,7 +163,7 @@ OTHER = {
     "data": {"val_fraction": 0.5, "crop": "pad", "crop_scale": [0.1, 0.2], "flip": 0.5, "randaugment": 1, "magnitude": 1.0, "mixup": 0.5,
              "cutmix": 0.5, "erase": 0.5, "smoothing": 0.5, "resident_mb": 1, "repeats": 3},
     "backbone": {"name": "vit_small_patch16_224", "img_size": 32, "weights": "hub", "mean": [0.1, 0.2, 0.3], "std": [0.1, 0.2, 0.3], "crop_pct": 0.5,
-                 "drop_path": 0.5, "options": {"depth": 3}}}
+                 "drop_path": 0.5, "options": {"depth": 3}, "context": {"kind": "cb"}}}
 LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
 
 

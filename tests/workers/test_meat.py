@@ -76,7 +76,7 @@ def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does():
     assert isinstance(attention, MaskedAttention)
     for keys in (torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])):
         attention.keys = keys
-        psi = MaskedSoftmax.apply(torch.zeros(1, 1, 3, 3), attention._policy().float())[0, 0]
+        psi = MaskedSoftmax.apply(torch.zeros(1, 1, 3, 3), attention.policy().float())[0, 0]
         assert torch.allclose(psi[1], torch.full((3,), 1 / 3))
         assert torch.allclose(psi[0], torch.tensor([0.5, 0.0, 0.5]))
 

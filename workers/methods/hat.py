@@ -239,7 +239,8 @@ class AdaHat(Hat):
 
 
 def affine_names(backbone: Any) -> list[str]:
-    """Parameters that write to the residual stream and are no weights: norms, class token, biases of proj and fc2."""
+    """Parameters that write to the residual stream and are no weights: norms, class token, biases of proj and fc2, scales of context."""
     known = dict(backbone.named_parameters())
-    wanted = ["cls_token", *norm_names(backbone), *(f"blocks.{i}.{n}.bias" for i in range(len(backbone.blocks)) for n in ("attn.proj", "mlp.fc2"))]
+    ends = ("attn.proj.bias", "mlp.fc2.bias", "mlp.context.scale")
+    wanted = ["cls_token", *norm_names(backbone), *(f"blocks.{i}.{end}" for i in range(len(backbone.blocks)) for end in ends)]
     return [name for name in wanted if name in known]

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.model.context import uniform_multiply_adds
 from workers.taskstate import Carried, TaskState
 
 ALIGNED = 8  # new FFN units come in multiples of this, which matrix products like
@@ -212,7 +213,7 @@ class Tfm(Method):
         """Multiply-adds of the patch embedding and the blocks at this task's widths, relative to the backbone's."""
         vit: Any = self.backbone
         tokens, patches = vit.num_prefix_tokens + vit.patch_embed.num_patches, vit.patch_embed.num_patches
-        plain = grown = patches * vit.patch_embed.proj.weight.numel()
+        plain = grown = patches * vit.patch_embed.proj.weight.numel() + uniform_multiply_adds(vit)
         for pair in self.pairs:
             columns, parts = self.original[f"{pair.out}.weight"], len(pair.sites)
             each = tokens * ((parts + 1) * len(columns) + (2 * tokens if parts > 1 else 0))  # of one unit: rows, column, attention

@@ -1,7 +1,7 @@
 """Inference with a task's masks applied physically: dropped tokens, neurons and channels are not computed.
 
 ViT: per block, keys and values are computed for kept tokens only, and queries for live ones: a token's output is needed only
-if a later block keeps the token as a key, or if the pooling reads it. FFN neurons that cannot reach the output are cut.
+if a later block keeps the token as a key, or if the pooling or context (see context.py) reads it. FFN neurons that cannot reach the output are cut.
 ResNet: inner channels of residual blocks that cannot reach the output are cut.
 """
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from workers.model.context import reads_all, uniform_multiply_adds
 from workers.model.masked import BlockMasks
 
 
@@ -45,6 +46,8 @@ def plan(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
         kept = torch.ones(total, dtype=torch.bool)
         if mask.tokens is not None:
             kept[prefix:] = mask.tokens[0].cpu()
+        if reads_all(block):
+            live = torch.ones_like(live)
         keys = kept | live if getattr(block.attn, "self_loop", False) else kept
         needed.append((keys, kept, live))
         live = live | keys
@@ -69,9 +72,9 @@ def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
 
 
 def flops(vit: Any, plans: list[BlockPlan]) -> int:
-    """Multiply-adds of one image in the patch embedding and the blocks, norms and activations left out."""
+    """Multiply-adds of one image in the patch embedding and the blocks; norms, activations and means over tokens left out."""
     width = vit.embed_dim
-    count = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
+    count = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size) + uniform_multiply_adds(vit)
     for p in plans:
         queries, keys = len(p.queries), len(p.keys)
         count += width * (2 * queries * width + 2 * keys * width + 2 * queries * keys + 2 * queries * len(p.neurons))
@@ -119,6 +122,7 @@ class CompactBlock(nn.Module):
         for name in ("q_norm", "k_norm", "norm", "gate", "proj"):
             self.add_module(name, getattr(attn, name))
         self.act, self.mlp_norm = mlp.act, mlp.norm
+        self.context = mlp.context if reads_all(block) else nn.Identity()
         rows = attn.attn_dim
         bias = attn.qkv.bias
         self._buffer("q_weight", attn.qkv.weight[:rows])
@@ -150,7 +154,7 @@ class CompactBlock(nn.Module):
             y = y * self.gate(at_queries).sigmoid()
         x = _take(x, self.queries) + self.ls1(self.proj(y))
         hidden = self.mlp_norm(self.act(F.linear(self.norm2(x), self.fc1_weight, self.fc1_bias)))
-        return x + self.ls2(F.linear(hidden, self.fc2_weight, self.fc2_bias))
+        return x + self.ls2(self.context(F.linear(hidden, self.fc2_weight, self.fc2_bias)))
 
     def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         """(B, N, parts * H * D) -> `parts` tensors (B, H, N, D)."""

@@ -42,12 +42,20 @@ class GatedAttention(nn.Module):
                 to_x, to_y = head % side - (side - 1) // 2, head // side - (side - 1) // 2
                 self.pos_proj.weight[head] = torch.tensor([2.0 * to_x, 2.0 * to_y, -1.0])
 
+    def split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N, 2 D) -> queries and keys, (B, H, N, d) each."""
+        q, k = qk.unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return q, k
+
+    def positions(self) -> Tensor:
+        """P, (H, N, N)."""
+        return self.pos_proj(self.offsets).permute(2, 0, 1).softmax(-1)
+
     def forward(self, x: Tensor, **of_timm: Any) -> Tensor:
-        q, k = self.qk(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = self.split(self.qk(x))
         v = self.v(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         gate = self.gate.sigmoid().view(-1, 1, 1)
-        positions = self.pos_proj(self.offsets).permute(2, 0, 1).softmax(-1)  # (H, N, N)
-        mixed = (1 - gate) * F.scaled_dot_product_attention(q, k, v) + gate * (positions.to(v.dtype) @ v)
+        mixed = (1 - gate) * F.scaled_dot_product_attention(q, k, v) + gate * (self.positions().to(v.dtype) @ v)
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 

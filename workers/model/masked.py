@@ -60,17 +60,17 @@ class MaskedAttention(Attention):
         if self.keys is None:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
         if self.keys.dtype == torch.bool:
-            return super().forward(x, attn_mask=self._policy())
+            return super().forward(x, attn_mask=self.policy())
         batch, tokens, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)  # (B, H, N, D)
         scores = (q * self.scale) @ k.transpose(-2, -1)
-        psi = MaskedSoftmax.apply(scores.float(), self._policy()).to(v.dtype)
+        psi = MaskedSoftmax.apply(scores.float(), self.policy()).to(v.dtype)
         x = self.norm((self.attn_drop(psi) @ v).transpose(1, 2).reshape(batch, tokens, self.attn_dim))
         return self.proj_drop(self.proj(x if gate is None else x * gate))
 
-    def _policy(self) -> Tensor:
+    def policy(self) -> Tensor:
         """(B, 1, 1, N), or (B, 1, N, N) with the self loop."""
         assert self.keys is not None
         policy = self.keys[:, None, None, :]

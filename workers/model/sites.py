@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.model.compact import CompactVit, flops, multiply_adds, plan, thin
+from workers.model.context import uniform_multiply_adds
 from workers.model.masked import BlockMasks, GatedConv2d, GatedLinear, MaskedAttention, become, masking
 from workers.model.vit import geometry
 
@@ -67,12 +68,16 @@ def sites_of(backbone: nn.Module, gated: Blocks, entries: Entries, self_loop: bo
 
 
 class TokenSites:
-    """A ViT. Gates: image tokens, as keys and values of attention. Entries: the FFN's weights, or its hidden neurons."""
+    """A ViT. Gates: image tokens, as keys and values of attention. Entries: the FFN's weights, or its hidden neurons. Context behind an FFN
+    is over all tokens, masked ones too, which are then computed where nothing else needs them."""
 
     kinds = ("token", "FFN")
 
     def __init__(self, vit: Any, gated: Blocks, entries: Entries, self_loop: bool):
         shape = geometry(vit)
+        if uniform_multiply_adds(vit):
+            raise UserError("the backbone has uniform heads beside its attention (backbone.context), which would see the tokens that masks take from "
+                            "attention; use kind `cb`, `cbs` or `replace`")
         self.vit, self.prefix = vit, shape["prefix"]
         self.blocks = _chosen(gated, shape["depth"])
         self.attention: list[MaskedAttention] = []

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
 from workers.job import BackboneSettings
+from workers.model import context
 from workers.model.noise import own_drop_paths
 from workers.model.t2t import T2TVit
 from workers.taskstate import load_tensors
@@ -59,6 +60,8 @@ def build(settings: BackboneSettings) -> nn.Module:
                         "or backbone.options.patch_size")
     own_drop_paths(model)
     freeze_batch_norms(model)
+    if settings.context:
+        context.insert(model, settings.context)
     return model
 
 
@@ -92,7 +95,8 @@ def check(settings: BackboneSettings) -> nn.Module:
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
-    """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings are resampled."""
+    """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings are resampled. What context adds to a
+    backbone and the weights lack stays as it starts."""
     if settings.weights == "none":
         return
     if settings.weights == "hub":
@@ -109,7 +113,8 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
         except UserError:
             raise UserError(f"backbone.weights {settings.weights!r} is not readable as safetensors; give a .safetensors file, `hub` or `none`") from None
     try:
-        problems = model.load_state_dict(_as_named_here(tensors, model), strict=False)
+        start = {name: model.get_parameter(name).detach() for name in context.added_names(model)}
+        problems = model.load_state_dict(start | _as_named_here(tensors, model), strict=False)
         differs = [f"{kind} {names[:3]}" for kind, names in zip(("missing", "unexpected"), problems, strict=True) if names]
     except (RuntimeError, KeyError, ValueError, AttributeError, IndexError) as error:  # other shapes
         differs = [str(error).strip().splitlines()[-1].strip()]
@@ -136,8 +141,9 @@ def _from_hub(name: str) -> dict[str, Tensor]:
 
 
 def digest_of(model: nn.Module) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, in order of name."""
-    digest = hashlib.sha256()
+    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, in order of name; and over the settings of context, which
+    has no parameters and still makes another function of the same weights."""
+    digest = hashlib.sha256(context.identity_of(model))
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")

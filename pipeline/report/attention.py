@@ -1,0 +1,70 @@
+"""Figures of attention and of robustness: one line per method of a run, faint ones for its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pipeline.report.files import Row
+from pipeline.report.plots import FAINT, INK, dress, figure_of, look
+
+
+def attention_figure(rows: Sequence[Row]) -> Figure:
+    """Per block, over heads and images: entropy, distance, and the scales of context where there are any."""
+    scaled, names = any(row["scale"] is not None for row in rows), _names(rows)
+    figure, axes = figure_of(10.4 if scaled else 8.6, 3.9, 1, 3 if scaled else 2)
+    panels = (("entropy", "Entropy of attention", "nats"), ("distance", "Distance of attention", "relative to uniform"),
+              ("scale", "Scale of context", "mean |Λ|"))
+    for ax, (value, title, y) in zip(axes, panels, strict=False):
+        dress(ax, title, "block", y)
+        _lines(ax, names, [row for row in rows if row[value] is not None], lambda row: row["block"], value)
+        ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    for ax, top in ((axes[0], float(np.log(max(row["tokens"] for row in rows)))), (axes[1], 1.0)):
+        ax.axhline(top, color=FAINT, linewidth=1, linestyle="--")
+        ax.text(1, top, "uniform ", transform=ax.get_yaxis_transform(), fontsize=8, color=INK, ha="right", va="bottom")
+        ax.set_ylim(0, max(1.12 * top, ax.get_ylim()[1]))
+    _legend(figure, axes[0])
+    return figure
+
+
+def robustness_figure(rows: Sequence[Row]) -> Figure:
+    """Accuracy against the hidden share of the image, and against the strength of the attack."""
+    figure, axes = figure_of(8.6, 3.9, 1, 2)
+    for ax, kind, title, x in zip(axes, ("occlusion", "fgsm"), ("Hidden centre", "FGSM"), ("share of the image", "epsilon, in 255ths"), strict=True):
+        dress(ax, title, x, "accuracy")
+        _lines(ax, _names(rows), [row for row in rows if row["kind"] == kind], lambda row: row["level"], "accuracy")
+        ax.set_ylim(0, 1.02)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes[0].xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _legend(figure, axes[0])
+    return figure
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["name"] for row in rows))
+
+
+def _lines(axes: Axes, names: Sequence[str], rows: Sequence[Row], x: Callable[[Row], float], value: str) -> None:
+    """A name has the same colour in all panels, also where some have nothing to show."""
+    for index, name in enumerate(names):
+        own, style = [row for row in rows if row["name"] == name], look(index)
+        tasks = list(dict.fromkeys(row["task"] for row in own))
+        for task in tasks if len(tasks) > 1 else ():
+            axes.plot(*_means([row for row in own if row["task"] == task], x, value), color=style["color"], linewidth=0.8, alpha=0.3)
+        # Thinner from line to line, so that one that lies under another can still be seen.
+        axes.plot(*_means(own, x, value), label=name, linewidth=max(1.3, 3.2 - 0.5 * index), markersize=max(4.5, 8.5 - index), **style)
+
+
+def _means(rows: Sequence[Row], x: Callable[[Row], float], value: str) -> tuple[list[float], list[float]]:
+    """The mean value at each place."""
+    places = sorted({x(row) for row in rows})
+    return places, [float(np.mean([row[value] for row in rows if x(row) == place])) for place in places]
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5), fontsize=9, frameon=False)

@@ -1,0 +1,219 @@
+"""Promises of what is measured of attention, and of images that are hidden or attacked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from laboratory import OPTIMIZERS, TINY, Lab
+from test_context import LOCAL, built, images
+from torch import Tensor, nn
+
+from workers import analysis
+from workers.analysis import attacked, attention_rows, occluded, robustness_rows, slope, told
+from workers.job import BackboneSettings
+from workers.methods.base import MethodSettings
+from workers.methods.linear import Linear
+from workers.model.attention import Layer, distance, distances, entropy, watched
+from workers.model.sites import TokenSites
+
+
+def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The attention of each block (B, H, N, N)."""
+    found: list[Tensor] = []
+    monkeypatch.setattr(Layer, "add", lambda layer, attention: found.append(attention))
+    with watched(model), torch.no_grad():
+        model(x)
+    return found
+
+
+# ---- measures ------------------------------------------------------------------------------------------------------------------
+def test_entropy_and_distance_of_known_attention():
+    uniform, own = torch.full((1, 1, 4, 4), 0.25), torch.eye(4)[None, None]
+    apart = distances((2, 2))
+    assert apart.tolist()[0] == pytest.approx([0, 1, 1, math.sqrt(2)])
+    assert entropy(uniform).item() == pytest.approx(math.log(4))
+    assert entropy(own).item() == 0
+    assert distance(uniform, apart).item() == pytest.approx(1)
+    assert distance(own, apart).item() == 0
+    some = torch.tensor([[[[0.25, 0.75], [0.5, 0.5]]]])
+    assert entropy(some).item() == pytest.approx((-0.25 * math.log(0.25) - 0.75 * math.log(0.75) + math.log(2)) / 2)
+    assert distance(some, distances((1, 2))).item() == pytest.approx(1.25)
+    assert distance(some * 0.3, distances((1, 2))).item() == pytest.approx(1.25), "what goes to the class token has no place"
+    assert distance(torch.zeros(1, 1, 2, 2), distances((1, 2))).item() == 0
+
+
+def test_the_class_token_has_entropy_and_no_place():
+    own = torch.eye(5)[None, None]
+    own[..., 0, :] = 0.2
+    layer = Layer("", 0, 1, distances((2, 2)))
+    layer.add(own)
+    assert layer.rows()[0]["distance"] == 0
+    assert layer.rows()[0]["entropy"] == pytest.approx(math.log(5) / 5)
+
+
+@pytest.mark.parametrize("kind", [None, "cb", "replace", "parallel"])
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "reg_tokens": 2}], ids=["plain", "norms-and-registers"])
+def test_attention_is_what_timm_multiplies_values_with(kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    model = built(kind, options=options)
+    fused = maps(model, images(), monkeypatch)
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(images())
+    assert len(fused) == len(seen) == 3
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(fused, seen, strict=True))
+
+
+def test_masked_keys_get_no_attention(monkeypatch: pytest.MonkeyPatch):
+    model = built(None)
+    sites = TokenSites(model, "all", "off", self_loop=False)
+    sites.folded({"tokens": torch.tensor([[True, False, True, False]] * 3)})
+    found = maps(model, images(), monkeypatch)
+    assert all(bool((a[..., [2, 4]] == 0).all()) for a in found)
+    assert all(torch.allclose(a.sum(-1), torch.ones(())) for a in found)
+
+
+def test_gated_attention_is_what_it_multiplies_values_with(monkeypatch: pytest.MonkeyPatch):
+    model = built(None, LOCAL)
+    attn, heard = model.blocks[1].attn, []
+    attn.register_forward_hook(lambda module, inputs, output: heard.append((inputs[0], output)))
+    a = maps(model, images(), monkeypatch)[1]
+    x, want = heard[0]
+    v = attn.v(x).unflatten(2, (4, -1)).transpose(1, 2)
+    assert torch.allclose(attn.proj((a @ v).transpose(1, 2).flatten(2)), want, atol=1e-5)
+
+
+def test_a_uniform_head_has_the_largest_entropy_and_distance_one():
+    model = built("replace")
+    with watched(model) as layers:
+        model(images())
+        model(images() + 1)
+    for layer in layers:
+        first, *others = layer.rows()
+        assert layer.images == 8
+        assert first["entropy"] == pytest.approx(math.log(5), abs=1e-5)
+        assert (first["entropy_share"], first["distance"]) == (pytest.approx(1), pytest.approx(1))
+        assert all(row["entropy"] < math.log(5) - 1e-4 for row in others)
+
+
+def test_means_are_over_all_images_whatever_the_batches():
+    model, x = built(None), images()
+    with watched(model) as whole:
+        model(x)
+    with watched(model) as parts:
+        model(x[:1])
+        model(x[1:])
+    for one, other in zip((r for layer in whole for r in layer.rows()), (r for layer in parts for r in layer.rows()), strict=True):
+        assert one == {name: pytest.approx(value, abs=1e-5) if isinstance(value, float) else value for name, value in other.items()}
+
+
+def test_looking_changes_nothing_and_leaves_nothing():
+    model, x = built("cbs"), images()
+    want, hooks = model(x), [len(m._forward_hooks) for m in model.modules()]
+    with watched(model) as layers:
+        assert torch.equal(model(x), want)
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    assert [layer.scale for layer in layers] == [pytest.approx(float(b.mlp.context.scale.detach().abs().mean())) for b in model.blocks]
+    before = layers[0].images
+    model(x)
+    assert layers[0].images == before
+
+
+# ---- of methods ------------------------------------------------------------------------------------------------------------------
+def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab):
+    run = lab.run_of("hat", OPTIMIZERS["adamw"], backbone={**TINY, "context": {"kind": "cbs"}}, methods={"hat": {"per_task_affine": True}})
+    job = run.evaluate_job(1)
+    method = run.served(1)
+    for place in range(2):
+        rows = attention_rows(method, job, job.tasks[place], 16)
+        assert [(row["block"], row["head"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        own = [run.state(place).copies[f"blocks.{block}.mlp.context.scale"].abs().mean() for block in range(2)]
+        assert [rows[0]["scale"], rows[2]["scale"]] == pytest.approx([float(scale) for scale in own])
+        assert own[0] > 0
+
+
+@pytest.mark.parametrize(("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1)])
+def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int):
+    run = lab.run(method)
+    job = run.evaluate_job(1)
+    rows = attention_rows(run.served(1), job, job.tasks[0], 8)
+    assert len({row["network"] for row in rows}) == networks
+    assert all(0 < row["entropy_share"] <= 1 + 1e-6 and row["distance"] > 0 for row in rows)
+    assert {row["kind"] for row in robustness_rows(run.served(1), job, job.tasks[0], 8)} >= {"occlusion"}
+
+
+def test_a_method_that_guesses_the_task_is_told_it(lab: Lab):
+    run = lab.run("supsup_nn")
+    method, x = run.served(1), run.images(1)
+    place = next(p for p, tasks in enumerate(method.candidates().values()) if run.order[1] in tasks)
+    assert torch.equal(told(method, x, run.order[1]), method.answer(x, torch.full((len(x),), place), run.order[1]))
+
+
+# ---- hidden and attacked -----------------------------------------------------------------------------------------------------------
+def test_the_centre_is_hidden():
+    x = torch.ones(2, 3, 10, 10)
+    hidden = occluded(x, 0.36)
+    assert (hidden[0, 0] == 0).sum() == 36
+    assert bool((hidden[:, :, 2:8, 2:8] == 0).all())
+    assert torch.equal(occluded(x, 0.0), x)
+
+
+def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range():
+    backbone = BackboneSettings(mean=(0.5, 0.4, 0.3), std=(0.5, 0.2, 0.1))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (backbone.mean, backbone.std))
+    pixels = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    uphill = torch.where(pixels > 0.5, 1.0, -1.0)
+    found = attacked((pixels - mean) / std, uphill, 0.1, backbone) * std + mean
+    assert torch.allclose(found, (pixels + 0.1 * uphill).clamp(0, 1), atol=1e-6)
+
+
+def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab):
+    run = lab.run("finetune")
+    method, x = run.served(0), run.images(0)
+    wanted = torch.zeros(len(x), dtype=torch.long)
+    uphill = slope(method, x, wanted, run.order[0])
+    assert uphill is not None
+
+    def loss(images: Tensor) -> float:
+        return float(nn.functional.cross_entropy(method.logits(images, run.order[0]), wanted).detach())
+
+    assert loss(x + 0.02 * uphill) > loss(x) > loss(x - 0.02 * uphill)
+
+    class Blind(Linear):
+        @torch.no_grad()
+        def logits(self, images: Tensor, task: str | None) -> Tensor:
+            return super().logits(images, task)
+
+    blind = Blind(built(None), MethodSettings(), 0)
+    blind.heads.add("one", 2, 0)
+    assert slope(blind, images(), torch.zeros(4, dtype=torch.long), "one") is None
+
+
+@pytest.mark.parametrize("method", ["finetune", "dytox"])
+def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(lab: Lab, method: str):
+    run = lab.run(method)
+    job = run.evaluate_job(1)
+    want = {row["task"]: (row["correct"], row["total"]) for row in run.evaluated(1)["rows"]}
+    for task in job.tasks:
+        found = robustness_rows(run.served(1), job, task, 10_000)
+        assert [(row["correct"], row["total"]) for row in found if row["level"] == 0] == [want[task.name]] * 2
+        assert [row["level"] for row in found if row["kind"] == "fgsm"] == [*analysis.EPSILONS]
+
+
+@pytest.mark.parametrize("most", [1, 7, 40, 1000])
+def test_images_are_spread_over_all_classes(lab: Lab, most: int, monkeypatch: pytest.MonkeyPatch):
+    from workers.data.feed import Feed
+
+    monkeypatch.setattr(Feed.evaluate, "__defaults__", (16,))
+    run = lab.run("finetune")
+    job = run.evaluate_job(1)
+    whole = torch.cat([images for images, _ in analysis.spread(job, job.tasks[1], 10_000)])
+    assert len(whole) == 60
+    parts = [*analysis.spread(job, job.tasks[1], most)]
+    step = math.ceil(60 / most)
+    assert torch.equal(torch.cat([images for images, _ in parts]), whole[::step])
+    assert sum(len(labels) for _, labels in parts) == math.ceil(60 / step)

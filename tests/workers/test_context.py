@@ -1,0 +1,346 @@
+"""Promises of Context Broadcasting: its equations (T21 to T29 and the golden numbers), its place in a block, and every method on such a backbone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import laboratory
+import pytest
+import safetensors.torch
+import torch
+from checks import PROMISES
+from laboratory import OPTIMIZERS, TINY, Lab, answers
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline import config
+from pipeline.store import key_of
+from workers.errors import UserError
+from workers.job import BackboneSettings, ContextSettings
+from workers.methods.finetune import weight_groups
+from workers.methods.hat import affine_names
+from workers.methods.meat import Meat, MeatSettings
+from workers.methods.tfm import Tfm, TfmSettings
+from workers.model import context, vit
+from workers.model.compact import flops, plan
+from workers.model.context import Context, ScaledContext
+from workers.model.masked import BlockMasks
+from workers.taskstate import TaskState
+
+SMALL = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4})
+T2T = BackboneSettings(name="t2t_vit_12", img_size=32, options={"embed_dim": 32, "depth": 2, "num_heads": 2})
+LOCAL = BackboneSettings(name="convit_local", img_size=16, options={"embed_dim": 48, "depth": 2, "num_heads": 4})
+KINDS = ("cb", "cbs", "replace", "parallel", "compensate")
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape or (2, 7, 5), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def images(side: int = 16) -> Tensor:
+    return torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(3))
+
+
+def built(kind: str | None = "cb", settings: BackboneSettings = SMALL, options: dict[str, Any] | None = None, **own: Any) -> Any:
+    """All parameters are drawn, those that have a name in the plain backbone alike in all."""
+    chosen = None if kind is None else ContextSettings.model_validate({"kind": kind, **own})
+    torch.manual_seed(0)  # buffers are drawn too
+    model: Any = vit.build(settings.model_copy(update={"context": chosen, "options": settings.options | (options or {})}))
+    for number, (_, p) in enumerate(sorted(model.named_parameters(), key=lambda item: ("context" in item[0] or "uniform" in item[0], item[0]))):
+        nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(number))
+    return model.eval()
+
+
+def scaled(width: int, own: float, start: float) -> ScaledContext:
+    return ScaledContext("mean", width, own, start).double()
+
+
+# ---- the equations -------------------------------------------------------------------------------------------------------------
+def test_the_golden_numbers():
+    x = torch.tensor([[[1.0, 2], [3, 6], [5, 1]]], dtype=torch.float64)
+    assert Context("mean")(x).tolist() == [[[2.0, 2.5], [3.0, 4.5], [4.0, 2.0]]]
+
+
+def test_t21_it_is_a_matrix_on_tokens():
+    x = tokens()
+    assert torch.allclose(Context("mean")(x), (torch.eye(7) + torch.full((7, 7), 1 / 7)).double() / 2 @ x, atol=1e-14)
+
+
+def test_t22_t23_the_mean_stays_and_deviations_are_halved_each_time():
+    x, cb = tokens(), Context("mean")
+    mean, once = x.mean(1, keepdim=True), cb(x)
+    assert torch.allclose(once.mean(1, keepdim=True), mean, atol=1e-14)
+    assert torch.allclose(once - mean, (x - mean) / 2, atol=1e-14)
+    assert torch.allclose(cb(once) - mean, (x - mean) / 4, atol=1e-14)
+
+
+def test_t24_it_commutes_with_affine_maps_so_that_the_middle_of_the_mlp_is_its_end():
+    model = built(None).double()
+    mlp, cb, x = model.blocks[1].mlp, Context("mean"), tokens(2, 5, 32)
+    hidden = mlp.act(mlp.fc1(x))
+    assert torch.allclose(mlp.fc2(cb(hidden)), cb(mlp(x)), atol=1e-12)
+    assert torch.allclose(mlp.fc2(mlp.act(cb(mlp.fc1(x)))), mlp(cb(x)), atol=1e-12), "before the activation it is the front"
+    assert not torch.allclose(mlp(cb(x)), cb(mlp(x)), atol=1e-3)
+
+
+def test_t25_tokens_may_change_places():
+    x, order = tokens(), torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    for module in (Context("mean"), Context("max"), scaled(5, 1.0, 0.7)):
+        assert torch.allclose(module(x[:, order]), module(x)[:, order], atol=1e-14)
+
+
+def test_t26_of_one_token_it_is_the_identity():
+    x = tokens(3, 1, 5)
+    assert all(torch.equal(Context(pool)(x), x) for pool in ("mean", "max", "class"))
+
+
+def test_t28_scales_of_one_half_are_it_and_of_zero_nothing():
+    x = tokens()
+    assert torch.allclose(scaled(5, 0.5, 0.5)(x), Context("mean")(x), atol=1e-14)
+    assert torch.equal(scaled(5, 1.0, 0.0)(x), x)
+    learnt = scaled(5, 1.0, 0.0)
+    with torch.no_grad():
+        learnt.scale.copy_(torch.arange(5))
+    assert torch.allclose(learnt(x), x + torch.arange(5) * x.mean(1, keepdim=True), atol=1e-14), "a number per channel"
+
+
+def test_t29_tokens_that_are_none_would_be_heard():
+    x, cb = tokens(), Context("mean")
+    padded = F.pad(x, (0, 0, 0, 3))
+    assert not torch.allclose(cb(padded)[:, :7], cb(x), atol=1e-3)
+    assert torch.allclose(padded.mean(1) * 10 / 7, x.mean(1), atol=1e-14)
+
+
+def test_other_contexts_are_the_maximum_and_the_class_token():
+    x = tokens()
+    assert torch.allclose(Context("max")(x), (x + x.max(1, keepdim=True).values) / 2, atol=1e-14)
+    assert torch.allclose(Context("class")(x), (x + x[:, :1]) / 2, atol=1e-14)
+
+
+# ---- in a backbone -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("changes", [{}, {"init_values": 0.3}], ids=["plain", "layer-scale"])
+def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(changes: dict[str, Any]):
+    model = built(options=changes)
+    block, x = model.blocks[1], tokens(2, 5, 32).float()
+    y = x + block.ls1(block.attn(block.norm1(x)))
+    hidden = block.mlp.fc2(block.mlp.act(block.mlp.fc1(block.norm2(y))))
+    want = y + block.ls2((hidden + hidden.mean(1, keepdim=True)) / 2)
+    assert torch.allclose(block(x), want, atol=1e-5)
+    assert not torch.allclose(built(None, options=changes).blocks[1](x), want, atol=1e-3)
+
+
+@pytest.mark.parametrize(("settings", "side"), [(SMALL, 16), (T2T, 32), (LOCAL, 16)], ids=["vit", "t2t", "convit"])
+def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(settings: BackboneSettings, side: int):
+    plain, x = built(None, settings), images(side)
+    assert torch.equal(built("cb", settings, blocks=[])(x), plain(x))
+    none = built("cbs", settings)
+    for _, module in context.added(none):
+        nn.init.zeros_(module.scale)
+    assert torch.equal(none(x), plain(x))
+    assert not torch.allclose(built("cb", settings)(x), plain(x), atol=1e-3)
+    assert torch.equal(built("cb", settings)(x), built("cb", settings, blocks=range(len(plain.blocks)))(x))
+
+
+def test_only_the_chosen_blocks_have_it():
+    model = built(blocks=[0, 2])
+    assert [name for name, _ in context.added(model)] == ["blocks.0.mlp.context", "blocks.2.mlp.context"]
+    assert [context.reads_all(block) for block in model.blocks] == [True, False, True]
+
+
+def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block():
+    def count(model: nn.Module) -> int:
+        return sum(p.numel() for p in model.parameters())
+
+    plain = count(built(None))
+    assert count(built("cb")) == count(built("replace")) == plain
+    assert count(built("cbs")) - plain == 3 * 32
+    with torch.device("meta"):
+        small = vit.build(BackboneSettings(name="vit_small_patch16_224", context=ContextSettings(kind="cbs")))
+    assert sum(p.numel() for _, m in context.added(small) for p in m.parameters()) == 4608, "the paper's number for ViT-S"
+    assert count(built("compensate")) - plain == 3 * 2 * 32 * 8, "as many as the weights of the queries and keys that are not used"
+
+
+def test_the_first_head_looks_at_all_tokens_alike():
+    plain, x = built(None, options={"qk_norm": True}).blocks[0].attn, tokens(2, 5, 32).float()
+    found = built("replace", options={"qk_norm": True}).blocks[0].attn(x)
+    v = plain.qkv(x).reshape(2, 5, 3, 4, 8)[:, :, 2]
+    heads: list[Tensor] = []
+    plain.proj.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0]))
+    plain(x)
+    want = torch.cat([v[:, :, 0].mean(1, keepdim=True).expand(-1, 5, -1), heads[0][..., 8:]], -1)
+    assert torch.allclose(found, F.linear(want, plain.proj.weight, plain.proj.bias), atol=1e-5)
+
+
+def test_a_head_beside_the_others_adds_the_projected_mean():
+    model, x = built("parallel"), tokens(2, 5, 32).float()
+    own, plain = model.blocks[2].attn, built(None).blocks[2].attn
+    added = x.mean(1, keepdim=True) @ own.uniform.v.weight.T @ own.uniform.proj.weight.T
+    assert torch.allclose(own(x), plain(x) + added, atol=1e-5)
+    both = built("compensate").blocks[2].attn
+    assert torch.allclose(both(x), built("replace").blocks[2].attn(x) + added, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_common_weights_start_as_without_it(kind: str):
+    torch.manual_seed(1)
+    plain = vit.build(SMALL).state_dict()
+    torch.manual_seed(1)
+    found = vit.build(SMALL.model_copy(update={"context": ContextSettings(kind=kind)})).state_dict()  # type: ignore[arg-type]
+    assert all(torch.equal(found[name], t) for name, t in plain.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str):
+    model = built(kind)
+    again = built(kind)
+    for p in again.parameters():
+        nn.init.zeros_(p)
+    vit.from_bytes(again, vit.to_bytes(model), "here")
+    assert torch.equal(again(images()), model(images()))
+    assert vit.digest_of(again) == vit.digest_of(model)
+    digests = {vit.digest_of(built(kind)), vit.digest_of(built(None)), vit.digest_of(built(kind, blocks=[1]))}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(kind: str, tmp_path: Path):
+    path = tmp_path / "plain.safetensors"
+    plain = built(None)
+    path.write_bytes(safetensors.torch.save({k: v.contiguous() for k, v in plain.state_dict().items()}))
+    settings = SMALL.model_copy(update={"weights": str(path), "context": ContextSettings(kind=kind)})  # type: ignore[arg-type]
+    model: Any = vit.build(settings).eval()
+    start = {name: model.get_parameter(name).clone() for name in context.added_names(model)}
+    vit.load_weights(model, settings)
+    assert all(torch.equal(model.state_dict()[name], t) for name, t in plain.state_dict().items())
+    assert all(torch.equal(model.get_parameter(name), t) for name, t in start.items())
+    assert torch.allclose(model(images()), plain(images()), atol=1e-5) == (kind == "cbs"), "it starts as the backbone"
+    own = built(kind)
+    path.write_bytes(vit.to_bytes(own))
+    vit.load_weights(model, settings)
+    assert torch.equal(model(images()), own(images())), "weights that have it fill it"
+    path.write_bytes(safetensors.torch.save({k: v for k, v in plain.state_dict().items() if "fc2" not in k}))
+    with pytest.raises(UserError, match=r"missing \['blocks.0.mlp.fc2.weight'"):
+        vit.load_weights(model, settings)
+
+
+def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies():
+    from workers.methods.base import Rates
+
+    model = built("cbs")
+    decayed, exempt = ({id(p) for p in group["params"]} for group in weight_groups(model, Rates(1.0, 0.1, 1, 1.0)))
+    scales = {id(m.scale) for _, m in context.added(model)}
+    assert scales <= exempt
+    assert not scales & decayed
+    assert {f"blocks.{i}.mlp.context.scale" for i in range(3)} <= set(affine_names(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch):
+    torch.compiler.reset()
+    model, want = built(kind, blocks=[1, 2]), built(kind, blocks=[1, 2])(images())
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="eager"))
+    vit.compile_blocks(model)
+    assert torch.allclose(model(images()), want, atol=1e-5)
+
+
+def test_a_uniform_head_costs_one_token():
+    pooled = {"global_pool": "avg"}  # so that the last block needs all its tokens in each
+    cost = {kind: flops(model, plan(model, [BlockMasks()] * 3)) for kind in (None, *KINDS) for model in [built(kind, options=pooled)]}
+    assert cost["cb"] == cost["cbs"] == cost["replace"] == cost[None]
+    assert cost["parallel"] == cost["compensate"] == cost[None] + 3 * 2 * 32 * 8
+
+
+def test_a_network_that_grows_counts_it_too():
+    shares = []
+    for kind in (None, "parallel"):
+        method = Tfm(built(kind), TfmSettings(), 0)
+        widths = {f"{site}.used": 2 * method.original[f"{pair.out}.weight"].shape[1] for pair in method.pairs for site in pair.sites if site}
+        masks = {name: torch.ones(width, dtype=torch.bool) for name, width in widths.items()}
+        shares.append(method.flops_share(TaskState("one", ("a",), "tfm", method.backbone_digest, masks=masks)))
+    patches = 4 * 3 * 8 * 8 * 32
+    blocks = 3 * (5 * (4 * 32 * 32 + 2 * 5 * 32) + 5 * 2 * 32 * 128)
+    assert shares == [pytest.approx((patches + extra + 2 * blocks) / (patches + extra + blocks), abs=1e-12) for extra in (0, 3 * 2 * 32 * 8)]
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kind", "own"), [("cb", {}), ("cb", {"blocks": [1]}), ("cb", {"pool": "max"}), ("cbs", {}), ("replace", {})])
+def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]):
+    method = Meat(built(kind, options={"patch_size": 4}, **own), MeatSettings(ffn_masks="neuron"), 0).eval()
+    generator = torch.Generator().manual_seed(1)
+    masks = {name: torch.rand(shape, generator=generator) < 0.4 for name, shape in method.mask_shapes().items()}
+    head = {"weight": torch.randn(3, 32, generator=generator), "bias": torch.zeros(3)}
+    method.load(TaskState("one", ("a", "b", "c"), "meat", method.backbone_digest, masks=masks, head=head, meta={"token_blocks": [0, 1, 2], "grid": [4, 4]}))
+    assert torch.allclose(method.compact("one")(images()), method.logits(images(), "one"), atol=1e-4)
+
+
+def test_a_token_that_context_reads_is_computed():
+    masks = [BlockMasks(tokens=torch.zeros(1, 4, dtype=torch.bool))] * 3
+    plain, cb, last = (plan(model, masks) for model in (built(None), built(), built(blocks=[1])))
+    assert [len(p.queries) for p in plain] == [1, 1, 1]
+    assert [len(p.queries) for p in cb] == [5, 5, 5]
+    assert [(len(p.inputs), len(p.queries)) for p in last] == [(5, 5), (5, 5), (5, 1)]
+
+
+@pytest.mark.parametrize("kind", ["parallel", "compensate"])
+def test_masks_of_tokens_refuse_heads_that_would_see_past_them(kind: str):
+    with pytest.raises(UserError, match="uniform heads beside its attention"):
+        Meat(built(kind), MeatSettings(), 0)
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------------------
+def test_without_it_keys_are_those_of_before_there_was_any():
+    plain, null = BackboneSettings(), BackboneSettings(context=None)
+    assert key_of(plain.model_dump(), []) == key_of(null.model_dump(), []) == "7658907c31e404a95275872880bb4bce"
+    keys = {key_of(BackboneSettings(context=ContextSettings(kind=kind)).model_dump(), []) for kind in KINDS}  # type: ignore[arg-type]
+    assert len(keys) == 5
+    again = BackboneSettings.model_validate_json(BackboneSettings(context=ContextSettings(kind="cbs", own=0.5)).model_dump_json())
+    assert again.context == ContextSettings(kind="cbs", own=0.5)
+
+
+@pytest.mark.parametrize(("backbone", "sentence"), [
+    ({"context": {"blocks": [1, 12]}}, r"backbone\.context\.blocks is \[1, 12\], but the backbone has blocks 0 to 11"),
+    ({"name": "resnet18", "context": {}}, "the backbone is a ResNet, which has no tokens"),
+    ({"name": "convit_local", "img_size": 32, "context": {"pool": "class"}}, "the backbone has no class token"),
+    ({"name": "convit_local", "img_size": 32, "context": {"kind": "replace"}}, "block 0 of the backbone has a GatedAttention in its place"),
+    ({"name": "vit_base_patch16_18x2_224", "context": {}}, "block 0 of the backbone has a NoneType in its place")])
+def test_a_backbone_without_a_place_for_it_is_refused(backbone: dict[str, Any], sentence: str):
+    with pytest.raises(UserError, match=sentence):
+        vit.check(BackboneSettings.model_validate(backbone))
+
+
+@pytest.mark.parametrize("wrong", [{"start": 1.0}, {"own": 0.5}, {"kind": "replace", "pool": "max"}, {"blocks": [-1]}, {"kind": "mean"}])
+def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(ValidationError):
+        ContextSettings.model_validate(wrong)
+    body = {"name": "x", "stream": {"tasks": [{"card": "digits"}]}, "methods": {"linear": {}}, "backbone": {"context": wrong}}
+    with pytest.raises(UserError, match=r"backbone\.context"):
+        config.check(body, "here")
+
+
+# ---- methods on such a backbone --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["finetune", "meat", "hat", "packnet", "dytox"])
+@pytest.mark.parametrize("kind", ["cb", "cbs"])
+def test_methods_learn_and_are_stored_with_it(lab: Lab, method: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(laboratory, "TINY", {**TINY, "context": {"kind": kind}})
+    for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):
+        if PROMISES[name].applies(laboratory.METHODS[method]):
+            PROMISES[name].check(lab, method, "adamw")
+
+
+def test_training_moves_the_scales(lab: Lab):
+    run = lab.run_of("finetune", OPTIMIZERS["adamw"], backbone={**TINY, "context": {"kind": "cbs"}})
+    scales = [t for name, t in run.carried(0).tensors.items() if name.endswith("context.scale")]
+    assert len(scales) == 2
+    assert all(bool((scale != 0).all()) for scale in scales)
+
+
+def test_the_context_of_a_run_has_a_part_in_its_answers(lab: Lab):
+    plain, cb = (lab.run_of("dytox", OPTIMIZERS["adamw"], backbone={**TINY, **more}) for more in ({}, {"context": {}}))
+    x = cb.images(0)
+    served = cb.served(0)
+    assert any(name.endswith("mlp.context") for name, _ in served.named_modules())
+    assert not any("context" in name for name, _ in served.decoder.named_modules()), "of one token it would be nothing"
+    assert not torch.allclose(answers(plain.served(0), x, "two"), answers(served, x, "two"), atol=1e-3)

@@ -1,0 +1,151 @@
+"""Context Broadcasting: every token of a ViT hears the mean of all tokens; uniform attention, inserted into the blocks from outside.
+
+Hyeon-Woo, Yu-Ji, Heo, Han, Oh, Oh: Scratching Visual Transformer's Back with Uniform Attention, ICCV 2023.
+Axes: B images, N tokens (prefix first), D width, H heads, d width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from workers.errors import UserError
+from workers.job import ContextSettings
+
+PLAIN = "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
+
+
+class Context(nn.Module):
+    """CB(X)_i = (x_i + c) / 2, c = mean_j x_j over all tokens, the class token among them; no parameters. (B, N, D) -> the same.
+
+    With `max`, c is the maximum over tokens in each channel; with `class`, the class token.
+    """
+
+    def __init__(self, pool: str):
+        super().__init__()
+        self.pool = pool
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """c, (B, 1, D)."""
+        if self.pool == "class":
+            return x[:, :1]
+        return x.mean(1, keepdim=True) if self.pool == "mean" else x.amax(1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.pooled(x)) / 2
+
+
+class ScaledContext(Context):
+    """CB_S(X)_i = a x_i + Lambda * c, Lambda (D,) learnt, its product elementwise: a = Lambda = 1/2 is CB, a = 1 and Lambda = 0 changes nothing.
+
+    Where it differs from the paper: its formula was not at hand. a = 1 is our reading, and Lambda starts at 0, so that weights that were
+    trained without it answer as before until it has learned.
+    """
+
+    def __init__(self, pool: str, width: int, own: float, start: float):
+        super().__init__(pool)
+        self.own = own
+        self.scale = nn.Parameter(torch.full((width,), start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own * x + self.scale * self.pooled(x)
+
+
+class UniformHead(nn.Module):
+    """A head that attends to all tokens alike: W_o mean_j W_v x_j, the same for every token: (B, N, D) -> (B, 1, D). As the mean commutes
+    with W_v, one token is projected. Both start as timm's linear layers do."""
+
+    def __init__(self, width: int, head_width: int):
+        super().__init__()
+        self.v, self.proj = nn.Linear(width, head_width, bias=False), nn.Linear(head_width, width, bias=False)
+        for linear in (self.v, self.proj):
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.v(x.mean(1, keepdim=True)))
+
+
+# Each block gets the same hooks, and what a hook finds on its module says whether it does anything: the code that a compiler made of one
+# block serves all, unless they differ in attributes. Which hooks there are it does not look at.
+def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return module.context(output)
+
+
+def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output if module.uniform is None else output + module.uniform(inputs[0])
+
+
+def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
+    """Queries (B, H, N, d) with those of the first head at 0: its softmax is then uniform, over all keys that are not masked."""
+    return torch.cat([torch.zeros_like(queries[:, :1]), queries[:, 1:]], 1) if module.first_uniform else queries
+
+
+def insert(backbone: nn.Module, settings: ContextSettings) -> None:
+    """Puts context into the chosen blocks, by hooks that stay for the life of the backbone; parameters that it had keep their names and
+    values. Raises UserError where a backbone has no place for it.
+
+    `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the residual. CB commutes with what acts token by token
+    and is affine, so that in the middle of the MLP, behind the activation, it would be the same function at four times the cost.
+    Inside attention: `replace`, the first head attends to all tokens alike; its queries and keys stay among
+    the parameters, and nothing depends on them. `parallel`, a uniform head beside the others. `compensate`, both: the new head has as many
+    parameters as the queries and keys of a replaced one, which is our reading of the paper's comparison at equal size.
+    """
+    at = f"backbone.context.kind is {settings.kind!r}, and"
+    if not isinstance(backbone, VisionTransformer):
+        raise UserError(f"{at} the backbone is a {type(backbone).__name__}, which has no tokens; leave backbone.context out, or choose {PLAIN}")
+    depth = len(backbone.blocks)
+    chosen = range(depth) if settings.blocks == "all" else settings.blocks
+    if any(block >= depth for block in chosen):
+        raise UserError(f"backbone.context.blocks is {list(chosen)}, but the backbone has blocks 0 to {depth - 1}; name some of those, or `all`")
+    if settings.pool == "class" and not backbone.has_class_token:
+        raise UserError("backbone.context.pool is 'class', and the backbone has no class token; use `mean` or `max`")
+    for index, block in enumerate(backbone.blocks):
+        part = getattr(block, "mlp" if settings.kind in ("cb", "cbs") else "attn", None)
+        if part is None or (settings.kind not in ("cb", "cbs") and not isinstance(part, Attention)):
+            raise UserError(f"{at} block {index} of the backbone has a {type(part).__name__} in its place; choose {PLAIN}")
+        _into(part, settings, index in chosen, backbone.embed_dim)
+    backbone.broadcasts = settings  # type: ignore[assignment]
+
+
+def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
+    if settings.kind in ("cb", "cbs"):
+        own = Context(settings.pool) if settings.kind == "cb" else ScaledContext(settings.pool, width, settings.own, settings.start)
+        part.context = own if chosen else nn.Identity()
+        part.register_forward_hook(_behind)
+    if settings.kind in ("replace", "compensate"):
+        part.q_norm.first_uniform = chosen
+        part.q_norm.register_forward_hook(_first_uniform)
+    if settings.kind in ("parallel", "compensate"):
+        part.uniform = UniformHead(width, part.head_dim) if chosen else None
+        part.register_forward_hook(_beside)
+
+
+def identity_of(backbone: nn.Module) -> bytes:
+    """What the digest of a backbone says of its context; nothing where it has none."""
+    settings = getattr(backbone, "broadcasts", None)
+    return b"" if settings is None else settings.model_dump_json().encode()
+
+
+def added(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Context and uniform heads of a backbone, by name."""
+    return ((name, m) for name, m in backbone.named_modules() if isinstance(m, (Context, UniformHead)))
+
+
+def added_names(backbone: nn.Module) -> list[str]:
+    """Parameters that context brings, which weights from elsewhere lack."""
+    return [f"{name}.{p}" for name, module in added(backbone) for p, _ in module.named_parameters()]
+
+
+def reads_all(block: Any) -> bool:
+    """Whether every token that leaves a block depends on all that its MLP is given, so that none can be left out."""
+    return isinstance(getattr(block.mlp, "context", None), Context)
+
+
+def uniform_multiply_adds(backbone: nn.Module) -> int:
+    """Of uniform heads beside the others: one token is projected, whatever the number of tokens."""
+    return sum(p.numel() for _, module in added(backbone) if isinstance(module, UniformHead) for p in module.parameters())

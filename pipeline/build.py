@@ -203,14 +203,16 @@ def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | Non
                         "`role: base`, or change the settings that ask for it")
     leaves: list[str] = []
     ends: dict[str, str] = {}  # step -> stage: those whose carried states the next task starts from
+    common: dict[str, str] = {}  # the same for every task of a star
     for position, task in enumerate(tasks):
         steps = tuple(step for step in method.planned(settings, position - (base is not None)) if position or not step.later)
         if steps:
             seen = tuple(tasks[: position + 1])
-            stages = _add_steps(builder, label, task, seen, steps, ends if method.carries else {}, last)
+            stages = _add_steps(builder, label, task, seen, steps, ends if method.carries else common, last)
             last[task.name] = stages[steps[-1].name]
             ends = {step: stages[step] for step in _ends(steps)}
-        leaves.append(_add_evaluate(builder, label, task, tasks, last, ends))
+            common |= {step: stages[step] for step in method.starts_from if step in stages}
+        leaves.append(_add_evaluate(builder, label, task, tasks, last, ends if method.carries or method.trains_on == "seen" else common))
     return leaves
 
 
@@ -253,7 +255,7 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
     return done
 
 
-def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], last: dict[str, str], ends: dict[str, str]) -> str:
+def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], last: dict[str, str], start: dict[str, str]) -> str:
     """A leaf. Where later stages can change old answers: all tasks so far. Else this task, and the one before as a canary.
 
     Test data that is gone for good (source and shards) is asked for only where the result stands already: a new task can
@@ -263,7 +265,6 @@ def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], l
     so_far = tuple(tasks[: tasks.index(task) + 1])
     served = so_far if method.rewrites(builder.config.stream.scenario) else so_far[-2:]
     stages = {t: last[t.name] for t in served}
-    start = ends if method.carries or method.trains_on == "seen" else {}
     stage = _evaluate_stage(builder, label, stages, served, start)
     there = tuple(t for t in served if t.card not in builder.gone)
     if task in there and len(there) < len(served) and Artefact.open(builder.store.root, stage.key) is None:
@@ -273,7 +274,7 @@ def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], l
 
 def _evaluate_stage(builder: Builder, label: str, stages: dict[Task, str], shown: tuple[Task, ...], start: dict[str, str]) -> Stage:
     """stages: the tasks that are served, with the stages that hold their states, this stage's own task last. shown: those that are
-    measured. start: what the task ended with, by step."""
+    measured. start: the stages whose carried states they are served with, by step."""
     entry = builder.config.methods[label]
     method, task = METHODS[entry.method], [*stages][-1]
     parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *stages.values(), *start.values()]))

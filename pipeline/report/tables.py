@@ -200,20 +200,21 @@ class RunTables:
         """After each finished task: bytes of everything that has to be kept, the growth ratio, and what the task cost.
 
         A chain that retrains the backbone carries a changed copy of it; that copy is counted under `carried`, beside the
-        backbone that all methods share.
+        backbone that all methods share. What a base task hands to every task of a star stays there.
         """
         base = self.artefacts.get("backbone")
         shared = int(base.manifest.get("bytes", 0)) if base else 0
-        rows, sums = [], dict.fromkeys(STATE_KINDS, 0)
+        rows, sums, carried = [], dict.fromkeys(STATE_KINDS, 0), 0
         for index, task in enumerate(self.tasks(label)):
             own = self._own_sizes(label, task)
             if own is None:
                 continue
             for kind, count in own["sizes"].items():
                 sums[kind] = sums.get(kind, 0) + count
-            total = shared + sum(sums.values()) + own["carried"]
+            carried = own["carried"] or carried
+            total = shared + sum(sums.values()) + carried
             rows.append({"label": label, "after_index": index, "after": task, "role": self.task(task)["role"], "backbone": shared, **sums,
-                         "carried": own["carried"], "total": total, "growth": total / shared if shared else None,
+                         "carried": carried, "total": total, "growth": total / shared if shared else None,
                          "task_bytes": sum(own["sizes"].values()), "trained_parameters": own["trained"], "flops_share": own["flops"]})
         return rows
 

@@ -152,6 +152,14 @@ def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables):
     assert 2 < rows[3]["growth"] < 2.05
 
 
+def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(tables, monkeypatch):
+    own = tables._own_sizes
+    monkeypatch.setattr(tables, "_own_sizes", lambda label, task: own(label, task) | {"carried": 1000 * (task == "shapes")})
+    rows = tables.sizes("meat")
+    assert [r["carried"] for r in rows] == [1000] * 4
+    assert rows[-1]["total"] == fake_run.BACKBONE_BYTES + rows[-1]["masks"] + rows[-1]["head"] + 1000
+
+
 # ---- evidence ----------------------------------------------------------------------------------------------------------
 def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
     assert {r["label"]: r["answers"] for r in tables.summary()} == {"meat": "identical", "hat-small": "identical", "finetune": "changed"}

@@ -28,10 +28,11 @@ from workers.methods.simple_der import SimpleDer
 from workers.methods.supsup import SupSup
 from workers.methods.supsup_nn import SupSupNN
 from workers.methods.tfm import Tfm
+from workers.methods.toast import Toast, ToastLite
 from workers.methods.ucir import Ucir
 from workers.methods.wa import Wa
 from workers.methods.wsn import Wsn
 
 METHODS: dict[str, type[Method]] = {m.name: m for m in (
     AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, Der, DerP, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback,
-    PodNet, Replay, Rpsnet, SimpleDer, SupSup, SupSupNN, Tfm, Ucir, Wa, Wsn)}
+    PodNet, Replay, Rpsnet, SimpleDer, SupSup, SupSupNN, Tfm, Toast, ToastLite, Ucir, Wa, Wsn)}

@@ -129,6 +129,7 @@ class Method(nn.Module):
     paper: ClassVar[str] = ""
     carries: ClassVar[tuple[str, ...]] = ()  # nothing carried: the tasks form a star
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
+    starts_from: ClassVar[tuple[str, ...]] = ()  # of a star: the base task's steps whose carried states every task starts from and is served with
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
     revision: ClassVar[int] = 1  # raise it when results change
     trains_on: ClassVar[Literal["task", "seen"]] = "task"  # "seen": all tasks so far, as joint training does
@@ -298,7 +299,7 @@ class Method(nn.Module):
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
-        """Makes the carried state of a chain the one that `logits` uses. Star methods carry nothing."""
+        """Makes the carried state of a chain, or what a star `starts_from`, the one that `logits` uses."""
         self.serving = None
 
     def load(self, state: TaskState) -> None:

@@ -1,0 +1,221 @@
+"""TOAST: a frozen ViT looks twice, and what matters to the task in its first look steers the attention of the second.
+
+Shi, Gai, Darrell, Wang: TOAST: Transfer Learning via Attention Steering, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from workers.data.draw import seed_of
+from workers.errors import UserError
+from workers.job import Task
+from workers.methods.adapter import added_share
+from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
+from workers.model.top_down import TopDown, variational
+from workers.model.vit import geometry
+from workers.taskstate import Carried, TaskState
+
+LAYERS = ("w1", "w2")
+
+
+class ToastSettings(MethodSettings):
+    feedback_from: PositiveInt | None = Field(None, description="block (from 1) behind which tokens are selected; null: the last. Fewer: early feedback")
+    feedback_to: NonNegativeInt = Field(0, description="the blocks up to this one are not steered; more than 0: late feedback")
+    train_P: bool = Field(True, description="train the channel transform P; false as in the released code of full TOAST: it stays the identity")
+    td_value_bias: bool = Field(False, description="add the value bias a second time, as the released code does")
+    pretune: bool = Field(True, description="tune feedback and prior on the base task first, where the stream has one")
+    variational: NonNegativeFloat = Field(0.1, description="lambda_v, weight in `pretune` of the loss that asks feedback layers to undo their blocks")
+
+
+class Toast(Method):
+    """A star: tokens of a first pass are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P and from block to block down a chain
+    of linear feedback layers (W1_l, W2_l), and are added to the values of a second pass. Stored per task: xi, P, the feedback layers
+    and a head. A base task goes through `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)), from whose feedback
+    layers and prior every task starts, and by which the base task is answered.
+
+    Where it differs from the paper and its code:
+    - The value bias is not added twice, so that P = 0 is the backbone itself to the last bit (`td_value_bias` for the code's way).
+      P is trained, as the paper counts it (`train_P`). Weight decay acts on P and the feedback layers, not on xi: its length has no meaning.
+    - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start as those of all methods.
+    - Feedback from a block below the last takes its raw output, as the paper's language models do; there is no norm for it in a ViT.
+    - In `pretune` the cross-entropy is that of the second pass; that of the first would train nothing but the head.
+    - Without a base task all tasks start from the same random feedback layers (truncated normal, std 0.02) and prior (normal), as the
+      code does; the first tasks of a stream are then tuned without any inversion of blocks.
+    - The backbone is a ViT; feedback on a ConvNeXt is not here, nor `pretune` on images without labels.
+    """
+
+    name = "toast"
+    paper = "TOAST: Transfer Learning via Attention Steering, 2023"
+    steps = (Step("pretune"), Step("train"))
+    starts_from = ("pretune",)
+    needs_vit = True
+    starts_as_backbone = False
+    Settings = ToastSettings
+    settings: ToastSettings
+
+    @classmethod
+    def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
+        assert isinstance(settings, ToastSettings)
+        super().fits(settings, backbone, tasks)
+        depth = len(backbone.blocks)
+        top = settings.feedback_from or depth
+        if not settings.feedback_to < top <= depth:
+            raise UserError(f"feedback goes from block {top} down to block {settings.feedback_to}, and the backbone has {depth}; keep "
+                            f"0 <= feedback_to < feedback_from <= {depth}")
+        TopDown(backbone, settings.feedback_to, top)
+
+    @classmethod
+    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+        assert isinstance(settings, ToastSettings)
+        return cls.steps[1:] if position >= 0 else cls.steps[:1] if settings.pretune else ()
+
+    @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        return frozenset({"pretune", "train_P"} if step == "pretune" else {"pretune", "variational"})
+
+    def __init__(self, backbone: Any, settings: ToastSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.top_down = TopDown(backbone, settings.feedback_to, settings.feedback_from, settings.td_value_bias)
+        self.width: int = backbone.embed_dim
+        self.own = nn.ParameterDict()  # of the task in training
+        self.loaded: dict[str, dict[str, Tensor] | None] = {}  # task -> what it has of its own; None: it is answered by the backbone
+        self.step = ""
+
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        """Feedback layers and prior that every task starts from: those of `pretune`, else random ones, which only the seed decides."""
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "toast"))
+        layers = {name: nn.init.trunc_normal_(torch.empty(shape), std=0.02, generator=generator) for name, shape in Toast.shapes(self).items()}
+        return {**layers, "prior": torch.randn(self.width, generator=generator)}
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Of the parts of the feedback layers that a task trains and stores, all steered blocks stacked."""
+        return dict.fromkeys(LAYERS, (len(self.top_down), self.width, self.width))
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        if carried is not None:
+            self.attach(carried)
+        groups = super().begin(task, step, carried, rates, tasks)
+        self.loaded.pop(task.name, None)
+        self.step, device = step, next(self.backbone.parameters()).device
+        self.start = {name: t.to(device) for name, t in self.start.items()}
+        own = dict(self.start) if step == "pretune" else self.beginning(task)
+        if step != "pretune" and self.settings.train_P:
+            own["transform"] = torch.eye(self.width)
+        self.own = nn.ParameterDict({name: nn.Parameter(t.to(device, copy=True)) for name, t in own.items()})
+        return groups + [{"name": name, "params": [p], "weight_decay": rates.weight_decay if name != "prior" else 0.0} for name, p in self.own.items()]
+
+    def beginning(self, task: Task) -> dict[str, Tensor]:
+        """What is trained, beside P and the head, as it starts."""
+        return dict(self.start)
+
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        return self.in_effect(dict(self.own.items()))
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.step != "pretune":
+            return super().loss(batch, progress)
+        self.serving, self.effective = None, self.training_weights(batch, progress)
+        stream: list[Tensor] = []
+        features = self.top_down.second_pass(*self.top_down.first_pass(batch.images), self.effective, stream)
+        ce, inversion = self.classification_loss(features, batch), variational(stream, self.own["w1"])
+        return ce + self.settings.variational * inversion, {"ce": ce.detach(), "variational": inversion.detach()}
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        """After `pretune` what is tuned is what all start from, and not the base task's own."""
+        own = {name: p.detach().clone() for name, p in self.own.items()}
+        if self.step == "pretune":
+            return self.state(), Carried(own)
+        return self.state(tokens={"prior": own.pop("prior")}, copies=own), Carried()
+
+    # ---- serving -----------------------------------------------------------------------------------------------------
+    def attach(self, carried: Carried) -> None:
+        super().attach(carried)
+        self.start = dict(carried.tensors)
+
+    def load(self, state: TaskState) -> None:
+        super().load(state)
+        found: dict[str, tuple[int, ...]] = {name: tuple(t.shape) for name, t in state.copies.items()}
+        wanted = {**self.shapes(), **({"transform": (self.width, self.width)} if self.settings.train_P else {})}
+        if found and found != wanted:
+            raise UserError(f"task {state.task!r}: its state has feedback {found}, these settings have {wanted}; use the backbone and the method's settings "
+                            "of its run")
+        self.loaded[state.task] = None if state.method == "base" else {**state.tokens, **state.copies}
+
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        own = self.loaded[task] if task in self.loaded else dict(self.own.items())
+        return {} if own is None else self.in_effect(own)
+
+    def in_effect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the second pass needs of a task: its prior, and its feedback as one matrix for all blocks."""
+        device = next(self.backbone.parameters()).device
+        tensors = {name: t.to(device) for name, t in {**self.start, **own}.items()}
+        return {"prior": tensors["prior"], **self.top_down.folded(*self.layers(tensors), tensors.get("transform"))}
+
+    def layers(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """W1 and W2 of all steered blocks, (S, D, D) each."""
+        return tensors["w1"], tensors["w2"]
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.top_down.second_pass(*self.top_down.first_pass(images), self.effective) if self.effective else self.backbone(images)
+
+    def logits_of(self, images: Tensor, tasks: Iterable[str]) -> dict[str, Tensor]:
+        """What `logits` gives for each of these tasks, with one first pass for all."""
+        seen, found = self.top_down.first_pass(images), dict[str, Tensor]()
+        for task in tasks:
+            self.serve(task)
+            found[task] = self.heads[task](self.top_down.second_pass(*seen, self.effective) if self.effective else self.backbone(images))
+        return found
+
+    def flops_share(self, state: TaskState) -> float:
+        """The steered blocks run twice, and each adds a matrix."""
+        shape = geometry(self.backbone)
+        width, tokens = shape["width"], shape["tokens"] + shape["prefix"]
+        block = width * (4 * width + 2 * shape["hidden"] + 2 * tokens)
+        return 1 + added_share(self.backbone, len(self.top_down) * (block + width * width))
+
+
+class ToastLiteSettings(ToastSettings):
+    rank: PositiveInt = Field(4, description="r of the low-rank part of each feedback layer")
+    alpha: PositiveFloat = Field(1.0, description="that part is scaled by alpha / r")
+
+
+class ToastLite(Toast):
+    """TOAST whose feedback layers are shared: a task trains W + alpha / r B A beside xi and P, with B = 0 at the start. `pretune` trains
+    W1 and W2 themselves, as in TOAST. Stored per task: xi, P, the low-rank parts and a head.
+    """
+
+    name = "toast_lite"
+    Settings = ToastLiteSettings
+    settings: ToastLiteSettings
+
+    @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        return super().unread(step) | (frozenset({"rank", "alpha"}) if step == "pretune" else frozenset())
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """A is `down`, B is `up`."""
+        blocks, rank = len(self.top_down), self.settings.rank
+        return {f"{name}_{part}": shape for name in LAYERS for part, shape in (("down", (blocks, rank, self.width)), ("up", (blocks, self.width, rank)))}
+
+    def beginning(self, task: Task) -> dict[str, Tensor]:
+        """A is uniform in +-1/sqrt(D), B is zero."""
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "toast_lite", task.name))
+        parts = {name: torch.zeros(shape) if name.endswith("up") else (2 * torch.rand(shape, generator=generator) - 1) * self.width**-0.5
+                 for name, shape in self.shapes().items()}
+        return {"prior": self.start["prior"], **parts}
+
+    def layers(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if "w1_up" not in tensors:  # the base task
+            return super().layers(tensors)
+        scale = self.settings.alpha / self.settings.rank
+        w1, w2 = (tensors[name] + scale * tensors[f"{name}_up"] @ tensors[f"{name}_down"] for name in LAYERS)
+        return w1, w2

@@ -1,0 +1,114 @@
+"""Top-down feedback on a frozen ViT: what a first pass sees steers the values of a second one, hooked from outside (TOAST).
+
+Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, N tokens (class token first), D width, S steered
+blocks from the lowest on, A width of a block's values (D in most ViTs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.errors import UserError
+from workers.model.adapters import Hook
+
+
+def selected(x: Tensor, prior: Tensor) -> Tensor:
+    """s_n x_n with s_n = clamp(cos(x_n, xi), 0, 1). x: (B, N, D); prior xi: (D,)."""
+    similarity = F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)
+    return x * similarity.clamp(0, 1)[..., None]
+
+
+def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
+    """Queries and keys stay as they are. qkv: (B, N, 3 A), changed in place; added: (B, N, A)."""
+    qkv[..., -added.shape[-1]:] += added
+    return qkv
+
+
+def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
+    """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its block. stream: S + 1 of (B, N, D), in front of the
+    lowest steered block and behind each; w1: (S, D, D)."""
+    errors = [F.mse_loss(F.linear(after.detach(), layer), before.detach()) for before, after, layer in zip(stream, stream[1:], w1, strict=False)]
+    return torch.stack(errors).sum()
+
+
+class TopDown:
+    """The two passes of a ViT whose blocks start + 1 .. stop (counted from 1) are steered.
+
+    Pass 1 ends behind block `stop`: tokens are selected there, behind the final norm where it is the last block. Pass 2 goes on from
+    what pass 1 had in front of block start + 1. The feedback path is linear and without bias, so that it is one matrix per block:
+
+        r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l    ==    v_l += M_l (s x)
+
+    with M_l = W_v W2_l W1_l ... W1_L P^T, all blocks in one product of tokens. Training folds too: a batch has many more tokens than D,
+    beside which products of (D, D) matrices cost little.
+    """
+
+    def __init__(self, backbone: Any, start: int = 0, stop: int | None = None, value_bias: bool = False):
+        self.backbone, self.start, self.stop, self.value_bias = backbone, start, len(backbone.blocks) if stop is None else stop, value_bias
+        self.steered = [*backbone.blocks][self.start : self.stop]
+        self.hooks = [Hook(add_to_values) for _ in self.steered]
+        for index, (block, hook) in enumerate(zip(self.steered, self.hooks, strict=True), self.start):
+            if not isinstance(getattr(getattr(block, "attn", None), "qkv", None), nn.Linear):
+                raise UserError(f"block {index} of the backbone has no 'attn.qkv' whose values could be steered; choose a ViT with plain blocks such as "
+                                "vit_tiny_patch16_224 or deit_small_patch16_224")
+            block.attn.qkv.register_forward_hook(hook)
+
+    def __len__(self) -> int:
+        return len(self.steered)
+
+    def folded(self, w1: Tensor, w2: Tensor, transform: Tensor | None = None) -> dict[str, Tensor]:
+        """w1, w2: (S, D, D); transform: P (D, D), None for the identity -> `matrix` (S A, D), all M_l below each other; with `value_bias`
+        also `bias` (S A,): the value bias, added a second time."""
+        with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices
+            reached: list[Tensor] = []
+            chain = None if transform is None else transform.T
+            for layer in reversed(w1.unbind()):
+                chain = layer if chain is None else layer @ chain
+                reached.insert(0, chain)
+            values = torch.stack([block.attn.qkv.weight.chunk(3)[2] for block in self.steered])  # W_v: (S, A, D)
+            matrix = (values @ w2 @ torch.stack(reached)).flatten(0, 1)
+        if not self.value_bias or self.steered[0].attn.qkv.bias is None:
+            return {"matrix": matrix}
+        return {"matrix": matrix, "bias": torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered])}
+
+    @torch.no_grad()
+    def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """images (b, 3, H, W) -> tokens in front of the first steered block, and those that feedback is taken from: (B, N, D) each.
+        Nothing in it is trained, and it is the same for all tasks."""
+        vit = self.backbone
+        x = entered = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+        for index, block in enumerate(vit.blocks[: self.stop]):
+            entered = x if index == self.start else entered
+            x = block(x)
+        return entered, vit.norm(x) if self.stop == len(vit.blocks) else x
+
+    def second_pass(self, entered: Tensor, seen: Tensor, feedback: Mapping[str, Tensor], stream: list[Tensor] | None = None) -> Tensor:
+        """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave. stream: gets the tokens in front of the
+        first steered block and behind each."""
+        added = F.linear(selected(seen, feedback["prior"]), feedback["matrix"], feedback.get("bias")).chunk(len(self), -1)
+        x, stream = entered, [] if stream is None else stream
+        stream.append(x)
+        with self.adding(added):
+            for block in self.steered:
+                x = block(x)
+                stream.append(x)
+        for block in self.backbone.blocks[self.stop :]:
+            x = block(x)
+        return self.backbone.forward_head(self.backbone.norm(x))
+
+    @contextmanager
+    def adding(self, added: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the steered blocks add these to their values; a (B, N, A) for each."""
+        try:
+            for hook, tensor in zip(self.hooks, added, strict=True):
+                hook.tensors = {"added": tensor}
+            yield
+        finally:
+            for hook in self.hooks:
+                hook.tensors = None

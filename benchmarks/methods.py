@@ -25,7 +25,7 @@ from workers.model import vit
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
 STEPS = 100  # in an epoch of the schedule; a timed step is one of its first
 SERVING_DEMAND = 1.10  # a served task with folded masks / the plain backbone with a head
-ADDING = ("adapter", "ctr_tsm", "ctr_full", "tfm", "toast", "toast_lite")  # these compute more than the backbone by design: only measured
+ADDING = ("adapter", "vpt", "ctr_tsm", "ctr_full", "tfm", "toast", "toast_lite")  # these compute more than the backbone by design: only measured
 TRAINING_DEMANDS = {  # a step / a step of full fine-tuning, both in CPU time; methods that are not named are only measured
     "linear": 0.45, "adapter": 0.95, "piggyback": 1.2, "ksm": 1.25, "meat": 1.3, "supsup": 1.4, "hat": 1.2, "adahat": 1.25, "packnet": 1.15, "wsn": 1.75,
     "tfm": 1.35, "apd": 1.45, "ctr_tsm": 1.05, "ctr_full": 2.1, "lwf": 1.45,

@@ -106,7 +106,7 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
 
 def in_order(shares: list[list[Answers]]) -> Answers:
     """The answers of all ranks in test order: whole batches went round the ranks in turn."""
-    batches = [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+    batches = dist.in_turn(shares)
     keys, labels = [k for b in batches for k in b[0]], [label for b in batches for label in b[1]]
     return keys, labels, torch.cat([b[2] for b in batches]), {name: torch.cat([b[3][name] for b in batches]) for name in batches[0][3]}
 

@@ -125,6 +125,11 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     if job.train.compile:
         vit.compile_blocks(method.backbone)
     optimizer = optim.build(groups, job.train)
+    method.train()
+    with precision_of(job, group):
+        method.look_ahead(feed)
+    if val is not None:
+        method.look_ahead(val)
     return _epochs(job, method, optimizer, feed, val, epochs, group, report)
 
 
@@ -199,13 +204,18 @@ def gradients(method: Method, optimizer: torch.optim.Optimizer, batches: list[Ba
     terms: dict[str, torch.Tensor] = {}
     for batch in batches:
         noise.draw_paths(method, batch.draw)
-        with torch.autocast(group.device.type, torch.bfloat16) if job.train.precision == "bf16" else contextlib.nullcontext():
+        with precision_of(job, group):
             loss, parts = method.loss(batch, progress)
         (loss * batch.weight).backward()
         for name, value in {"loss": loss.detach(), **parts}.items():
             terms[name] = terms.get(name, 0.0) + value * batch.weight
     group.sum_gradients([p for g in optimizer.param_groups for p in g["params"]])
     return terms
+
+
+def precision_of(job: StageJob, group: dist.Group) -> contextlib.AbstractContextManager[Any]:
+    """The precision that losses are computed in."""
+    return torch.autocast(group.device.type, torch.bfloat16) if job.train.precision == "bf16" else contextlib.nullcontext()
 
 
 def is_due(when: float, step: int, group: dist.Group) -> bool:

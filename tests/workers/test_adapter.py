@@ -1,16 +1,20 @@
-"""Adapter-B: it starts as the backbone, its sizes are the formula's, and no task touches another."""
+"""Adapters of all kinds: they start as the backbone, sit where they should, their sizes are the formula's, and no task touches another."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tabletop
 import torch
-from tabletop import BASE, ONE, OPTIMIZERS, TWO, answers, begun, images, vit
+from tabletop import BASE, ONE, OPTIMIZERS, TWO, answers, batch, begun, images, vit
+from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock
+from torch import Tensor
+from torch.nn import functional as F
 
 from workers.errors import UserError
-from workers.job import BackboneSettings, Task
+from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.adapter import Adapter, AdapterSettings
 from workers.model.vit import build, digest_of
 from workers.taskstate import TaskState
@@ -90,6 +94,130 @@ def test_the_totals_of_the_table_itself_are_those_of_32_units(width: int, parame
     assert round((4 * parameters + six_tasks_bytes(width, 24)) / 2**20) < table
 
 
+# ---- kinds ---------------------------------------------------------------------------------------------------------------
+KINDS = ("houlsby", "pfeiffer", "adaptformer")
+
+
+def by_hand(model: Any, t: dict[str, Tensor], kind: str) -> Tensor:
+    """The blocks written out. Behind the FFN before the residual add, or beside it, fed with the residual stream and not with its norm."""
+    x = model.norm_pre(model._pos_embed(model.patch_embed(images())))
+    for i, block in enumerate(model.blocks):
+        x = x + block.attn(block.norm1(x))
+        ffn, down, up = block.mlp(block.norm2(x)), (t["down"][i], t["down_bias"][i]), (t["up"][i], t["up_bias"][i])
+        if kind == "pfeiffer":
+            x = x + ffn + F.linear(F.gelu(F.linear(ffn, *down)), *up)
+        else:
+            x = x + ffn + 0.1 * F.linear(F.relu(F.linear(x, *down)), *up)
+    return model.forward_head(model.norm(x))
+
+
+def spread(method: Adapter) -> Adapter:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in method.adapters.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return method
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_each_kind_sits_where_its_paper_has_it(kind: str):
+    method = adapter(kind=kind, width=6)
+    begun(method)
+    served = answers(spread(method))
+    state = method.finish()[0]
+    features = by_hand(vit(), state.copies, kind)
+    assert torch.allclose(served, features @ state.head["weight"].T + state.head["bias"], atol=1e-6)
+    with torch.no_grad():
+        method.serve("one")
+        assert torch.allclose(method.features(images()), features, atol=1e-5)
+    assert not torch.allclose(features, vit()(images()), atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str):
+    """The trap of both projections at zero: neither would ever get a gradient, and the last bias alone would be trained."""
+    method = adapter(kind=kind)
+    groups = begun(method)
+    assert torch.equal(answers(method), method.heads["one"](vit()(images())))
+    start = {name: t.detach().clone() for name, t in method.adapters.tensors().items()}
+    assert start["down"].abs().max() <= 32**-0.5
+    assert start["down"].flatten(1).any(1).all()
+    assert not any(start[name].any() for name in ("up", "up_bias", "down_bias"))
+    tabletop.train(method, torch.optim.SGD([g | {"weight_decay": 0.0} for g in groups], lr=0.1), ONE, steps=3)
+    for name, t in method.adapters.tensors().items():
+        assert (t != start[name]).flatten(1).any(1).all(), f"{name} of every adapter"
+
+
+@pytest.mark.parametrize(("kind", "each"), [("houlsby", 2), ("pfeiffer", 1), ("adaptformer", 1)])
+def test_the_size_of_each_kind_is_the_formula(kind: str, each: int):
+    """2 d m + d + m for each adapter: 12 * 99,136 = 1.19 M for one of 64 units in each block of a ViT-B."""
+    assert 12 * (2 * 768 * 64 + 768 + 64) == 12 * 99_136
+    method = adapter(kind=kind, width=7)
+    begun(method)
+    state = method.finish()[0]
+    assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 4 * each * 2 * (2 * 32 * 7 + 32 + 7), "head": 4 * 2 * 33}
+    share = method.flops_share(state)
+    plain = adapter(width=7)
+    begun(plain)
+    assert share - 1 == pytest.approx((plain.flops_share(plain.finish()[0]) - 1) * each / 2)
+
+
+def test_houlsby_says_nothing_new_about_itself():
+    """The settings that came later are in no key of it, and its state has the bytes that it had."""
+    assert AdapterSettings().model_dump() == {"width": 24}
+    assert AdapterSettings(kind="adaptformer", dropout=0.1).model_dump() == {"width": 24, "kind": "adaptformer", "dropout": 0.1}
+    method = adapter()
+    begun(method)
+    assert method.finish()[0].meta == {}
+
+
+@pytest.mark.parametrize(("kind", "other"), [("pfeiffer", "adaptformer"), ("adaptformer", "pfeiffer"), ("houlsby", "pfeiffer")])
+def test_adapters_of_another_kind_are_refused(kind: str, other: str):
+    state = TaskState.from_bytes(trained(adapter(kind=kind), steps=1).to_bytes())
+    adapter(kind=kind).load(state)
+    with pytest.raises(UserError, match="its state has adapters of"):
+        adapter(kind=other).load(state)
+
+
+def test_dropout_is_drawn_for_each_sample_and_only_while_training():
+    """A sample meets the same whatever rank holds it; kept units grow by what is dropped."""
+    method = adapter(kind="adaptformer", dropout=0.25)
+    begun(method)
+    spread(method)
+    whole = batch()
+    kept = method.dropped(whole)["kept"]
+    assert kept.shape == (2, 8, 5, 24)
+    assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert float((kept > 0).float().mean()) == pytest.approx(0.75, abs=0.03)
+    rows = torch.tensor([1, 4, 6])
+    part = replace(whole, images=whole.images[rows], labels=whole.labels[rows], tasks=whole.tasks[rows], draw=replace(whole.draw, rows=rows))
+    assert torch.equal(method.dropped(part)["kept"], kept[:, rows])
+    served, loss = answers(method), method.loss(whole, tabletop.PROGRESS)[0]
+    assert torch.equal(loss, method.loss(whole, tabletop.PROGRESS)[0])
+    assert not torch.equal(loss, method.loss(replace(whole, draw=replace(whole.draw, step=1)), tabletop.PROGRESS)[0])
+    assert torch.equal(answers(method), served)
+    with torch.no_grad(), method.sites.using(method.adapters.tensors()):
+        assert torch.equal(method.heads["one"](method.backbone(images())), served), "served without"
+
+
+def test_dropout_of_other_kinds_is_refused():
+    with pytest.raises(UserError, match=r"dropout is 0.1 with kind 'pfeiffer', which has none; leave it out, or set kind=adaptformer"):
+        Adapter.check(AdapterSettings(kind="pfeiffer", dropout=0.1), TrainSettings(), DataSettings(), "task")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backbone_that_has_no_such_place_is_refused_before_anything_runs(kind: str):
+    with pytest.raises(UserError, match="to put an adapter behind"):
+        Adapter.fits(AdapterSettings(kind=kind), vit(block_fn=ParallelThingsBlock))
+
+
+def test_a_norm_behind_the_ffn_is_no_place_for_adaptformer():
+    Adapter.fits(AdapterSettings(kind="pfeiffer"), vit(block_fn=ResPostBlock))
+    with pytest.raises(UserError, match="norms behind attention and FFN"):
+        Adapter.fits(AdapterSettings(kind="adaptformer"), vit(block_fn=ResPostBlock))
+
+
+# ---- sizes and work ------------------------------------------------------------------------------------------------------
 def test_adapters_of_another_width_are_refused():
     state = trained(adapter(width=8), steps=1)
     with pytest.raises(UserError, match=r"adapters of shape \(4, 8, 32\), these settings have \(4, 24, 32\)"):

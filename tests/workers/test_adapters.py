@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.errors import UserError
-from workers.model.adapters import AdapterSites, Bottlenecks, houlsby
-from workers.model.vit import digest_of
+from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
+from workers.model.vit import compile_blocks, digest_of
 
 
 def vit(**options: Any) -> Any:
@@ -115,6 +115,24 @@ def test_a_compiled_backbone_turns_too():
     model.compile(backend="eager")
     for task in (1, 2, 0, 1):
         assert torch.equal(answer(task), expected[task])
+
+
+@pytest.mark.parametrize("sites", [(houlsby, HOULSBY, None), (parallel, ("",), "norm2")], ids=["behind", "beside"])
+def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(sites: Any):
+    """A warm worker runs stage after stage in one process, and blocks are alike but for their hooks."""
+    plain, model = vit(), vit()
+    expected = plain(IMAGES)
+    compile_blocks(plain, backend="eager")
+    assert torch.equal(plain(IMAGES), expected)
+    places = AdapterSites(model, *sites)
+    tensors = stacked(1, len(places))
+    with places.using(tensors):
+        adapted = model(IMAGES)
+    compile_blocks(model, backend="eager")
+    with places.using(tensors):
+        assert torch.allclose(model(IMAGES), adapted, atol=1e-6)
+    assert not torch.allclose(adapted, expected, atol=1e-2)
+    assert torch.equal(model(IMAGES), expected)
 
 
 def test_adapters_start_as_the_identity_and_both_projections_learn():

@@ -114,6 +114,12 @@ class Augment:
     def needs_partner(self) -> bool:
         return self.training and bool(self.data.mixup or self.data.cutmix)
 
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether an image is the same whenever it comes: the one that is measured."""
+        data = self.data
+        return not self.training or (data.crop == "none" and not (data.flip or data.randaugment or data.erase or self.needs_partner))
+
     def __call__(self, pixels: Tensor, labels: Tensor, num_classes: int | None, draw: Draw,
                  partner_pixels: Tensor | None = None, partner_labels: Tensor | None = None
                  ) -> tuple[Tensor, Tensor | None]:
@@ -127,17 +133,19 @@ class Augment:
             raise ValueError(f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {self.size_in}, {self.size_in})")
         if not self.training:
             return self.normalise(self._centre(pixels)), None
-        images = self._augment(pixels, draw)
-        if num_classes is None or not (self.needs_partner or self.data.smoothing):
-            return images, None
-        targets = self._targets(labels, num_classes)
-        if self.needs_partner:
+        images, targets = self._augment(pixels, draw), self.targets(labels, num_classes)
+        if targets is not None and num_classes is not None and self.needs_partner:
             others, other_labels = self._partners(images, labels, draw, partner_pixels, partner_labels)
             mix = self._plan_mix(draw).of(draw.rows.cpu())
             images = self._mix(images, others, mix)
             share = mix.share.to(targets).unsqueeze(1)
             targets = share * targets + (1 - share) * self._targets(other_labels, num_classes)
         return images, targets
+
+    def targets(self, labels: Tensor, num_classes: int | None) -> Tensor | None:
+        """(b,) -> (b, K), or None where labels do; those of samples that are not mixed, or not yet."""
+        soft = self.training and (self.needs_partner or self.data.smoothing)
+        return self._targets(labels, num_classes) if soft and num_classes is not None else None
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's statistics."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,11 @@ from workers.data.augment import Augment, partner_of
 from workers.data.draw import Draw, seed_of
 from workers.data.rows import select
 from workers.data.sources import Pixels, Resident, Source, Streamed
-from workers.dist import Group
+from workers.dist import Group, in_turn
 from workers.job import StageJob, Task
 from workers.methods.base import Batch
+
+AT_ONCE = 128  # images of a batch that is measured
 
 
 class Feed:
@@ -40,6 +42,7 @@ class Feed:
         step = () if job.step in ("train", "backbone") else (job.step,)
         self.seed = seed_of(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
+        self.held: Tensor | None = None  # (n, ...): what batches hold in place of images, in table order
         # Several tasks share an output space in scenario `class` alone, that of all tasks so far; else nothing is mixed or smoothed.
         space = tasks if len(tasks) == 1 else job.tasks
         self.num_classes = sum(task.num_classes for task in space) if len(tasks) == 1 or job.scenario == "class" else None
@@ -61,10 +64,20 @@ class Feed:
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.batch_size)
 
+    @torch.no_grad()
+    def hold(self, made_of: Callable[[Tensor], Tensor]) -> None:
+        """From now on batches hold what `made_of` makes of images (b, 3, H, W), computed here once, each rank its share; no image is looked
+        at again. Does nothing where augmentation makes each time another image. The same to the last bit for any number of ranks."""
+        if self.augment.repeats_itself:
+            mine = [made_of(batch.images).cpu() for batch in self.evaluate(min(self.batch_size, AT_ONCE))]
+            self.held = torch.cat(in_turn(self.group.gather(mine))).to(self.group.device)
+
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
         """From `start_step` on, the micro-batches of each optimizer step: as many on every rank. Those that got no sample
         of a ragged last batch hold a stand-in of weight 0."""
         def wanted(step: int, size: int) -> Iterable[int]:
+            if self.held is not None:
+                return ()
             draws = [self._draw(epoch, step, positions, size) for positions, _ in self._deal(size)]
             return torch.cat([part for draw in draws for part in (draw.rows, self._partners(draw))]).tolist()
 
@@ -73,15 +86,15 @@ class Feed:
             yield [self._batch(self._draw(epoch, step, positions, len(rows)), rows, pixels, share)
                    for positions, share in self._deal(len(rows))]
 
-    def evaluate(self, batch: int = 128) -> Iterator[Batch]:
+    def evaluate(self, batch: int = AT_ONCE) -> Iterator[Batch]:
         """This rank's share of all samples in table order: batch j goes whole to rank j % world, so that a sample meets the
         same neighbours, and gets the same logits to the last bit, for any number of ranks."""
-        assert not self.augment.training, "a feed for training augments; make one with training=False to measure"
+        assert self.augment.repeats_itself, "this feed for training augments; make one with training=False to measure"
 
         def mine(step: int) -> bool:
             return step % self.group.world == self.group.rank
 
-        steps = self.source.steps(None, batch, 0, lambda step, size: range(size) if mine(step) else ())
+        steps = self.source.steps(None, batch, 0, lambda step, size: range(size) if self.held is None and mine(step) else ())
         for step, (rows, pixels) in enumerate(steps):
             if mine(step):
                 draw = self._draw(0, step, torch.arange(len(rows)), len(rows))
@@ -105,9 +118,12 @@ class Feed:
         device = self.group.device
         here = torch.from_numpy(rows)
         places = self.rows.labels + self.first[self.rows.tasks]  # in the common output space
-        others = self._partners(draw)
-        partner = (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
-        images, targets = self.augment(pixels(draw.rows), places[here[draw.rows]].to(device), self.num_classes, draw, *partner)
-        labels, tasks = (column[here[draw.rows]].to(device) for column in (self.rows.labels, self.rows.tasks))
+        mine, others = here[draw.rows], self._partners(draw)
+        if self.held is None:
+            partner = (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
+            images, targets = self.augment(pixels(draw.rows), places[mine].to(device), self.num_classes, draw, *partner)
+        else:
+            images, targets = self.held[mine.to(device)], self.augment.targets(places[mine].to(device), self.num_classes)
+        labels, tasks = (column[mine].to(device) for column in (self.rows.labels, self.rows.tasks))
         counts = self.rows.tasks[here].bincount(minlength=len(self.tasks)).tolist()
         return Batch(images, labels, tasks, draw, targets, weight=weight, counts=tuple(counts))

@@ -17,6 +17,7 @@ from workers.methods.individual import Individual
 from workers.methods.joint import Joint
 from workers.methods.ksm import Ksm
 from workers.methods.linear import Linear
+from workers.methods.lora import Lora
 from workers.methods.lwf import Lwf
 from workers.methods.meat import Meat
 from workers.methods.packnet import PackNet
@@ -30,9 +31,10 @@ from workers.methods.supsup_nn import SupSupNN
 from workers.methods.tfm import Tfm
 from workers.methods.toast import Toast, ToastLite
 from workers.methods.ucir import Ucir
+from workers.methods.vpt import Vpt
 from workers.methods.wa import Wa
 from workers.methods.wsn import Wsn
 
 METHODS: dict[str, type[Method]] = {m.name: m for m in (
-    AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, Der, DerP, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lwf, Meat, PackNet, Piggyback,
-    PodNet, Replay, Rpsnet, SimpleDer, SupSup, SupSupNN, Tfm, Toast, ToastLite, Ucir, Wa, Wsn)}
+    AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, Der, DerP, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lora, Lwf, Meat, PackNet,
+    Piggyback, PodNet, Replay, Rpsnet, SimpleDer, SupSup, SupSupNN, Tfm, Toast, ToastLite, Ucir, Vpt, Wa, Wsn)}

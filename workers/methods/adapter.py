@@ -1,34 +1,43 @@
-"""Adapter-B: two bottleneck adapters in every block of a frozen backbone, trained per task (MEAT's Table 1, column Adaptor-B).
+"""Bottleneck adapters in every block of a frozen backbone, trained per task: Houlsby's two, Pfeiffer's one, or AdaptFormer's beside the FFN.
 
-Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019.
+Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019 (MEAT's Table 1, column Adaptor-B). Pfeiffer et al.:
+AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting Vision Transformers for Scalable Visual Recognition, NeurIPS 2022.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
+from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
-from workers.model.adapters import AdapterSites, Bottlenecks, houlsby
+from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
 from workers.taskstate import Carried, TaskState
 
+Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
+
 
 class AdapterSettings(MethodSettings):
-    width: PositiveInt = Field(24, description="m, units of a bottleneck")
+    width: PositiveInt = Field(24, description="m, units of a bottleneck; AdaptFormer's paper has 64")
+    kind: Kind = Field("houlsby", exclude_if=lambda kind: kind == "houlsby", description="`houlsby`: behind attention and behind the FFN; `pfeiffer`: "
+                       "behind the FFN; `adaptformer`: beside the FFN. `houlsby` is in no key")
+    dropout: float = Field(0.0, ge=0, lt=1, exclude_if=lambda rate: rate == 0, description="of a bottleneck's units while training, for `adaptformer`, "
+                           "whose paper has 0.1; 0 is in no key")
 
 
 class Adapter(Method):
-    """A star: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN, inside the residual branch. Stored per task:
-    2 L (2 d m + d + m) floats and a head.
+    """A star. `houlsby`: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN, inside the residual branch; `pfeiffer`:
+    behind the FFN alone; `adaptformer`: x' + FFN(LN x') + 0.1 W_up relu(W_down x'), x' the residual stream before the FFN. Stored per
+    task: 2 d m + d + m floats for each adapter (2 L of Houlsby's, L of the others) and a head.
 
-    Where it differs from Houlsby et al.: W_up starts at zero, so that a task starts as the backbone itself; layer norms stay
-    frozen with the rest. Learning rate and weight decay are those of the head.
+    Where it differs from the papers: W_up starts at zero for every kind, so that a task starts as the backbone itself (never W_down
+    too: neither would get a gradient); layer norms stay frozen with the rest. Learning rate and weight decay are those of the head.
     """
 
     name = "adapter"
@@ -37,9 +46,21 @@ class Adapter(Method):
     Settings = AdapterSettings
     settings: AdapterSettings
 
+    @classmethod
+    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+        assert isinstance(settings, AdapterSettings)
+        if settings.dropout and settings.kind != "adaptformer":
+            raise UserError(f"dropout is {settings.dropout} with kind {settings.kind!r}, which has none; leave it out, or set kind=adaptformer")
+
+    @classmethod
+    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        assert isinstance(settings, AdapterSettings)
+        super().fits(settings, backbone, tasks)
+        sites_of(backbone, settings.kind)
+
     def __init__(self, backbone: nn.Module, settings: AdapterSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = AdapterSites(backbone, houlsby)
+        self.sites = sites_of(backbone, settings.kind)
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> its adapters' tensors
 
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
@@ -51,14 +72,22 @@ class Adapter(Method):
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         """The adapters' tensors, not parameters of the backbone: `features` puts them in place."""
-        return self.adapters.tensors()
+        return self.adapters.tensors() | self.dropped(batch)
+
+    def dropped(self, batch: Batch) -> dict[str, Tensor]:
+        """Dropout's factors, 0 or 1 / (1 - rate): (S, b, N, m), drawn for each sample."""
+        if not self.settings.dropout:
+            return {}
+        uniform = batch.draw.per_sample("adapter.dropout", tokens_of(self.backbone), len(self.sites), self.settings.width)
+        return {"kept": (uniform >= self.settings.dropout).float().permute(2, 0, 1, 3) / (1 - self.settings.dropout)}
 
     def features(self, images: Tensor) -> Tensor:
         with self.sites.using(self.effective):
             return self.backbone(images)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(copies={name: t.detach().clone() for name, t in self.adapters.tensors().items()}), Carried()
+        copies = {name: t.detach().clone() for name, t in self.adapters.tensors().items()}
+        return self.state(copies=copies, meta=self.settings.model_dump(include={"kind"})), Carried()
 
     def load(self, state: TaskState) -> None:
         """Keeps the task's adapters beside those of other tasks. A base task has none."""
@@ -67,6 +96,10 @@ class Adapter(Method):
         if found is not None and tuple(found.shape) != sites:
             raise UserError(f"task {state.task!r}: its state has adapters of shape {tuple(found.shape)}, these settings have {sites}; use the backbone "
                             "and the method's settings of its run")
+        kind = state.meta.get("kind", "houlsby")
+        if found is not None and kind != self.settings.kind:
+            raise UserError(f"task {state.task!r}: its state has adapters of kind {kind!r}, these settings have {self.settings.kind!r}; use the method's "
+                            "settings of its run")
         self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
@@ -77,7 +110,21 @@ class Adapter(Method):
         return 1 + added_share(self.backbone, 2 * state.copies["down"].numel())
 
 
+def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
+    """Where adapters of a kind sit. AdaptFormer's is added behind the block, which is behind the FFN's residual add."""
+    if kind != "adaptformer":
+        return AdapterSites(backbone, houlsby, HOULSBY if kind == "houlsby" else ("mlp",))
+    if any(isinstance(block, ResPostBlock) for block in backbone.blocks):
+        raise UserError("kind is 'adaptformer' on blocks that have their norms behind attention and FFN, where nothing shows the residual stream before "
+                        "the FFN; choose kind=pfeiffer, or a ViT with plain blocks such as vit_tiny_patch16_224")
+    return AdapterSites(backbone, parallel, ("",), beside="norm2")
+
+
+def tokens_of(backbone: Any) -> int:
+    """How many tokens a block sees."""
+    return backbone.num_prefix_tokens + backbone.patch_embed.num_patches
+
+
 def added_share(backbone: Any, weights: int) -> float:
     """Multiply-adds of layers with `weights` entries in all that see every token, relative to those of the plain backbone."""
-    tokens = backbone.num_prefix_tokens + backbone.patch_embed.num_patches
-    return tokens * weights / flops(backbone, plan(backbone, [BlockMasks()] * len(backbone.blocks)))
+    return tokens_of(backbone) * weights / flops(backbone, plan(backbone, [BlockMasks()] * len(backbone.blocks)))

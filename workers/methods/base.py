@@ -12,7 +12,8 @@ The life of a method during one step of one task (`workers/loop.py` drives it):
     for state in earlier_states: method.load(state)  # a chain with `needs_states`, or in scenario `class`
     memory = method.memory(task, step, carried)      # the earlier samples that the feed gives beside the task's own
     groups = method.begin(task, step, carried, rates, tasks)
-    for batch in feed:                               # not where the step does not train
+    method.look_ahead(feed)                          # this and what follows not where the step does not train
+    for batch in feed:
         loss, terms = method.loss(batch, progress)
         loss.backward(); method.after_backward(); optimizer.step(); method.after_step(progress)
     state, carried = method.finish()
@@ -62,7 +63,7 @@ class Step:
 class Batch:
     """What a rank holds of one global batch.
 
-    images: float (b, 3, H, W), augmented and normalised. labels: (b,) positions in the class list of each sample's task.
+    images: float (b, 3, H, W), augmented and normalised, or what the feed holds in their place. labels: (b,) positions in the class list of each sample's task.
     tasks: (b,) indices into the tasks being trained on. targets: soft targets under mixup, cutmix or smoothing: over the classes
     (b, num_classes) of the one task that all samples belong to, else in scenario `class` over those of all tasks so far; or None. draw: the noise of this step.
     weight: this rank's (micro-batch's) share of the global batch; 0 where a rank got a stand-in sample in a ragged last
@@ -219,6 +220,10 @@ class Method(nn.Module):
             {"name": "head.weight", "params": [h.weight for h in heads], "weight_decay": rates.weight_decay},
             {"name": "head.bias", "params": [h.bias for h in heads], "weight_decay": 0.0},
         ]
+
+    def look_ahead(self, feed: Any) -> None:
+        """Before the first step, also of a resumed stage, when it is settled what is trained: of the feed of the epochs, and of the one that they
+        are validated on, what can be computed once instead of in every epoch (`Feed.hold`)."""
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar to minimise (a mean over the batch) and its named terms, detached."""

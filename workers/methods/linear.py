@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from workers.methods.base import Method
 
 
 class Linear(Method):
-    """Everything is in the base class: a frozen backbone and one head per task (a star, zero forgetting)."""
+    """A frozen backbone and one head per task (a star, zero forgetting).
+
+    Where augmentation leaves images as they are, so are their features in every epoch: they are computed once per stage and the head is
+    trained on them, with the same batches and, up to the order of summation, the same numbers.
+    """
 
     name = "linear"
+    revision = 2
+
+    def look_ahead(self, feed: Any) -> None:
+        if not any(p.requires_grad for p in self.backbone.parameters()):
+            feed.hold(super().features)
+
+    def features(self, images: Tensor) -> Tensor:
+        """images (b, 3, H, W), or what a feed holds in their place (b, d), -> (b, d)."""
+        return images if images.ndim == 2 else super().features(images)

@@ -1,4 +1,4 @@
-"""Bottleneck adapters: small trained layers behind modules of a frozen backbone, hooked from outside, any timm ViT with plain blocks.
+"""Adapters: small trained layers behind or beside modules of a frozen backbone, hooked from outside, any timm ViT with plain blocks.
 
 Axes: S sites (places of an adapter, from the first block on), B images, N tokens, d width of the backbone, m width of the bottleneck.
 All adapters of a task are stacked: one tensor per kind, whose first axis counts sites.
@@ -18,11 +18,19 @@ from torch.nn import functional as F
 from workers.errors import UserError
 
 HOULSBY = ("attn", "mlp")  # behind attention (its projection included) and behind the FFN, both before the residual add
+PARALLEL_SCALE = 0.1  # of AdaptFormer's branch
 
 
 def houlsby(x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor) -> Tensor:
     """a(x) = x + W_up gelu(W_down x + b_down) + b_up. x: (B, N, d); down: (m, d); up: (d, m)."""
     return x + F.linear(F.gelu(F.linear(x, down, down_bias)), up, up_bias)
+
+
+def parallel(out: Tensor, x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor, kept: Tensor | None = None) -> Tensor:
+    """AdaptFormer: out + 0.1 (W_up (kept .* relu(W_down x + b_down)) + b_up). out: (B, N, d), behind the FFN's residual add; x: (B, N, d), the
+    residual stream before the FFN and its norm; kept: (B, N, m), dropout's factors."""
+    hidden = F.relu(F.linear(x, down, down_bias))
+    return out + PARALLEL_SCALE * F.linear(hidden if kept is None else hidden * kept, up, up_bias)
 
 
 class Bottlenecks(nn.Module):
@@ -61,24 +69,43 @@ class Hook:
         return None if self.tensors is None else self.form(output, **self.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook(self.form)
+        return type(self)(self.form)
+
+
+class BesideHook(Hook):
+    """The same with a form that is also given what went into some module: `form(output, input, **tensors)`."""
+
+    input: Tensor | None = None
+
+    def note(self, module: nn.Module, inputs: Any) -> None:
+        """Forward pre-hook of that module."""
+        self.input = None if self.tensors is None else inputs[0]
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        found, self.input = self.input, None
+        return None if self.tensors is None else self.form(output, found, **self.tensors)
 
 
 class AdapterSites:
     """The places of a backbone that take adapters of one form; `form` is called as form(x (B, N, d), **tensors of the site).
-    positions: modules of a block, each with an adapter behind it; the empty one is the block itself."""
+    positions: modules of a block, each with an adapter behind it; the empty one is the block itself. beside: the module of a block whose
+    input the form gets as its second argument."""
 
-    def __init__(self, backbone: Any, form: Callable[..., Tensor], positions: tuple[str, ...] = HOULSBY):
+    def __init__(self, backbone: Any, form: Callable[..., Tensor], positions: tuple[str, ...] = HOULSBY, beside: str | None = None):
         self.width: int = backbone.embed_dim
         self.hooks: list[Hook] = []
         for index, block in enumerate(backbone.blocks):
+            modules = dict(block.named_modules())
+            missing = next((name for name in (*positions, beside) if name is not None and name not in modules), None)
+            if missing is not None:
+                raise UserError(f"block {index} of the backbone has no {missing!r} to put an adapter behind; choose a ViT with plain blocks such as "
+                                "vit_tiny_patch16_224 or deit_small_patch16_224")
             for position in positions:
-                module = dict(block.named_modules()).get(position)
-                if module is None:
-                    raise UserError(f"block {index} of the backbone has no {position!r} to put an adapter behind; choose a ViT with plain blocks such as "
-                                    "vit_tiny_patch16_224 or deit_small_patch16_224")
-                self.hooks.append(Hook(form))
-                module.register_forward_hook(self.hooks[-1])
+                hook = Hook(form) if beside is None else BesideHook(form)
+                modules[position].register_forward_hook(hook)
+                if isinstance(hook, BesideHook):
+                    modules[beside].register_forward_pre_hook(hook.note)
+                self.hooks.append(hook)
 
     def __len__(self) -> int:
         return len(self.hooks)

@@ -76,11 +76,14 @@ def freeze_batch_norms(model: nn.Module) -> None:
                             "batch norm, such as resnet18")
 
 
-def compile_blocks(model: Any) -> None:
-    """torch.compile of each block of a ViT, in place, whichever way it is run: whole, by forward_features, by forward_intermediates. Blocks
-    are alike, so that the first one's code serves all. Another backbone is compiled as a whole."""
+def compile_blocks(model: Any, **options: Any) -> None:
+    """torch.compile, with its own options, of each block of a ViT, in place, whichever way it is run: whole, by forward_features, by
+    forward_intermediates. Blocks are alike, so that the first one's code serves all. Another backbone is compiled as a whole."""
+    from torch._dynamo import config  # takes a second to import
+
+    config.skip_nnmodule_hook_guards = False  # else code of blocks without hooks serves blocks that have some, and skips them
     for block in model.blocks if isinstance(model, VisionTransformer) else [model]:
-        block.compile()
+        block.compile(**options)
 
 
 def check(settings: BackboneSettings) -> nn.Module:

@@ -1,0 +1,154 @@
+"""The linear probe on features that are computed once: the same numbers as recomputing them, and only where they stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from laboratory import OPTIMIZERS, TINY, Lab, Run, again, history, on_ranks, small_batches
+from test_feed import PLACES, feed_of, root  # noqa: F401 (a fixture)
+
+from workers.artefact import Artefact
+from workers.dist import Group
+from workers.methods import METHODS
+from workers.methods.base import Method
+from workers.methods.individual import Individual
+from workers.methods.linear import Linear
+from workers.taskstate import TaskState
+
+PLAIN: dict[str, Any] = {"crop": "none", "flip": 0.0, "erase": 0.0}
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many images each forward of a linear probe's backbone sees."""
+    seen: list[int] = []
+    features = Method.features
+
+    def noted(self: Any, images: torch.Tensor) -> torch.Tensor:
+        seen.append(len(images))
+        return features(self, images)
+
+    with mock.patch.object(Method, "features", noted):
+        yield seen
+
+
+def recomputed() -> Any:
+    return mock.patch.object(Linear, "look_ahead", Method.look_ahead)
+
+
+def probe(lab: Lab, **data: Any) -> Run:
+    run = lab.run_of("linear", {**OPTIMIZERS["sgd"], "epochs": 5, "batch_size": 23}, data={"val_fraction": 0.125, **data}, backbone={**TINY, "drop_path": 0.3})
+    run.prepare(run.stages(0)[0])
+    return run
+
+
+@pytest.mark.parametrize("data", [{}, {"smoothing": 0.2}, {"repeats": 2}, {"resident_mb": 0}], ids=repr)
+def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]):
+    """Up to rounding: a sample meets other neighbours in the forward. Smoothed labels, repeated images and streamed ones too."""
+    job = probe(lab, **data).stages(0)[0]
+    with counted() as seen:
+        found = lab.stage(job)
+    images = history(found)[0]["images"] + history(found)[0]["val_total"]
+    assert sum(seen) == images, "one pass over what is trained and validated on"
+    with counted() as seen, recomputed():
+        expected = lab.stage(again(job, "recomputed"))
+    assert sum(seen) == 5 * images
+    for mine, theirs in zip(history(found), history(expected), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    mine, theirs = (TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (found, expected))
+    assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
+    assert not torch.equal(mine["bias"], torch.zeros(2)), "it was trained"
+
+
+@pytest.mark.parametrize("data", [{"crop": "pad"}, {"crop": "resized"}, {"flip": 0.5}, {"randaugment": 1}, {"mixup": 0.2}, {"cutmix": 0.2}, {"erase": 0.2}],
+                         ids=repr)
+def test_with_augmentation_features_are_recomputed(lab: Lab, data: dict[str, Any]):
+    """Those of validation images alone stay the same."""
+    job = probe(lab, **data).stages(0)[0]
+    with counted() as seen:
+        found = history(lab.stage(job))
+    assert sum(seen) == 5 * found[0]["images"] + found[0]["val_total"]
+    with recomputed():
+        expected = history(lab.stage(again(job, "recomputed")))
+    assert found == expected, "bit for bit"
+
+
+def test_nothing_is_held_where_the_backbone_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    class Thawed(Linear):
+        name, freezes_backbone = "thawed", False
+
+        def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+            return [*super().begin(*arguments), {"name": "norm", "params": [self.backbone.get_parameter("norm.bias")]}]
+
+    monkeypatch.setitem(METHODS, "thawed", Thawed)
+    job = again(probe(lab).stages(0)[0], "thawed", method="thawed")
+    with counted() as seen:
+        found = history(lab.stage(job))
+    assert sum(seen) == 5 * (found[0]["images"] + found[0]["val_total"])
+
+
+def test_two_ranks_train_the_same_head(lab: Lab):
+    """Up to the order of summation of its gradients."""
+    jobs = [again(probe(lab).stages(0)[0], f"on-{world}-ranks") for world in (1, 2)]
+    with small_batches():
+        lab.stage(jobs[0])
+    on_ranks(jobs[1:], 2, lab.folder / "ranks-linear")
+    one, two = (Artefact.need(job.root, job.key) for job in jobs)
+    for mine, theirs in zip(history(one), history(two), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    mine, theirs = (TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (one, two))
+    assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
+
+
+# ---- the feed ------------------------------------------------------------------------------------------------------------
+def made_of(images: torch.Tensor) -> torch.Tensor:
+    return images.flatten(1).double().cumsum(1)[:, -2:]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_feed_gives_what_it_holds_in_place_of_images(root, place: str, world: int):  # noqa: F811
+    """For each sample, in any epoch, for any number of ranks; labels and targets are those of its image."""
+    options: dict[str, Any] = {"batch": 4, "accumulate": 2, "data": {**PLAIN, "smoothing": 0.1}}
+    plain = feed_of(root, place, **options)
+    feeds = [feed_of(root, place, rank, world, **options) for rank in range(world)]
+    shares = [[made_of(b.images) for b in feed.evaluate(3)] for feed in feeds]
+    for feed in feeds:
+        with small_batches(), mock.patch.object(Group, "gather", return_value=shares):
+            feed.hold(made_of)
+        assert feed.held is not None
+        assert len(feed.held) == feed.num_samples
+    for epoch in (0, 1):
+        want = {(step, row): (made_of(b.images)[i], b.labels[i], b.targets[i]) for step, batches in enumerate(plain.epoch(epoch))
+                for b in batches if b.weight for i, row in enumerate(b.draw.rows.tolist())}
+        got = {(step, row): (b.images[i], b.labels[i], b.targets[i]) for feed in feeds for step, batches in enumerate(feed.epoch(epoch))
+               for b in batches if b.weight for i, row in enumerate(b.draw.rows.tolist())}
+        assert got.keys() == want.keys()
+        assert all(torch.equal(mine, theirs) for key in want for mine, theirs in zip(got[key], want[key], strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_feed_that_holds_something_decodes_nothing_more(root, place: str):  # noqa: F811
+    feed = feed_of(root, place, data=PLAIN)
+    feed.hold(made_of)
+    with mock.patch.object(feed.source, "_gather" if place == "resident" else "_decode") as look:
+        assert sum(len(b) for batches in feed.epoch(0) for b in batches) == feed.num_samples
+        assert [key for b in feed.evaluate() for key in b.keys or []] == feed.rows.table["key"].to_pylist()
+    look.assert_not_called()
+
+
+# ---- full fine-tuning of a network per task ------------------------------------------------------------------------------
+def test_individual_stores_a_network_and_a_head_and_nothing_else(lab: Lab):
+    run = lab.run("individual")
+    live = run.live(0)
+    assert isinstance(live, Individual)
+    parameters = sum(p.numel() for p in live.backbone.parameters())
+    assert run.state(0).sizes() == {"masks": 0, "tokens": 0, "copies": 4 * parameters, "head": 4 * 2 * (32 + 1)}
+    assert run.trained(0).manifest["sizes"] == run.state(0).sizes()
+    assert run.trained(0).manifest["carried_bytes"] == 0
+    assert run.state(0).copies.keys() == {name for name, _ in live.backbone.named_parameters()}

@@ -1,0 +1,147 @@
+"""LoRA: it starts as the backbone, its branch and its merged weights say the same, and what it stores is the formula's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tabletop
+import torch
+from tabletop import BASE, ONE, TWO, answers, batch, begun, images, vit
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.methods.base import Progress
+from workers.methods.lora import Lora, LoraSettings
+from workers.model.lowrank import shapes
+from workers.model.vit import build, compile_blocks, digest_of
+from workers.taskstate import TaskState
+
+TARGETS = ("qkv", "qv")
+PROGRESS = Progress(0, 0, 1, 6)
+
+
+def lora(**settings: Any) -> Lora:
+    return Lora(vit(), LoraSettings(**{"rank": 3, "alpha": 6.0, **settings}), seed=1)
+
+
+def spread(method: Lora) -> Lora:
+    """With an update, and a head, that show."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p, std in ((method.heads["one"].weight, 1.0), (method.update.a, 0.2), (method.update.b, 0.2)):
+            p.copy_(torch.randn(p.shape, generator=generator) * std)
+    return method
+
+
+def by_hand(state: TaskState, target: str, scale: float) -> Tensor:
+    """A ViT whose weights are W + s B A, written into them part by part."""
+    model, d = vit(), 32
+    for i, block in enumerate(model.blocks):
+        a, b = state.copies["a"][i], state.copies["b"][i]
+        w = block.attn.qkv.weight.data
+        if target == "qkv":
+            w += scale * b[0] @ a[0]
+        else:
+            w[:d] += scale * b[0] @ a[0]
+            w[2 * d :] += scale * b[1] @ a[1]
+    with torch.no_grad():
+        return F.linear(model(images()), state.head["weight"], state.head["bias"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_task_starts_as_the_backbone_whatever_it_draws(target: str):
+    method = lora(target=target)
+    begun(method)
+    assert torch.equal(method.loss(batch(), PROGRESS)[0], F.cross_entropy(method.heads["one"](vit()(batch().images)), batch().labels)), "in training"
+    assert torch.equal(answers(method), method.heads["one"](vit()(images()))), "and served"
+    assert method.update.a.abs().max() <= 32**-0.5
+    assert float(method.update.a.detach().std()) == pytest.approx((32 * 3) ** -0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_branch_merged_weights_and_weights_by_hand_give_the_same(target: str):
+    method = lora(target=target)
+    begun(method)
+    served = answers(spread(method))
+    with method.sites.using(method.factors(method.update.tensors())):
+        unmerged = method.heads["one"](method.backbone(images()))
+    assert torch.allclose(served, unmerged, atol=1e-5), "to rounding"
+    assert torch.allclose(served, by_hand(method.finish()[0], target, 6.0 / 3), atol=1e-5)
+    assert not torch.allclose(served, method.heads["one"](vit()(images())), atol=0.05)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_both_ways_have_the_same_gradients(target: str):
+    method, whole = lora(target=target), lora(target=target)
+    for each in (method, whole):
+        begun(each)
+        spread(each)
+    method.loss(batch(), PROGRESS)[0].backward()
+    whole.effective = whole.serving_weights("one")
+    whole.classification_loss(whole.features(batch().images), batch()).backward()
+    for mine, theirs in zip(method.update.parameters(), whole.update.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
+        assert mine.grad.flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_come_back_as_they_were(target: str):
+    method = lora(target=target)
+    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)}))
+    before = answers(method, BASE)
+    states = []
+    for task in (ONE, TWO):
+        states.append(tabletop.trained(method, task))
+        method.load(TaskState.from_bytes(states[-1].to_bytes()))
+        assert not torch.equal(answers(method, task), before[:, :1].expand(-1, task.num_classes))
+    first = answers(method, ONE)
+    assert answers(method, TWO).shape == (8, 3)
+    assert torch.equal(answers(method, BASE), before), "bit for bit, whatever was served in between"
+    assert torch.equal(answers(method, ONE), first)
+    assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
+    assert states[0].copies["b"].any()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_size_is_that_of_the_published_baseline(target: str):
+    """Rank 4 on a ViT-B: 147,456, 0.17 % of the network. Queries and values alone have as many."""
+    with torch.device("meta"):
+        model: Any = build(BackboneSettings(name="vit_base_patch16_224"))
+    rows, width = model.blocks[0].attn.qkv.weight.shape
+    found = sum(torch.Size(shape).numel() for shape in shapes(len(model.blocks), rows, width, 4, target).values())  # type: ignore[arg-type]
+    assert found == (147_456 if target == "qkv" else 12 * 2 * 2 * 4 * 768)
+
+
+def test_what_is_stored_is_the_factors():
+    method = lora()
+    begun(method)
+    state = method.finish()[0]
+    assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 4 * 2 * 3 * (32 + 96), "head": 4 * 2 * 33}
+    assert method.flops_share(state) == 1
+
+
+@pytest.mark.parametrize("other", [{"rank": 4}, {"target": "qv"}, {"alpha": 3.0}])
+def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
+    state = tabletop.trained(lora())
+    with pytest.raises(UserError, match=r"its state has updates of shapes .* with alpha 6.0, these settings have"):
+        lora(**other).load(state)
+
+
+def test_a_backbone_without_a_fused_projection_is_refused():
+    with torch.device("meta"):
+        convit = build(BackboneSettings(name="convit_local", img_size=32))
+    with pytest.raises(UserError, match=r"block 0 of the backbone has no 'attn.qkv'"):
+        Lora.fits(LoraSettings(), convit)
+
+
+def test_compiled_blocks_turn_too():
+    method = lora()
+    begun(method)
+    spread(method)
+    expected = method.loss(batch(), PROGRESS)[0], answers(method), method.loss(batch(), PROGRESS)[0]
+    compile_blocks(method.backbone, backend="eager")
+    found = method.loss(batch(), PROGRESS)[0], answers(method), method.loss(batch(), PROGRESS)[0]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,193 @@
+"""VPT: prompts stand where the paper has them, touch nothing else, and cost what the formula says."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import tabletop
+import torch
+from tabletop import BASE, ONE, TWO, answers, batch, begun, images, vit
+from torch import Tensor
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.methods.vpt import Vpt, VptSettings
+from workers.model.prompts import PromptSites, start_of
+from workers.model.vit import build, compile_blocks, digest_of
+from workers.taskstate import TaskState
+
+DEPTHS = ("shallow", "deep")
+IMAGES = images(3)
+BACKBONES: dict[str, dict[str, Any]] = {  # whose answers prompts could get into by other ways than through attention
+    "class token": {}, "mean of patches": {"class_token": False, "global_pool": "avg"}, "mean beside a class token": {"global_pool": "avg"},
+    "registers": {"reg_tokens": 2}, "positions of patches alone": {"no_embed_class": True}, "norm before the blocks": {"pre_norm": True},
+    "mean of all": {"global_pool": "avg", "pool_include_prefix": True}, "attention pool": {"global_pool": "map"}}
+
+
+def vpt(**settings: Any) -> Vpt:
+    return Vpt(vit(), VptSettings(**settings), seed=1)
+
+
+def drawn(blocks: int, prompts: int = 3) -> Tensor:
+    return torch.randn(blocks, prompts, 32, generator=torch.Generator().manual_seed(2))
+
+
+def by_hand(model: Any, prompts: Tensor, images: Tensor = IMAGES, passed_on: bool = False) -> Tensor:
+    """The forward written out. passed_on: deep prompts are not replaced, the first block's go through."""
+    prefix, count = model.num_prefix_tokens, prompts.shape[1]
+    x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    front, patches, p = x[:, :prefix], x[:, prefix:], prompts[0].expand(len(x), -1, -1)
+    for i, block in enumerate(model.blocks):
+        if i and len(prompts) > 1 and not passed_on:
+            p = prompts[i].expand(len(x), -1, -1)
+        front, p, patches = block(torch.cat([front, p, patches], 1)).split([prefix, count, patches.shape[1]], 1)
+    return model.forward_head(model.norm(torch.cat([front, patches], 1)))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("options", BACKBONES.values(), ids=BACKBONES.keys())
+def test_prompts_stand_behind_the_prefix_and_enter_no_pool(options: dict[str, Any], depth: Any):
+    model = vit(**options)
+    sites = PromptSites(model, depth)
+    prompts, plain = drawn(len(sites)), model(IMAGES)
+    with sites.using(prompts):
+        found, tokens = model(IMAGES), model.forward_features(IMAGES)
+    assert torch.allclose(found, by_hand(model, prompts), atol=1e-6)
+    assert not torch.allclose(found, plain, atol=1e-2)
+    assert tokens.shape == model.forward_features(IMAGES).shape == (3, model.num_prefix_tokens + 4, 32)
+    assert torch.equal(model(IMAGES), plain)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_no_prompts_are_the_backbone(depth: Any):
+    model = vit()
+    sites = PromptSites(model, depth)
+    plain = model(IMAGES)
+    for none in (None, drawn(len(sites), 0)):
+        with sites.using(none):
+            assert torch.equal(model(IMAGES), plain)
+
+
+def test_deep_prompts_are_replaced_and_not_passed_on():
+    model, prompts = vit(), drawn(2)
+    passed_on = by_hand(vit(), prompts, passed_on=True)
+    with PromptSites(model, "deep").using(prompts):
+        assert not torch.allclose(model(IMAGES), passed_on, atol=1e-3)
+    shallow = vit()
+    with PromptSites(shallow, "shallow").using(prompts[:1]):
+        assert torch.allclose(shallow(IMAGES), passed_on, atol=1e-6)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_blocks_see_the_patches_and_p_tokens_more(depth: Any):
+    model, seen = vit(), list[tuple[int, ...]]()
+    sites = PromptSites(model, depth)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    with sites.using(drawn(len(sites))):
+        model(IMAGES)
+    assert seen == [(3, 1 + 3 + 4, 32)] * 2
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_every_prompt_learns_and_the_backbone_does_not(depth: Any):
+    method = vpt(depth=depth, prompts=4)
+    groups = begun(method)
+    start = method.prompts.detach().clone()
+    tabletop.train(method, tabletop.OPTIMIZERS["sgd"](groups), ONE)
+    assert (method.prompts != start).all(2).all()
+    assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
+    state = method.eval().finish()[0]
+    prompts = torch.stack([*state.tokens.values()])
+    expected = by_hand(vit(), prompts, images()) @ state.head["weight"].T + state.head["bias"]
+    assert torch.allclose(answers(method), expected, atol=1e-6)
+
+
+def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding():
+    """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn anew."""
+    with torch.device("meta"):
+        model: Any = build(BackboneSettings())
+    found, reach = start_of(12, 100, model), math.sqrt(6 / 960)
+    assert 0.99 * reach < found.max() <= reach
+    assert -reach <= found.min() < -0.99 * reach
+    assert float(found.std()) == pytest.approx(reach / math.sqrt(3), rel=0.01)
+    assert len({float(t.sum()) for t in found}) == 12
+
+
+@pytest.mark.parametrize(("depth", "count"), [("shallow", 100 * 768), ("deep", 921_600)])
+def test_the_size_is_the_published_one(depth: Any, count: int):
+    """p = 100 on a ViT-B."""
+    with torch.device("meta"):
+        model = build(BackboneSettings(name="vit_base_patch16_224"))
+        assert start_of(len(PromptSites(model, depth)), 100, model).numel() == count
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [("shallow", 1), ("deep", 2)])
+def test_what_is_stored_is_the_prompts(depth: Any, blocks: int):
+    method = vpt(depth=depth, prompts=7)
+    begun(method)
+    assert method.finish()[0].sizes() == {"masks": 0, "tokens": 4 * blocks * 7 * 32, "copies": 0, "head": 4 * 2 * 33}
+
+
+def test_the_work_per_image_counts_the_prompts():
+    """Of the last block the class token alone is read, so prompts are keys there and no queries."""
+    method, p, tokens, d = vpt(prompts=7), 7, 5, 32
+    begun(method)
+
+    def block(queries: int, keys: int) -> int:
+        return d * (2 * queries * d + 2 * keys * d + 2 * queries * keys + 8 * queries * d)
+
+    patches = 4 * 3 * 64 * d
+    more, plain = (patches + block(n, n) + block(1, n) for n in (tokens + p, tokens))
+    assert method.flops_share(method.finish()[0]) == pytest.approx(more / plain)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_turning_from_task_to_task_is_exact(depth: Any):
+    method = vpt(depth=depth)
+    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)}))
+    plain = answers(method, BASE)
+    assert torch.allclose(plain, vit()(images()) @ torch.ones(32, 2), atol=1e-5)
+    for task in (ONE, TWO):
+        method.load(TaskState.from_bytes(tabletop.trained(method, task).to_bytes()))
+    first, second = answers(method, ONE), answers(method, TWO)
+    for _ in range(2):
+        assert torch.equal(answers(method, TWO), second)
+        assert torch.equal(answers(method, BASE), plain)
+        assert torch.equal(answers(method, ONE), first)
+
+
+@pytest.mark.parametrize("other", [{"prompts": 6}, {"depth": "deep"}])
+def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
+    state = tabletop.trained(vpt())
+    with pytest.raises(UserError, match=r"its state has prompts of shapes .*\(5, 32\).*, these settings have"):
+        vpt(**other).load(state)
+
+
+def test_a_backbone_whose_attention_knows_patches_alone_is_refused():
+    with torch.device("meta"):
+        convit = build(BackboneSettings(name="convit_local", img_size=32))
+    with pytest.raises(UserError, match="block 0 of the backbone has no plain attention"):
+        Vpt.fits(VptSettings(), convit)
+
+
+def test_a_copy_of_the_backbone_has_no_prompts_of_the_original():
+    model = vit()
+    plain, sites = model(IMAGES), PromptSites(model, "deep")
+    with sites.using(drawn(2)):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(IMAGES), plain)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_compiled_blocks_turn_too(depth: Any):
+    method = vpt(depth=depth)
+    begun(method)
+    expected, plain = method.loss(batch(), tabletop.PROGRESS)[0], method.backbone(images())
+    compile_blocks(method.backbone, backend="eager")
+    for _ in range(2):
+        assert torch.allclose(method.loss(batch(), tabletop.PROGRESS)[0], expected, atol=1e-6)
+        assert torch.allclose(method.backbone(images()), plain, atol=1e-6)

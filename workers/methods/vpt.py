@@ -1,0 +1,96 @@
+"""VPT: trained tokens beside the patches of a frozen ViT, in front of the first block (shallow) or of every block (deep), per task.
+
+Jia et al.: Visual Prompt Tuning, ECCV 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from workers.errors import UserError
+from workers.job import Task
+from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.model.compact import flops, plan
+from workers.model.masked import BlockMasks
+from workers.model.prompts import Depth, PromptSites, start_of
+from workers.taskstate import Carried, TaskState
+
+PROMPTS = "prompts"
+
+
+class VptSettings(MethodSettings):
+    prompts: PositiveInt = Field(5, description="p, how many in front of a block")
+    depth: Depth = Field("shallow", description="`shallow`: in front of the first block, which hands them on; `deep`: each block has its own")
+
+
+class Vpt(Method):
+    """A star: p prompts after the class token and before the patches, without position embeddings. Stored per task: p d floats (shallow)
+    or L p d (deep) and a head.
+
+    Where it differs from the paper: neither a projection nor dropout of prompts, both options there; learning rate and weight decay are
+    those of the head. Where a backbone pools its patches, prompts are no part of the pool.
+    """
+
+    name = "vpt"
+    paper = "Visual Prompt Tuning, ECCV 2022"
+    needs_vit = True
+    starts_as_backbone = False
+    Settings = VptSettings
+    settings: VptSettings
+
+    @classmethod
+    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        assert isinstance(settings, VptSettings)
+        super().fits(settings, backbone, tasks)
+        PromptSites(backbone, settings.depth)
+
+    def __init__(self, backbone: nn.Module, settings: VptSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.sites = PromptSites(backbone, settings.depth)
+        self.loaded: dict[str, Tensor | None] = {}  # task -> its prompts (L or 1, p, d); the base task has none
+
+    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+        groups = super().begin(task, step, carried, rates, tasks)
+        self.loaded.pop(task.name, None)
+        device = next(self.backbone.parameters()).device
+        self.prompts = nn.Parameter(start_of(len(self.sites), self.settings.prompts, self.backbone).to(device))
+        return [*groups, {"name": "prompts", "params": [self.prompts], "weight_decay": rates.weight_decay}]
+
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        """The prompts, no parameter of the backbone: `features` puts them in place."""
+        return {PROMPTS: self.prompts}
+
+    def features(self, images: Tensor) -> Tensor:
+        with self.sites.using(self.effective.get(PROMPTS)):
+            return self.backbone(images)
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        return self.state(tokens={f"blocks.{i}": t.clone() for i, t in enumerate(self.prompts.detach())}), Carried()
+
+    def load(self, state: TaskState) -> None:
+        """Keeps the task's prompts beside those of other tasks."""
+        super().load(state)
+        found = {name: tuple(t.shape) for name, t in state.tokens.items()}
+        wanted = {f"blocks.{i}": (self.settings.prompts, self.sites.width) for i in range(len(self.sites))}
+        if state.method == self.name and found != wanted:
+            raise UserError(f"task {state.task!r}: its state has prompts of shapes {found}, these settings have {wanted}; use the backbone and the "
+                            "method's settings of its run")
+        self.loaded[state.task] = torch.stack([state.tokens[name] for name in wanted]) if found else None
+
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        if task not in self.loaded:
+            return {PROMPTS: self.prompts}
+        prompts = self.loaded[task]
+        return {} if prompts is None else {PROMPTS: prompts.to(next(self.backbone.parameters()).device)}
+
+    def flops_share(self, state: TaskState) -> float:
+        """Prompts are p keys more in every block, and p queries more in every block but the last."""
+        vit: Any = self.backbone
+        plans, p = plan(vit, [BlockMasks()] * len(vit.blocks)), torch.arange(self.settings.prompts)
+        more = [replace(b, keys=torch.cat([b.keys, p]), queries=b.queries if b is plans[-1] else torch.cat([b.queries, p])) for b in plans]
+        return flops(vit, more) / flops(vit, plans)

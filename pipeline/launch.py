@@ -209,26 +209,39 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def run_segment(queue: Any, group: int, cluster: ClusterSettings, storage: str) -> None:
-    """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task."""
+    """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task.
+
+    A worker that dies while its group comes up leaves the group's resources reserved for as long as the trainer lives: Ray's own retries
+    would wait for them for ever. So the first such failure ends the trainer, and the driver starts another one. Waiting for resources
+    that others have goes on.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError  # type: ignore[import-not-found,unused-ignore]
     from ray.train.v2.api.config import LoggingConfig  # type: ignore[import-not-found,unused-ignore]
+    from ray.train.v2.api.exceptions import ControllerError  # type: ignore[import-not-found,unused-ignore]
 
     resources: dict[str, float] = {"CPU": cluster.cpus_per_worker}
     if cluster.gpus_per_worker:
         resources["GPU"] = cluster.gpus_per_worker
-    name = f"group-{os.getpid()}-{group}-{time.time_ns()}"
-    trainer = TorchTrainer(
-        train_loop_per_worker,
-        train_loop_config={"queue": queue, "group": group, "gpu": bool(cluster.gpus_per_worker), "threads": cluster.cpus_per_worker},
-        scaling_config=ScalingConfig(num_workers=cluster.workers, use_gpu=bool(cluster.gpus_per_worker), resources_per_worker=resources),
-        run_config=RunConfig(name=name, storage_path=storage,
-                             failure_config=FailureConfig(max_failures=cluster.retries), logging_config=LoggingConfig("ERROR")),  # type: ignore[call-arg]
-    )
-    try:
-        trainer.fit()
-    finally:
-        delete_dir(join(storage, name))  # Ray's own bookkeeping; what counts is in the store
+    while True:
+        name = f"group-{os.getpid()}-{group}-{time.time_ns()}"
+        trainer = TorchTrainer(
+            train_loop_per_worker,
+            train_loop_config={"queue": queue, "group": group, "gpu": bool(cluster.gpus_per_worker), "threads": cluster.cpus_per_worker},
+            scaling_config=ScalingConfig(num_workers=cluster.workers, use_gpu=bool(cluster.gpus_per_worker), resources_per_worker=resources),
+            run_config=RunConfig(name=name, storage_path=storage,
+                                 failure_config=FailureConfig(max_failures=cluster.retries, controller_failure_limit=0),  # type: ignore[call-arg]
+                                 logging_config=LoggingConfig("ERROR")),
+        )
+        try:
+            trainer.fit()
+            return
+        except ControllerError as error:
+            if not isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+                raise
+        finally:
+            delete_dir(join(storage, name))  # Ray's own bookkeeping; what counts is in the store
 
 
 class OnRay:

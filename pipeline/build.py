@@ -76,12 +76,16 @@ class Builder:
 def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None) -> tuple[Graph, list[Task]]:
     """The stages of a run in topological order, and its tasks (the base task first, if there is one)."""
     builder = Builder(config, store, provenance or {})
-    tasks = add_tasks(builder)
-    base = next((t for t in tasks if t.role == "base"), None)
+    entries = add_tasks(builder)
+    tasks = [t for t in entries if t.role != "unlabelled"]
+    base, unlabelled = (next((t for t in entries if t.role == role), None) for role in ("base", "unlabelled"))
     add_backbone(builder, tasks, base)
     leaves: list[str] = []
     for label in config.methods:
-        leaves += add_method(builder, label, tasks, base)
+        leaves += add_method(builder, label, tasks, base, unlabelled)
+    if unlabelled and not any(stage.task == unlabelled.name for stage in builder.stages):
+        raise UserError(f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run has a step for images without labels; leave it out, "
+                        f"or add one that has: {', '.join(name for name, method in METHODS.items() if method.starts_from)}")
     builder.add("report", "report", {"revision": REPORT_REVISION, "name": config.name}, leaves)
     return Graph.of(config.name, builder.stages), tasks
 
@@ -106,14 +110,19 @@ def add_tasks(builder: Builder) -> list[Task]:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice:
         raise UserError(f"stream.tasks: two tasks are called {twice!r}; give each its own `name`")
-    bases = [t for t in tasks if t.role == "base"]
+    bases, unlabelled = ([t for t in tasks if t.role == role] for role in ("base", "unlabelled"))
     if len(bases) > 1:
         raise UserError(f"stream.tasks: {bases[0].name!r} and {bases[1].name!r} both have role `base`; one backbone has one base task")
+    if len(unlabelled) > 1:
+        raise UserError(f"stream.tasks: {unlabelled[0].name!r} and {unlabelled[1].name!r} both have role `unlabelled`; put their images on one card")
     return bases + [t for t in tasks if t.role != "base"]
 
 
 def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
     order = card.order()
+    if card.source.label is None and entry.role != "unlabelled":
+        raise UserError(f"stream.tasks: the images of card {card.name!r} have no labels (its source.label is null); give the entry `role: unlabelled`, or the "
+                        "card labels")
     if entry.order and entry.classes is not None:
         raise UserError(f"stream.tasks: task {entry.name or card.name!r} has `classes` and `order` {entry.order!r}; both say which classes, so leave one out")
     named = cards.in_order(entry.order, card.classes) if entry.order else entry.classes
@@ -193,8 +202,9 @@ def shared_revisions() -> dict[str, int]:
     return {"training": loop.TRAIN_REVISION, "decoding": sources.DECODING}
 
 
-def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | None) -> list[str]:
-    """All stages of one method; returns the ids of its leaves."""
+def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | None, unlabelled: Task | None) -> list[str]:
+    """All stages of one method; returns the ids of its leaves. What tasks of a star start from comes from images without labels where there
+    are such, else from the base task."""
     method = METHODS[builder.config.methods[label].method]
     last: dict[str, str] = {base.name: "backbone"} if base else {}  # task -> stage that holds its state
     settings = method.Settings.model_validate(builder.config.methods[label].settings)
@@ -204,9 +214,12 @@ def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | Non
     leaves: list[str] = []
     ends: dict[str, str] = {}  # step -> stage: those whose carried states the next task starts from
     common: dict[str, str] = {}  # the same for every task of a star
+    ahead = method.planned(settings, -1) if unlabelled and method.starts_from else ()
+    if unlabelled and ahead:
+        common = _add_steps(builder, label, unlabelled, (unlabelled,), ahead, {}, {})
     for position, task in enumerate(tasks):
         steps = tuple(step for step in method.planned(settings, position - (base is not None)) if position or not step.later)
-        if steps:
+        if steps and not (ahead and task is base):
             seen = tuple(tasks[: position + 1])
             stages = _add_steps(builder, label, task, seen, steps, ends if method.carries else common, last)
             last[task.name] = stages[steps[-1].name]

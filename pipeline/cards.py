@@ -27,7 +27,8 @@ class Source(Frozen):
     splits: dict[Split, str] = Field(
         {"train": "train", "test": "test"}, description="sub-folder or glob of each split below `path`")
     image: str = Field("image", description="column of the image (bytes, or a struct with `bytes`) in Parquet")
-    label: str = Field("label", description="column of the label in Parquet; extension of the label member in tars")
+    label: str | None = Field("label", description="column of the label in Parquet; extension of the label member in tars; null: images have no labels, "
+                              "and the card has one class, which all of them belong to")
 
 
 class Counts(Frozen):
@@ -97,6 +98,9 @@ def load(name: str, memory: Memory | None = None) -> Card:
     twice = sorted({c for c in card.classes if card.classes.count(c) > 1})
     if twice:
         raise UserError(f"{path}: class {twice[0]!r} is listed twice; every class has one place in the order")
+    if card.source.label is None and len(card.classes) != 1:
+        raise UserError(f"{path}: source.label is null, so that all images are of one class, and {len(card.classes)} classes are listed; list one, such as "
+                        "`classes: [image]`, or name the label")
     if card.num_classes not in (None, len(card.classes)):
         raise UserError(f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} classes; mend the one or the other"
                         ", or the folders of the source")

@@ -185,7 +185,7 @@ def _tar(card: Card, map_fn: MapFn) -> list[Unit]:
     return _chunks([item for items in map_fn(list_tar, jobs) for item in items])
 
 
-def list_tar(job: tuple[str, str, str, tuple[str, ...]]) -> list[Item]:
+def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
     """The samples of one tar. Raises UserError where it is cut short or has members that do not belong into a data set."""
     split, uri, extension, classes = job
     system, path = open_fs(uri)
@@ -234,7 +234,7 @@ def _name_of(label: Any, classes: tuple[str, ...]) -> str | None:
 
 
 def _parquet(card: Card, map_fn: MapFn) -> list[Unit]:
-    files, columns = need_listing(card), (card.source.image, card.source.label)
+    files, columns = need_listing(card), (card.source.image, *([card.source.label] if card.source.label else []))
     found = []
     for split in SPLITS:
         for uri in files_of(card, split, files, ".parquet"):
@@ -257,18 +257,18 @@ def _parquet_file(uri: str) -> pq.ParquetFile:
     return pq.ParquetFile(path, filesystem=system)
 
 
-def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[str, str],
+def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[str, ...],
                  classes: tuple[str, ...]) -> Iterator[tuple[Item, bytes | None]]:
-    """One row group, read once and in slices, so that a group of any size needs little memory."""
+    """One row group, read once and in slices, so that a group of any size needs little memory. columns: of the image, and of the label if there is one."""
     with _parquet_file(uri) as file:
         row = first
         for batch in file.iter_batches(CHUNK, row_groups=[group], columns=list(columns)):
-            for image, label in zip(batch[columns[0]].to_pylist(), batch[columns[1]].to_pylist(), strict=True):
+            for image, *label in zip(*(batch[column].to_pylist() for column in columns), strict=True):
                 path = (image.get("path") if isinstance(image, dict) else None) or f"{row:08d}"
                 data = image.get("bytes") if isinstance(image, dict) else image
                 problem = None if isinstance(data, bytes) else "corrupt: the row holds no bytes"
                 name = f"{uri.rsplit('/', 1)[-1]}:{row}"
-                yield Item(split, name, PurePosixPath(path).stem, _name_of(label, classes), problem), data
+                yield Item(split, name, PurePosixPath(path).stem, _name_of(label[0] if label else None, classes), problem), data
                 row += 1
 
 

@@ -81,7 +81,7 @@ def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any]
 
 # ---- first pass: every image is opened once ------------------------------------------------------------------------------
 def _examined(parts: list[Unit], card: Card, staged: str, map_fn: MapFn, report: Report) -> list[Record]:
-    jobs = [(unit, card.classes, card.max_pixels, join(staged, f"{i:06d}")) for i, unit in enumerate(parts)]
+    jobs = [(unit, card, join(staged, f"{i:06d}")) for i, unit in enumerate(parts)]
     records: list[Record] = []
     for found in map_fn(examine, jobs):
         records += found
@@ -89,22 +89,23 @@ def _examined(parts: list[Unit], card: Card, staged: str, map_fn: MapFn, report:
     return records
 
 
-def examine(job: tuple[Unit, tuple[str, ...], int, str]) -> list[Record]:
+def examine(job: tuple[Unit, Card, str]) -> list[Record]:
     """Opens and decodes every image of a unit. Images that cannot be read again at random (Parquet rows) are put into one
     temporary file in the store, where every node finds them."""
-    unit, classes, max_pixels, staged = job
+    unit, card, staged = job
     records, blob = [], io.BytesIO()
     for item, data in unit.read(*unit.args):
-        record = Record(item.split, item.name, item.stem, item.label, item.problem, uri=item.uri, offset=item.offset, size=item.size)
-        if not record.problem and item.label not in classes:
-            why = "it has no label" if item.label is None else f"class {item.label!r} is not on the card"
+        label = item.label if card.source.label else card.classes[0]
+        record = Record(item.split, item.name, item.stem, label, item.problem, uri=item.uri, offset=item.offset, size=item.size)
+        if not record.problem and label not in card.classes:
+            why = "it has no label" if label is None else f"class {label!r} is not on the card"
             record = replace(record, problem=f"unlabelled: {why}")
         if not record.problem and data is not None:
-            problem = problem_of(data, max_pixels)
+            problem = problem_of(data, card.max_pixels)
             if problem:
                 record = replace(record, problem=f"corrupt: {problem}")
             else:
-                stored, ext = to_stored(data, max_pixels)
+                stored, ext = to_stored(data, card.max_pixels)
                 record = replace(record, sha256=hashlib.sha256(stored).hexdigest(), ext=ext)
                 if not item.uri:
                     record = replace(record, uri=staged, offset=blob.tell(), size=len(stored))
@@ -161,7 +162,7 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
         rejected += [_row(r, "left out: its class has per_class images", False) for r in beyond]
     for split in ("train", "test"):
         missing = sorted(set(card.classes) - {r.label for r in kept if r.split == split})
-        if missing and (split == "train" or len(missing) == len(card.classes)):
+        if missing and (split == "train" or (card.source.label and len(missing) == len(card.classes))):
             what = f"class {missing[0]!r} has no train images" if split == "train" else "there are no test images"
             raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}; add them, mend `classes` and "
                             "source.splits of the card, or set test_fraction to hold some out")

@@ -96,7 +96,7 @@ class Task:
     card: str
     data: str  # key of the ingest stage whose shards hold it
     classes: tuple[str, ...]
-    role: str = "task"  # or "base": the backbone was trained on it
+    role: str = "task"  # or "base": the backbone was trained on it; or "unlabelled": images whose labels mean nothing
 
     @property
     def num_classes(self) -> int:

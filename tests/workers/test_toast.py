@@ -183,6 +183,7 @@ def by_hand_without_bias(method: Any) -> Tensor:
 def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient():
     method = method_of()
     begun(method)
+    moved(method)
     method.backbone.requires_grad_(True)  # or there would be nothing to build one of
     assert all(not t.requires_grad for t in method.top_down.first_pass(images()))
     method.backbone.requires_grad_(False)
@@ -267,8 +268,10 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
     """Its low-rank parts start with B = 0; A gets no gradient then, B does."""
     full, lite = method_of(), method_of("toast_lite")
     for method in (full, lite):
+        method.start["w2"] = 0.2 * torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(4))  # as if pretuned
         begun(method)
     assert torch.equal(tabletop.answers(full), tabletop.answers(lite))
+    assert not torch.allclose(tabletop.answers(full), tabletop.answers(begun_anew("toast")), atol=1e-3)
     lite.loss(tabletop.batch(), PROGRESS)[0].backward()
     assert lite.own["w1_up"].grad.any()
     assert not lite.own["w1_down"].grad.any()
@@ -298,6 +301,25 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
         assert set(found) == set(order)
         assert all(torch.equal(found[task], alone[task]) for task in order)
     assert passes == [8, 8]
+
+
+def begun_anew(name: str) -> Any:
+    method = method_of(name)
+    begun(method)
+    return method
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(name: str):
+    """W1 = I hands down what is selected; W2 = 0 adds none of it yet, and is what gets a gradient first."""
+    method = begun_anew(name)
+    assert torch.equal(steered(method, images()), vit()(images()))
+    method.loss(tabletop.batch(), PROGRESS)[0].backward()
+    first = {"toast": {"w2"}, "toast_lite": {"w2_up"}}[name]
+    assert {n for n, p in method.own.items() if p.grad.any()} == first
+    tabletop.train(method, tabletop.OPTIMIZERS["adamw"](begun(method)), ONE, steps=3)
+    method.loss(tabletop.batch(), PROGRESS)[0].backward()
+    assert all(p.grad.any() for p in method.own.values())
 
 
 def test_feedback_of_another_shape_is_refused():

@@ -130,7 +130,8 @@ class Method(nn.Module):
     paper: ClassVar[str] = ""
     carries: ClassVar[tuple[str, ...]] = ()  # nothing carried: the tasks form a star
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
-    starts_from: ClassVar[tuple[str, ...]] = ()  # of a star: the base task's steps whose carried states every task starts from and is served with
+    starts_from: ClassVar[tuple[str, ...]] = ()  # of a star: steps on the base task, or on images without labels, whose carried states all tasks start from and
+    # are served with
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
     revision: ClassVar[int] = 1  # raise it when results change
     trains_on: ClassVar[Literal["task", "seen"]] = "task"  # "seen": all tasks so far, as joint training does

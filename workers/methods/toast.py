@@ -56,7 +56,6 @@ class Toast(Method):
     steps = (Step("pretune"), Step("train"))
     starts_from = ("pretune",)
     needs_vit = True
-    starts_as_backbone = False
     Settings = ToastSettings
     settings: ToastSettings
 
@@ -90,10 +89,12 @@ class Toast(Method):
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """Feedback layers and prior that every task starts from: those of `pretune`, else random ones, which only the seed decides."""
-        generator = torch.Generator().manual_seed(seed_of(self.seed, "toast"))
-        layers = {name: nn.init.trunc_normal_(torch.empty(shape), std=0.02, generator=generator) for name, shape in Toast.shapes(self).items()}
-        return {**layers, "prior": torch.randn(self.width, generator=generator)}
+        """Feedback layers and prior that every task starts from: those of `pretune`, else what hands selected tokens down as they are and adds
+        none of them yet, and the mean token of a grey image, which tokens of any image look towards."""
+        weight, blocks = next(self.backbone.parameters()), len(self.top_down)
+        grey = weight.new_zeros(1, 3, *self.backbone.patch_embed.img_size)
+        return {"w1": torch.eye(self.width).to(weight).repeat(blocks, 1, 1), "w2": weight.new_zeros(blocks, self.width, self.width),
+                "prior": self.top_down.first_pass(grey)[1].mean((0, 1))}
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Of the parts of the feedback layers that a task trains and stores, all steered blocks stacked."""
@@ -108,6 +109,8 @@ class Toast(Method):
         self.step, device = step, next(self.backbone.parameters()).device
         self.start = {name: t.to(device) for name, t in self.start.items()}
         own = dict(self.start) if step == "pretune" else self.beginning(task)
+        if task.role == "unlabelled":
+            own, groups = {"w1": own["w1"]}, []
         if step != "pretune" and self.settings.train_P:
             own["transform"] = torch.eye(self.width)
         self.own = nn.ParameterDict({name: nn.Parameter(t.to(device, copy=True)) for name, t in own.items()})
@@ -126,14 +129,17 @@ class Toast(Method):
         self.serving, self.effective = None, self.training_weights(batch, progress)
         stream: list[Tensor] = []
         features = self.top_down.second_pass(*self.top_down.first_pass(batch.images), self.effective, stream)
-        ce, inversion = self.classification_loss(features, batch), variational(stream, self.own["w1"])
+        inversion = variational(stream, self.own["w1"])
+        if self.task.role == "unlabelled":
+            return inversion, {"variational": inversion.detach()}
+        ce = self.classification_loss(features, batch)
         return ce + self.settings.variational * inversion, {"ce": ce.detach(), "variational": inversion.detach()}
 
     def finish(self) -> tuple[TaskState, Carried]:
         """After `pretune` what is tuned is what all start from, and not the base task's own."""
         own = {name: p.detach().clone() for name, p in self.own.items()}
         if self.step == "pretune":
-            return self.state(), Carried(own)
+            return self.state(), Carried({**self.start, **own})
         return self.state(tokens={"prior": own.pop("prior")}, copies=own), Carried()
 
     # ---- serving -----------------------------------------------------------------------------------------------------

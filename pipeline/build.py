@@ -84,8 +84,9 @@ def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = N
     for label in config.methods:
         leaves += add_method(builder, label, tasks, base, unlabelled)
     if unlabelled and not any(stage.task == unlabelled.name for stage in builder.stages):
-        raise UserError(f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run has a step for images without labels; leave it out, "
-                        f"or add one that has: {', '.join(name for name, method in METHODS.items() if method.starts_from)}")
+        able = ", ".join(name for name, method in METHODS.items() if method.starts_from)
+        raise UserError(f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run has a step for images without labels; leave "
+                        f"it out, or add one that has: {able}")
     builder.add("report", "report", {"revision": REPORT_REVISION, "name": config.name}, leaves)
     return Graph.of(config.name, builder.stages), tasks
 

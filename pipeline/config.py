@@ -28,8 +28,8 @@ class TaskEntry(Frozen):
     classes: tuple[str, ...] | None = Field(None, min_length=1, description="default: all classes of the card")
     order: str = Field("", description="CARD/NAME of a file in a card's `orders`: which classes, in which order, in place of `classes`")
     split: int = Field(0, ge=0, description="number of tasks that the classes are dealt to; 0 means one task")
-    role: Literal["task", "base", "unlabelled"] = Field("task", description="`base`: the backbone is trained on it first; `unlabelled`: no task, but images that "
-                                                        "steps in front of the first task see without their labels")
+    role: Literal["task", "base", "unlabelled"] = Field("task", description="`base`: the backbone is trained on it first; `unlabelled`: no task, but images "
+                                                        "that steps in front of the first task see without their labels")
 
     @field_validator("classes", mode="before")
     @classmethod

@@ -131,6 +131,24 @@ def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path):
     assert set(graph.stages) == {"data/digits", "backbone", "meat/base/evaluate", "report"}
 
 
+@pytest.mark.parametrize("base", [False, True])
+def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_is_tuned_on_them(tmp_path, base: bool):
+    entries = [{"name": "pictures", "card": "digits", "role": "unlabelled"}, *([BASE] if base else []), *TASKS]
+    graph, tasks = graph_of(tmp_path, "toast", "meat", stream={"tasks": entries})
+    assert [t.name for t in tasks] == ["base"] * base + ["a", "b", "c"]
+    plain, _ = graph_of(tmp_path, "toast", "meat", base=base)
+    assert graph.stages.keys() - plain.stages.keys() == {"toast/pictures/pretune"}
+    assert plain.stages.keys() - graph.stages.keys() == ({"toast/base/pretune"} if base else set())
+    assert {s.id for s in graph if s.method == "meat" and s.key != plain[s.id].key} == set()
+    assert graph["toast/pictures/pretune"].parents == ("backbone", "data/digits")
+    pretune = {"pretune": graph["toast/pictures/pretune"].key}
+    for stage in (graph["toast/a/train"], graph["toast/c/train"], graph["toast/c/evaluate"]):
+        assert stage.job.previous == pretune
+        assert "pictures" not in {t.name for t in stage.job.tasks}
+    if base:
+        assert graph["toast/base/evaluate"].job.states == {"base": graph["backbone"].key}
+
+
 def test_without_a_base_task_the_backbone_waits_for_no_data(tmp_path):
     graph, _ = graph_of(tmp_path, "meat")
     assert graph["backbone"].parents == ()

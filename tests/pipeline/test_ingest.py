@@ -367,3 +367,37 @@ def test_a_real_data_set_holds_what_its_card_promises(tmp_path, monkeypatch):
     assert manifest["rejected"] == {}
     assert hashlib.sha256(shards.read(*(shards.index[n][0].as_py() for n in ("shard", "offset", "bytes")))).hexdigest() == (
         shards.index["sha256"][0].as_py())
+
+
+# ---- images without labels -----------------------------------------------------------------------------------------------
+def without_labels(card: Card) -> Card:
+    return card.model_copy(update={"classes": ("image",), "source": card.source.model_copy(update={"label": None})})
+
+
+@pytest.mark.parametrize("form", ["folder", "parquet", "tar"])
+def test_images_without_labels_are_of_the_one_class_of_their_card(source, tmp_path, form):
+    card = {"folder": lambda: card_of(source), "parquet": lambda: parquet_card(tmp_path, source), "tar": lambda: tar_card(tmp_path, source)}[form]()
+    wanted = digests(run(card, tmp_path, "labelled")[1])
+    if form == "folder":  # directly in the split, and test images are not asked for
+        for split in ("train", "test"):
+            for file in sorted((source / split).rglob("*.png")):
+                file.rename(source / split / f"{file.parent.name}{file.name}")
+        (source / "test").rename(tmp_path / "elsewhere")
+        wanted = {row for row in wanted if row[0] == "train"}
+    if form == "parquet":
+        for file in (tmp_path / "pq").iterdir():
+            pq.write_table(pq.read_table(file).drop(["fine_label"]), file)
+    manifest, shards = run(without_labels(card), tmp_path, "images")
+    assert digests(shards) == {(split, "image", digest) for split, _, digest in wanted}
+    assert manifest["classes"] == ["image"]
+    assert manifest["rejected"] == {}
+
+
+def test_a_card_without_labels_has_one_class(source, tmp_path):
+    file = tmp_path / "card.yaml"
+    body = "name: pictures\nlicence: MIT\nsource: {format: folder, path: %s, label: null}\nclasses: %s\n"
+    file.write_text(body % (source, "[image]"))
+    assert load(str(file)).source.label is None
+    file.write_text(body % (source, "[cat, dog]"))
+    with pytest.raises(UserError, match=r"source\.label is null, so that all images are of one class, and 2 classes are listed"):
+        load(str(file))

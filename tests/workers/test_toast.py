@@ -416,6 +416,38 @@ def test_every_task_starts_from_what_pretuning_left(name: str):
     assert not torch.allclose(direct, method.heads["base"](vit()(images())), atol=1e-3), "its feedback has a part in it"
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str):
+    method, pictures = method_of(name), replace(BASE, name="pictures", role="unlabelled")
+    groups = begun(method, pictures, step="pretune")
+    assert [(g["name"], [*g["params"]]) for g in groups] == [("w1", [method.own["w1"]])]
+    tabletop.train(method, tabletop.OPTIMIZERS["adamw"](groups), pictures)
+    loss, terms = method.loss(tabletop.batch(), PROGRESS)
+    stream = [tabletop.batch().images]
+    hooks = [block.register_forward_hook(lambda block, x, y: stream.append(y.detach())) for block in method.backbone.blocks]
+    method.backbone.blocks[0].register_forward_pre_hook(lambda block, x: stream.__setitem__(0, x[0].detach()))
+    method.backbone(tabletop.batch().images)
+    for hook in hooks:
+        hook.remove()
+    assert terms.keys() == {"variational"}
+    assert torch.allclose(loss, sum(F.mse_loss(after @ w.T, before) for before, after, w in zip(stream, stream[1:], method.own["w1"], strict=False)))
+    carried, fresh = method.finish()[1], method_of(name).start
+    assert {n for n in fresh if not torch.equal(carried.tensors[n], fresh[n])} == {"w1"}
+    assert carried.tensors.keys() == fresh.keys()
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str):
+    stream = {"scenario": "task", "tasks": [{"card": str(lab.card), "name": "pictures", "role": "unlabelled"},
+                                            *({"card": str(lab.card), "name": task, "classes": list(TASKS[task])} for task in ("two", "three"))]}
+    run = lab.run_of(name, {"optimizer": "adamw", "lr": 1e-2, "epochs": 3}, ("two", "three"), stream=stream, methods={name: {}})
+    assert run.stages(0)[0].previous.keys() == {"pretune"}
+    layers = run.live(0).start
+    assert layers["w2"].count_nonzero() == 0
+    assert not torch.equal(layers["w1"], method_of(name, vit(depth=2)).start["w1"])
+    assert all(row["correct"] > 1.2 * row["total"] / len(TASKS[row["task"]]) for i in range(2) for row in run.evaluated(i)["rows"])
+
+
 def base_first(lab: Lab, name: str, **method: Any) -> Any:
     tasks = [{"card": str(lab.card), "name": task, "classes": list(TASKS[task])} for task in ("two", "three")]
     stream = {"scenario": "task", "tasks": [{**tasks[0], "role": "base"}, tasks[1], {**tasks[0], "name": "again"}]}

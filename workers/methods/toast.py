@@ -30,15 +30,16 @@ class ToastSettings(MethodSettings):
     feedback_to: NonNegativeInt = Field(0, description="the blocks up to this one are not steered; more than 0: late feedback")
     train_P: bool = Field(True, description="train the channel transform P; false as in the released code of full TOAST: it stays the identity")
     td_value_bias: bool = Field(False, description="add the value bias a second time, as the released code does")
-    pretune: bool = Field(True, description="tune feedback and prior on the base task first, where the stream has one")
-    variational: NonNegativeFloat = Field(0.1, description="lambda_v, weight in `pretune` of the loss that asks feedback layers to undo their blocks")
+    pretune: bool = Field(True, description="tune what tasks start from on images without labels, or on the base task, where the stream has such")
+    variational: NonNegativeFloat = Field(0.1, description="lambda_v, weight in `pretune`, beside the cross-entropy, of the loss that asks feedback layers to "
+                                      "undo their blocks")
 
 
 class Toast(Method):
     """A star: tokens of a first pass are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P and from block to block down a chain
     of linear feedback layers (W1_l, W2_l), and are added to the values of a second pass. Stored per task: xi, P, the feedback layers
     and a head. A base task goes through `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)), from whose feedback
-    layers and prior every task starts, and by which the base task is answered.
+    layers and prior every task starts, and by which the base task is answered. Images without labels do so too, by the second term alone.
 
     Where it differs from the paper and its code:
     - The value bias is not added twice, so that P = 0 is the backbone itself to the last bit (`td_value_bias` for the code's way).
@@ -46,9 +47,9 @@ class Toast(Method):
     - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start as those of all methods.
     - Feedback from a block below the last takes its raw output, as the paper's language models do; there is no norm for it in a ViT.
     - In `pretune` the cross-entropy is that of the second pass; that of the first would train nothing but the head.
-    - Without a base task all tasks start from the same random feedback layers (truncated normal, std 0.02) and prior (normal), as the
-      code does; the first tasks of a stream are then tuned without any inversion of blocks.
-    - The backbone is a ViT; feedback on a ConvNeXt is not here, nor `pretune` on images without labels.
+    - Before any tuning W1 = I, W2 = 0 and xi is the mean token of a grey image: a task starts as the backbone, and feedback reaches every
+      block. The code's random numbers (std 0.02) fade on their way down, and disturb the backbone until they are tuned.
+    - The backbone is a ViT; feedback on a ConvNeXt is not here.
     """
 
     name = "toast"
@@ -92,7 +93,8 @@ class Toast(Method):
         """Feedback layers and prior that every task starts from: those of `pretune`, else what hands selected tokens down as they are and adds
         none of them yet, and the mean token of a grey image, which tokens of any image look towards."""
         weight, blocks = next(self.backbone.parameters()), len(self.top_down)
-        grey = weight.new_zeros(1, 3, *self.backbone.patch_embed.img_size)
+        vit: Any = self.backbone
+        grey = weight.new_zeros(1, 3, *vit.patch_embed.img_size)
         return {"w1": torch.eye(self.width).to(weight).repeat(blocks, 1, 1), "w2": weight.new_zeros(blocks, self.width, self.width),
                 "prior": self.top_down.first_pass(grey)[1].mean((0, 1))}
 
@@ -124,7 +126,7 @@ class Toast(Method):
         return self.in_effect(dict(self.own.items()))
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.step != "pretune":
+        if self.step != "pretune" or self.task is None:
             return super().loss(batch, progress)
         self.serving, self.effective = None, self.training_weights(batch, progress)
         stream: list[Tensor] = []

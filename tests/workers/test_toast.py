@@ -52,7 +52,8 @@ def in_double(name: str = "toast", **settings: Any) -> Any:
 
 
 def layers_of(method: Any) -> tuple[Tensor, Tensor]:
-    return method.layers({**method.start, **dict(method.own.items())})
+    layers = method.layers({**method.start, **dict(method.own.items())})
+    return layers["w1"], layers["w2"]
 
 
 def by_hand(method: Any, pictures: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int):
     method = in_double(feedback_to=to, feedback_from=top)
     w1, w2 = layers_of(method)
     transform = method.own["transform"]
-    matrix = method.top_down.folded(w1, w2, transform)["matrix"]
+    matrix = method.top_down.folded({"w1": w1, "w2": w2}, transform)["matrix"]
     u = torch.randn(5, 32, generator=torch.Generator().manual_seed(2)).double()
     r, chain = u @ transform, []
     for layer in reversed(range(top - to)):

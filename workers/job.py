@@ -35,7 +35,7 @@ class ContextSettings(Frozen):
 
 
 class BackboneSettings(Frozen):
-    """The one backbone that everything grows on: a timm VisionTransformer or ResNet."""
+    """The one backbone that everything grows on: a timm VisionTransformer, ResNet or ConvNeXt."""
 
     name: str = Field("vit_tiny_patch16_224", description="timm model name, or `t2t_vit_12`")
     img_size: PositiveInt = Field(224, description="input side in pixels; position embeddings are resampled to it")

@@ -20,7 +20,7 @@ from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.methods.toast import Toast, ToastLite
-from workers.model.top_down import TopDown, selected, variational
+from workers.model.top_down import TopDown, mask_of, selected, variational
 from workers.model.vit import build, digest_of
 from workers.taskstate import Carried, TaskState
 
@@ -52,7 +52,8 @@ def in_double(name: str = "toast", **settings: Any) -> Any:
 
 
 def layers_of(method: Any) -> tuple[Tensor, Tensor]:
-    return method.layers({**method.start, **dict(method.own.items())})
+    layers = method.layers({**method.start, **dict(method.own.items())})
+    return layers["w1"], layers["w2"]
 
 
 def by_hand(method: Any, pictures: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int):
     method = in_double(feedback_to=to, feedback_from=top)
     w1, w2 = layers_of(method)
     transform = method.own["transform"]
-    matrix = method.top_down.folded(w1, w2, transform)["matrix"]
+    matrix = method.top_down.folded({"w1": w1, "w2": w2}, transform)["matrix"]
     u = torch.randn(5, 32, generator=torch.Generator().manual_seed(2)).double()
     r, chain = u @ transform, []
     for layer in reversed(range(top - to)):
@@ -322,6 +323,15 @@ def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(
     assert all(p.grad.any() for p in method.own.values())
 
 
+@pytest.mark.parametrize("top", [2, 4])
+def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int):
+    top_down = TopDown(vit(depth=4), 0, top)
+    prior = top_down.prior(torch.Generator().manual_seed(3))
+    assert torch.equal(prior, top_down.prior(torch.Generator().manual_seed(3)))
+    assert not torch.equal(prior, top_down.prior(torch.Generator().manual_seed(4)))
+    assert (mask_of(top_down.first_pass(images())[1], prior) > 0).float().mean() > 0.75
+
+
 def test_feedback_of_another_shape_is_refused():
     state = tabletop.trained(method_of("toast_lite", rank=2))
     with pytest.raises(UserError, match=r"its state has feedback .*'w1_down': \(2, 2, 32\).*, these settings have .*'w1_down': \(2, 4, 32\)"):
@@ -431,7 +441,7 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
         hook.remove()
     assert terms.keys() == {"variational"}
     assert torch.allclose(loss, sum(F.mse_loss(after @ w.T, before) for before, after, w in zip(stream, stream[1:], method.own["w1"], strict=False)))
-    carried, fresh = method.finish()[1], method_of(name).start
+    carried, fresh = method.finish()[1], begun_anew(name).start
     assert {n for n in fresh if not torch.equal(carried.tensors[n], fresh[n])} == {"w1"}
     assert carried.tensors.keys() == fresh.keys()
 
@@ -451,7 +461,7 @@ def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str):
 def base_first(lab: Lab, name: str, **method: Any) -> Any:
     tasks = [{"card": str(lab.card), "name": task, "classes": list(TASKS[task])} for task in ("two", "three")]
     stream = {"scenario": "task", "tasks": [{**tasks[0], "role": "base"}, tasks[1], {**tasks[0], "name": "again"}]}
-    run = lab.run_of(name, {"optimizer": "adamw", "lr": 1e-2, "epochs": 3}, ("two", "three"), stream=stream, methods={name: method})
+    run = lab.run_of(name, {"optimizer": "adamw", "lr": 3e-3, "epochs": 5}, ("two", "three"), stream=stream, methods={name: method})
     return replace(run, order=("two", "three", "again"))
 
 

@@ -1,4 +1,4 @@
-"""TOAST: a frozen ViT looks twice, and what matters to the task in its first look steers the attention of the second.
+"""TOAST: a frozen ViT or ConvNeXt looks twice, and what matters to the task in its first look steers the second.
 
 Shi, Gai, Darrell, Wang: TOAST: Transfer Learning via Attention Steering, 2023.
 """
@@ -11,28 +11,27 @@ from typing import Any
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from timm.models.convnext import ConvNeXt
 from torch import Tensor, nn
 
 from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.adapter import added_share
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
-from workers.model.top_down import TopDown, variational
-from workers.model.vit import geometry
+from workers.model.top_down import TopDown
+from workers.model.top_down_conv import StageTopDown
 from workers.taskstate import Carried, TaskState
-
-LAYERS = ("w1", "w2")
 
 
 class ToastSettings(MethodSettings):
-    feedback_from: PositiveInt | None = Field(None, description="block (from 1) behind which tokens are selected; null: the last. Fewer: early feedback")
-    feedback_to: NonNegativeInt = Field(0, description="the blocks up to this one are not steered; more than 0: late feedback")
+    feedback_from: PositiveInt | None = Field(None, description="block, or stage of a ConvNeXt, (from 1) behind which tokens are selected; null: the last. "
+                                             "Fewer: early feedback")
+    feedback_to: NonNegativeInt = Field(0, description="the blocks or stages up to this one are not steered; more than 0: late feedback")
     train_P: bool = Field(True, description="train the channel transform P; false as in the released code of full TOAST: it stays the identity")
-    td_value_bias: bool = Field(False, description="add the value bias a second time, as the released code does")
+    td_value_bias: bool = Field(False, description="add the value bias a second time, as the released code does; not on a ConvNeXt")
     pretune: bool = Field(True, description="tune what tasks start from on images without labels, or on the base task, where the stream has such")
     variational: NonNegativeFloat = Field(0.1, description="lambda_v, weight in `pretune`, beside the cross-entropy, of the loss that asks feedback layers to "
-                                      "undo their blocks")
+                                          "undo their blocks; the published value for a ConvNeXt is 0.01")
 
 
 class Toast(Method):
@@ -47,29 +46,34 @@ class Toast(Method):
     - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start as those of all methods.
     - Feedback from a block below the last takes its raw output, as the paper's language models do; there is no norm for it in a ViT.
     - In `pretune` the cross-entropy is that of the second pass; that of the first would train nothing but the head.
-    - Before any tuning W1 = I, W2 = 0 and xi is the mean token of a grey image: a task starts as the backbone, and feedback reaches every
-      block. The code's random numbers (std 0.02) fade on their way down, and disturb the backbone until they are tuned.
-    - The backbone is a ViT; feedback on a ConvNeXt is not here.
+    - Before any tuning a task starts as the backbone, and feedback reaches every block: W1 = I, W2 = 0, and xi is the mean token of an image of
+      noise, which tokens of any image look towards. The code's random numbers (std 0.02) fade on their way down, and disturb the backbone
+      until they are tuned.
+    - On a ConvNeXt the map behind the last stage is fed back raw, and selected by its cosine behind the last norm. From stage to stage W1_l is a
+      transposed convolution whose kernel is the stage's stride, W2_l one of 1 x 1; what comes down is added to what the stage is given, and W1_l
+      should undo the stage on just that. W1 starts by repeating the channels that there are room for.
     """
 
     name = "toast"
     paper = "TOAST: Transfer Learning via Attention Steering, 2023"
     steps = (Step("pretune"), Step("train"))
     starts_from = ("pretune",)
-    needs_vit = True
+    needs_vit = True  # or a ConvNeXt: see `fits`
     Settings = ToastSettings
     settings: ToastSettings
 
     @classmethod
     def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
         assert isinstance(settings, ToastSettings)
-        super().fits(settings, backbone, tasks)
-        depth = len(backbone.blocks)
+        convolutional = isinstance(backbone, ConvNeXt)
+        if not convolutional:
+            super().fits(settings, backbone, tasks)
+        unit, depth = ("stage", len(backbone.stages)) if convolutional else ("block", len(backbone.blocks))
         top = settings.feedback_from or depth
         if not settings.feedback_to < top <= depth:
-            raise UserError(f"feedback goes from block {top} down to block {settings.feedback_to}, and the backbone has {depth}; keep "
+            raise UserError(f"feedback goes from {unit} {top} down to {unit} {settings.feedback_to}, and the backbone has {depth}; keep "
                             f"0 <= feedback_to < feedback_from <= {depth}")
-        TopDown(backbone, settings.feedback_to, top)
+        top_down_of(backbone, settings)
 
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
@@ -82,25 +86,20 @@ class Toast(Method):
 
     def __init__(self, backbone: Any, settings: ToastSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.top_down = TopDown(backbone, settings.feedback_to, settings.feedback_from, settings.td_value_bias)
-        self.width: int = backbone.embed_dim
+        self.top_down = top_down_of(backbone, settings)
+        self.width = self.top_down.width
         self.own = nn.ParameterDict()  # of the task in training
         self.loaded: dict[str, dict[str, Tensor] | None] = {}  # task -> what it has of its own; None: it is answered by the backbone
         self.step = ""
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """Feedback layers and prior that every task starts from: those of `pretune`, else what hands selected tokens down as they are and adds
-        none of them yet, and the mean token of a grey image, which tokens of any image look towards."""
-        weight, blocks = next(self.backbone.parameters()), len(self.top_down)
-        vit: Any = self.backbone
-        grey = weight.new_zeros(1, 3, *vit.patch_embed.img_size)
-        return {"w1": torch.eye(self.width).to(weight).repeat(blocks, 1, 1), "w2": weight.new_zeros(blocks, self.width, self.width),
-                "prior": self.top_down.first_pass(grey)[1].mean((0, 1))}
+        """Feedback layers that every task starts from, and once something is trained the prior: those of `pretune`, else fresh ones."""
+        return self.top_down.fresh()
 
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Of the parts of the feedback layers that a task trains and stores, all steered blocks stacked."""
-        return dict.fromkeys(LAYERS, (len(self.top_down), self.width, self.width))
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parts of the feedback layers that a task trains and stores."""
+        return self.top_down.shapes()
 
     # ---- training ----------------------------------------------------------------------------------------------------
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
@@ -110,9 +109,11 @@ class Toast(Method):
         self.loaded.pop(task.name, None)
         self.step, device = step, next(self.backbone.parameters()).device
         self.start = {name: t.to(device) for name, t in self.start.items()}
+        if "prior" not in self.start:
+            self.start["prior"] = self.top_down.prior(torch.Generator().manual_seed(seed_of(self.seed, "toast")))
         own = dict(self.start) if step == "pretune" else self.beginning(task)
         if task.role == "unlabelled":
-            own, groups = {"w1": own["w1"]}, []
+            own, groups = self.top_down.first_layers(own), []
         if step != "pretune" and self.settings.train_P:
             own["transform"] = torch.eye(self.width)
         self.own = nn.ParameterDict({name: nn.Parameter(t.to(device, copy=True)) for name, t in own.items()})
@@ -129,9 +130,9 @@ class Toast(Method):
         if self.step != "pretune" or self.task is None:
             return super().loss(batch, progress)
         self.serving, self.effective = None, self.training_weights(batch, progress)
-        stream: list[Tensor] = []
+        stream: list[Any] = []
         features = self.top_down.second_pass(*self.top_down.first_pass(batch.images), self.effective, stream)
-        inversion = variational(stream, self.own["w1"])
+        inversion = self.top_down.inversion(stream, dict(self.own.items()))
         if self.task.role == "unlabelled":
             return inversion, {"variational": inversion.detach()}
         ce = self.classification_loss(features, batch)
@@ -163,14 +164,14 @@ class Toast(Method):
         return {} if own is None else self.in_effect(own)
 
     def in_effect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the second pass needs of a task: its prior, and its feedback as one matrix for all blocks."""
+        """What the second pass needs of a task: its prior and its feedback, folded."""
         device = next(self.backbone.parameters()).device
         tensors = {name: t.to(device) for name, t in {**self.start, **own}.items()}
-        return {"prior": tensors["prior"], **self.top_down.folded(*self.layers(tensors), tensors.get("transform"))}
+        return {"prior": tensors["prior"], **self.top_down.folded(self.layers(tensors), tensors.get("transform"))}
 
-    def layers(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """W1 and W2 of all steered blocks, (S, D, D) each."""
-        return tensors["w1"], tensors["w2"]
+    def layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The feedback layers, each with a matrix in its last two axes."""
+        return {name: tensors[name] for name in self.top_down.shapes()}
 
     def features(self, images: Tensor) -> Tensor:
         return self.top_down.second_pass(*self.top_down.first_pass(images), self.effective) if self.effective else self.backbone(images)
@@ -184,11 +185,12 @@ class Toast(Method):
         return found
 
     def flops_share(self, state: TaskState) -> float:
-        """The steered blocks run twice, and each adds a matrix."""
-        shape = geometry(self.backbone)
-        width, tokens = shape["width"], shape["tokens"] + shape["prefix"]
-        block = width * (4 * width + 2 * shape["hidden"] + 2 * tokens)
-        return 1 + added_share(self.backbone, len(self.top_down) * (block + width * width))
+        return self.top_down.flops_share()
+
+
+def top_down_of(backbone: Any, settings: ToastSettings) -> TopDown | StageTopDown:
+    form = StageTopDown if isinstance(backbone, ConvNeXt) else TopDown
+    return form(backbone, settings.feedback_to, settings.feedback_from, settings.td_value_bias)
 
 
 class ToastLiteSettings(ToastSettings):
@@ -209,21 +211,21 @@ class ToastLite(Toast):
     def unread(cls, step: str) -> frozenset[str]:
         return super().unread(step) | (frozenset({"rank", "alpha"}) if step == "pretune" else frozenset())
 
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """A is `down`, B is `up`."""
-        blocks, rank = len(self.top_down), self.settings.rank
-        return {f"{name}_{part}": shape for name in LAYERS for part, shape in (("down", (blocks, rank, self.width)), ("up", (blocks, self.width, rank)))}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """A is `down` (..., r, in), B is `up` (..., out, r)."""
+        rank, layers = self.settings.rank, self.top_down.shapes()
+        return {f"{name}_{part}": shape for name, (*stacked, out, into) in layers.items()
+                for part, shape in (("down", (*stacked, rank, into)), ("up", (*stacked, out, rank)))}
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
-        """A is uniform in +-1/sqrt(D), B is zero."""
+        """A is uniform in +-1/sqrt(in), B is zero."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "toast_lite", task.name))
-        parts = {name: torch.zeros(shape) if name.endswith("up") else (2 * torch.rand(shape, generator=generator) - 1) * self.width**-0.5
+        parts = {name: torch.zeros(shape) if name.endswith("up") else (2 * torch.rand(shape, generator=generator) - 1) * shape[-1]**-0.5
                  for name, shape in self.shapes().items()}
         return {"prior": self.start["prior"], **parts}
 
-    def layers(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        if "w1_up" not in tensors:  # the base task
-            return super().layers(tensors)
+    def layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The base task has none but the shared ones."""
         scale = self.settings.alpha / self.settings.rank
-        w1, w2 = (tensors[name] + scale * tensors[f"{name}_up"] @ tensors[f"{name}_down"] for name in LAYERS)
-        return w1, w2
+        return {name: layer + scale * tensors[f"{name}_up"] @ tensors[f"{name}_down"] if f"{name}_up" in tensors else layer
+                for name, layer in super().layers(tensors).items()}

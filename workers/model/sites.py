@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from timm.layers import Attention
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.errors import UserError
@@ -58,8 +59,11 @@ class Sites(Protocol):
 def sites_of(backbone: nn.Module, gated: Blocks, entries: Entries, self_loop: bool = False) -> Sites:
     """The sites of a backbone, whose modules become maskable in place. gated: the blocks with gates, from 0. Raises UserError
     where an architecture has no such masks."""
-    if not isinstance(backbone, ResNet):
+    if isinstance(backbone, VisionTransformer):
         return TokenSites(backbone, gated, entries, self_loop)
+    if not isinstance(backbone, ResNet):
+        raise UserError(f"the backbone is a {type(backbone).__name__}, which has neither image tokens nor inner channels of residual convolutions to mask; "
+                        "choose a ViT such as vit_tiny_patch16_224, or a ResNet such as resnet18")
     if entries == "neuron":
         raise UserError("ffn_masks is 'neuron', but a convolutional backbone has no FFN; its channels are masked by token_masks: choose `weight` or `off`")
     if self_loop:

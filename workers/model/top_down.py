@@ -16,12 +16,19 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.model.adapters import Hook
+from workers.model.compact import flops, plan
+from workers.model.masked import BlockMasks
+from workers.model.vit import geometry
+
+
+def mask_of(x: Tensor, prior: Tensor) -> Tensor:
+    """s_n = clamp(cos(x_n, xi), 0, 1). x: (..., D); prior xi: (D,) -> (...)."""
+    return (F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)).clamp(0, 1)
 
 
 def selected(x: Tensor, prior: Tensor) -> Tensor:
-    """s_n x_n with s_n = clamp(cos(x_n, xi), 0, 1). x: (B, N, D); prior xi: (D,)."""
-    similarity = F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)
-    return x * similarity.clamp(0, 1)[..., None]
+    """s_n x_n. x: (B, N, D); prior xi: (D,)."""
+    return x * mask_of(x, prior)[..., None]
 
 
 def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
@@ -51,6 +58,7 @@ class TopDown:
 
     def __init__(self, backbone: Any, start: int = 0, stop: int | None = None, value_bias: bool = False):
         self.backbone, self.start, self.stop, self.value_bias = backbone, start, len(backbone.blocks) if stop is None else stop, value_bias
+        self.width: int = backbone.embed_dim  # of what is selected
         self.steered = [*backbone.blocks][self.start : self.stop]
         self.hooks = [Hook(add_to_values) for _ in self.steered]
         for index, (block, hook) in enumerate(zip(self.steered, self.hooks, strict=True), self.start):
@@ -62,9 +70,24 @@ class TopDown:
     def __len__(self) -> int:
         return len(self.steered)
 
-    def folded(self, w1: Tensor, w2: Tensor, transform: Tensor | None = None) -> dict[str, Tensor]:
-        """w1, w2: (S, D, D); transform: P (D, D), None for the identity -> `matrix` (S A, D), all M_l below each other; with `value_bias`
-        also `bias` (S A,): the value bias, added a second time."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the feedback layers, all steered blocks stacked."""
+        return dict.fromkeys(("w1", "w2"), (len(self), self.width, self.width))
+
+    def fresh(self) -> dict[str, Tensor]:
+        """Feedback layers that hand down what is selected and add none of it yet: W1 = I, W2 = 0."""
+        w1 = torch.eye(self.width).to(next(self.backbone.parameters())).repeat(len(self), 1, 1)
+        return {"w1": w1, "w2": torch.zeros_like(w1)}
+
+    def prior(self, generator: torch.Generator) -> Tensor:
+        """A xi that tokens of any image look towards: the mean token of an image of noise, (D,)."""
+        noise = torch.randn(1, 3, *self.backbone.patch_embed.img_size, generator=generator)
+        return self.first_pass(noise.to(next(self.backbone.parameters())))[1].mean((0, 1))
+
+    def folded(self, layers: Mapping[str, Tensor], transform: Tensor | None = None) -> dict[str, Tensor]:
+        """layers: as `shapes` has them; transform: P (D, D), None for the identity -> `matrix` (S A, D), all M_l below each other; with
+        `value_bias` also `bias` (S A,): the value bias, added a second time."""
+        w1, w2 = layers["w1"], layers["w2"]
         with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices
             reached: list[Tensor] = []
             chain = None if transform is None else transform.T
@@ -101,6 +124,22 @@ class TopDown:
         for block in self.backbone.blocks[self.stop :]:
             x = block(x)
         return self.backbone.forward_head(self.backbone.norm(x))
+
+    def first_layers(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that should undo a block."""
+        return {"w1": layers["w1"]}
+
+    def inversion(self, stream: Sequence[Tensor], layers: Mapping[str, Tensor]) -> Tensor:
+        """The variational loss on the stream of a second pass."""
+        return variational(stream, layers["w1"])
+
+    def flops_share(self) -> float:
+        """Work of both passes relative to one: the steered blocks run twice, and each adds a matrix."""
+        shape = geometry(self.backbone)
+        tokens = shape["tokens"] + shape["prefix"]
+        block = self.width * (4 * self.width + 2 * shape["hidden"] + 2 * tokens)
+        plain = flops(self.backbone, plan(self.backbone, [BlockMasks()] * shape["depth"]))
+        return 1 + tokens * len(self) * (block + self.width * self.width) / plain
 
     @contextmanager
     def adding(self, added: Sequence[Tensor]) -> Iterator[None]:

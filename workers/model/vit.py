@@ -1,4 +1,4 @@
-"""The backbone: a timm VisionTransformer (T2T-ViT among them) or ResNet, built, loaded, digested and hooked from outside; never copied.
+"""The backbone: a timm VisionTransformer (T2T-ViT among them), ResNet or ConvNeXt, built, loaded, digested and hooked from outside; never copied.
 
 timm's registry of models is the registry of backbones: one of our own enters it as timm's do, by `register_model` (see t2t.py).
 Batch norm stays in evaluation mode for every method, also where the backbone is trained: its running statistics are those of
@@ -14,8 +14,10 @@ from typing import Any
 import safetensors.torch
 import timm
 import torch
+from timm.models import convnext, vision_transformer
+from timm.models.convnext import ConvNeXt
 from timm.models.resnet import ResNet
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import workers.model.convit  # noqa: F401 (enters timm's registry)
@@ -27,7 +29,7 @@ from workers.model.t2t import T2TVit
 from workers.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
-SUPPORTED = "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a timm ResNet such as resnet18"
+SUPPORTED = "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a timm ResNet or ConvNeXt such as resnet18 or convnext_tiny"
 
 
 class FrozenBatchNorm(nn.BatchNorm2d):
@@ -46,18 +48,22 @@ def build(settings: BackboneSettings) -> nn.Module:
     if settings.name not in timm.list_models():
         close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or ["vit_tiny_patch16_224"]
         raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close)}")
-    sized: dict[str, Any] = {} if timm.models.is_model_in_modules(settings.name, ["resnet"]) else {"img_size": settings.img_size}
+    sized: dict[str, Any] = {} if timm.models.is_model_in_modules(settings.name, ["resnet", "convnext"]) else {"img_size": settings.img_size}
     try:
         model = timm.create_model(settings.name, num_classes=0, drop_path_rate=settings.drop_path, **sized, **settings.options)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options {settings.options}: {error}; "
                         f"it must be {SUPPORTED}, and backbone.options arguments of it") from None
-    if not isinstance(model, (VisionTransformer, ResNet)):
+    if not isinstance(model, (VisionTransformer, ResNet, ConvNeXt)):
         raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be {SUPPORTED}")
     patch: Any = model.patch_embed.patch_size if isinstance(model, VisionTransformer) else (1,)
     if any(settings.img_size % side for side in patch):
         raise UserError(f"backbone.img_size is {settings.img_size}, which is no multiple of the patch size {patch[0]} of {settings.name!r}; change it, "
                         "or backbone.options.patch_size")
+    stride: Any = model.feature_info[-1]["reduction"] if isinstance(model, ConvNeXt) else 1
+    if settings.img_size % stride:
+        raise UserError(f"backbone.img_size is {settings.img_size}, which is no multiple of the total stride {stride} of {settings.name!r}, whose maps would "
+                        "not fit into each other; change it, or backbone.options.patch_size or output_stride")
     own_drop_paths(model)
     freeze_batch_norms(model)
     if settings.context:
@@ -77,13 +83,21 @@ def freeze_batch_norms(model: nn.Module) -> None:
 
 
 def compile_blocks(model: Any, **options: Any) -> None:
-    """torch.compile, with its own options, of each block of a ViT, in place, whichever way it is run: whole, by forward_features, by
-    forward_intermediates. Blocks are alike, so that the first one's code serves all. Another backbone is compiled as a whole."""
+    """torch.compile, with its own options, of each block of a ViT or ConvNeXt, in place, whichever way it is run: whole, by forward_features,
+    by forward_intermediates, stage by stage. Blocks are alike, in a ConvNeXt those of a stage, so that the first one's code serves all. Another
+    backbone is compiled as a whole."""
     from torch._dynamo import config  # takes a second to import
 
     config.skip_nnmodule_hook_guards = False  # else code of blocks without hooks serves blocks that have some, and skips them
-    for block in model.blocks if isinstance(model, VisionTransformer) else [model]:
+    config.recompile_limit = 32  # of one block's code, which serves widths of four stages with and without gradients; beyond it nothing is compiled
+    for block in blocks_of(model) or [model]:
         block.compile(**options)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """Of a ViT, or of all stages of a ConvNeXt; none of another backbone."""
+    owners: Any = [model] if isinstance(model, VisionTransformer) else model.stages if isinstance(model, ConvNeXt) else []
+    return [block for owner in owners for block in owner.blocks]
 
 
 def check(settings: BackboneSettings) -> nn.Module:
@@ -91,10 +105,20 @@ def check(settings: BackboneSettings) -> nn.Module:
     device, without memory for a single weight."""
     with torch.device("meta"):
         model = build(settings)
+        _check_features(model, settings)
     if settings.weights == "none" and any(isinstance(m, FrozenBatchNorm) for m in model.modules()):
         raise UserError(f"backbone.weights is 'none', but {settings.name!r} has batch norm, whose statistics stay those of the weights and are never "
                         "measured here; give `hub` or a .safetensors file, or a norm without statistics (for a ResNet backbone.options.norm_layer: groupnorm)")
     return model
+
+
+def _check_features(model: Any, settings: BackboneSettings) -> None:
+    """Options of a ConvNeXt reach its head, which stays: it must leave one row of features per image, as wide as the model says."""
+    if isinstance(model, ConvNeXt):
+        found = tuple(model(torch.empty(1, model.in_chans, settings.img_size, settings.img_size)).shape)
+        if found != (1, model.num_features):
+            raise UserError(f"backbone {settings.name!r} with options {settings.options} makes features of shape {found} of an image, where heads read "
+                            f"{(1, model.num_features)}; leave out global_pool and head_hidden_size")
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
@@ -130,8 +154,11 @@ def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Te
     if isinstance(model, T2TVit):
         tensors = model.released(tensors)
     if isinstance(model, VisionTransformer):
-        tensors = checkpoint_filter_fn(tensors, model)
-    return {name: t for name, t in tensors.items() if not name.startswith(("head.", "fc."))}
+        tensors = vision_transformer.checkpoint_filter_fn(tensors, model)
+    if isinstance(model, ConvNeXt):
+        tensors = convnext.checkpoint_filter_fn(tensors, model)
+    classifier = ("head.fc.",) if isinstance(model, ConvNeXt) else ("head.", "fc.")  # in a ConvNeXt `head.norm` is the last norm
+    return {name: t for name, t in tensors.items() if not name.startswith(classifier)}
 
 
 def _from_hub(name: str) -> dict[str, Tensor]:

@@ -18,10 +18,14 @@ from workers.errors import UserError
 from workers.model.adapters import Hook
 
 
+def selection(x: Tensor, prior: Tensor) -> Tensor:
+    """s_n = clamp(cos(x_n, xi), 0, 1): (B, N). x: (B, N, D); prior xi: (D,)."""
+    return (F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)).clamp(0, 1)
+
+
 def selected(x: Tensor, prior: Tensor) -> Tensor:
-    """s_n x_n with s_n = clamp(cos(x_n, xi), 0, 1). x: (B, N, D); prior xi: (D,)."""
-    similarity = F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)
-    return x * similarity.clamp(0, 1)[..., None]
+    """s_n x_n: (B, N, D)."""
+    return x * selection(x, prior)[..., None]
 
 
 def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,11 +101,7 @@ def add_tasks(builder: Builder) -> list[Task]:
             if clash:
                 raise UserError(f"stream.tasks: cards {clash!r} and {entry.card!r} have the same name {card.name!r}; rename one")
             loaded[entry.card] = card
-            found = ingest.fingerprint(card)
-            inputs = {"card": card.identity(), "source": _seen(builder.store, card, found), "revision": ingest.REVISION}
-            stage = builder.add(f"data/{card.name}", "ingest", inputs, [], job=IngestJob(card))
-            if found is None and Artefact.open(builder.store.root, stage.key) is None:
-                builder.gone.add(card.name)
+            _add_card(builder, card)
     tasks = [task for entry in builder.config.stream.tasks for task in _cut(builder, entry, loaded[entry.card])]
     names = [t.name for t in tasks]
     twice = next((n for n in names if names.count(n) > 1), None)
@@ -117,6 +113,23 @@ def add_tasks(builder: Builder) -> list[Task]:
     if len(unlabelled) > 1:
         raise UserError(f"stream.tasks: {unlabelled[0].name!r} and {unlabelled[1].name!r} both have role `unlabelled`; put their images on one card")
     return bases + [t for t in tasks if t.role != "base"]
+
+
+def _add_card(builder: Builder, card: cards.Card) -> None:
+    found = ingest.fingerprint(card)
+    inputs = {"card": card.identity(), "source": _seen(builder.store, card, found), "revision": ingest.REVISION}
+    stage = builder.add(f"data/{card.name}", "ingest", inputs, [], job=IngestJob(card))
+    if found is None and Artefact.open(builder.store.root, stage.key) is None:
+        builder.gone.add(card.name)
+
+
+def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Graph, list[Task]]:
+    """The ingest stages of cards that need not be in the stream, and each card as one task."""
+    builder, tasks = Builder(config, store, {}), []
+    for card in (cards.load(name, store) for name in dict.fromkeys(names)):
+        _add_card(builder, card)
+        tasks.append(Task(card.name, card.name, builder.keys[f"data/{card.name}"], card.order()))
+    return Graph.of(config.name, builder.stages), tasks
 
 
 def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:

@@ -25,7 +25,8 @@ class Source(Frozen):
     path: str = Field("", description="folder or URI; ${NAME:-default} is replaced from the environment")
     name: str = Field("", description="data set inside scikit-learn or torchvision")
     splits: dict[Split, str] = Field(
-        {"train": "train", "test": "test"}, description="sub-folder or glob of each split below `path`")
+        {"train": "train", "test": "test"}, description="sub-folder or glob of each split below `path`; without `train`, a card to be "
+                                    "tested on alone")
     image: str = Field("image", description="column of the image (bytes, or a struct with `bytes`) in Parquet")
     label: str | None = Field("label", description="column of the label in Parquet; extension of the label member in tars; null: images have no labels, "
                               "and the card has one class, which all of them belong to")
@@ -129,7 +130,8 @@ def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
-    """The classes of a card that leaves them to its source: the sorted names of the folders in the train split."""
+    """The classes of a card that leaves them to its source: the sorted names of the folders in the train split, or in that of test where there is
+    no other."""
     from pipeline.formats import folders
 
     try:
@@ -139,7 +141,7 @@ def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[st
     if source.format != "folder" or not body.get("num_classes"):
         raise UserError(f"{path}: `classes: from_source` needs a source of format folder, and num_classes beside it; add it, or list "
                         "the classes")
-    where, names = folders(expand(source.path), source.splits.get("train", "train"))
+    where, names = folders(expand(source.path), source.splits.get("train") or source.splits.get("test", "train"))
     identity = "classes-" + hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()[:24]
     if memory and names and names != memory.remembered(identity):
         memory.remember(identity, names)

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline import browse, draw
@@ -65,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
     command("report", report, "write the report of a config's run again, from the store")
     analyse_parser = command("analyse", analyse, "measure the attention of finished runs, from the store; several configs are compared", nargs="+")
     analyse_parser.add_argument("--images", type=int, default=256, metavar="N", help="test images of each task, about (default: 256)")
+    analyse_parser.add_argument("--maps", type=int, default=4, metavar="N", help="test images of each task over which maps are drawn (default: 4; 0: none)")
     analyse_parser.add_argument("--robustness", action="store_true", help="also hide the centre of images, and attack them")
+    analyse_parser.add_argument("--on", nargs="+", default=[], metavar="CARD", help="also test on all test images of other cards, whose classes a task has")
     ui_parser = command("ui", ui, "serve MLflow on this machine and print links to the runs", config=False)
     ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
     ui_parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
@@ -92,6 +95,7 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]
 def run(args: argparse.Namespace) -> int:
     """The main path: config -> graph -> stages -> records."""
     from pipeline import console, launch, track
+    from pipeline.report import inside
     from pipeline.report.tables import RunTables
     from pipeline.run import look_up_all, raise_failures, run_graph
     from pipeline.store import record_of
@@ -112,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         outcome = run_graph(graph, store, executor, config.cluster.retries, [screen, recording], lookups)
         status = "FAILED" if outcome.failures else "FINISHED"
         raise_failures(outcome, command_of(args))
-        files = report_files(store, graph)
+        files = inside.shown(report_files(store, graph), record, store)
     finally:
         recorder = recording.finish(files, status)
     page = export(store, config.name, files)
@@ -180,18 +184,11 @@ def note(stage_id: str, lookups: dict[str, Lookup], todo: set[str]) -> str:
 
 
 def ingest(args: argparse.Namespace) -> int:
-    from pipeline import launch
-    from pipeline.console import Console
     from pipeline.graph import Graph
-    from pipeline.run import look_up_all, raise_failures, run_graph
 
     config, store, graph, _ = prepare(args)
     part = Graph.of(graph.name, [s for s in graph if s.step == "ingest"])
-    lookups = look_up_all(part, store, store.record(config.name))
-    console = Console(part, lookups)
-    outcome = run_graph(part, store, lambda todo: launch.executor(store, config.cluster, part, todo, console.progress, lambda stage: {}),
-                        config.cluster.retries, [console], lookups)
-    raise_failures(outcome, command_of(args))
+    bring(part, config, store, command_of(args))
     for stage in part:
         manifest = store.look_up(stage, verify=False).manifest or {}
         counts = ", ".join(f"{n} {split}" for split, n in manifest.get("counts", {}).items())
@@ -200,16 +197,29 @@ def ingest(args: argparse.Namespace) -> int:
     return 0
 
 
+def bring(part: Graph, config: Config, store: Store, command: str) -> None:
+    """Runs the ingest stages in `part` that are missing."""
+    from pipeline import launch
+    from pipeline.console import Console
+    from pipeline.run import look_up_all, raise_failures, run_graph
+
+    lookups = look_up_all(part, store, store.record(config.name))
+    console = Console(part, lookups)
+    outcome = run_graph(part, store, lambda todo: launch.executor(store, config.cluster, part, todo, console.progress, lambda stage: {}),
+                        config.cluster.retries, [console], lookups)
+    raise_failures(outcome, command)
+
+
 def report(args: argparse.Namespace) -> int:
     """Writes the report and the MLflow record anew from what the store holds, also of an unfinished run."""
     from pipeline import track
-    from pipeline.report import page
+    from pipeline.report import inside, page
     from pipeline.store import record_of
 
     config, store, graph, tasks = prepare(args)
     record = store.record(config.name) or record_of(graph, config, tasks, provenance())
     picture = draw.to_svg(graph, {})
-    files = page.build(store.storage, record, picture)
+    files = inside.shown(page.build(store.storage, record, picture), record, store)
     recorder = track.Recorder(config.tracking, store.storage)
     recorder.start(record, picture)
     recorder.finish(files)
@@ -218,24 +228,55 @@ def report(args: argparse.Namespace) -> int:
 
 
 def analyse(args: argparse.Namespace) -> int:
-    """Tables and pictures beside the report of the first run that is named."""
+    """Tables and pictures in the report and in the record: of several runs, in those of the first; numbers of a method in its own record."""
     from pipeline import analyse as analysis
-    from workers.analysis import attention_rows, robustness_rows
+    from pipeline import build, track
+    from pipeline.report import entries, inside
 
-    if args.images < 1:
-        raise UserError(f"--images is {args.images}; give the number of test images of a task, at least 1")
-    runs = []
+    for option, least in (("images", 1), ("maps", 0)):
+        if (given := getattr(args, option)) < least:
+            raise UserError(f"--{option} is {given}; give the number of test images of a task, at least {least}")
+    runs: list[analysis.Analysed] = []
+    others: list[Task] = []
     for path in args.config:
-        config, store, graph, _ = prepare(argparse.Namespace(config=path, overrides=args.overrides))
-        runs.append(analysis.Analysed(config.name, graph, store))
-    rows = analysis.measured(runs, attention_rows, args.images)
-    found, text = analysis.attention_files(rows), analysis.attention_text(rows)
-    if args.robustness:
-        rows = analysis.measured(runs, robustness_rows, args.images)
-        found, text = found | analysis.robustness_files(rows), f"{text}\n\n{analysis.robustness_text(rows)}"
-    folder = os.path.dirname(export(runs[0].store, runs[0].name, found))
-    print(f"{text}\n\nanalysis: {folder}/analysis.png" + (f"\nrobustness: {folder}/robustness.png" if args.robustness else ""))
+        config, store, graph, tasks = prepare(argparse.Namespace(config=path, overrides=args.overrides))
+        runs.append(analysis.Analysed(config, graph, store, record_for(store, graph, config, tasks)))
+        part, others = build.cards_graph(config, store, args.on)
+        analysis.check_covered(runs[-1:], others)
+        bring(part, config, store, " ".join([browse.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]))
+    found = analysis.analysed(runs, args.images, args.maps, args.robustness, others)
+    first, pages, said = runs[0], "", list[str]()
+    made = inside.written(found.parts, [run.record for run in runs], first.store)
+    folder = os.path.dirname(export(first.store, first.name, made))
+    for run in runs:
+        picture = draw.to_svg(run.graph, {})
+        files = inside.shown(report_of(run.store, run.graph, run.record, picture), run.record, run.store)
+        recorder = track.Recorder(run.config.tracking, run.store.storage)
+        recorder.start(run.record, picture)
+        recorder.analysed(made if run is first else {}, entries.analysis_points(run.name, found.attention, found.robustness, args.images))
+        recorder.finish(files)
+        pages = pages or export(run.store, run.name, files)
+        said += [*recorder.warnings, *(recorder.links() if run is first else [])]
+    pictures = [f"{name}: {folder}/{part.pictures[0].name}" for name, part in found.parts.items()]
+    print("\n".join([found.text, "", *pictures, f"report: {pages}", *said]))
     return 0
+
+
+def record_for(store: Store, graph: Graph, config: Config, tasks: list[Task]) -> dict[str, Any]:
+    """The record of this graph: the one in the store, unless the run of this name has changed since."""
+    from pipeline.store import record_of
+
+    found = store.record(config.name)
+    stands = found is not None and {s["id"]: s["key"] for s in found["stages"]} == {s.id: s.key for s in graph}
+    return found if found is not None and stands else record_of(graph, config, tasks, provenance())
+
+
+def report_of(store: Store, graph: Graph, record: Mapping[str, Any], picture: str) -> dict[str, bytes]:
+    """The files of the report stage; made anew where there are none."""
+    from pipeline.report import page
+    from workers.artefact import Artefact
+
+    return report_files(store, graph) if Artefact.open(store.root, graph["report"].key) else page.build(store.storage, record, picture)
 
 
 def ui(args: argparse.Namespace) -> int:

@@ -161,6 +161,8 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
         kept, beyond = at_most(card.per_class.model_dump(), kept)
         rejected += [_row(r, "left out: its class has per_class images", False) for r in beyond]
     for split in ("train", "test"):
+        if split == "train" and split not in card.source.splits:
+            continue  # to be tested on alone
         missing = sorted(set(card.classes) - {r.label for r in kept if r.split == split})
         if missing and (split == "train" or (card.source.label and len(missing) == len(card.classes))):
             what = f"class {missing[0]!r} has no train images" if split == "train" else "there are no test images"

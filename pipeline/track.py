@@ -140,6 +140,16 @@ class Recorder:
             self.pending = []
         self._attempt(lambda: self._finish(files, status))
 
+    def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
+        """Adds what `analyse` found: files to the run of the graph, below `analysis/`, and points by label to the runs of its methods."""
+        def add() -> None:
+            self._files(self.runs["", ""], {f"analysis/{name}": data for name, data in files.items()})
+            for label, some in points.items():
+                self._points(self._run(label, ""), some)
+
+        if self.settings.enabled and ("", "") in self.runs:
+            self._attempt(add)
+
     def links(self, base: str = "") -> list[str]:
         """Where to look at the record of this run; `base` is the address of a running `mlflow server`."""
         parent = self.runs.get(("", ""))

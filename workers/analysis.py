@@ -1,9 +1,11 @@
-"""What a finished method attends to on test images, and how its accuracy falls when their centre is hidden or when they are attacked."""
+"""What a finished method attends to on test images, and how its accuracy falls on images that are hidden in part, attacked, or of another source."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from workers.dist import Group
 from workers.evaluate import answers, first_column
 from workers.job import BackboneSettings, StageJob, Task
 from workers.methods.base import Method
-from workers.model.attention import watched
+from workers.model.attention import Gaze, gazes, watched
+from workers.model.top_down import TopDown, selection
 
 Row = dict[str, Any]
 HIDDEN = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # shares of the image's area
@@ -40,6 +43,74 @@ def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list
         for images, _ in spread(job, task, most):
             told(method, images, task.name)
     return [row for layer in layers for row in layer.rows()]
+
+
+@dataclass
+class Maps:
+    """Some images of a task (n, H, W, 3) in [0, 1], what they are and were taken for, and maps over them by title, (n, h, w) each: what the class
+    token looks at, 1 is uniform; and of a method with top-down feedback, `selected`, in [0, 1]."""
+
+    images: Tensor
+    right: list[str]
+    answered: list[str]
+    looks: dict[str, Tensor]
+    selected: Tensor | None = None
+
+
+@torch.no_grad()
+def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
+    """What `method` looks at on about `most` images of `task`; None where no network of its has a class token among patches."""
+    batches = [*spread(job, task, most)]
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    with gazes(method) as heard:
+        told(method, images, task.name)
+    looks = _looks([gaze for gaze in heard if gaze.passes and len(gaze.passes[-1]) == len(images)], isinstance(getattr(method, "top_down", None), TopDown))
+    if not looks:
+        return None
+    names = _names(method, job, task)
+    answered = answers(method, images, task.name).argmax(1)
+    return Maps(pixels(images, job.backbone_settings), [task.classes[label] for label in labels.tolist()], [names[answer] for answer in answered.tolist()],
+                looks, _selected(method, images, task.name))
+
+
+def _looks(heard: Sequence[Gaze], twice: bool) -> dict[str, Tensor]:
+    """By title: of one network a block in the middle and the last one, of several networks the last block of each. twice: a method that looks
+    two times; both looks of the last block that ran twice, and the last block where that is another."""
+    networks = list(dict.fromkeys(gaze.network for gaze in heard))
+    last = [[gaze for gaze in heard if gaze.network == network][-1] for network in networks]
+    if len(networks) > 1:
+        return {f"network {place}, block {gaze.block}": gaze.passes[-1] for place, gaze in enumerate(last)}
+    both = [gaze for gaze in heard if twice and len(gaze.passes) == 2][-1:]
+    if both:
+        found = {f"block {both[0].block}, {which} look": look for which, look in zip(("first", "second"), both[0].passes, strict=True)}
+        return found | {f"block {gaze.block}": gaze.passes[-1] for gaze in last if gaze is not both[0]}
+    return {f"block {gaze.block}": gaze.passes[-1] for gaze in [*(heard[len(heard) // 2 - 1 : len(heard) // 2]), *last]}
+
+
+def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
+    """s_n of the first look over patches, (n, h, w), as the second one is given it. None where the method has none for this task."""
+    top_down = getattr(method, "top_down", None)
+    if not isinstance(top_down, TopDown):
+        return None
+    method.serve(task)
+    if "prior" not in method.effective:  # the base task, which the backbone answers
+        return None
+    grid = tuple(top_down.backbone.patch_embed.grid_size)
+    return selection(top_down.first_pass(images)[1], method.effective["prior"])[:, -math.prod(grid) :].unflatten(1, grid).cpu()
+
+
+def _names(method: Method, job: StageJob, task: Task) -> list[str]:
+    """Of the classes that `answers` chooses among."""
+    if method.scenario != "class":
+        return list(task.classes)
+    classes = {known.name: known.classes for known in job.tasks}
+    return [name for known in method.columns() for name in classes[known]]
+
+
+def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
+    """Normalised (n, 3, H, W) -> (n, H, W, 3) in [0, 1]."""
+    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (backbone.mean, backbone.std))
+    return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).cpu()
 
 
 def told(method: Method, images: Tensor, task: str) -> Tensor:
@@ -69,6 +140,27 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
             count("fgsm", epsilon, attacked(images, uphill, epsilon / 255, job.backbone_settings), wanted)
     return [{"kind": kind, "level": level, "correct": correct, "total": total, "accuracy": correct / total}
             for (kind, level), (correct, total) in counts.items()]
+
+
+@torch.no_grad()
+def shifted_rows(method: Method, job: StageJob, task: Task, others: Sequence[Task]) -> list[Row]:
+    """Correct answers on all test images of the cards of `others` whose classes `task` has, chosen among the classes of the card alone; and for
+    comparison the same of the task's own images of these classes, once for each card."""
+    rows = []
+    for other in (other for other in others if covers(task, other)):
+        columns = first_column(method, task.name) + torch.tensor([task.classes.index(name) for name in other.classes])
+        own = Task(task.name, task.card, task.data, other.classes)
+        for shown in (own, other):
+            right = total = 0
+            for images, labels in spread(job, shown, sys.maxsize):
+                guess = answers(method, images, task.name)[:, columns.to(images.device)].argmax(1)
+                right, total = right + int((guess == labels).sum()), total + len(labels)
+            rows.append({"kind": "shifted", "card": other.card, "images": shown.card, "correct": right, "total": total, "accuracy": right / total})
+    return rows
+
+
+def covers(task: Task, other: Task) -> bool:
+    return set(other.classes) <= set(task.classes)
 
 
 def occluded(images: Tensor, share: float) -> Tensor:

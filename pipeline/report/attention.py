@@ -1,4 +1,4 @@
-"""Figures of attention and of robustness: one line per method of a run, faint ones for its tasks."""
+"""Figures of attention, of heads and of robustness: one line per method of a run, faint ones for its tasks."""
 
 from __future__ import annotations
 
@@ -32,16 +32,56 @@ def attention_figure(rows: Sequence[Row]) -> Figure:
 
 
 def robustness_figure(rows: Sequence[Row]) -> Figure:
-    """Accuracy against the hidden share of the image, and against the strength of the attack."""
-    figure, axes = figure_of(8.6, 3.9, 1, 2)
-    for ax, kind, title, x in zip(axes, ("occlusion", "fgsm"), ("Hidden centre", "FGSM"), ("share of the image", "epsilon, in 255ths"), strict=True):
-        dress(ax, title, x, "accuracy")
-        _lines(ax, _names(rows), [row for row in rows if row["kind"] == kind], lambda row: row["level"], "accuracy")
+    """Accuracy against the hidden share of the image, against the strength of the attack, and on images of other cards; what there is."""
+    kinds = [kind for kind in ("occlusion", "fgsm", "shifted") if any(row["kind"] == kind for row in rows)]
+    figure, axes = figure_of(max(4.3 * len(kinds), 5.4), 3.9, 1, len(kinds))
+    for ax, kind in zip(axes, kinds, strict=True):
+        own = [row for row in rows if row["kind"] == kind]
+        title, x = {"occlusion": ("Hidden centre", "share of the image"), "fgsm": ("FGSM", "epsilon, in 255ths"), "shifted": ("Other images", "")}[kind]
+        dress(ax, title, x, "accuracy" if ax is axes[0] else "")
+        if kind == "shifted":
+            _bars(ax, _names(rows), own)
+        else:
+            _lines(ax, _names(rows), own, lambda row: row["level"], "accuracy")
         ax.set_ylim(0, 1.02)
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes[0].xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        if kind == "occlusion":
+            ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _legend(figure, axes[0])
     return figure
+
+
+def shown(row: Row) -> str:
+    """What a row of robustness was measured at, in words."""
+    if row["kind"] != "shifted":
+        return f"{row['level']:g}"
+    return row["images"] if row["images"] == row["card"] else f"own ({row['card']})"
+
+
+def heads_figure(rows: Sequence[Row]) -> Figure:
+    """Accuracy against the number of heads: a point for each run, a line through the means of a family."""
+    figure, (axes,) = figure_of(5.4, 3.9)
+    dress(axes, "Heads against accuracy", "heads", "average accuracy")
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    for index, family in enumerate(families):
+        own, style = [row for row in rows if row["family"] == family], look(index)
+        axes.scatter([row["heads"] for row in own], [row["accuracy"] for row in own], s=14, color=style["color"], alpha=0.5, linewidths=0)
+        axes.plot(*_means(own, lambda row: row["heads"], "accuracy"), label=family, linewidth=1.8, markersize=6, **style)
+    axes.set_xticks(sorted({row["heads"] for row in rows}))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+    _legend(figure, axes)
+    return figure
+
+
+def _bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
+    """A group for each set of images, in it a bar for each method."""
+    places = list(dict.fromkeys(map(shown, rows)))
+    wide = 0.8 / len(names)
+    for index, name in enumerate(names):
+        own = [[row["accuracy"] for row in rows if row["name"] == name and shown(row) == place] for place in places]
+        at = [place + (index - (len(names) - 1) / 2) * wide for place, found in enumerate(own) if found]
+        axes.bar(at, [float(np.mean(found)) for found in own if found], width=0.9 * wide, color=look(index)["color"], label=name)
+    axes.set_xticks(range(len(places)), places)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -71,6 +71,30 @@ def pick_points(rows: Sequence[Row]) -> list[Point]:
     return [Point(key_name(f"picked_right/{r['task']}"), r["share_right"], r["after_index"], r["after_index"]) for r in rows if r["images"]]
 
 
+def analysis_points(run: str, attention: Sequence[Row], robustness: Sequence[Row], images: int) -> dict[str, list[Point]]:
+    """What `analyse` found of each method of a run, by label: means over tasks and heads at each block, and accuracies over tasks at each level. images:
+    of each task; points of more images are later ones, so that they are what a run shows when it was analysed twice."""
+    values: dict[tuple[str, str, int], list[float]] = {}
+    for row in (row for row in [*attention, *robustness] if row["run"] == run):
+        for name, value, step in _measures(row):
+            values.setdefault((row["label"], name, step), []).append(value)
+    found: dict[str, list[Point]] = {}
+    for (label, name, step), some in values.items():
+        found.setdefault(label, []).append(Point(key_name(name), sum(some) / len(some), step, images / 1000))
+    return found
+
+
+def _measures(row: Row) -> list[tuple[str, float, int]]:
+    """(name, value, step) of a row of attention or robustness."""
+    if "block" in row:
+        values = (("attention_entropy", row["entropy"]), ("attention_distance", row["distance"]), ("context_scale", row["scale"]))
+        return [(name, value, row["block"]) for name, value in values if value is not None]
+    if row["kind"] == "shifted":
+        return [(f"accuracy_shifted/{row['card']}", row["accuracy"], 0)] if row["images"] == row["card"] else []
+    name, times = ("accuracy_occluded", 100) if row["kind"] == "occlusion" else ("accuracy_fgsm", 1)
+    return [(name, row["accuracy"], round(times * row["level"]))]
+
+
 def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
     """The matrix as heat map, JSON, CSV and Parquet; averages; sizes. Made anew after every task."""
     matrix = tables.matrix(label)

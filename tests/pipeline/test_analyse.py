@@ -1,26 +1,38 @@
-"""Promises of `analyse`: tables and pictures of finished runs beside their reports, and a sentence where there is nothing to look at."""
+"""Promises of `analyse`: tables and pictures of finished runs in their reports and records, and a sentence where there is nothing to look at."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+import yaml
+from PIL import Image, ImageOps
 
-from pipeline import analyse, cli
+from pipeline import analyse, cli, track
+from pipeline.report import inside, maps
+from pipeline.report.tables import RunTables
+from pipeline.store import Store
 from tests import small_run
+from workers.analysis import Maps
 
-pytestmark = pytest.mark.usefixtures("quick")
+Say = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two finished runs, without and with scaled context, one that was never run, and one without attention."""
+    """Finished runs, without and with scaled context, with one head, without attention; and one that was never run."""
     folder = tmp_path_factory.mktemp("analyse")
     cards = small_run.make_cards(folder, "ab")
+    options = {**small_run.BACKBONE["options"], "num_heads": 1}
     changes: dict[str, dict[str, Any]] = {
         "plain": {"methods": {"finetune": {}, "meat": {}}}, "scaled": {"methods": {"finetune": {}}, "backbone": {"context": {"kind": "cbs"}}},
+        "one-head": {"methods": {"finetune": {}}, "backbone": {"options": options}},
         "unfinished": {"methods": {"finetune": {}}, "seed": 9},
         "convolutions": {"methods": {"linear": {}}, "backbone": {"name": "resnet18", "img_size": 32, "options": {
             "layers": [1, 1, 1, 1], "channels": [8, 8, 8, 8], "norm_layer": "groupnorm1"}}}}
@@ -29,55 +41,282 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         body = small_run.make_body(folder, cards, change["methods"], name=name, seed=change.get("seed", 5))
         body["backbone"] = {**body["backbone"], **change.get("backbone", {})}
         found[name] = small_run.write_config(folder / f"{name}.yaml", body)
-    for name in ("plain", "scaled", "convolutions"):
+    for name in ("plain", "scaled", "one-head", "convolutions"):
         small_run.run(["run", found[name]], folder / f"{name}.txt")
     return found
+
+
+@pytest.fixture(autouse=True)
+def _faint_report(monkeypatch: pytest.MonkeyPatch):
+    """A page without pictures, but with the places that a page has."""
+    from pipeline.report import page
+
+    monkeypatch.setattr(page, "build", lambda *_: {"report.html": "".join(inside.BEFORE).encode()})
+    monkeypatch.setattr(cli, "report_of", lambda *_: page.build())
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture
+def say(configs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> Say:
+    """Gives a command, names of configs in place of their paths; returns its code and what it said."""
+    def given(*arguments: str) -> tuple[int, str]:
+        code = cli.main([configs.get(a, a) for a in arguments])
+        said = capsys.readouterr()
+        return code, said.err if code else said.out
+    return given
 
 
 def out(configs: dict[str, str], name: str) -> Path:
     return Path(configs[name]).parent / "storage" / "runs" / name
 
 
-def test_a_run_gets_tables_a_picture_and_a_line_per_method(configs: dict[str, str], capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["analyse", configs["plain"], "--images", "8", "--robustness"]) == 0
-    said = capsys.readouterr().out
-    rows = pq.read_table(out(configs, "plain") / "analysis.parquet").to_pylist()
+def rows_of(configs: dict[str, str], name: str, table: str) -> list[dict[str, Any]]:
+    return pq.read_table(out(configs, name) / f"{table}.parquet").to_pylist()
+
+
+def page_of(configs: dict[str, str], name: str) -> str:
+    return (out(configs, name) / "report.html").read_text()
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------------
+def test_a_run_gets_tables_pictures_and_a_line_per_method(configs: dict[str, str], say: Say):
+    code, said = say("analyse", "plain", "--images", "8", "--robustness")
+    rows = rows_of(configs, "plain", "analysis")
+    assert code == 0
     assert [(r["label"], r["task"], r["block"], r["head"]) for r in rows] == [
         (label, task, block, head) for label in ("finetune", "meat") for task in "ab" for block in range(2) for head in range(2)]
     assert {r["name"] for r in rows} == {"finetune", "meat"}
     assert all(r["scale"] is None for r in rows)
     assert (out(configs, "plain") / "analysis.csv").read_text().count("\n") == 1 + len(rows)
-    for name in ("analysis.png", "robustness.png"):
+    for name in ("analysis.png", "robustness.png", "maps-finetune.png", "maps-meat.png"):
         assert (out(configs, "plain") / name).read_bytes().startswith(b"\x89PNG")
-    levels = pq.read_table(out(configs, "plain") / "robustness.parquet").to_pylist()
-    assert {r["kind"] for r in levels} == {"occlusion", "fgsm"}
-    assert said.splitlines()[0].startswith("method")
-    assert [line.split()[0] for line in said.splitlines()[1:3]] == ["finetune", "meat"]
+    assert {r["kind"] for r in rows_of(configs, "plain", "robustness")} == {"occlusion", "fgsm"}
     assert "fgsm" in said
+    assert not (out(configs, "plain") / "heads.png").exists(), "all have as many heads"
+
+
+def test_accuracy_stands_beside_entropy_as_it_was_evaluated(configs: dict[str, str], say: Say):
+    lines = [line.split() for line in say("analyse", "plain", "--images", "8", "--maps", "0")[1].splitlines()[:3]]
+    record = json.loads((out(configs, "plain") / "run.json").read_text())
+    tables = RunTables.load(str(Path(configs["plain"]).parent / "storage"), record)
+    assert lines[0][:3] == ["method", "accuracy", "entropy"]
+    for label, words in zip(("finetune", "meat"), lines[1:], strict=True):
+        assert words[:2] == [label, f"{100 * tables.matrix(label).final['average_accuracy']:.1f}"]
 
 
 def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]):
     config, store, graph, tasks = cli.prepare(cli.parser().parse_args(["plan", configs["plain"]]))
-    run = analyse.Analysed(config.name, graph, store)
+    run = analyse.Analysed(config, graph, store, {})
     for label in ("finetune", "meat"):
         assert [(job.id, task) for _, job, task in analyse.finished(run, label)] == [(f"{label}/b/evaluate", task) for task in tasks]
 
 
-def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["analyse", configs["scaled"], configs["plain"], "--images", "8"]) == 0
-    rows = pq.read_table(out(configs, "scaled") / "analysis.parquet").to_pylist()
+def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say: Say):
+    code, said = say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
+    rows = rows_of(configs, "scaled", "analysis")
+    assert code == 0
     assert list(dict.fromkeys(r["name"] for r in rows)) == ["scaled", "plain: finetune", "plain: meat"], "a run of one method is called by its own name"
     assert all((r["scale"] is not None) == (r["run"] == "scaled") for r in rows)
-    assert "plain: meat" in capsys.readouterr().out
+    assert "plain: meat" in said
+    assert {p.name for p in out(configs, "scaled").glob("maps-*.png")} == {"maps-scaled.png", "maps-plain-finetune.png", "maps-plain-meat.png"}
+    assert "Compared: scaled, plain." in page_of(configs, "scaled")
+
+
+def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str], say: Say):
+    assert say("analyse", "one-head", "plain", "scaled", "--images", "8", "--maps", "0")[0] == 0
+    found = [(r["run"], r["label"], r["family"], r["heads"]) for r in rows_of(configs, "one-head", "heads")]
+    assert found == [("one-head", "finetune", "finetune", 1), ("plain", "finetune", "finetune", 2), ("plain", "meat", "meat", 2),
+                     ("scaled", "finetune", "finetune, cbs", 2)]
+    assert (out(configs, "one-head") / "heads.png").read_bytes().startswith(b"\x89PNG")
+    assert "Heads against accuracy" in page_of(configs, "one-head")
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["unfinished"], "run 'unfinished': stage finetune/a/evaluate has no result yet"),
     (["convolutions"], "its backbone must be a vision transformer"),
     (["plain", "--images", "0"], "--images is 0"),
+    (["plain", "--maps", "-1"], "--maps is -1"),
+    (["plain", "--on", "nowhere"], "card 'nowhere' does not exist"),
     ([], "the following arguments are required: config")])
-def test_what_cannot_be_analysed_gets_a_sentence(configs: dict[str, str], arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["analyse", *(configs.get(a, a) for a in arguments)]) == 2
-    said = capsys.readouterr().err
+def test_what_cannot_be_analysed_gets_a_sentence(say: Say, arguments: list[str], sentence: str):
+    code, said = say("analyse", *arguments)
+    assert code == 2
     assert sentence in said
     assert said.count("\n") == 1
+
+
+def test_a_network_without_attention_is_tested_all_the_same(configs: dict[str, str], say: Say):
+    code, said = say("analyse", "convolutions", "--images", "8", "--robustness")
+    assert code == 0
+    assert "attention: none of these methods has any" in said
+    assert "maps: none of linear" in said
+    assert rows_of(configs, "convolutions", "robustness")
+    assert not (out(configs, "convolutions") / "analysis.png").exists()
+
+
+# ---- another card ------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def inverted(configs: dict[str, str]) -> str:
+    """The digits of task b, dark on white: a card with test images alone."""
+    folder = Path(configs["plain"]).parent
+    for path in (folder / "raw" / "b" / "test").rglob("*.png"):
+        place = folder / "raw" / "inverted" / "all" / path.parent.name / path.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        ImageOps.invert(Image.open(path).convert("L")).save(place)
+    body = {"name": "inverted", "licence": "CC BY 4.0", "classes": "from_source", "num_classes": 2,
+            "source": {"format": "folder", "path": str(folder / "raw" / "inverted"), "splits": {"test": "all"}}}
+    path = folder / "cards" / "inverted.yaml"
+    path.write_text(yaml.safe_dump(body))
+    return str(path)
+
+
+def test_a_finished_model_is_tested_on_another_card(configs: dict[str, str], inverted: str, say: Say):
+    code, said = say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
+    rows = rows_of(configs, "plain", "robustness")
+    assert code == 0
+    assert [(r["label"], r["task"], r["kind"], r["card"], r["images"], r["total"]) for r in rows] == [
+        (label, "b", "shifted", "inverted", shown, 20) for label in ("finetune", "meat") for shown in ("b", "inverted")], "all its test images"
+    assert "own (inverted)" in said
+    kept = rows_of(configs, "plain", "robustness")
+    assert say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)[0] == 0, "its shards stand"
+    assert rows_of(configs, "plain", "robustness") == kept
+
+
+def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(configs: dict[str, str], inverted: str, say: Say):
+    say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
+    record = json.loads((out(configs, "plain") / "run.json").read_text())
+    tables = RunTables.load(str(Path(configs["plain"]).parent / "storage"), record)
+    for row in rows_of(configs, "plain", "robustness"):
+        if row["images"] == "b":
+            assert row["correct"] == tables.matrix(row["label"]).correct[1, 1]
+
+
+def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say: Say):
+    other = small_run.make_card(Path(configs["plain"]).parent, "beyond", "49")
+    code, said = say("analyse", "plain", "--on", other)
+    assert code == 2
+    assert "--on 'beyond': no task of run 'plain' has all its 2 classes; 'b', which has most, lacks '9'" in said
+    assert said.count("\n") == 1
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------------
+def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say):
+    say("analyse", "plain", "--images", "8", "--robustness", "--maps", "1")
+    text = page_of(configs, "plain")
+    assert text.index('<a href="#attention">') < text.index('<h2 id="attention">') < text.index('<h2 id="sizes">')
+    assert text.count("data:image/png;base64,") == 4
+    assert "<code>robustness.parquet</code>" in text
+    assert say("analyse", "plain", "--images", "8", "--maps", "0")[0] == 0
+    assert page_of(configs, "plain").count("data:image/png;base64,") == 4, "what was not made anew still stands"
+    assert say("report", "plain")[0] == 0
+    assert page_of(configs, "plain").count("data:image/png;base64,") == 4
+
+
+def test_the_page_keeps_it_when_the_run_is_started_once_more(configs: dict[str, str], say: Say, monkeypatch: pytest.MonkeyPatch):
+    say("analyse", "plain", "--images", "8", "--maps", "1")
+    shown = page_of(configs, "plain")
+    monkeypatch.setattr(cli, "report_files", lambda *_: {"report.html": "".join(inside.BEFORE).encode()})
+    code, said = say("run", "plain")
+    assert code == 0
+    assert "nothing to do" in said
+    assert page_of(configs, "plain") == shown
+
+
+def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: Say):
+    say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
+    store = Store(str(Path(configs["plain"]).parent / "storage"))
+    record, other = store.record("scaled"), store.record("plain")
+    assert record is not None
+    assert other is not None
+    page = {"report.html": "".join(inside.BEFORE).encode()}
+    assert b"data:image" in inside.shown(page, record, store)["report.html"]
+    changed = {**record, "stages": [{**s, "key": "0" * 32} if s["id"] == "finetune/b/evaluate" else s for s in record["stages"]]}
+    without = inside.shown(page, changed, store)["report.html"].decode()
+    assert "data:image" not in without
+    assert "is left out, because the results that it looked at have changed since" in without
+    renamed = {**record, "name": "moved"}
+    assert inside.shown(page, renamed, store) == page, "there is none in that folder"
+    (out(configs, "scaled").parent / "moved").mkdir()
+    for path in out(configs, "scaled").iterdir():
+        (out(configs, "scaled").parent / "moved" / path.name).write_bytes(path.read_bytes())
+    assert b"data:image" in inside.shown(page, renamed, store)["report.html"], "a name is no result"
+    grown = {**record, "stages": [*record["stages"], {"id": "finetune/c/evaluate", "key": "1" * 32, "step": "evaluate"}]}
+    assert b"data:image" not in inside.shown(page, grown, store)["report.html"]
+    try:
+        store.save_record({**other, "stages": [{**s, "key": "0" * 32} for s in other["stages"]]})
+        assert b"data:image" not in inside.shown(page, record, store)["report.html"], "one that it is compared with has changed"
+    finally:
+        store.save_record(other)
+
+
+def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(configs: dict[str, str], tmp_path: Path):
+    store = Store(str(tmp_path))
+    page = {"report.html": "".join(inside.BEFORE).encode()}
+    for text in ("", "[]", '{"attention": 1}', '{"attention": {}}'):
+        (tmp_path / "runs" / "some").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / "some" / inside.NAME).write_text(text)
+        assert inside.shown(page, {"name": "some", "stages": []}, store) == page
+
+
+# ---- maps --------------------------------------------------------------------------------------------------------------------------
+def test_a_map_lies_where_its_patches_are():
+    image = np.zeros((maps.CELL, maps.CELL, 3), np.float32)
+    look = torch.zeros(4, 4)
+    look[0, 3] = 2.0
+    drawn = maps.over(image, look, "viridis", 2.0).sum(-1)
+    y, x = np.unravel_index(drawn.argmax(), drawn.shape)
+    assert y < maps.CELL / 4 <= 3 * maps.CELL / 4 < x
+
+
+def test_what_is_selected_stands_between_two_looks_and_may_be_absent():
+    looks = {"block 3, first look": torch.ones(2, 4, 4), "block 3, second look": torch.ones(2, 4, 4)}
+    images = torch.rand(2, 16, 16, 3)
+    entries = [("base", Maps(images, ["a", "b"], ["a", "a"], looks)), ("one", Maps(images, ["a", "b"], ["a", "b"], looks, torch.ones(2, 4, 4)))]
+    assert maps._titles(entries) == ["block 3, first look", "selected", "block 3, second look"]
+    words = [text.get_text() for text in maps.maps_figure("toast", entries).texts]
+    assert words.count("answered right") == 3
+    assert words.count("answered\na") == 1
+    assert {"attention of the class token, 1 is uniform", "selected: clamp(cos(x, ξ), 0, 1)", "one", "toast"} <= set(words)
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tracked(configs: dict[str, str]) -> str:
+    path = Path(configs["scaled"])
+    body = {**yaml.safe_load(path.read_text()), "tracking": True}
+    return small_run.write_config(path.parent / "tracked.yaml", body)
+
+
+def test_the_record_gets_curves_over_blocks_once(configs: dict[str, str], tracked: str, inverted: str, say: Say):
+    def recorded() -> tuple[dict[tuple[str, str], dict[int, float]], set[str], int]:
+        client, _, experiment = track.open_store(str(Path(tracked).parent / "storage"))
+        runs = {(r.data.tags.get("label", ""), r.data.tags.get("task", "")): r for r in client.search_runs([experiment], max_results=1000)}
+        curves = {(label, name): [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+                  for (label, task), run in runs.items() if not task for name in run.data.metrics}
+        assert all(len(curve) == len(dict(curve)) for curve in curves.values()), "one value for each step"
+        paths = {f.path for f in client.list_artifacts(runs["", ""].info.run_id, "analysis")}
+        return {place: dict(curve) for place, curve in curves.items()}, paths, len(runs)
+
+    command = ["analyse", tracked, "--images", "8", "--robustness", "--on", inverted, "--maps", "1"]
+    assert say(*command)[0] == 0
+    curves, paths, count = recorded()
+    rows = rows_of(configs, "scaled", "analysis")
+    for name, value in (("attention_entropy", "entropy"), ("attention_distance", "distance"), ("context_scale", "scale")):
+        assert curves["finetune", name] == {block: pytest.approx(np.mean([r[value] for r in rows if r["block"] == block])) for block in range(2)}
+    assert [*curves["finetune", "accuracy_occluded"]] == [0, 10, 20, 30, 40, 50]
+    assert [*curves["finetune", "accuracy_fgsm"]] == [0, 1, 2, 4, 8]
+    assert [*curves["finetune", "accuracy_shifted/inverted"]] == [0]
+    assert {f"analysis/{name}" for name in ("analysis.csv", "analysis.json", "analysis.png", "robustness.png", "maps-finetune.png")} <= paths
+    assert say(*command)[0] == 0
+    assert recorded() == (curves, paths, count)
+
+
+def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(tracked: str, say: Say, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no database today")
+
+    monkeypatch.setattr(track, "open_store", broken)
+    assert "no database" not in say("analyse", "scaled", "--images", "8", "--maps", "0")[1]
+    code, said = say("analyse", tracked, "--images", "8", "--maps", "0")
+    assert code == 0
+    assert "no database today" in said

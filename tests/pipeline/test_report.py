@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fake_run
 
 from pipeline import metrics
-from pipeline.report import entries, figures, maskplots, page, plots
+from pipeline.report import entries, figures, inside, maskplots, page, plots
 from pipeline.report.masks import BINS, MaskView, capacity, kinds, overlap
 from pipeline.report.tables import RunTables
 from workers.artefact import Artefact, withdraw
@@ -259,6 +259,11 @@ def test_the_page_asks_for_nothing_outside_itself(report):
     assert not re.search(r'(src|href)="(?!#)[^"]+"|url\(|@import|<script|<link', text.replace('src=""', ""))
     assert "graph here" in text
     assert "<?xml" not in text
+
+
+def test_the_page_has_one_place_for_what_is_analysed(report):
+    text = report["report.html"].decode()
+    assert [text.count(place) for place in inside.BEFORE] == [1, 1]
 
 
 def test_names_from_a_config_cannot_break_the_page(tmp_path):

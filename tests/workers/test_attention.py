@@ -12,11 +12,12 @@ from test_context import LOCAL, built, images
 from torch import Tensor, nn
 
 from workers import analysis
-from workers.analysis import attacked, attention_rows, occluded, robustness_rows, slope, told
-from workers.job import BackboneSettings
+from workers.analysis import attacked, attention_rows, occluded, robustness_rows, shifted_rows, slope, told
+from workers.job import BackboneSettings, Task
 from workers.methods.base import MethodSettings
 from workers.methods.linear import Linear
-from workers.model.attention import Layer, distance, distances, entropy, watched
+from workers.model import top_down
+from workers.model.attention import Layer, distance, distances, entropy, gazes, watched
 from workers.model.sites import TokenSites
 
 
@@ -48,7 +49,7 @@ def test_entropy_and_distance_of_known_attention():
 def test_the_class_token_has_entropy_and_no_place():
     own = torch.eye(5)[None, None]
     own[..., 0, :] = 0.2
-    layer = Layer("", 0, 1, distances((2, 2)))
+    layer = Layer("", 0, distances((2, 2)))
     layer.add(own)
     assert layer.rows()[0]["distance"] == 0
     assert layer.rows()[0]["entropy"] == pytest.approx(math.log(5) / 5)
@@ -136,7 +137,7 @@ def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab):
         assert own[0] > 0
 
 
-@pytest.mark.parametrize(("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1)])
+@pytest.mark.parametrize(("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)])
 def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int):
     run = lab.run(method)
     job = run.evaluate_job(1)
@@ -151,6 +152,110 @@ def test_a_method_that_guesses_the_task_is_told_it(lab: Lab):
     method, x = run.served(1), run.images(1)
     place = next(p for p, tasks in enumerate(method.candidates().values()) if run.order[1] in tasks)
     assert torch.equal(told(method, x, run.order[1]), method.answer(x, torch.full((len(x),), place), run.order[1]))
+
+
+# ---- maps over images ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}], ids=["plain", "registers"])
+def test_a_gaze_is_the_class_tokens_row_of_attention(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    model = built(None, options=options)
+    with gazes(model) as found, torch.no_grad():
+        model(images())
+        model(images()[:2])
+    whole = maps(model, images(), monkeypatch)
+    assert [(gaze.network, gaze.block, len(gaze.passes)) for gaze in found] == [("", block, 2) for block in range(3)]
+    for gaze, attention in zip(found, whole, strict=True):
+        tokens, (height, width) = attention.shape[-1], gaze.grid
+        assert gaze.passes[0].shape == (4, height, width)
+        assert torch.allclose(gaze.passes[0].flatten(1), tokens * attention[:, :, 0, -height * width :].mean(1), atol=1e-5)
+
+
+def test_without_a_class_token_there_is_no_gaze():
+    model = built(None, LOCAL)
+    with gazes(model) as found:
+        model(images())
+    assert found == []
+
+
+def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab):
+    run = lab.run("finetune")
+    job, method = run.evaluate_job(1), run.served(1)
+    task = job.tasks[1]
+    found = analysis.maps(method, job, task, 6)
+    assert found is not None
+    (shown, labels), = analysis.spread(job, task, 6)
+    assert found.right == [task.classes[label] for label in labels]
+    assert found.answered == [task.classes[answer] for answer in method.logits(shown, task.name).argmax(1)]
+    assert [*found.looks] == ["block 0", "block 1"]
+    assert torch.allclose(found.images.permute(0, 3, 1, 2) * 2 - 1, shown, atol=1e-6), "mean and std are 1/2"
+    with gazes(method) as heard, torch.no_grad():
+        method.logits(shown, task.name)
+    assert torch.equal(found.looks["block 1"], heard[1].passes[0])
+    assert found.selected is None
+
+
+@pytest.mark.parametrize("name", ["toast", "toast_lite"])
+def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch):
+    run = lab.run(name)
+    job, method = run.evaluate_job(1), run.served(1)
+    used: list[tuple[Tensor, Tensor]] = []
+    selected = top_down.selected
+    monkeypatch.setattr(top_down, "selected", lambda x, prior: used.append((x, selected(x, prior))) or used[-1][1])
+    found = analysis.maps(method, job, job.tasks[1], 6)
+    assert found is not None
+    assert found.selected is not None
+    assert [*found.looks] == ["block 1, first look", "block 1, second look"]
+    first, second = found.looks.values()
+    assert not torch.equal(first, second)
+    x, kept = used[0]
+    assert torch.allclose(found.selected.flatten(1)[..., None] * x[:, 1:], kept[:, 1:], atol=1e-6), "what the second look is steered by"
+    (shown, _), = analysis.spread(job, job.tasks[1], 6)
+    with gazes(method.backbone) as plain, torch.no_grad():
+        method.backbone(shown)
+    assert torch.allclose(first, plain[1].passes[0], atol=1e-5), "the first look is the plain backbone's"
+
+
+def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab):
+    run = lab.run_of("toast", OPTIMIZERS["adamw"], methods={"toast": {"feedback_from": 1}})
+    job = run.evaluate_job(1)
+    found = analysis.maps(run.served(1), job, job.tasks[1], 2)
+    assert found is not None
+    assert [*found.looks] == ["block 0, first look", "block 0, second look", "block 1"]
+
+
+@pytest.mark.parametrize(("method", "looks"), [("der", ["network 0, block 1", "network 1, block 1"]), ("vpt", ["block 0", "block 1"]), ("dytox", ["block 0"])])
+def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]):
+    run = lab.run(method)
+    job = run.evaluate_job(1)
+    found = analysis.maps(run.served(1), job, job.tasks[0], 4)
+    assert found is not None
+    assert [*found.looks] == looks
+    assert all(look.shape == (len(found.images), 4, 4) for look in found.looks.values())
+    assert set(found.right) <= set(job.tasks[0].classes)
+    assert set(found.answered) <= {name for task in job.tasks for name in task.classes}
+
+
+# ---- another source ----------------------------------------------------------------------------------------------------------------
+def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab):
+    run = lab.run("finetune")
+    job, method = run.evaluate_job(1), run.served(1)
+    task = job.tasks[1]
+    one = Task("other", "other", task.data, task.classes[1:2])
+    assert [row["accuracy"] for row in shifted_rows(method, job, task, [one])] == [1, 1], "there is no other answer"
+    turned = Task("other", "other", task.data, task.classes[::-1])
+    want = next(row for row in run.evaluated(1)["rows"] if row["task"] == task.name)
+    for row in shifted_rows(method, job, task, [turned]):
+        assert (row["correct"], row["total"]) == (want["correct"], want["total"]), "the order of classes does not count"
+    strange = Task("other", "other", task.data, (*task.classes, "9"))
+    assert shifted_rows(method, job, task, [strange]) == []
+
+
+def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab):
+    run = lab.run("icarl")
+    job, method = run.evaluate_job(1), run.served(1)
+    assert method.scenario == "class"
+    want = {row["task"]: row["correct_task_aware"] for row in run.evaluated(1)["rows"]}
+    for task in job.tasks:
+        assert shifted_rows(method, job, task, [Task("other", "other", task.data, task.classes)])[0]["correct"] == want[task.name]
 
 
 # ---- hidden and attacked -----------------------------------------------------------------------------------------------------------

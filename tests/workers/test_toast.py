@@ -20,7 +20,7 @@ from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.methods.toast import Toast, ToastLite
-from workers.model.top_down import TopDown, mask_of, selected, variational
+from workers.model.top_down import TopDown, selected, selection, variational
 from workers.model.vit import build, digest_of
 from workers.taskstate import Carried, TaskState
 
@@ -329,7 +329,7 @@ def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int):
     prior = top_down.prior(torch.Generator().manual_seed(3))
     assert torch.equal(prior, top_down.prior(torch.Generator().manual_seed(3)))
     assert not torch.equal(prior, top_down.prior(torch.Generator().manual_seed(4)))
-    assert (mask_of(top_down.first_pass(images())[1], prior) > 0).float().mean() > 0.75
+    assert (selection(top_down.first_pass(images())[1], prior) > 0).float().mean() > 0.75
 
 
 def test_feedback_of_another_shape_is_refused():

@@ -7,10 +7,10 @@ Axes: B images, H heads, N tokens (prefix first), n patches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from timm.layers import Attention
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from workers.model.context import ScaledContext
 from workers.model.convit import GatedAttention
 
+L = TypeVar("L", "Layer", "Gaze")
+
 
 @dataclass
 class Layer:
@@ -27,8 +29,8 @@ class Layer:
 
     network: str
     block: int
-    prefix: int
     apart: Tensor  # (n, n), from patch to patch
+    context: nn.Module | None = None
     tokens: int = 0
     images: int = 0
     entropy: Tensor | float = 0.0
@@ -39,7 +41,10 @@ class Layer:
         """attention: (B, H, N, N), rows sum to 1."""
         self.tokens, self.images = attention.shape[-1], self.images + len(attention)
         self.entropy = self.entropy + entropy(attention).sum(0).cpu()
-        self.distance = self.distance + distance(attention[..., self.prefix :, self.prefix :], self.apart).sum(0).cpu()
+        patches = len(self.apart)  # the last tokens, whatever stands before them
+        self.distance = self.distance + distance(attention[..., -patches:, -patches:], self.apart).sum(0).cpu()
+        if isinstance(self.context, ScaledContext):
+            self.scale = float(self.context.scale.abs().mean())
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each head: means over images and queries. Entropy in nats and relative to its maximum ln N; distance relative to that of
@@ -49,6 +54,22 @@ class Layer:
         means = (torch.as_tensor(values).double() / self.images for values in (self.entropy, self.distance))
         return [{"network": self.network, "block": self.block, "head": head, "tokens": self.tokens, "entropy": e, "entropy_share": e / math.log(self.tokens),
                  "distance": d, "scale": self.scale} for head, (e, d) in enumerate(zip(*(values.tolist() for values in means), strict=True))]
+
+
+@dataclass
+class Gaze:
+    """What the class token of one network looks at in one block: for each forward (B, h, w) over the grid of patches, a mean over heads. Values
+    are relative to uniform attention, which has 1 everywhere; what goes to other tokens than patches is not shown."""
+
+    network: str
+    block: int
+    grid: tuple[int, int]
+    passes: list[Tensor] = field(default_factory=list)
+
+    def add(self, attention: Tensor) -> None:
+        """attention: (B, H, N, N)."""
+        patches = math.prod(self.grid)
+        self.passes.append(attention.shape[-1] * attention[:, :, 0, -patches:].mean(1).unflatten(1, self.grid).cpu())
 
 
 def entropy(attention: Tensor) -> Tensor:
@@ -70,16 +91,28 @@ def distances(grid: tuple[int, int]) -> Tensor:
     return torch.cdist(places, places)
 
 
-@contextmanager
-def watched(model: nn.Module) -> Iterator[list[Layer]]:
+def watched(model: nn.Module) -> AbstractContextManager[list[Layer]]:
     """Inside, every forward of a ViT that is `model` or a part of it is measured, with the weights and masks that are then in effect."""
-    layers, handles = [], []
+    return _heard(model, lambda name, index, vit: Layer(name, index, distances(tuple(vit.patch_embed.grid_size)),
+                                                        getattr(vit.blocks[index].mlp, "context", None)))
+
+
+def gazes(model: nn.Module) -> AbstractContextManager[list[Gaze]]:
+    """The same for what class tokens look at; a ViT without one has none."""
+    return _heard(model, lambda name, index, vit: Gaze(name, index, tuple(vit.patch_embed.grid_size)) if vit.has_class_token else None)
+
+
+@contextmanager
+def _heard(model: nn.Module, layer_of: Callable[[str, int, Any], L | None]) -> Iterator[list[L]]:
+    """A listener for each attention of each ViT, unless `layer_of(network, block, vit)` wants none."""
+    layers: list[L] = []
+    handles: list[Any] = []
     for name, vit in model.named_modules():
         if isinstance(vit, VisionTransformer):
             for index, block in enumerate(vit.blocks):
-                if isinstance(getattr(block, "attn", None), (Attention, GatedAttention)):
-                    layers.append(Layer(name, index, vit.num_prefix_tokens, distances(tuple(vit.patch_embed.grid_size))))
-                    handles += _listen(block, layers[-1])
+                if isinstance(getattr(block, "attn", None), (Attention, GatedAttention)) and (layer := layer_of(name, index, vit)) is not None:
+                    layers.append(layer)
+                    handles += _listen(block.attn, layer.add)
     try:
         yield layers
     finally:
@@ -87,9 +120,8 @@ def watched(model: nn.Module) -> Iterator[list[Layer]]:
             handle.remove()
 
 
-def _listen(block: Any, layer: Layer) -> list[Any]:
+def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
     heard: dict[str, Tensor] = {}
-    attn = block.attn
     sources = {"qk": attn.qk} if isinstance(attn, GatedAttention) else {"q": attn.q_norm, "k": attn.k_norm}
 
     def keep(name: str) -> Any:
@@ -99,9 +131,7 @@ def _listen(block: Any, layer: Layer) -> list[Any]:
 
     @torch.no_grad()
     def measure(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        layer.add(_gated(attn, heard["qk"]) if "qk" in heard else _softmax(attn, heard["q"], heard["k"]))
-        context = getattr(block.mlp, "context", None)
-        layer.scale = float(context.scale.abs().mean()) if isinstance(context, ScaledContext) else None
+        add(_gated(attn, heard["qk"]) if "qk" in heard else _softmax(attn, heard["q"], heard["k"]))
         heard.clear()
 
     return [source.register_forward_hook(keep(name)) for name, source in sources.items()] + [attn.register_forward_hook(measure)]

@@ -21,14 +21,14 @@ from workers.model.masked import BlockMasks
 from workers.model.vit import geometry
 
 
-def mask_of(x: Tensor, prior: Tensor) -> Tensor:
+def selection(x: Tensor, prior: Tensor) -> Tensor:
     """s_n = clamp(cos(x_n, xi), 0, 1). x: (..., D); prior xi: (D,) -> (...)."""
     return (F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)).clamp(0, 1)
 
 
 def selected(x: Tensor, prior: Tensor) -> Tensor:
     """s_n x_n. x: (B, N, D); prior xi: (D,)."""
-    return x * mask_of(x, prior)[..., None]
+    return x * selection(x, prior)[..., None]
 
 
 def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:

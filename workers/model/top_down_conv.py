@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.model.compact import multiply_adds
-from workers.model.top_down import mask_of
+from workers.model.top_down import selection
 
 SIDE = 224  # pixels of the image whose multiply-adds are counted; their share hardly depends on it
 
@@ -107,7 +107,7 @@ class StageTopDown:
 
     def selected(self, seen: Tensor, prior: Tensor) -> Tensor:
         """s x. seen: x (B, C, H, W); prior xi: (C,)."""
-        return seen * mask_of(self.compared(seen).movedim(1, -1), prior)[:, None]
+        return seen * selection(self.compared(seen).movedim(1, -1), prior)[:, None]
 
     def compared(self, seen: Tensor) -> Tensor:
         """The map whose places are compared with xi: x (B, C, H, W), behind the last norm where it is that of the last stage."""

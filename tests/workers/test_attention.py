@@ -276,8 +276,9 @@ def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range():
     assert torch.allclose(found, (pixels + 0.1 * uphill).clamp(0, 1), atol=1e-6)
 
 
-def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab):
-    run = lab.run("finetune")
+@pytest.mark.parametrize("name", ["finetune", "toast"])
+def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name: str):
+    run = lab.run(name)
     method, x = run.served(0), run.images(0)
     wanted = torch.zeros(len(x), dtype=torch.long)
     uphill = slope(method, x, wanted, run.order[0])

@@ -128,6 +128,13 @@ def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradie
     assert (found - method.backbone(pictures)).abs().max() > 0.01
 
 
+def test_images_that_want_a_gradient_get_that_of_both_passes():
+    method, pictures, weight = in_double(), images().double().requires_grad_(), torch.linspace(-1, 2, 32).double()
+    ours, theirs = (torch.autograd.grad((f @ weight).sum(), pictures)[0] for f in (steered(method, pictures), by_hand(method, pictures)))
+    assert theirs.abs().max() > 1e-3
+    assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize(("to", "top"), RANGES)
 def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int):
     method = in_double(feedback_to=to, feedback_from=top)

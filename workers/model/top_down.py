@@ -100,16 +100,16 @@ class TopDown:
             return {"matrix": matrix}
         return {"matrix": matrix, "bias": torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered])}
 
-    @torch.no_grad()
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """images (b, 3, H, W) -> tokens in front of the first steered block, and those that feedback is taken from: (B, N, D) each.
-        Nothing in it is trained, and it is the same for all tasks."""
+        Nothing in it is trained, so that it has a graph only for images that want a gradient, and it is the same for all tasks."""
         vit = self.backbone
-        x = entered = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
-        for index, block in enumerate(vit.blocks[: self.stop]):
-            entered = x if index == self.start else entered
-            x = block(x)
-        return entered, vit.norm(x) if self.stop == len(vit.blocks) else x
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
+            x = entered = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+            for index, block in enumerate(vit.blocks[: self.stop]):
+                entered = x if index == self.start else entered
+                x = block(x)
+            return entered, vit.norm(x) if self.stop == len(vit.blocks) else x
 
     def second_pass(self, entered: Tensor, seen: Tensor, feedback: Mapping[str, Tensor], stream: list[Tensor] | None = None) -> Tensor:
         """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave. stream: gets the tokens in front of the

@@ -83,15 +83,15 @@ class StageTopDown:
         with torch.autocast(transform.device.type, enabled=False):
             return {**layers, top: layers[top] @ transform.T}
 
-    @torch.no_grad()
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> maps in front of the first steered stage and behind the last. Nothing in it is trained, and it is the same
-        for all tasks."""
-        x = entered = self.backbone.stem(images)
-        for index, stage in enumerate(self.backbone.stages[: self.stop]):
-            entered = x if index == self.start else entered
-            x = stage(x)
-        return entered, x
+        """images (b, 3, H, W) -> maps in front of the first steered stage and behind the last. Nothing in it is trained, so that it has a graph
+        only for images that want a gradient, and it is the same for all tasks."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
+            x = entered = self.backbone.stem(images)
+            for index, stage in enumerate(self.backbone.stages[: self.stop]):
+                entered = x if index == self.start else entered
+                x = stage(x)
+            return entered, x
 
     def second_pass(self, entered: Tensor, seen: Tensor, feedback: Mapping[str, Tensor], stream: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
         """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave. stream: gets the maps that each steered

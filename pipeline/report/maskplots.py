@@ -172,7 +172,7 @@ def prompts(views: Sequence[MaskView]) -> Figure | None:
         far = float(np.abs(values).max()) or 1.0
         image = left.imshow(values, cmap="RdBu", vmin=-far, vmax=far, aspect="auto", interpolation="nearest")
         dress(left, f"{name}: values of task {views[-1].task}", "dimension", "token", grid=None)
-        left.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        left.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         figure.colorbar(image, ax=left, fraction=0.04, pad=0.02).ax.tick_params(labelsize=8)
         cosine, owners = similarity(list(views), name)
         image = right.imshow(cosine, cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")

@@ -25,7 +25,7 @@ from pipeline.store import Store
 from workers.analysis import attention_rows, covers, maps, robustness_rows, shifted_rows
 from workers.artefact import Artefact
 from workers.dist import Group
-from workers.errors import UserError
+from workers.errors import DamagedArtefact, UserError
 from workers.evaluate import served
 from workers.job import StageJob, Task
 from workers.methods.base import Method
@@ -92,10 +92,11 @@ def analysed(runs: Sequence[Analysed], images: int, drawn: int, robustness: bool
         found.robustness += measured(runs, lambda method, job, task: robustness_rows(method, job, task, images))
         attacked = {row["name"] for row in found.robustness if row["kind"] == "fgsm"}
         found.notes += [f"fgsm: none of {name}, whose answers have no gradient in the image" for _, _, name in methods(runs) if name not in attacked]
+        found.parts["robustness"] = robustness_part("robustness", found.robustness)
     if others:
-        found.robustness += measured(runs, lambda method, job, task: shifted_rows(method, job, task, others))
-    if found.robustness:
-        found.parts["robustness"] = robustness_part(found.robustness)
+        rows = measured(runs, lambda method, job, task: shifted_rows(method, job, task, others))
+        found.parts["shifted"] = robustness_part("shifted", rows)
+        found.robustness += rows
     return found
 
 
@@ -112,17 +113,26 @@ def measured(runs: Sequence[Analysed], measure: Measure) -> list[Row]:
             for run, label, name in methods(runs) for method, job, task in finished(run, label) for row in measure(method, job, task)]
 
 
+def check_finished(run: Analysed) -> None:
+    """Raises UserError where an evaluation has no result."""
+    for stage in run.graph:
+        if stage.step == "evaluate" and Artefact.open(run.store.root, stage.key) is None:
+            raise UserError(f"run {run.name!r}: stage {stage.id} has no result yet; finish the run with `python -m pipeline run` first")
+
+
 def finished(run: Analysed, label: str) -> Iterator[tuple[Method, StageJob, Task]]:
-    """The tasks of one method in stream order, each with the method that serves it. Raises UserError where a stage has no result."""
+    """The tasks of one method in stream order, each with the method that serves it. Raises UserError where what it is made of is gone or damaged."""
     owner: dict[Task, StageJob] = {}
     for stage in run.graph:
         if stage.step == "evaluate" and stage.method == label:
             assert isinstance(stage.job, StageJob)
-            if Artefact.open(run.store.root, stage.key) is None:
-                raise UserError(f"run {run.name!r}: stage {stage.id} has no result yet; finish the run with `python -m pipeline run` first")
             owner |= dict.fromkeys(stage.job.tasks, stage.job)
     for job in {job.id: job for job in owner.values()}.values():
-        method = served(job, Group())
+        try:
+            method = served(job, Group())
+        except DamagedArtefact as error:
+            lost = next((stage.id for stage in run.graph if stage.key == error.key), error.key)
+            raise UserError(f"run {run.name!r}: the result of stage {lost} is missing or damaged; `python -m pipeline run` computes it anew") from None
         yield from ((method, job, task) for task, last in owner.items() if last is job)
 
 
@@ -173,13 +183,13 @@ def map_pictures(runs: Sequence[Analysed], drawn: int) -> tuple[list[Picture], l
         selects = any(found.selected is not None for _, found in entries)
         says = "Test images, and over each what the class token looks at, a mean over heads; 1 is what uniform attention gives to a patch."
         says += " A first look selects patches by their likeness to what the task learned to seek; fed back from the top, they steer the second look." * selects
-        pictures.append(Picture(f"maps-{name.replace(': ', '-')}.png", f"Maps of {name}", says, plots.png(maps_figure(name, entries))))
+        pictures.append(Picture(f"maps-{name.replace(': ', '~')}.png", f"Maps of {name}", says, plots.png(maps_figure(name, entries))))
     return pictures, without
 
 
 # ---- robustness ----------------------------------------------------------------------------------------------------------
-def robustness_part(rows: list[Row]) -> Part:
-    """Accuracy in per cent at each level, one line per method, one table per kind."""
+def robustness_part(part: str, rows: list[Row]) -> Part:
+    """Accuracy in per cent at each level, one line per method, one table per kind. part: what its files are called."""
     kinds, tables = list(dict.fromkeys(row["kind"] for row in rows)), []
     for kind in kinds:
         own = [row for row in rows if row["kind"] == kind]
@@ -190,8 +200,8 @@ def robustness_part(rows: list[Row]) -> Part:
             "of methods whose answers have a gradient in the image.",
             "shifted": "Accuracy on the test images of another card, answers chosen among its classes alone, beside that on the task's own images of these "
                        "classes."}
-    return Part([Picture("robustness.png", "Robustness", " ".join(says[kind] for kind in kinds), plots.png(robustness_figure(rows)))],
-                files.files({"robustness": rows}), tables)
+    title = "Images of another card" if part == "shifted" else "Robustness"
+    return Part([Picture(f"{part}.png", title, " ".join(says[kind] for kind in kinds), plots.png(robustness_figure(rows)))], files.files({part: rows}), tables)
 
 
 def check_covered(runs: Sequence[Analysed], others: Sequence[Task]) -> None:

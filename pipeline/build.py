@@ -17,7 +17,7 @@ from workers import evaluate, loop
 from workers.artefact import Artefact
 from workers.data import sources
 from workers.errors import UserError
-from workers.job import StageJob, Task
+from workers.job import DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Step
 from workers.model import vit
@@ -59,16 +59,24 @@ class Builder:
         self.keys[stage.id] = stage.key
         return stage
 
+    def recipe(self, label: str, step: str, task: Task | None) -> tuple[TrainSettings, DataSettings]:
+        """How a step of a method trains. Images without labels have nothing to be validated by: all are trained on, to the last epoch."""
+        train, data = self.config.train_of(label, step), self.config.data_of(label)
+        if task is None or task.role != "unlabelled":
+            return train, data
+        return train.model_copy(update={"keep": "last"}), data.model_copy(update={"val_fraction": 0.0})
+
     def job(self, stage_id: str, step: str, label: str | None, task: Task | None, tasks: tuple[Task, ...], **rest: Any) -> StageJob:
         """The job of a stage; `add` fills in its key. It is told no setting that its step does not read."""
         c = self.config
         entry = c.methods[label] if label else None
+        train, data = self.recipe(label, step, task) if label else (c.train, c.data)
         hidden = METHODS[entry.method].unread(step) if entry else frozenset()
         return StageJob(
             id=stage_id, key="", step=step, root=self.store.root, method=entry.method if entry else "finetune",
             settings={k: v for k, v in entry.settings.items() if k not in hidden} if entry else {}, scenario=c.stream.scenario, seed=c.seed,
             backbone_settings=c.backbone.model_copy(update={"weights": weights_path(c)}),
-            data=c.data_of(label) if label else c.data, train=c.train_of(label, step) if label else c.train, task=task, tasks=tasks,
+            data=data, train=train, task=task, tasks=tasks,
             backbone=self.keys["backbone"] if label else None, provenance=self.provenance,
             checkpoint_s=c.cluster.checkpoint_s, loader_workers=c.cluster.loader_workers, cache=cache_folder(self.store.storage), **rest)
 
@@ -78,6 +86,8 @@ def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = N
     builder = Builder(config, store, provenance or {})
     entries = add_tasks(builder)
     tasks = [t for t in entries if t.role != "unlabelled"]
+    if not tasks:
+        raise UserError(f"stream.tasks: {entries[0].name!r} has role `unlabelled`, and there is no task beside it; add one")
     base, unlabelled = (next((t for t in entries if t.role == role), None) for role in ("base", "unlabelled"))
     add_backbone(builder, tasks, base)
     leaves: list[str] = []
@@ -85,8 +95,8 @@ def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = N
         leaves += add_method(builder, label, tasks, base, unlabelled)
     if unlabelled and not any(stage.task == unlabelled.name for stage in builder.stages):
         able = ", ".join(name for name, method in METHODS.items() if method.starts_from)
-        raise UserError(f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run has a step for images without labels; leave "
-                        f"it out, or add one that has: {able}")
+        raise UserError(f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run sees images without labels; leave it out, or "
+                        f"add one that pretunes on them: {able} (with `pretune: true`)")
     builder.add("report", "report", {"revision": REPORT_REVISION, "name": config.name}, leaves)
     return Graph.of(config.name, builder.stages), tasks
 
@@ -111,7 +121,8 @@ def add_tasks(builder: Builder) -> list[Task]:
     if len(bases) > 1:
         raise UserError(f"stream.tasks: {bases[0].name!r} and {bases[1].name!r} both have role `base`; one backbone has one base task")
     if len(unlabelled) > 1:
-        raise UserError(f"stream.tasks: {unlabelled[0].name!r} and {unlabelled[1].name!r} both have role `unlabelled`; put their images on one card")
+        raise UserError(f"stream.tasks: {unlabelled[0].name!r} and {unlabelled[1].name!r} both have role `unlabelled`; put all such images on one "
+                        "card, and take it whole")
     return bases + [t for t in tasks if t.role != "base"]
 
 
@@ -268,12 +279,13 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
     loaded = states.values() if method.loads_states(c.stream.scenario) else ()
     waits, done = _waits(steps), dict[str, str]()
     for step in steps:
+        train, data = builder.recipe(label, step.name, task)
         start = {name: done[name] for name in waits[step.name]} or before
         parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in reads), *start.values(), *loaded]))
         stage_id = f"{label}/{task.name}/{step.name}"
         inputs = {"method": entry.method, "revision": method.revision, "task": task.name, "seen": [[t.name, list(t.classes)] for t in reads],
                   "settings": settings.model_dump(by_alias=True, exclude=set(method.unread(step.name))), "scenario": c.stream.scenario, "seed": c.seed,
-                  "train": c.train_of(label, step.name).model_dump() if step.trains else {}, "data": c.data_of(label).model_dump(),
+                  "train": train.model_dump() if step.trains else {}, "data": data.model_dump(),
                   **shared_revisions()}
         job = builder.job(stage_id, step.name, label, task, seen, previous={name: builder.keys[stage] for name, stage in start.items()},
                           states={name: builder.keys[stage] for name, stage in states.items()})

@@ -28,8 +28,8 @@ class Source(Frozen):
         {"train": "train", "test": "test"}, description="sub-folder or glob of each split below `path`; without `train`, a card to be "
                                     "tested on alone")
     image: str = Field("image", description="column of the image (bytes, or a struct with `bytes`) in Parquet")
-    label: str | None = Field("label", description="column of the label in Parquet; extension of the label member in tars; null: images have no labels, "
-                              "and the card has one class, which all of them belong to")
+    label: str | None = Field("label", min_length=1, description="column of the label in Parquet; extension of the label member in tars; null: images have "
+                              "no labels, and the card has one class, which all of them belong to")
 
 
 class Counts(Frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pipeline.run import Executor
     from pipeline.store import Lookup, Store
     from workers.job import Task
+
+MOST_MAPS = 32  # test images of a task over which maps are drawn; a page shows no more
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -233,14 +236,19 @@ def analyse(args: argparse.Namespace) -> int:
     from pipeline import build, track
     from pipeline.report import entries, inside
 
-    for option, least in (("images", 1), ("maps", 0)):
-        if (given := getattr(args, option)) < least:
-            raise UserError(f"--{option} is {given}; give the number of test images of a task, at least {least}")
+    for option, least, most in (("images", 1, math.inf), ("maps", 0, MOST_MAPS)):
+        if not least <= (given := getattr(args, option)) <= most:
+            bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
+            raise UserError(f"--{option} is {given}; give the number of test images of a task, {bounds}")
     runs: list[analysis.Analysed] = []
     others: list[Task] = []
     for path in args.config:
         config, store, graph, tasks = prepare(argparse.Namespace(config=path, overrides=args.overrides))
+        if config.name in {run.name for run in runs}:
+            raise UserError(f"analyse: two of these configs are runs called {config.name!r}, so that their numbers could not be told apart; give each once, "
+                            "with a `name` of its own (--set goes into all of them)")
         runs.append(analysis.Analysed(config, graph, store, record_for(store, graph, config, tasks)))
+        analysis.check_finished(runs[-1])
         part, others = build.cards_graph(config, store, args.on)
         analysis.check_covered(runs[-1:], others)
         bring(part, config, store, " ".join([browse.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]))

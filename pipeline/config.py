@@ -163,10 +163,11 @@ def check(body: dict[str, Any], where: str) -> Config:
     """Settings from plain YAML values. Raises UserError with one sentence."""
     config = _checked(Config, body, "", where)
     for label in config.methods:
-        train, data = config.train_of(label, where=where), config.data_of(label, where)
-        if train.keep == "best" and not data.val_fraction:
-            raise UserError(f"{where}: methods.{label}.train.keep is 'best' with data.val_fraction 0: the best epoch is chosen on validation "
-                            "images; hold some out, or set train.keep=last")
+        for step in dict.fromkeys(("train", *config.methods[label].steps)):
+            if config.train_of(label, step, where).keep == "best" and not config.data_of(label, where).val_fraction:
+                key = "train.keep" if step == "train" else f"steps.{step}.keep"
+                raise UserError(f"{where}: methods.{label}.{key} is 'best' with data.val_fraction 0: the best epoch is chosen on validation "
+                                "images; hold some out, or set it to last")
     _check_methods(config, where)
     return config
 

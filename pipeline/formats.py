@@ -209,7 +209,7 @@ def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
         image = next((m for suffix, m in members.items() if f".{suffix}" in IMAGES), None)
         label, stem = _name_of(labels.get(key), classes), key.rsplit("/", 1)[-1]
         where = f"{os.path.basename(path)}:{key}"
-        items.append(Item(split, where, stem, label, "corrupt: no image beside the label") if image is None else
+        items.append(Item(split, where, stem, label, "corrupt: no image in the sample") if image is None else
                      Item(split, where, stem, label, None, uri, image.offset_data, image.size))
     return items
 
@@ -234,7 +234,7 @@ def _name_of(label: Any, classes: tuple[str, ...]) -> str | None:
 
 
 def _parquet(card: Card, map_fn: MapFn) -> list[Unit]:
-    files, columns = need_listing(card), (card.source.image, *([card.source.label] if card.source.label else []))
+    files, columns = need_listing(card), (card.source.image, *([] if card.source.label is None else [card.source.label]))
     found = []
     for split in SPLITS:
         for uri in files_of(card, split, files, ".parquet"):

@@ -95,7 +95,7 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
     unit, card, staged = job
     records, blob = [], io.BytesIO()
     for item, data in unit.read(*unit.args):
-        label = item.label if card.source.label else card.classes[0]
+        label = item.label if card.source.label is not None else card.classes[0]
         record = Record(item.split, item.name, item.stem, label, item.problem, uri=item.uri, offset=item.offset, size=item.size)
         if not record.problem and label not in card.classes:
             why = "it has no label" if label is None else f"class {label!r} is not on the card"
@@ -164,7 +164,7 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
         if split == "train" and split not in card.source.splits:
             continue  # to be tested on alone
         missing = sorted(set(card.classes) - {r.label for r in kept if r.split == split})
-        if missing and (split == "train" or (card.source.label and len(missing) == len(card.classes))):
+        if missing and (split == "train" or (card.source.label is not None and len(missing) == len(card.classes))):
             what = f"class {missing[0]!r} has no train images" if split == "train" else "there are no test images"
             raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}; add them, mend `classes` and "
                             "source.splits of the card, or set test_fraction to hold some out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 
 class Frozen(BaseModel):
@@ -24,6 +24,13 @@ class ContextSettings(Frozen):
     pool: Literal["mean", "max", "class"] = Field("mean", description="c of `cb` and `cbs`: over all tokens, or the class token")
     own: PositiveFloat = Field(1.0, description="cbs: factor of a token itself; with own and start at 0.5 it starts as cb")
     start: float = Field(0.0, description="cbs: where Lambda starts, and where it stays under a method that freezes the backbone")
+
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _places(cls, value: Any) -> Any:
+        if value != "all" and not (isinstance(value, (list, tuple)) and all(type(place) is int and place >= 0 for place in value)):
+            raise ValueError("it must be `all`, or a list of blocks, which count from 0")
+        return value
 
     @model_validator(mode="after")
     def _used(self) -> ContextSettings:

@@ -116,7 +116,7 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(total, per_epoch, job.train))
     groups = method.begin(job.task, job.step, carried, rates, tasks)
     method.to(group.device)
-    val = feed_of("val", False) if job.data.val_fraction and job.task.role != "unlabelled" else None
+    val = feed_of("val", False) if job.data.val_fraction else None
     if feed is None:
         return [{"epoch": 0, **method.measures(), **validated(method, val, group)}] if step is not None and step.measured else []
     trained = {id(p) for g in groups for p in g["params"]}

@@ -14,7 +14,7 @@ from pipeline.store import Store
 from workers.artefact import join, read_bytes
 
 NAME = "analysis.json"
-ORDER = ("attention", "heads", "robustness", "maps")  # of the parts on the page
+ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # of the parts on the page
 BEFORE = ('<a href="#sizes">', '<h2 id="sizes">')  # where the link and the section go
 Table = tuple[list[str], list[list[str]]]  # heading, rows
 

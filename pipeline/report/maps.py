@@ -115,7 +115,7 @@ def over(image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float
     levels = (_sized(values[None].float())[..., 0] / top).clip(0, 1)
     opaque = (OPAQUE[0] + (OPAQUE[1] - OPAQUE[0]) * levels)[..., None]
     grey = image.mean(-1, keepdims=True)
-    return (1 - opaque) * grey + opaque * matplotlib.colormaps[cmap](levels)[..., :3]
+    return ((1 - opaque) * grey + opaque * matplotlib.colormaps[cmap](levels)[..., :3]).clip(0, 1)
 
 
 def _sized(values: torch.Tensor) -> NDArray[np.float32]:

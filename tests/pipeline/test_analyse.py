@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say
     assert list(dict.fromkeys(r["name"] for r in rows)) == ["scaled", "plain: finetune", "plain: meat"], "a run of one method is called by its own name"
     assert all((r["scale"] is not None) == (r["run"] == "scaled") for r in rows)
     assert "plain: meat" in said
-    assert {p.name for p in out(configs, "scaled").glob("maps-*.png")} == {"maps-scaled.png", "maps-plain-finetune.png", "maps-plain-meat.png"}
+    assert {p.name for p in out(configs, "scaled").glob("maps-*.png")} == {"maps-scaled.png", "maps-plain~finetune.png", "maps-plain~meat.png"}
     assert "Compared: scaled, plain." in page_of(configs, "scaled")
 
 
@@ -136,6 +137,9 @@ def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str],
     (["convolutions"], "its backbone must be a vision transformer"),
     (["plain", "--images", "0"], "--images is 0"),
     (["plain", "--maps", "-1"], "--maps is -1"),
+    (["plain", "--maps", "33"], "--maps is 33; give the number of test images of a task, 0 to 32"),
+    (["plain", "plain"], "two of these configs are runs called 'plain'"),
+    (["plain", "unfinished"], "run 'unfinished': stage finetune/a/evaluate has no result yet"),
     (["plain", "--on", "nowhere"], "card 'nowhere' does not exist"),
     ([], "the following arguments are required: config")])
 def test_what_cannot_be_analysed_gets_a_sentence(say: Say, arguments: list[str], sentence: str):
@@ -143,6 +147,25 @@ def test_what_cannot_be_analysed_gets_a_sentence(say: Say, arguments: list[str],
     assert code == 2
     assert sentence in said
     assert said.count("\n") == 1
+
+
+def test_nothing_is_measured_before_all_runs_are_known_to_be_finished(say: Say, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(analyse, "attention_rows", lambda *_: pytest.fail("measured"))
+    assert say("analyse", "plain", "unfinished")[0] == 2
+
+
+def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(configs: dict[str, str], say: Say):
+    _, store, graph, _ = cli.prepare(argparse.Namespace(config=configs["one-head"], overrides=[]))
+    files = [*(Path(store.root) / graph["finetune/b/train"].key).rglob("task.safetensors")]
+    kept = files[0].read_bytes()
+    try:
+        for harm in (lambda: files[0].write_bytes(kept[:-1]), lambda: files[0].unlink()):
+            harm()
+            code, said = say("analyse", "one-head", "--images", "8", "--maps", "0")
+            assert code == 2
+            assert "run 'one-head': the result of stage finetune/b/train is missing or damaged; `python -m pipeline run` computes it anew" in said
+    finally:
+        files[0].write_bytes(kept)
 
 
 def test_a_network_without_attention_is_tested_all_the_same(configs: dict[str, str], say: Say):
@@ -172,23 +195,31 @@ def inverted(configs: dict[str, str]) -> str:
 
 def test_a_finished_model_is_tested_on_another_card(configs: dict[str, str], inverted: str, say: Say):
     code, said = say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
-    rows = rows_of(configs, "plain", "robustness")
+    rows = rows_of(configs, "plain", "shifted")
     assert code == 0
     assert [(r["label"], r["task"], r["kind"], r["card"], r["images"], r["total"]) for r in rows] == [
         (label, "b", "shifted", "inverted", shown, 20) for label in ("finetune", "meat") for shown in ("b", "inverted")], "all its test images"
     assert "own (inverted)" in said
-    kept = rows_of(configs, "plain", "robustness")
+    kept = rows_of(configs, "plain", "shifted")
     assert say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)[0] == 0, "its shards stand"
-    assert rows_of(configs, "plain", "robustness") == kept
+    assert rows_of(configs, "plain", "shifted") == kept
 
 
 def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(configs: dict[str, str], inverted: str, say: Say):
     say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
     record = json.loads((out(configs, "plain") / "run.json").read_text())
     tables = RunTables.load(str(Path(configs["plain"]).parent / "storage"), record)
-    for row in rows_of(configs, "plain", "robustness"):
+    for row in rows_of(configs, "plain", "shifted"):
         if row["images"] == "b":
             assert row["correct"] == tables.matrix(row["label"]).correct[1, 1]
+
+
+def test_tests_on_another_card_stand_beside_those_of_robustness(configs: dict[str, str], inverted: str, say: Say):
+    say("analyse", "one-head", "--images", "8", "--maps", "0", "--robustness")
+    say("analyse", "one-head", "--images", "8", "--maps", "0", "--on", inverted)
+    assert {"robustness", "shifted"} <= json.loads((out(configs, "one-head") / "analysis.json").read_text()).keys()
+    for title in ("<b>Robustness.</b>", "<b>Images of another card.</b>"):
+        assert title in page_of(configs, "one-head")
 
 
 def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say: Say):
@@ -201,6 +232,7 @@ def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say
 
 # ---- the page ------------------------------------------------------------------------------------------------------------------
 def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say):
+    (out(configs, "plain") / "analysis.json").unlink(missing_ok=True)
     say("analyse", "plain", "--images", "8", "--robustness", "--maps", "1")
     text = page_of(configs, "plain")
     assert text.index('<a href="#attention">') < text.index('<h2 id="attention">') < text.index('<h2 id="sizes">')

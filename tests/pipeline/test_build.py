@@ -147,6 +147,10 @@ def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_i
         assert "pictures" not in {t.name for t in stage.job.tasks}
     if base:
         assert graph["toast/base/evaluate"].job.states == {"base": graph["backbone"].key}
+    best, _ = graph_of(tmp_path, "toast", "meat", stream={"tasks": entries}, train={"keep": "best"})
+    for job in (stage.job for stage in (graph["toast/pictures/pretune"], best["toast/pictures/pretune"])):
+        assert (job.data.val_fraction, job.train.keep) == (0.0, "last"), "there is nothing to be validated by"
+    assert graph["toast/a/train"].job.data.val_fraction > 0
 
 
 def test_without_a_base_task_the_backbone_waits_for_no_data(tmp_path):

@@ -398,6 +398,9 @@ def test_a_card_without_labels_has_one_class(source, tmp_path):
     body = "name: pictures\nlicence: MIT\nsource: {format: folder, path: %s, label: null}\nclasses: %s\n"
     file.write_text(body % (source, "[image]"))
     assert load(str(file)).source.label is None
+    file.write_text((body % (source, "[image]")).replace("null", "''"))
+    with pytest.raises(UserError, match=r"source\.label is ''"):
+        load(str(file))
     file.write_text(body % (source, "[cat, dog]"))
     with pytest.raises(UserError, match=r"source\.label is null, so that all images are of one class, and 2 classes are listed"):
         load(str(file))

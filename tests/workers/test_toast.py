@@ -359,7 +359,7 @@ def test_backbones_that_cannot_be_steered_are_refused():
     for backbone in (vit(block_fn=ParallelThingsBlock), build(BackboneSettings(name="convit_local", img_size=32))):
         with pytest.raises(UserError, match=r"block 0 of the backbone has no 'attn\.qkv'"):
             Toast.fits(Toast.Settings(), backbone)
-    with pytest.raises(UserError, match="works on the blocks of a vision transformer"):
+    with pytest.raises(UserError, match="works on the blocks of a vision transformer or the stages of a ConvNeXt, and the backbone is a ResNet"):
         Toast.fits(Toast.Settings(), build(BackboneSettings(name="resnet18")))
 
 

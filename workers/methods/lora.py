@@ -43,7 +43,11 @@ class Lora(Method):
     @classmethod
     def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().fits(settings, backbone, tasks)
-        AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
+        assert isinstance(settings, LoraSettings)
+        sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
+        if settings.rank > sites.width:
+            raise UserError(f"rank is {settings.rank}, and the backbone's weights have no more than {sites.width}: an update of low rank would be larger than "
+                            f"what it updates; give at most {sites.width}")
 
     def __init__(self, backbone: nn.Module, settings: LoraSettings, seed: int):
         super().__init__(backbone, settings, seed)

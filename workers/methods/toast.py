@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from timm.models.convnext import ConvNeXt
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.data.draw import seed_of
@@ -56,6 +57,7 @@ class Toast(Method):
 
     name = "toast"
     paper = "TOAST: Transfer Learning via Attention Steering, 2023"
+    revision = 2
     steps = (Step("pretune"), Step("train"))
     starts_from = ("pretune",)
     needs_vit = True  # or a ConvNeXt: see `fits`
@@ -66,8 +68,9 @@ class Toast(Method):
     def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
         assert isinstance(settings, ToastSettings)
         convolutional = isinstance(backbone, ConvNeXt)
-        if not convolutional:
-            super().fits(settings, backbone, tasks)
+        if not convolutional and not isinstance(backbone, VisionTransformer):
+            raise UserError(f"{cls.name!r} works on the blocks of a vision transformer or the stages of a ConvNeXt, and the backbone is a "
+                            f"{type(backbone).__name__}; choose another method, or a backbone such as vit_tiny_patch16_224 or convnext_tiny")
         unit, depth = ("stage", len(backbone.stages)) if convolutional else ("block", len(backbone.blocks))
         top = settings.feedback_from or depth
         if not settings.feedback_to < top <= depth:
@@ -131,9 +134,11 @@ class Toast(Method):
             return super().loss(batch, progress)
         self.serving, self.effective = None, self.training_weights(batch, progress)
         stream: list[Any] = []
-        features = self.top_down.second_pass(*self.top_down.first_pass(batch.images), self.effective, stream)
+        labelled = self.task.role != "unlabelled"
+        with torch.set_grad_enabled(labelled):  # what layers should undo is detached
+            features = self.top_down.second_pass(*self.top_down.first_pass(batch.images), self.effective, stream)
         inversion = self.top_down.inversion(stream, dict(self.own.items()))
-        if self.task.role == "unlabelled":
+        if not labelled:
             return inversion, {"variational": inversion.detach()}
         ce = self.classification_loss(features, batch)
         return ce + self.settings.variational * inversion, {"ce": ce.detach(), "variational": inversion.detach()}

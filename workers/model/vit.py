@@ -45,6 +45,8 @@ def build(settings: BackboneSettings) -> nn.Module:
     if dropout:
         raise UserError(f"backbone.options.{dropout} is {settings.options[dropout]!r}; timm draws who is dropped anew on each rank, so that results would "
                         "depend on the number of ranks: leave it out, or use backbone.drop_path, which does not")
+    if settings.options.get("in_chans", 3) != 3:
+        raise UserError(f"backbone.options.in_chans is {settings.options['in_chans']!r}, and all images have three colours here; leave it out")
     if settings.name not in timm.list_models():
         close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or ["vit_tiny_patch16_224"]
         raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close)}")
@@ -115,7 +117,7 @@ def check(settings: BackboneSettings) -> nn.Module:
 def _check_features(model: Any, settings: BackboneSettings) -> None:
     """Options of a ConvNeXt reach its head, which stays: it must leave one row of features per image, as wide as the model says."""
     if isinstance(model, ConvNeXt):
-        found = tuple(model(torch.empty(1, model.in_chans, settings.img_size, settings.img_size)).shape)
+        found = tuple(model(torch.empty(1, 3, settings.img_size, settings.img_size)).shape)
         if found != (1, model.num_features):
             raise UserError(f"backbone {settings.name!r} with options {settings.options} makes features of shape {found} of an image, where heads read "
                             f"{(1, model.num_features)}; leave out global_pool and head_hidden_size")

@@ -150,7 +150,7 @@ def attention_part(runs: Sequence[Analysed], rows: list[Row]) -> Part:
                          *(f"{_mean(part, 'distance'):.3f}" for part in (own, *ends)), f"{np.mean(scales):.4f}" if scales else "-"])
     heading = ["method", "accuracy", "entropy", "first block", "last block", "uniform", "distance", "first block", "last block", "scale"]
     picture = Picture("analysis.png", "Attention by depth", "How evenly heads attend (entropy, at most that of uniform attention) and how far patches look, "
-                      "block by block: means over heads and test images. Faint lines are tasks.", plots.png(attention_figure(rows)))
+                      "block by block: means over heads and test images (TOAST: over both looks). Faint lines are tasks.", plots.png(attention_figure(rows)))
     return Part([picture], files.files({"analysis": rows}), [(heading, body)])
 
 

@@ -38,7 +38,8 @@ def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tenso
 
 @torch.no_grad()
 def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
-    """Entropy, distance and scale of each head (see `Layer.rows`) while the method answers on images of `task` and is told so."""
+    """Entropy, distance and scale of each head (see `Layer.rows`) while the method answers on images of `task` and is told so; over both looks
+    of a method that looks twice."""
     with watched(method) as layers:
         for images, _ in spread(job, task, most):
             told(method, images, task.name)

@@ -128,6 +128,15 @@ def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradie
     assert (found - method.backbone(pictures)).abs().max() > 0.01
 
 
+@pytest.mark.parametrize(("to", "top"), RANGES)
+def test_only_steered_blocks_run_twice(to: int, top: int):
+    method, ran = in_double(feedback_to=to, feedback_from=top), list[int]()
+    for index, block in enumerate(method.backbone.blocks):
+        block.register_forward_hook(lambda *_, index=index: ran.append(index))
+    steered(method, images().double())
+    assert [ran.count(index) for index in range(4)] == [1] * to + [2] * (top - to) + [1] * (4 - top)
+
+
 def test_images_that_want_a_gradient_get_that_of_both_passes():
     method, pictures, weight = in_double(), images().double().requires_grad_(), torch.linspace(-1, 2, 32).double()
     ours, theirs = (torch.autograd.grad((f @ weight).sum(), pictures)[0] for f in (steered(method, pictures), by_hand(method, pictures)))

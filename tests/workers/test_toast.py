@@ -34,13 +34,13 @@ def method_of(name: str = "toast", backbone: Any = None, **settings: Any) -> Any
 
 
 def moved(method: Any) -> None:
-    """As if trained: everything of the task in training stands elsewhere, feedback layers large enough to reach every block, and a prior
-    that some tokens look towards and others away from."""
+    """As if trained: everything of the task in training stands elsewhere, feedback layers large enough to reach every block or stage, and a
+    prior that some tokens look towards and others away from."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in method.own.values():
             p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 2 * p.shape[-1] ** -0.5
-        method.own["prior"].copy_(torch.randn(32, generator=torch.Generator().manual_seed(6)))
+        method.own["prior"].copy_(torch.randn(method.width, generator=torch.Generator().manual_seed(6)))
 
 
 def in_double(name: str = "toast", **settings: Any) -> Any:

@@ -13,6 +13,7 @@ from checks import PROMISES
 from laboratory import TASKS, Lab, answers
 from tabletop import BASE, ONE, PROGRESS, TWO, begun, images
 from test_convnext import SMALL, convnext
+from test_toast import moved
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,16 +34,6 @@ FORMS: list[dict[str, Any]] = [{}, {"head_norm_first": True}, {"patch_size": 2, 
 def method_of(name: str = "toast", backbone: Any = None, **settings: Any) -> Any:
     method = METHODS[name]
     return method(convnext() if backbone is None else backbone, method.Settings(**settings), seed=1)
-
-
-def moved(method: Any) -> None:
-    """As if trained: everything of the task in training stands elsewhere, feedback layers large enough to reach every stage, and a prior
-    that some places look towards and others away from."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in method.own.values():
-            p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 2 * p.shape[-1] ** -0.5
-        method.own["prior"].copy_(torch.randn(method.width, generator=torch.Generator().manual_seed(6)))
 
 
 def in_double(name: str = "toast", options: dict[str, Any] | None = None, **settings: Any) -> Any:

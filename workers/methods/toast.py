@@ -130,8 +130,9 @@ class Toast(Method):
         return self.in_effect(dict(self.own.items()))
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.step != "pretune" or self.task is None:
+        if self.step != "pretune":
             return super().loss(batch, progress)
+        assert self.task is not None
         self.serving, self.effective = None, self.training_weights(batch, progress)
         stream: list[Any] = []
         labelled = self.task.role != "unlabelled"

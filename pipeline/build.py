@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from pipeline import cards, ingest
 from pipeline.config import Config, TaskEntry, expand
@@ -43,6 +43,7 @@ class Builder:
     stages: list[Stage] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)  # cards whose source and shards no longer exist
+    split: Literal["test", "val"] = "test"  # what evaluations read
 
     def add(self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any) -> Stage:
         return self.keep(self.stage(stage_id, step, inputs, parents, **rest))
@@ -81,9 +82,10 @@ class Builder:
             checkpoint_s=c.cluster.checkpoint_s, loader_workers=c.cluster.loader_workers, cache=cache_folder(self.store.storage), **rest)
 
 
-def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None) -> tuple[Graph, list[Task]]:
-    """The stages of a run in topological order, and its tasks (the base task first, if there is one)."""
-    builder = Builder(config, store, provenance or {})
+def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None, split: Literal["test", "val"] = "test") -> tuple[Graph, list[Task]]:
+    """The stages of a run in topological order, and its tasks (the base task first, if there is one). With split `val`, for a search, methods are
+    judged on validation images, and there is no report; all that is trained has the same keys."""
+    builder = Builder(config, store, provenance or {}, split=split)
     entries = add_tasks(builder)
     tasks = [t for t in entries if t.role != "unlabelled"]
     if not tasks:
@@ -97,7 +99,8 @@ def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = N
         able = ", ".join(name for name, method in METHODS.items() if method.starts_from)
         raise UserError(f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run sees images without labels; leave it out, or "
                         f"add one that pretunes on them: {able} (with `pretune: true`)")
-    builder.add("report", "report", {"revision": REPORT_REVISION, "name": config.name}, leaves)
+    if split == "test":
+        builder.add("report", "report", {"revision": REPORT_REVISION, "name": config.name}, leaves)
     return Graph.of(config.name, builder.stages), tasks
 
 
@@ -321,7 +324,9 @@ def _evaluate_stage(builder: Builder, label: str, stages: dict[Task, str], shown
     inputs = {"method": entry.method, "revision": [method.revision, evaluate.EVALUATE_REVISION, sources.DECODING], "task": task.name,
               "settings": method.Settings.model_validate(entry.settings).model_dump(by_alias=True), "seed": builder.config.seed,
               "seen": [[t.name, list(t.classes)] for t in shown], "scenario": builder.config.stream.scenario}
-    job = builder.job(stage_id, "evaluate", label, task, tuple(stages), measured=tuple(t.name for t in shown),
+    if builder.split == "val":
+        inputs |= {"split": "val", "val_fraction": builder.config.data_of(label).val_fraction}
+    job = builder.job(stage_id, "evaluate", label, task, tuple(stages), measured=tuple(t.name for t in shown), split=builder.split,
                       previous={name: builder.keys[stage] for name, stage in start.items()},
                       states={t.name: builder.keys[stage] for t, stage in stages.items()})
     return builder.stage(stage_id, "evaluate", inputs, parents, method=label, task=task.name, job=job)

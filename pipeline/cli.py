@@ -1,4 +1,4 @@
-"""The command line: run, plan, ingest, report, analyse, ui, gc. Few flags; everything else is `--set key=value`."""
+"""The command line: run, plan, search, ingest, report, analyse, ui, gc. Few flags; everything else is `--set key=value`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from workers.errors import UserError
 if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.graph import Graph, Stage
+    from pipeline.report.tables import RunTables
     from pipeline.run import Executor
     from pipeline.store import Lookup, Store
     from workers.job import Task
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     command("run", run, "run what is missing of a config's graph, then report")
     plan_parser = command("plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing")
     plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
+    command("search", search, "search the settings of a config, judged on validation images, and measure the winner on test data")
     command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
     command("report", report, "write the report of a config's run again, from the store")
     analyse_parser = command("analyse", analyse, "measure the attention of finished runs, from the store; several configs are compared", nargs="+")
@@ -97,13 +99,18 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]
 
 def run(args: argparse.Namespace) -> int:
     """The main path: config -> graph -> stages -> records."""
+    execute(*prepare(args), command_of(args))
+    return 0
+
+
+def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], command: str) -> RunTables:
+    """Runs a graph, records it and says what came out. command: what a person types to go on with it."""
     from pipeline import console, launch, track
     from pipeline.report import inside
     from pipeline.report.tables import RunTables
     from pipeline.run import look_up_all, raise_failures, run_graph
     from pipeline.store import record_of
 
-    config, store, graph, tasks = prepare(args)
     lookups = look_up_all(graph, store, store.record(config.name))
     record = record_of(graph, config, tasks, provenance())
     store.save_record(record)
@@ -118,13 +125,20 @@ def run(args: argparse.Namespace) -> int:
     try:
         outcome = run_graph(graph, store, executor, config.cluster.retries, [screen, recording], lookups)
         status = "FAILED" if outcome.failures else "FINISHED"
-        raise_failures(outcome, command_of(args))
+        raise_failures(outcome, command)
         files = inside.shown(report_files(store, graph), record, store)
     finally:
         recorder = recording.finish(files, status)
     page = export(store, config.name, files)
-    print(console.summary(RunTables.load(store.storage, record), outcome, [*recorder.warnings, f"report: {page}", *recorder.links()]))
-    return 0
+    tables = RunTables.load(store.storage, record)
+    print(console.summary(tables, outcome, [*recorder.warnings, f"report: {page}", *recorder.links()]))
+    return tables
+
+
+def search(args: argparse.Namespace) -> int:
+    from pipeline import search as module
+
+    return module.command(args)
 
 
 def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
@@ -326,9 +340,9 @@ def ask(question: str) -> str:
         return ""
 
 
-def command_of(args: argparse.Namespace) -> str:
+def command_of(args: argparse.Namespace, name: str = "run") -> str:
     sets = "".join(f" --set {o}" for o in args.overrides)
-    return f"{browse.this_python()} -m pipeline run {args.config}{sets}"
+    return f"{browse.this_python()} -m pipeline {name} {args.config}{sets}"
 
 
 def provenance() -> dict[str, Any]:

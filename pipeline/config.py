@@ -117,10 +117,10 @@ class Config(Frozen):
         """The training settings of one step of one method: `train`, then the method's, then the step's."""
         entry = self.methods[label]
         merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
-        return _checked(TrainSettings, merged, f"methods.{label}.train", where)
+        return checked(TrainSettings, merged, f"methods.{label}.train", where)
 
     def data_of(self, label: str, where: str = "") -> DataSettings:
-        return _checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data", where)
+        return checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data", where)
 
 
 def load(path: str, overrides: list[str] | None = None) -> Config:
@@ -161,7 +161,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def check(body: dict[str, Any], where: str) -> Config:
     """Settings from plain YAML values. Raises UserError with one sentence."""
-    config = _checked(Config, body, "", where)
+    config = checked(Config, body, "", where)
     for label in config.methods:
         for step in dict.fromkeys(("train", *config.methods[label].steps)):
             if config.train_of(label, step, where).keep == "best" and not config.data_of(label, where).val_fraction:
@@ -181,7 +181,7 @@ def _check_methods(config: Config, where: str) -> None:
             raise UserError(f"{where}: methods.{label} names method {entry.method!r}, which does not exist; "
                             + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(METHODS))}"))
         cls = METHODS[entry.method]
-        settings = _checked(cls.Settings, entry.settings, f"methods.{label}", where)
+        settings = checked(cls.Settings, entry.settings, f"methods.{label}", where)
         if config.stream.scenario not in cls.scenarios:
             raise UserError(f"{where}: methods.{label} cannot serve stream.scenario {config.stream.scenario!r}; "
                             f"{entry.method!r} serves {', '.join(sorted(cls.scenarios))}")
@@ -197,7 +197,7 @@ def _check_methods(config: Config, where: str) -> None:
                 raise UserError(f"{where}: methods.{label}: {error}") from None
 
 
-def _checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:
+def checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -248,28 +248,32 @@ def apply_override(body: dict[str, Any], override: str) -> None:
     path, sign, text = override.partition("=")
     if not sign or not path:
         raise UserError(f"--set {override!r} is not of the form key=value; write for example --set train.epochs=3")
+    put(body, path, parse_yaml(text, f"--set {override!r}"), f"--set {override!r}")
+
+
+def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
+    """`value` at the dotted `path` in nested plain values. Raises UserError where the path goes through a value."""
     *parents, last = path.split(".")
     here: Any = body
     for part in parents:
         if isinstance(here, list):
-            here = _item(here, part, override)
+            here = _item(here, part, where)
         else:
             if here.get(part) is None:
                 here[part] = {}
             here = here[part]
         if not isinstance(here, (dict, list)):
-            raise UserError(f"--set {override!r}: {part!r} holds the value {here!r} and has no keys below it; check the path")
-    value = parse_yaml(text, f"--set {override!r}")
+            raise UserError(f"{where}: {part!r} holds the value {here!r} and has no keys below it; check the path")
     if isinstance(here, list):
-        _item(here, last, override)
+        _item(here, last, where)
         here[int(last)] = value
     else:
         here[last] = value
 
 
-def _item(values: list[Any], part: str, override: str) -> Any:
+def _item(values: list[Any], part: str, where: str) -> Any:
     if not part.isdigit() or int(part) >= len(values):
-        raise UserError(f"--set {override!r}: {part!r} is not a position in a list of {len(values)}; count from 0")
+        raise UserError(f"{where}: {part!r} is not a position in a list of {len(values)}; count from 0")
     return values[int(part)]
 
 

@@ -24,7 +24,8 @@ from pipeline.offers import Offer, Queue, take
 from pipeline.run import Event, Executor
 from pipeline.store import Store
 from workers import dist
-from workers.artefact import delete_dir, join
+from workers.artefact import Artefact, delete_dir, join
+from workers.claim import claimed
 from workers.errors import DamagedArtefact, UserError
 from workers.loop import run_stage
 
@@ -95,8 +96,11 @@ def own_error(error: Exception) -> str:
 def run_ingest(store: Store, stage: Stage, map_fn: Callable[..., Iterable[Any]], progress: Callable[[Event], None]) -> dict[str, Any]:
     started = time.monotonic()
     extra = {"stage": stage.id, "step": "ingest"}
-    manifest = ingest.ingest(stage.job.card, store.root, stage.key, map_fn, extra,
-                             lambda body: progress(Event("progress", stage.id, body=body)))
+    with claimed(store.root, stage.key):
+        if found := Artefact.open(store.root, stage.key):
+            return {**found.manifest, "reused": True}
+        manifest = ingest.ingest(stage.job.card, store.root, stage.key, map_fn, extra,
+                                 lambda body: progress(Event("progress", stage.id, body=body)))
     return {**manifest, "wall_s": round(time.monotonic() - started, 3)}
 
 
@@ -248,10 +252,11 @@ class OnRay:
     """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest over Ray tasks, the report here."""
 
     def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None], width: int):
+        self.joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # inside a search: whoever started Ray ends it
         ray = connect(cluster)
         self.ray, self.store, self.cluster, self.local, self.progress = ray, store, cluster, local, progress
         self.width = width  # most stages that can run side by side
-        self.queue: Any = ray.remote(num_cpus=0)(Queue).remote()
+        self.queue: Any = ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")(Queue).remote()
         self.groups: dict[int, Any] = {}
         self.starts: dict[int, int] = {}  # group -> how often it was started since its workers last came up
         self.waiting_since: float | None = None
@@ -312,7 +317,7 @@ class OnRay:
             self._start_group(index)
 
     def _start_group(self, index: int) -> None:
-        fn = self.ray.remote(num_cpus=0, max_retries=0)(run_segment)
+        fn = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="DEFAULT")(run_segment)  # not within what a trial of a search has reserved
         self.starts[index] = self.starts.get(index, 0) + 1
         self.groups[index] = fn.remote(self.queue, index, self.cluster, join(self.store.storage, "ray"))
 
@@ -350,7 +355,8 @@ class OnRay:
             if self.groups:
                 self.ray.get(self.queue.close.remote())
                 self.ray.wait(list(self.groups.values()), num_returns=len(self.groups), timeout=10)
-        self.ray.shutdown()
+        if not self.joined:
+            self.ray.shutdown()
 
 
 class RayMap:

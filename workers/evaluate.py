@@ -1,4 +1,4 @@
-"""Accuracy of a finished task from integer counts, on test data that nothing else reads."""
+"""Accuracy of a finished task from integer counts, on test data that nothing else reads; for a search on validation data."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def served(job: StageJob, group: dist.Group) -> Method:
 
 @torch.no_grad()
 def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
-    """What the method answers on this rank's share of the task's test images, batch by batch."""
-    feed = Feed(job, (task,), "test", group, training=False)
+    """What the method answers on this rank's share of the task's images of the job's split, batch by batch."""
+    feed = Feed(job, (task,), job.split, group, training=False)
     found = []
     for batch in feed.evaluate():
         logits, picks = with_picks(method, batch.images, task.name)

@@ -117,7 +117,8 @@ class StageJob:
     tasks: every task of the stream up to and including this stage's own, in order (the base task first, if any).
     backbone: key of the backbone stage. previous: step name -> key of each stage whose carried state this one starts from.
     states: task name -> key of the stage that holds that task's state, in stream order: for `evaluate` all that it serves
-    (`tasks` are the same), for training in a chain the earlier ones. measured: the tasks whose test data `evaluate` reads.
+    (`tasks` are the same), for training in a chain the earlier ones. measured: the tasks whose data `evaluate` reads, of `split`: a search
+    looks at validation images, and at nothing else.
     """
 
     id: str
@@ -137,6 +138,7 @@ class StageJob:
     previous: dict[str, str] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
+    split: Literal["test", "val"] = "test"
     provenance: dict[str, Any] = field(default_factory=dict)
     # What cannot change the result:
     checkpoint_s: float = 60.0

@@ -21,6 +21,7 @@ import torch
 from workers import checkpoint, dist, optim
 from workers.artefact import Artefact, Attempt
 from workers.checkpoint import Checkpoint
+from workers.claim import claimed
 from workers.data.draw import seed_of
 from workers.data.feed import Feed
 from workers.data.rows import keys_of
@@ -40,9 +41,19 @@ AGREE_STEPS = 8  # steps between two moments at which several ranks ask whether 
 
 def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     """Runs one stage and returns its manifest. A stage whose result stands already is not run again."""
-    found = group.share((Artefact.open(job.root, job.key) or Artefact("", "", {})).manifest if group.rank == 0 else None)
-    if found:
+    if found := standing(job, group):
         return found
+    with claimed(job.root, job.key, group):  # another run may compute it, or have done so by now
+        return standing(job, group) or _run_stage(job, group, report)
+
+
+def standing(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
+    """The manifest of a result that is there already, marked as such."""
+    found = Artefact.open(job.root, job.key) if group.rank == 0 else None
+    return group.share({**found.manifest, "reused": True} if found else None)
+
+
+def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
     run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
     files, manifest = run(job, group, report)

@@ -1,0 +1,269 @@
+"""The space of a search: dimensions of a config with their distributions, checked against the config's schema before anything runs."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from pipeline import config as configs
+from workers.data.draw import seed_of
+from workers.errors import UserError
+from workers.job import Frozen
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+METHOD = "method"  # the one key of a space that is no setting: which of the base's methods a trial has
+Params = dict[str, Any]  # dotted key -> value
+
+
+class Conditional(Frozen):
+    when: dict[str, Any] = Field(default_factory=dict, description="keys of the space with the value, or a list of values, for which this dimension is there")
+
+
+class Uniform(Conditional):
+    dist: Literal["uniform"]
+    low: float
+    high: float
+    points: PositiveInt = Field(3, description="of a grid")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Uniform:
+        return _ordered(self)
+
+    def draw(self, rng: random.Random) -> Any:
+        return rng.uniform(self.low, self.high)
+
+    def suggest(self, trial: Trial, key: str) -> Any:
+        return trial.suggest_float(key, self.low, self.high)
+
+    def grid(self) -> list[Any]:
+        return [self.low + (self.high - self.low) * i / max(self.points - 1, 1) for i in range(self.points)]
+
+    def near(self, value: Any, rng: random.Random) -> Any:
+        """For population-based training: a fifth more or less, inside the bounds."""
+        return min(max(value * rng.choice((0.8, 1.2)), self.low), self.high)
+
+
+class LogUniform(Uniform):
+    dist: Literal["loguniform"]  # type: ignore[assignment]
+    low: PositiveFloat
+
+    def draw(self, rng: random.Random) -> Any:
+        return min(max(math.exp(rng.uniform(math.log(self.low), math.log(self.high))), self.low), self.high)
+
+    def suggest(self, trial: Trial, key: str) -> Any:
+        return trial.suggest_float(key, self.low, self.high, log=True)
+
+    def grid(self) -> list[Any]:
+        return [self.low * (self.high / self.low) ** (i / max(self.points - 1, 1)) for i in range(self.points)]
+
+
+class Int(Conditional):
+    """Whole numbers from low to high, both included."""
+
+    dist: Literal["int"]
+    low: int
+    high: int
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Int:
+        return _ordered(self)
+
+    def draw(self, rng: random.Random) -> Any:
+        return rng.randint(self.low, self.high)
+
+    def suggest(self, trial: Trial, key: str) -> Any:
+        return trial.suggest_int(key, self.low, self.high)
+
+    def grid(self) -> list[Any]:
+        return list(range(self.low, self.high + 1))
+
+    def near(self, value: Any, rng: random.Random) -> Any:
+        return min(max(value + rng.choice((-1, 1)), self.low), self.high)
+
+
+class Choice(Conditional):
+    dist: Literal["choice"]
+    values: tuple[Any, ...] = Field(min_length=1)
+
+    @field_validator("values")
+    @classmethod
+    def _different(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        twice = next((v for i, v in enumerate(values) if v in values[:i]), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} stands twice among them")
+        return values
+
+    def draw(self, rng: random.Random) -> Any:
+        return self.values[rng.randrange(len(self.values))]
+
+    def suggest(self, trial: Trial, key: str) -> Any:
+        return self.values[trial.suggest_categorical(key, list(range(len(self.values))))]  # values may be lists, Optuna's may not
+
+    def grid(self) -> list[Any]:
+        return list(self.values)
+
+    def near(self, value: Any, rng: random.Random) -> Any:
+        """A neighbour in the list."""
+        place = self.values.index(value) + rng.choice((-1, 1))
+        return self.values[min(max(place, 0), len(self.values) - 1)]
+
+
+Dimension = Annotated[Uniform | LogUniform | Int | Choice, Field(discriminator="dist")]
+
+
+def _ordered(dimension: Any) -> Any:
+    if not dimension.low < dimension.high:
+        raise ValueError(f"low {dimension.low} is not below high {dimension.high}")
+    return dimension
+
+
+class Space:
+    """Dimensions by dotted key. A dimension `methods.LABEL...` is there only where a trial has that method, and one with `when` only where
+    that holds; so a point has just the keys that mean something for it."""
+
+    def __init__(self, dimensions: Mapping[str, Any]):
+        for key, dimension in dimensions.items():
+            unknown = next((other for other in dimension.when if other not in dimensions), None)
+            if unknown is not None:
+                near = difflib.get_close_matches(unknown, [k for k in dimensions if k != key], 1)
+                raise UserError(f"space.{key}.when names {unknown!r}, which is not a key of the space; " + (f"did you mean {near[0]!r}?" if near else "add it"))
+        self.dimensions = dict(_sorted(dimensions))
+
+    def applies(self, key: str, params: Mapping[str, Any]) -> bool:
+        """Whether `key` is there, given those that come before it."""
+        if METHOD in params and key.startswith("methods.") and not key.startswith(f"methods.{params[METHOD]}."):
+            return False
+        return all(other in params and params[other] in (wanted if isinstance(wanted, (list, tuple)) else [wanted])
+                   for other, wanted in self.dimensions[key].when.items())
+
+    def drawn(self, seed: int, number: int) -> Params:
+        """Point `number` of a random search: a function of these two alone."""
+        params: Params = {}
+        for key, dimension in self.dimensions.items():
+            if self.applies(key, params):
+                params[key] = dimension.draw(random.Random(seed_of(seed, "search", number, key)))
+        return params
+
+    def suggest(self, trial: Trial) -> Params:
+        """A point as Optuna has it."""
+        params: Params = {}
+        for key, dimension in self.dimensions.items():
+            if self.applies(key, params):
+                params[key] = dimension.suggest(trial, key)
+        return params
+
+    def asked(self, params: Mapping[str, Any]) -> Params:
+        """The same point in Optuna's own values."""
+        return {key: self.dimensions[key].values.index(value) if isinstance(self.dimensions[key], Choice) else value for key, value in params.items()}
+
+    def grid(self) -> list[Params]:
+        """Every point of the grid once, the last dimension the fastest."""
+        points: dict[str, Params] = {}
+        for values in itertools.product(*(dimension.grid() for dimension in self.dimensions.values())):
+            params: Params = {}
+            for key, value in zip(self.dimensions, values, strict=True):
+                if self.applies(key, params):
+                    params[key] = value
+            points.setdefault(repr(params), params)
+        return list(points.values())
+
+    def near(self, params: Mapping[str, Any], rng: random.Random) -> Params:
+        """A point beside this one, or in each dimension with a chance of a quarter anywhere."""
+        return {key: self.dimensions[key].draw(rng) if rng.random() < 0.25 else self.dimensions[key].near(value, rng) for key, value in params.items()}
+
+    def corners(self) -> Iterator[Params]:
+        """Points that together have both ends of every range and every value of every choice; the others stand at their first value."""
+        labels = self.dimensions[METHOD].grid() if METHOD in self.dimensions else [None]
+        for label in labels:
+            first: Params = {METHOD: label} if label is not None else {}
+            for key, dimension in self.dimensions.items():
+                if key != METHOD and self.applies(key, first):
+                    first[key] = _ends(dimension)[0]
+            yield first
+            for key in first:
+                if key != METHOD:
+                    yield from ({**first, key: value} for value in _ends(self.dimensions[key])[1:])
+
+
+def _ends(dimension: Any) -> list[Any]:
+    return list(dimension.values) if isinstance(dimension, Choice) else [dimension.low, dimension.high]
+
+
+def _sorted(dimensions: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The method first, and a dimension after those that its `when` names."""
+    done: dict[str, Any] = {key: dimensions[key] for key in (METHOD,) if key in dimensions}
+    while len(done) < len(dimensions):
+        ready = [key for key in dimensions if key not in done and all(other in done for other in dimensions[key].when)]
+        if not ready:
+            stuck = next(key for key in dimensions if key not in done)
+            raise UserError(f"space.{stuck}.when: these dimensions wait for each other in a circle; take one `when` out")
+        done |= {key: dimensions[key] for key in ready}
+    return list(done.items())
+
+
+# ---- points and configs --------------------------------------------------------------------------------------------------
+def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's plain values with those of a point in place."""
+    found = copy.deepcopy(dict(body))
+    if METHOD in params:
+        found["methods"] = {params[METHOD]: (found.get("methods") or {}).get(params[METHOD])}
+    for key, value in params.items():
+        if key != METHOD:
+            configs.put(found, key, copy.deepcopy(value), f"space.{key}")
+    return found
+
+
+def check(space: Space, body: Mapping[str, Any], where: str) -> None:
+    """Raises UserError where a key is no setting of the config, where an end of a range or a value is none that it takes, or where a trial would
+    have several methods."""
+    labels = [str(label) for label in body.get("methods") or {}]
+    if METHOD in space.dimensions:
+        dimension = space.dimensions[METHOD]
+        if not isinstance(dimension, Choice):
+            raise UserError(f"{where}: space.method must be a choice; write {{dist: choice, values: [{', '.join(labels)}]}}")
+        unknown = next((label for label in dimension.values if label not in labels), None)
+        if unknown is not None:
+            raise UserError(f"{where}: space.method has {unknown!r}, which is not among the base's methods {', '.join(labels)}; take it out or add the method")
+        labels = [label for label in labels if label in dimension.values]
+    elif len(labels) != 1:
+        raise UserError(f"{where}: the base has {len(labels)} methods, a trial one; add to the space `method: {{dist: choice, values: [{', '.join(labels)}]}}`")
+    for key in space.dimensions:
+        if key == METHOD:
+            continue
+        top, _, rest = key.partition(".")
+        if top in ("name", "storage", "cluster", "tracking", "seed"):
+            raise UserError(f"{where}: space.{key} cannot be searched, as it does not change what is learned (or only by chance); take it out")
+        if top == "methods" and (label := rest.partition(".")[0]) not in labels:
+            near = difflib.get_close_matches(label, labels, 1)
+            raise UserError(f"{where}: space.{key} is about method {label!r}, which no trial has; " + (f"did you mean {near[0]!r}?" if near else "take it out"))
+    for params in space.corners():
+        try:
+            configs.check(with_params(body, params), "this point")
+        except UserError as error:
+            shown = ", ".join(f"{key}={value!r}" for key, value in params.items())
+            raise UserError(f"{where}: the space has points that no run accepts: {shown}: {error}") from None
+
+
+def searched_per_task(keys: Sequence[str], where: str) -> None:
+    """Raises UserError where a key is not a setting of a method, as only these may differ from task to task."""
+    bad = next((key for key in keys if not key.startswith("methods.")), None)
+    if bad is not None:
+        raise UserError(f"{where}: space.{bad} cannot differ from task to task; search it with another protocol, or give keys `methods.LABEL...` alone")
+
+
+def per_task(params: Mapping[str, Any], task: str) -> Params:
+    """`methods.LABEL.KEY` of a point as what one task alone has: `methods.LABEL.tasks.TASK.KEY`."""
+    found = {}
+    for key, value in params.items():
+        top, label, rest = key.split(".", 2) if key != METHOD else (key, "", "")
+        found[f"{top}.{label}.tasks.{task}.{rest}" if rest else key] = value
+    return found

@@ -1,0 +1,235 @@
+"""One trial of a search: a whole graph in the shared store, judged on validation images task by task, with a record that outlives its process."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline import build, config, launch, space
+from pipeline.graph import Graph
+from pipeline.report.tables import RunTables
+from pipeline.run import Decision, Event, Executor, Walk, look_up_all, run_graph
+from pipeline.space import Params
+from pipeline.store import Lookup, Store, record_of
+from workers.artefact import join, read_bytes, write_bytes
+from workers.errors import UserError
+
+ENDED = ("finished", "stopped", "failed")
+Report = Callable[[dict[str, Any]], None]
+
+
+class TrialFailed(Exception):
+    """A trial that cannot go on. Its sentence stands in its record, and the search does."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every trial of a search is told; plain and picklable.
+
+    body: the base config's plain values. tasks: those that a trial learns, in stream order. only: it is judged after the last one of them alone.
+    settled: task -> what earlier phases of the search have chosen for it. phase: the task that is searched now. each: a task keeps the
+    parameters that it was trained with when they change (population-based training).
+    """
+
+    name: str
+    storage: str
+    body: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    tasks: tuple[str, ...]
+    only: bool = False
+    phase: str = ""
+    settled: Mapping[str, Params] = field(default_factory=dict)
+    each: bool = False
+
+    def config(self, params: Mapping[str, Any], history: Mapping[str, Params], name: str) -> config.Config:
+        """The config of a point. history: task -> parameters that are its own."""
+        body = with_history(self.body, params, {**self.settled, **history})
+        return config.check({**body, "name": name, "storage": self.storage}, f"search {self.name!r}")
+
+
+def with_history(body: Mapping[str, Any], params: Mapping[str, Any], history: Mapping[str, Params]) -> dict[str, Any]:
+    """Plain values with those of a point in place: for tasks in `history` as theirs alone, and where there is one, common settings stay the body's."""
+    found = space.with_params(body, {k: v for k, v in params.items() if k == space.METHOD} if history else params)
+    for task, own in history.items():
+        found = space.with_params(found, {key: value for key, value in space.per_task(own, task).items() if key != space.METHOD})
+    return found
+
+
+# ---- records -------------------------------------------------------------------------------------------------------------
+def folder(storage: str, name: str) -> str:
+    return join(storage, "searches", name)
+
+
+def record_path(storage: str, name: str, number: int) -> str:
+    return join(folder(storage, name), "trials", f"{number:04d}.json")
+
+
+def read_record(storage: str, name: str, number: int) -> dict[str, Any] | None:
+    """What is known of a trial; None where it never began, or the file is damaged, which begins it anew."""
+    try:
+        record = json.loads(read_bytes(record_path(storage, name, number)))
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    return record if isinstance(record, dict) and record.get("number") == number and "status" in record else None
+
+
+def write_record(storage: str, name: str, record: Mapping[str, Any]) -> None:
+    write_bytes(record_path(storage, name, record["number"]), json.dumps(record, indent=1).encode())
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+# ---- running -------------------------------------------------------------------------------------------------------------
+@dataclass
+class Count:
+    """Watches the walks of one trial: stages that it ran or found, and the seconds of those that it ran."""
+
+    run: int = 0
+    reused: int = 0
+    seconds: float = 0.0
+
+    def event(self, walk: Walk, event: Event) -> None:
+        if event.kind == "done" and event.body.get("reused"):
+            self.reused += 1  # another trial was faster
+        elif event.kind == "done":
+            self.run += 1
+            self.seconds += float(event.body.get("wall_s") or 0.0) * int(event.body.get("workers") or 1)
+
+    def decision(self, walk: Walk, decision: Decision) -> None:
+        """Nothing to count."""
+
+
+def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report, begun: Mapping[str, Any] | None = None) -> None:
+    """Runs trial `number` to its end, or tells again what it found when it has ended before. report: gets a result per task.
+    begun: the record of the trial whose first tasks this one takes over. Raises TrialFailed."""
+    record = read_record(plan.storage, plan.name, number)
+    if record is not None and record["status"] in ENDED and begun is None:
+        for result in record["results"]:
+            report({**result, "record": record})
+        if record["status"] == "failed":
+            raise TrialFailed(record["message"])
+        return
+    record = {"number": number, "phase": plan.phase, "params": dict(params), "status": "running", "message": "", "results": [],
+              "stages": {"run": 0, "reused": 0}, "device_s": 0.0, "wall_s": 0.0, "started": now(), "ended": None, "graph": None, "history": {}}
+    if begun is not None:
+        record |= {"results": list(begun["results"]), "history": dict(begun["history"])}
+    write_record(plan.storage, plan.name, record)
+    started = time.monotonic()
+    try:
+        _learn(plan, record, params, report, started)
+        record["status"] = "finished"
+    except UserError as error:
+        record |= {"status": "failed", "message": " ".join(str(error).split())}
+    record |= {"ended": now(), "wall_s": round(time.monotonic() - started, 3)}
+    write_record(plan.storage, plan.name, record)
+    if record["status"] == "failed":
+        raise TrialFailed(record["message"])
+
+
+def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report: Report, started: float) -> None:
+    """Task after task, the ones that `record` has no result of. With `plan.each` the tasks to come get `params` as their own."""
+    store = Store(plan.storage)
+    done = len(record["results"])
+    history = dict(record["history"])
+    if plan.each:
+        history |= {task: dict(params) for task in plan.tasks[done:]}
+    elif plan.phase:
+        history |= {plan.phase: dict(params)}
+    settings = plan.config(params, history, f"{plan.name}-{record['number']:04d}")
+    graph, tasks = build.graph_of(settings, store, dict(plan.provenance), "val")
+    label = next(iter(settings.methods))
+    record["graph"] = record_of(graph, settings, tasks, dict(plan.provenance))
+    runner = Runner(store, settings, graph)
+    try:
+        for position, task in enumerate(plan.tasks):
+            if position < done or (plan.only and position < len(plan.tasks) - 1):
+                continue
+            count = runner.run(f"{label}/{task}/evaluate")
+            result = result_of(store, record["graph"], label, task, position)
+            record["history"] = {name: history[name] for name in plan.tasks[: position + 1]} if plan.each else {}
+            record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": count.reused}, "device_s": round(count.seconds, 3),
+                       "wall_s": round(time.monotonic() - started, 3)}
+            write_record(plan.storage, plan.name, record)
+            report({**result, "record": record})
+    finally:
+        runner.close()
+
+
+class Runner:
+    """Walks parts of one graph, one after the other, on one executor."""
+
+    def __init__(self, store: Store, settings: config.Config, graph: Graph):
+        self.store, self.settings, self.graph = store, settings, graph
+        self.lookups: dict[str, Lookup] = {}
+        self.count = Count()
+        self.executor: Executor | None = None
+
+    def run(self, stage_id: str) -> Count:
+        """`stage_id` and all that it stands on. Returns the counts so far. Raises UserError where a stage fails."""
+        part = Graph.of(self.graph.name, [s for s in self.graph if s.id in ancestors(self.graph, stage_id)])
+        new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
+        self.lookups |= look_up_all(new, self.store, None, verify=False)
+        self.count.reused += sum(self.lookups[s.id].hit for s in new)
+        outcome = run_graph(part, self.store, self._executor, self.settings.cluster.retries, [self.count], self.lookups)
+        for failed, message in outcome.failures.items():
+            raise UserError(f"stage {failed} failed: {message}")
+        self.lookups |= {s.id: Lookup(True, "stands") for s in part}
+        return self.count
+
+    def _executor(self, todo: set[str]) -> Executor:
+        if self.executor is None:
+            cluster = self.settings.cluster
+            alone = cluster.model_copy(update={"workers": 0}) if cluster.workers == 1 else cluster.model_copy(update={"groups": 1})
+            self.executor = launch.executor(self.store, alone, self.graph, todo, lambda event: None, lambda stage: {})
+        return KeptOpen(self.executor)
+
+    def close(self) -> None:
+        if self.executor is not None:
+            self.executor.close()
+
+
+@dataclass(frozen=True)
+class KeptOpen:
+    """An executor that the next walk uses too."""
+
+    inner: Executor
+
+    def submit(self, stage: Any, depth: int) -> None:
+        self.inner.submit(stage, depth)
+
+    def poll(self) -> list[Event]:
+        return self.inner.poll()
+
+    def close(self) -> None:
+        """Whoever made it closes it."""
+
+
+def ancestors(graph: Graph, stage_id: str) -> set[str]:
+    """The stage itself and all that it stands on."""
+    found: set[str] = set()
+    waiting = [stage_id]
+    while waiting:
+        here = waiting.pop()
+        if here not in found:
+            found.add(here)
+            waiting += graph[here].parents
+    return found
+
+
+def result_of(store: Store, record: Mapping[str, Any], label: str, task: str, position: int) -> dict[str, Any]:
+    """Average validation accuracy over the tasks so far, that of each, and bytes kept per task beyond the backbone, from the store."""
+    tables = RunTables.load(store.storage, record)
+    matrix, sizes = tables.matrix(label), tables.sizes(label)
+    last = sizes[min(position, len(sizes) - 1)]
+    learned = sum(row["role"] != "base" for row in sizes[: position + 1])
+    accuracy = float(matrix.over_time[position]["average_accuracy"])
+    if math.isnan(accuracy):
+        raise UserError(f"task {task!r} has no validation accuracy, so the trial cannot be judged; data of an earlier task may be gone")
+    return {"task": task, "position": position, "accuracy": accuracy, "bytes": (last["total"] - last["backbone"]) / max(learned, 1),
+            "per_task": {name: float(rate) for name, rate in zip(matrix.tasks[: position + 1], matrix.rates[position].tolist(), strict=False)}}

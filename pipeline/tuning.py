@@ -1,0 +1,209 @@
+"""Ray Tune runs the trials of a search; what it goes on from after a kill are the records of trials, never its own state."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import ClusterSettings
+from pipeline.search import Search
+from pipeline.space import Params
+from pipeline.trial import Plan, now, read_record, run_trial, write_record
+from workers.artefact import delete_dir, join
+from workers.data.draw import seed_of
+from workers.errors import UserError
+
+
+# ---- points --------------------------------------------------------------------------------------------------------------
+def points_of(search: Search, number: int, first: int) -> Params | None:
+    """Point `number` of a random search or a grid, a function of the settings alone; None behind the last one. first: number of the first trial of
+    this phase."""
+    settings = search.settings
+    if settings.algorithm == "grid":
+        grid = search.space.grid()
+        return grid[number - first] if number - first < len(grid) else None
+    return search.space.drawn(settings.seed, number)
+
+
+class Optuna:
+    """Suggestions of a tree-structured Parzen estimator, of several objectives if asked; suggestion n is drawn with a seed of its own, from what was told."""
+
+    def __init__(self, search: Search):
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna, self.search = optuna, search
+        way = optuna.study.StudyDirection
+        self.study = optuna.create_study(directions=[way.MAXIMIZE if name == "accuracy" else way.MINIMIZE for name in search.settings.objectives])
+        self.asked: dict[int, Any] = {}
+
+    def ask(self, number: int, known: Mapping[str, Any] | None) -> Params:
+        """known: the parameters of this trial, where it began in an earlier session."""
+        self.study.sampler = self.optuna.samplers.TPESampler(seed=seed_of(self.search.settings.seed, "tpe", number) % 2**32)
+        if known is not None:
+            self.study.enqueue_trial(self.search.space.asked(known))
+        trial = self.asked[number] = self.study.ask()
+        return self.search.space.suggest(trial)
+
+    def tell(self, number: int, result: Mapping[str, Any] | None) -> None:
+        values = [float((result or {}).get(name, math.nan)) for name in self.search.settings.objectives]
+        if any(map(math.isnan, values)):
+            self.study.tell(self.asked.pop(number), state=self.optuna.trial.TrialState.FAIL)
+        else:
+            self.study.tell(self.asked.pop(number), values)
+
+
+# ---- Ray Tune ------------------------------------------------------------------------------------------------------------
+def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]) -> None:
+    """Runs the trials of one phase. first: the number of its first trial. watch: is told the record of each trial that has a new result or ended."""
+    import ray
+    from ray import tune
+    from ray.tune.search import Searcher
+
+    settings, cluster = search.settings, search.cluster
+    known = {record["number"]: record for record in search.records(plan.phase)}
+    most = settings.budget.trials if settings.algorithm != "grid" else len(search.space.grid())
+    optuna = Optuna(search) if settings.algorithm == "tpe" else None
+
+    class Asking(Searcher):
+        """Numbers trials, and asks for points as long as the budget lasts. Trials of earlier sessions are asked for first, and tell again what they found."""
+
+        def __init__(self) -> None:
+            super().__init__(metric="accuracy", mode="max")
+            self.next = first
+            self.numbers: dict[str, int] = {}
+
+        def suggest(self, trial_id: str) -> Any:
+            number = self.next
+            old = known.get(number)
+            if (most is not None and number >= first + most) or (old is None and search.spent):
+                return Searcher.FINISHED
+            params = optuna.ask(number, old and old["params"]) if optuna else old["params"] if old else points_of(search, number, first)
+            if params is None:
+                return Searcher.FINISHED
+            self.next, self.numbers[trial_id] = number + 1, number
+            return {"number": number, "params": params}
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            if optuna and trial_id in self.numbers:
+                optuna.tell(self.numbers.pop(trial_id), None if error else result)
+
+        def save(self, checkpoint_path: str) -> None:
+            """Nothing: the records of trials are what a search goes on from."""
+
+        def restore(self, checkpoint_path: str) -> None:
+            """Nothing, too."""
+
+    class Watch(tune.Callback):
+        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
+            self._tell(trial)
+
+        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            self._tell(trial, "stopped")
+
+        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            self._tell(trial, "failed")
+
+        def _tell(self, trial: Any, ended: str = "") -> None:
+            number = number_of(trial.config, trial.trial_id, first)
+            record = read_record(search.storage, search.name, number)
+            if record is None:
+                return
+            if ended and record["status"] == "running":  # its process was not there to write it
+                message = "" if ended == "stopped" else "its process died; the search went on without it"
+                record |= {"status": ended, "message": message, "ended": now()}
+                write_record(search.storage, search.name, record)
+            watch(record)
+
+    room = room_for(ray.cluster_resources(), cluster)
+    side_by_side = min(settings.concurrent or room, room)
+    budget_s = None if settings.budget.hours is None else max(1.0, 3600 * settings.budget.hours - search.worked_s)
+    place = f"search-{os.getpid()}-{time.time_ns()}"
+    pbt, scheduler = settings.scheduler == "pbt", scheduler_of(search)
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(trainable, plan=plan, first=first), resources_of(cluster)),
+        param_space={"params": tune.grid_search([known.get(n, {}).get("params") or points_of(search, n, first) for n in range(first, first + (most or 0))])}
+        if pbt else {},
+        tune_config=tune.TuneConfig(
+            search_alg=None if pbt else Asking(), num_samples=1 if pbt else most or sys.maxsize, max_concurrent_trials=side_by_side,
+            scheduler=scheduler, time_budget_s=budget_s, reuse_actors=True, metric=None if scheduler else "accuracy", mode=None if scheduler else "max"),
+        run_config=tune.RunConfig(name=place, storage_path=join(search.storage, "ray"), verbose=0, callbacks=[Watch()],
+                                  failure_config=tune.FailureConfig(max_failures=cluster.retries)))
+    try:
+        tuner.fit()
+    finally:
+        delete_dir(join(search.storage, "ray", place))  # Tune's own bookkeeping; what counts are the records
+
+
+def trainable(tuned: dict[str, Any], plan: Plan, first: int) -> None:
+    """What Tune runs in a process of a trial: results are told as they come."""
+    import tempfile
+
+    from ray import tune
+
+    number = number_of(tuned, tune.get_context().get_trial_id(), first)
+    begun = None
+    if plan.each and (taken := tune.get_checkpoint()) is not None:
+        with taken.as_directory() as place:
+            begun = json.loads(Path(place, "record.json").read_text())
+
+    def report(result: dict[str, Any]) -> None:
+        told = {"task": result["position"] + 1, "accuracy": result["accuracy"], "bytes": result["bytes"], "number": number}
+        if not plan.each:
+            tune.report(told)
+            return
+        with tempfile.TemporaryDirectory(prefix="accrete-") as place:
+            Path(place, "record.json").write_text(json.dumps(result["record"]))
+            tune.report(told, checkpoint=tune.Checkpoint.from_directory(place))
+
+    run_trial(plan, number, tuned["params"], report, begun)
+
+
+def number_of(tuned: Mapping[str, Any], trial_id: str, first: int) -> int:
+    """A trial's number; where Tune clones trials, by its place among them."""
+    return tuned["number"] if "number" in tuned else first + int(trial_id.rsplit("_", 1)[1])
+
+
+def scheduler_of(search: Search) -> Any:
+    """None; successive halving over the tasks completed; or population-based training: after each task a trial of the lower quarter takes over what
+    one of the upper quarter has learned, and goes on with parameters near its. Stages are content-addressed, so nothing is copied but a record."""
+    from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+
+    settings, most = search.settings, len(search.tasks)
+    if settings.scheduler == "none":
+        return None
+    if settings.scheduler == "asha":
+        return ASHAScheduler(time_attr="task", metric="accuracy", mode="max", max_t=most, grace_period=min(settings.grace, most),
+                             reduction_factor=settings.reduction)
+    rng = random.Random(seed_of(search.settings.seed, "population"))
+
+    def explore(tuned: dict[str, Any]) -> dict[str, Any]:
+        return {**tuned, "params": search.space.near(tuned["params"], rng)}
+
+    return PopulationBasedTraining(time_attr="task", metric="accuracy", mode="max", perturbation_interval=1, custom_explore_fn=explore, log_config=False)
+
+
+def resources_of(cluster: ClusterSettings) -> dict[str, float]:
+    """Of one trial: with several workers they are its own groups', and the trial only waits."""
+    if cluster.workers > 1:
+        return {"CPU": 0.01}
+    return {"CPU": cluster.cpus_per_worker, **({"GPU": cluster.gpus_per_worker} if cluster.gpus_per_worker else {})}
+
+
+def room_for(total: Mapping[str, float], cluster: ClusterSettings) -> int:
+    """How many trials fit into the cluster side by side. Raises UserError where none does."""
+    workers = max(1, cluster.workers)
+    room = total.get("CPU", 1.0) / (workers * cluster.cpus_per_worker)
+    if cluster.gpus_per_worker:
+        room = min(room, total.get("GPU", 0.0) / (workers * cluster.gpus_per_worker) + 1e-9)
+    if room < 1:
+        raise UserError(f"a trial needs {workers} x {cluster.cpus_per_worker} CPUs and {workers} x {cluster.gpus_per_worker} GPUs, and the cluster has "
+                        f"{total.get('CPU', 0):.0f} CPUs and {total.get('GPU', 0):.0f} GPUs; lower cluster.workers or what each needs, or add nodes")
+    return int(room)

@@ -32,7 +32,7 @@ from workers.loop import run_stage
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
 }
 QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
 IDLE_S = 10.0  # how long the ranks of an idle group wait for each other at a time

@@ -239,7 +239,8 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
 
     write_state(search)
     ray = launch.connect(search.cluster)
-    os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")  # Ctrl-C ends a search as it ends a run
+    os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
+                   "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1"}  # a trial may fail before its first result
     try:
         ingest(search, command)
         from pipeline import tuning
@@ -376,7 +377,8 @@ class Screen:
     def head(self) -> str:
         settings = self.search.settings
         bounds = ", ".join(f"{value:g} {name}" for name, value in settings.budget.model_dump().items() if value is not None)
-        again = f"; {known} trials are known" if (known := len(self.search.records())) else ""
+        known = len(self.search.records())
+        again = f"; {known} trial{'s' * (known > 1)} known from before" if known else ""
         return (f"search {self.search.name}: {settings.algorithm}" + (f" with {settings.scheduler}" if settings.scheduler != "none" else "")
                 + f", protocol {settings.protocol}, " + (f"{len(self.search.space.grid())} points" if settings.algorithm == "grid" else f"budget {bounds}")
                 + f", judged on validation images of {len(self.search.tasks)} tasks{again}")

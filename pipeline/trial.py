@@ -178,7 +178,7 @@ class Runner:
         self.count.reused += sum(self.lookups[s.id].hit for s in new)
         outcome = run_graph(part, self.store, self._executor, self.settings.cluster.retries, [self.count], self.lookups)
         for failed, message in outcome.failures.items():
-            raise UserError(f"stage {failed} failed: {message}")
+            raise UserError(message if message.startswith("stage ") else f"stage {failed} failed: {message}")
         self.lookups |= {s.id: Lookup(True, "stands") for s in part}
         return self.count
 

@@ -9,13 +9,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import ClusterSettings
 from pipeline.search import Search
 from pipeline.space import Params
-from pipeline.trial import Plan, now, read_record, run_trial, write_record
+from pipeline.trial import Plan, TrialFailed, now, read_record, run_trial, write_record
 from workers.artefact import delete_dir, join
 from workers.data.draw import seed_of
 from workers.errors import UserError
@@ -93,7 +94,8 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             if optuna and trial_id in self.numbers:
-                optuna.tell(self.numbers.pop(trial_id), None if error else result)
+                record = read_record(search.storage, search.name, self.numbers[trial_id])
+                optuna.tell(self.numbers.pop(trial_id), record["results"][-1] if record and record["results"] and record["status"] != "failed" else None)
 
         def save(self, checkpoint_path: str) -> None:
             """Nothing: the records of trials are what a search goes on from."""
@@ -163,7 +165,8 @@ def trainable(tuned: dict[str, Any], plan: Plan, first: int) -> None:
             Path(place, "record.json").write_text(json.dumps(result["record"]))
             tune.report(told, checkpoint=tune.Checkpoint.from_directory(place))
 
-    run_trial(plan, number, tuned["params"], report, begun)
+    with suppress(TrialFailed):  # its sentence stands in its record; Tune hears of what broke down, and tries that again
+        run_trial(plan, number, tuned["params"], report, begun)
 
 
 def number_of(tuned: Mapping[str, Any], trial_id: str, first: int) -> int:
@@ -180,7 +183,7 @@ def scheduler_of(search: Search) -> Any:
     if settings.scheduler == "none":
         return None
     if settings.scheduler == "asha":
-        return ASHAScheduler(time_attr="task", metric="accuracy", mode="max", max_t=most, grace_period=min(settings.grace, most),
+        return ASHAScheduler(time_attr="task", metric="accuracy", mode="max", max_t=most + 1, grace_period=min(settings.grace, most),
                              reduction_factor=settings.reduction)
     rng = random.Random(seed_of(search.settings.seed, "population"))
 
@@ -193,7 +196,7 @@ def scheduler_of(search: Search) -> Any:
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     """Of one trial: with several workers they are its own groups', and the trial only waits."""
     if cluster.workers > 1:
-        return {"CPU": 0.01}
+        return {"memory": 1 << 20}  # of some kind it must ask for
     return {"CPU": cluster.cpus_per_worker, **({"GPU": cluster.gpus_per_worker} if cluster.gpus_per_worker else {})}
 
 

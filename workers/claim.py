@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from workers import dist
 from workers.artefact import join
 
-POLL_S = 0.05
+POLL_S = 0.02
 TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives have a timeout
 
 

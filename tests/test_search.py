@@ -1,0 +1,217 @@
+"""A search: its file, what it refuses, points that a kill does not change; and whole searches on Ray Tune."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import config, search, trial, tuning
+from tests import small_run
+from workers.errors import UserError
+
+SPACE = {"methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0}, "methods.meat.alpha": {"dist": "choice", "values": [0.5, 1, 2]}}
+
+
+def written(folder: Path, cards: Any = ("a", "b"), changes: dict[str, Any] | None = None, **body: Any) -> str:
+    """A search file over a small base of digits."""
+    if not (folder / "base.yaml").exists():
+        settings = small_run.make_body(folder, small_run.make_cards(folder, cards), methods=["meat"], data={"val_fraction": 0.3}, **(changes or {}))
+        small_run.write_config(folder / "base.yaml", settings)
+    return small_run.write_config(folder / "small.yaml", {"base": "base.yaml", "space": SPACE, "budget": {"trials": 3}, "seeds": [], **body})
+
+
+def prepared(folder: Path, *overrides: str, **body: Any) -> search.Search:
+    return search.prepare(written(folder, **body), list(overrides), {})
+
+
+BAD = [
+    ({"spce": {}}, ["spce", "did you mean 'space'"]),
+    ({"space": {"methods.meat.lambda": {"dist": "normal"}}}, ["space.methods.meat.lambda", "uniform"]),
+    ({"space": {"methods.meat.lambda": {"dist": "uniform", "low": 1, "high": 0.5}}}, ["low 1.0 is not below high 0.5"]),
+    ({"space": {}}, ["space"]),
+    ({"base": "bse.yaml"}, ["base 'bse.yaml' does not exist"]),
+    ({"budget": {}}, ["budget", "no bound"]),
+    ({"protocol": "first_k_tasks"}, ["first_tasks"]),
+    ({"protocol": "first_k_tasks", "first_tasks": 2}, ["first_tasks is 2", "2 tasks"]),
+    ({"first_tasks": 1}, ["first_tasks belongs to protocol first_k_tasks"]),
+    ({"protocol": "two_streams"}, ["stream belongs to protocol two_streams"]),
+    ({"algorithm": "grid"}, ["budget.trials"]),
+    ({"scheduler": "pbt", "algorithm": "tpe"}, ["pbt", "random"]),
+    ({"protocol": "per_task", "scheduler": "asha"}, ["per_task", "scheduler none"]),
+    ({"protocol": "per_task", "space": {"train.epochs": {"dist": "choice", "values": [1]}}}, ["train.epochs", "from task to task"]),
+    ({"scheduler": "asha", "objectives": ["accuracy", "bytes"]}, ["accuracy alone"]),
+    ({"objectives": ["bytes"]}, ["objectives"]),
+    ({"set": {"data.val_fraction": 0}}, ["validation images", "data.val_fraction"]),
+]
+
+
+@pytest.mark.parametrize(("body", "said"), BAD)
+def test_a_search_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, body: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        prepared(tmp_path, **body)
+    assert "\n" not in str(error.value)
+    for text in ["small.yaml", *said]:
+        assert text in str(error.value)
+    assert not (tmp_path / "storage" / "searches").exists()
+
+
+def test_a_config_to_run_is_no_search(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(UserError, match="pipeline run"):
+        search.prepare(str(tmp_path / "base.yaml"), [], {})
+    with pytest.raises(UserError, match=r"did you mean .*small.yaml"):
+        search.prepare(str(tmp_path / "smal.yaml"), [], {})
+
+
+def test_overrides_reach_the_search_and_its_base(tmp_path: Path) -> None:
+    found = prepared(tmp_path, "budget.trials=9", "set={train.epochs: 1}", "name=other")
+    assert (found.name, found.settings.budget.trials, found.body["train"]["epochs"]) == ("other", 9, 1)
+
+
+def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> None:
+    search.write_state(prepared(tmp_path))
+    prepared(tmp_path, budget={"trials": 50}, seeds=[1], tolerance=0.1)  # these may change
+    for change in ({"space": {"methods.meat.lambda": SPACE["methods.meat.lambda"]}}, {"seed": 4}, {"set": {"train.epochs": 1}}):
+        with pytest.raises(UserError, match="another space, base, data or code"):
+            prepared(tmp_path, **change)
+    prepared(tmp_path, name="other", seed=4)
+
+
+def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
+    found = prepared(tmp_path)
+    search.write_state(found)
+    plan = next(iter(search.phases(found, {})))[1]
+    for number, point in enumerate((0.6, 0.9)):
+        trial.run_trial(plan, number, {"methods.meat.lambda": point, "methods.meat.alpha": 1}, lambda result: None)
+    records = found.records()
+    winner = search.best(records)
+    path = search.write_winner(found, search.Outcome(winner, search.crowned(found, winner, {})), [{"seed": 0}])
+    settings = config.load(path)
+    assert config.dump(settings)["methods"]["meat"]["lambda"] == records[winner]["params"]["methods.meat.lambda"]
+    assert settings.storage == str(tmp_path / "storage")
+    said = json.loads(Path(path).with_name("winner.json").read_text())
+    assert said["trial"] == winner
+    assert said["accuracy"] == max(r["results"][-1]["accuracy"] for r in records)
+    assert said["tests"] == [{"seed": 0}]
+
+
+def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    found = prepared(tmp_path, algorithm="tpe")
+
+    def points(asked: tuning.Optuna, numbers: range, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for n in numbers:
+            params = asked.ask(n, known[n] if n < len(known) else None)
+            assert n >= len(known) or params == known[n]
+            known = [*known[:n], params, *known[n + 1 :]]
+            asked.tell(n, {"accuracy": params["methods.meat.lambda"], "bytes": 1.0} if n % 7 else None)
+        return known
+
+    whole = points(tuning.Optuna(found), range(25), [])
+    assert points(tuning.Optuna(found), range(25), whole[:14]) == whole
+    late = [p["methods.meat.lambda"] for p in whole[15:]]
+    assert sum(late) / 10 > 0.85, "it looks where accuracy was high"
+
+
+def test_room_in_the_cluster() -> None:
+    settings = config.ClusterSettings
+    assert tuning.room_for({"CPU": 8.0}, settings(workers=0)) == 8
+    assert tuning.room_for({"CPU": 8.0}, settings(workers=2, cpus_per_worker=2)) == 2
+    assert tuning.room_for({"CPU": 8.0, "GPU": 1.0}, settings(workers=1, gpus_per_worker=0.25)) == 4
+    assert tuning.resources_of(settings(workers=1, gpus_per_worker=0.25)) == {"CPU": 1, "GPU": 0.25}
+    with pytest.raises(UserError, match="1 x 1 CPUs and 1 x 1.0 GPUs"):
+        tuning.room_for({"CPU": 8.0}, settings(gpus_per_worker=1))
+
+
+# ---- on Ray Tune ---------------------------------------------------------------------------------------------------------
+def started(path: str, out: Path, *more: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "pipeline", "search", path, *more], stdout=out.open("wb"), stderr=subprocess.STDOUT, env=environment,
+                            start_new_session=True)
+
+
+def searched(path: str, out: Path, *more: str) -> str:
+    process = started(path, out, *more)
+    assert process.wait(500) == 0, out.read_text()
+    assert "Traceback" not in out.read_text()
+    return out.read_text()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((folder / "storage" / "searches" / "small" / "trials").glob("*.json"))]
+
+
+def winner(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "storage" / "searches" / "small" / "winner.json").read_text())
+
+
+def essence(found: list[dict[str, Any]]) -> list[Any]:
+    return [(r["number"], r["params"], r["status"], r["results"]) for r in found]
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_and_has_the_same_winner(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    more = {"budget": {"trials": 5}, "seeds": [5], "changes": {"train": {"epochs": 6}}}
+    searched(written(whole, **more), tmp_path / "out")
+    path = written(killed, **more)
+    process = started(path, tmp_path / "killed.out")
+    deadline = time.monotonic() + 300
+    while sum(r["status"] == "finished" for r in records(killed)) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, (tmp_path / "killed.out").read_text()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {r["number"]: r for r in records(killed)}
+    assert 2 <= sum(r["status"] == "finished" for r in before.values()) < 5
+    said = searched(path, tmp_path / "again")
+    assert "known from before" in said
+    after = {r["number"]: r for r in records(killed)}
+    assert [after[n] for n, r in before.items() if r["status"] == "finished"] == [r for r in before.values() if r["status"] == "finished"]
+    assert essence(records(killed)) == essence(records(whole))
+    strip = [{k: v for k, v in winner(f).items()} for f in (whole, killed)]
+    assert strip[0] == strip[1]
+    assert strip[0]["tests"][0]["run"] == "small-winner-seed5"
+    assert not list((killed / "storage" / "ray").glob("*"))
+    assert yaml.safe_load((killed / "storage" / "searches" / "small" / "winner.yaml").read_text())["name"] == "small-winner"
+
+
+@pytest.mark.slow
+def test_halving_stops_poor_trials_and_failed_ones_stop_nothing(tmp_path: Path) -> None:
+    space = {"methods.meat.train.lr": {"dist": "choice", "values": [1e-9, 1e-8, 3e-3, 1e30]}}
+    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 8}}, space=space, scheduler="asha", budget={"trials": 10}, seed=1, concurrent=1)
+    searched(path, tmp_path / "out")
+    found = records(tmp_path)
+    by_rate: dict[float, set[str]] = {}
+    for r in found:
+        by_rate.setdefault(r["params"]["methods.meat.train.lr"], set()).add(r["status"])
+    assert by_rate[1e30] == {"failed"}
+    assert "stopped" in by_rate[1e-9] | by_rate[1e-8]
+    assert winner(tmp_path)["params"] == {"methods.meat.train.lr": 3e-3}
+    assert all(len(r["results"]) < 3 for r in found if r["status"] == "stopped")
+    assert all("lower train.lr" in r["message"] for r in found if r["status"] == "failed")
+
+
+@pytest.mark.slow
+def test_first_tasks_two_streams_and_several_workers(tmp_path: Path) -> None:
+    cards = small_run.make_cards(tmp_path, ["a", "b", "c"])
+    path = written(tmp_path, cards=("a", "b", "c"), protocol="first_k_tasks", first_tasks=2, budget={"trials": 2}, seeds=[5])
+    said = searched(path, tmp_path / "out")
+    assert all([x["task"] for x in r["results"]] == ["a", "b"] for r in records(tmp_path))
+    assert "on test data" in said
+    assert set(small_run.manifests(tmp_path / "storage", "small-winner-seed5")) >= {"meat/c/evaluate"}
+    stream = {"tasks": [{"name": "other", "card": cards["c"]}]}
+    other = written(tmp_path / "two", cards=("a", "b"), protocol="two_streams", stream=stream, budget={"trials": 2}, seeds=[5], set={"cluster.workers": 2})
+    searched(other, tmp_path / "out2")
+    assert all([x["task"] for x in r["results"]] == ["other"] for r in records(tmp_path / "two"))
+    assert {i.split("/")[1] for i in small_run.manifests(tmp_path / "two" / "storage", "small-winner-seed5") if i.startswith("meat")} == {"a", "b"}

@@ -1,0 +1,130 @@
+"""The space of a search: what is drawn, what applies, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from pydantic import TypeAdapter
+
+from pipeline.space import Dimension, Space, check, per_task, with_params
+from workers.errors import UserError
+
+ADAPTER = TypeAdapter(Dimension)
+BODY = {"name": "x", "stream": {"tasks": [{"card": "digits"}]}, "methods": {"meat": {"lambda": 0.9}, "hat": {}}}
+
+
+def space(**dimensions: dict) -> Space:
+    return Space({key.replace("__", "."): ADAPTER.validate_python(value) for key, value in dimensions.items()})
+
+
+WIDE = {"methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 1.0}, "methods__meat__alpha": {"dist": "choice", "values": [0.5, 1, 2]},
+        "methods__meat__mask_lr": {"dist": "loguniform", "low": 1e-4, "high": 1e-1}, "train__epochs": {"dist": "int", "low": 1, "high": 3}}
+
+
+def test_a_point_is_a_function_of_seed_and_number_and_stays_inside_its_bounds() -> None:
+    wide = space(**WIDE)
+    points = [wide.drawn(7, n) for n in range(300)]
+    assert points == [wide.drawn(7, n) for n in range(300)]
+    assert points[:20] != [wide.drawn(8, n) for n in range(20)]
+    assert all(0.5 <= p["methods.meat.lambda"] <= 1 and 1e-4 <= p["methods.meat.mask_lr"] <= 1e-1 for p in points)
+    assert {p["methods.meat.alpha"] for p in points} == {0.5, 1, 2}
+    assert {p["train.epochs"] for p in points} == {1, 2, 3}
+    logs = [math.log10(p["methods.meat.mask_lr"]) for p in points]
+    assert sum(-4 <= v < -3 for v in logs) == pytest.approx(100, abs=30), "evenly over orders of magnitude"
+
+
+def test_a_dimension_more_does_not_move_the_others() -> None:
+    few = space(**{k: v for k, v in WIDE.items() if k != "methods__meat__alpha"})
+    for n in range(10):
+        assert few.drawn(0, n).items() <= space(**WIDE).drawn(0, n).items()
+
+
+def test_a_grid_has_every_point_once() -> None:
+    points = space(a={"dist": "choice", "values": [1, 2]}, b={"dist": "int", "low": 0, "high": 2}, c={"dist": "uniform", "low": 0, "high": 1, "points": 2},
+                   d={"dist": "loguniform", "low": 1, "high": 100}).grid()
+    assert len(points) == 2 * 3 * 2 * 3 == len({repr(p) for p in points})
+    assert {p["c"] for p in points} == {0, 1}
+    assert sorted({p["d"] for p in points}) == pytest.approx([1, 10, 100])
+
+
+def test_what_belongs_to_another_method_is_not_there() -> None:
+    both = space(method={"dist": "choice", "values": ["meat", "hat"]}, methods__hat__c={"dist": "choice", "values": [1, 2]},
+                 methods__meat__alpha={"dist": "choice", "values": [1, 2, 4]})
+    assert {tuple(p) for p in both.grid()} == {("method", "methods.hat.c"), ("method", "methods.meat.alpha")}
+    assert len(both.grid()) == 5
+    for n in range(20):
+        point = both.drawn(0, n)
+        assert all(key == "method" or key.startswith(f"methods.{point['method']}.") for key in point)
+        assert list(with_params(BODY, point)["methods"]) == [point["method"]]
+
+
+def test_when_makes_a_dimension_conditional_whatever_the_order_of_lines() -> None:
+    one = space(methods__hat__c={"dist": "uniform", "low": 0, "high": 1, "when": {"methods.hat.start": ["dense", "uniform"]}},
+                methods__hat__start={"dist": "choice", "values": ["normal", "dense", "uniform"]})
+    points = [one.drawn(0, n) for n in range(60)]
+    assert {p["methods.hat.start"] for p in points if "methods.hat.c" not in p} == {"normal"}
+    assert {p["methods.hat.start"] for p in points if "methods.hat.c" in p} == {"dense", "uniform"}
+
+
+@pytest.mark.parametrize("algorithm", ["tpe"])
+def test_a_point_that_optuna_is_told_comes_back_as_it_was(algorithm: str) -> None:
+    optuna = pytest.importorskip("optuna")
+    one = space(**WIDE, methods__meat__token_mask_blocks={"dist": "choice", "values": ["all", [3, 6, 9]]})
+    study = optuna.create_study()
+    for n in range(5):
+        point = one.drawn(3, n)
+        study.enqueue_trial(one.asked(point))
+        assert one.suggest(study.ask()) == point
+
+
+def test_near_stays_inside() -> None:
+    wide, rng = space(**WIDE), random.Random(0)
+    point = wide.drawn(0, 0)
+    seen = []
+    for _ in range(200):
+        point = wide.near(point, rng)
+        seen.append(point)
+        assert 0.5 <= point["methods.meat.lambda"] <= 1
+        assert 1e-4 <= point["methods.meat.mask_lr"] <= 1e-1
+        assert point["methods.meat.alpha"] in (0.5, 1, 2)
+        assert point["train.epochs"] in (1, 2, 3)
+    assert len({repr(p) for p in seen}) > 100
+
+
+def test_params_land_where_they_belong() -> None:
+    body = with_params({**BODY, "methods": {"meat": {"lambda": 0.9}}}, {"methods.meat.lambda": 0.5, "train.epochs": 2})
+    assert body["methods"]["meat"]["lambda"] == 0.5
+    assert body["train"] == {"epochs": 2}
+    assert BODY["methods"]["meat"] == {"lambda": 0.9}, "the base stays as it is"
+    assert per_task({"methods.meat.lambda": 0.5, "methods.meat.train.lr": 1}, "a") == {"methods.meat.tasks.a.lambda": 0.5, "methods.meat.tasks.a.train.lr": 1}
+
+
+CHOICE = {"dist": "choice", "values": [1]}
+BAD = [
+    ({"methods__meat__lamda": {"dist": "uniform", "low": 0, "high": 1}, "method": {"dist": "choice", "values": ["meat"]}}, ["lamda", "did you mean 'lambda'"]),
+    ({"methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 7}, "method": {"dist": "choice", "values": ["meat"]}}, ["methods.meat.lambda=7.0", "points"]),
+    ({"methods__meat__lambda": {"dist": "choice", "values": [0.5, "much"]}, "method": {"dist": "choice", "values": ["meat"]}}, ["'much'"]),
+    ({"train__epochs": CHOICE}, ["2 methods", "method: {dist: choice, values: [meat, hat]}"]),
+    ({"train__epochs": CHOICE, "method": {"dist": "choice", "values": ["met"]}}, ["'met'", "meat, hat"]),
+    ({"methods__hat__c": CHOICE, "method": {"dist": "choice", "values": ["meat"]}}, ["'hat'", "no trial has"]),
+    ({"cluster__workers": CHOICE, "method": {"dist": "choice", "values": ["meat"]}}, ["cluster.workers", "cannot be searched"]),
+    ({"method": {"dist": "uniform", "low": 0, "high": 1}}, ["space.method must be a choice"]),
+]
+
+
+@pytest.mark.parametrize(("dimensions", "said"), BAD)
+def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(dimensions: dict, said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        check(space(**dimensions), BODY, "s.yaml")
+    assert "\n" not in str(error.value)
+    for text in ["s.yaml", *said]:
+        assert text in str(error.value)
+
+
+def test_when_must_name_a_key_and_not_go_round() -> None:
+    with pytest.raises(UserError, match="did you mean 'abc'"):
+        space(abc=CHOICE, b={**CHOICE, "when": {"abd": 1}})
+    with pytest.raises(UserError, match="circle"):
+        space(a={**CHOICE, "when": {"b": 1}}, b={**CHOICE, "when": {"a": 1}})

@@ -1,0 +1,138 @@
+"""A trial of a search, without Ray: what it reads, what it shares, and what its record says however it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import build, config, trial
+from pipeline.space import with_params
+from pipeline.store import Store
+from tests import small_run
+from workers import evaluate
+from workers.data import feed
+
+PARAMS = {"methods.meat.lambda": 0.8}
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> trial.Plan:
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ["a", "b", "c"]), methods=["meat"], data={"val_fraction": 0.2})
+    return trial.Plan("s", body["storage"], body, {}, ("a", "b", "c"))
+
+
+def run(plan: trial.Plan, number: int = 0, params: dict[str, Any] = PARAMS, **more: Any) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = []
+    trial.run_trial(plan, number, params, told.append, **more)
+    return told
+
+
+def record(plan: trial.Plan, number: int = 0) -> dict[str, Any]:
+    found = trial.read_record(plan.storage, plan.name, number)
+    assert found is not None
+    return found
+
+
+def test_a_trial_is_judged_on_validation_images_alone(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = []
+
+    class Watched(feed.Feed):
+        def __init__(self, job: Any, tasks: Any, split: str, *rest: Any, **more: Any):
+            splits.append((job.step, split))
+            super().__init__(job, tasks, split, *rest, **more)
+
+    monkeypatch.setattr(evaluate, "Feed", Watched)
+    monkeypatch.setattr("workers.loop.Feed", Watched)
+    told = run(plan)
+    assert ("evaluate", "val") in splits
+    assert not {split for _, split in splits} & {"test"}
+    assert [t["task"] for t in told] == ["a", "b", "c"]
+    assert told[-1]["accuracy"] == pytest.approx(sum(told[-1]["per_task"].values()) / 3)
+    manifest = small_manifest(plan, "meat/c/evaluate")
+    assert {row["total"] for row in manifest["result"]["rows"]} <= set(range(2, 17)), "a fifth of 40 images, by hash"
+
+
+def small_manifest(plan: trial.Plan, stage_id: str) -> dict[str, Any]:
+    key = next(s["key"] for s in record(plan)["graph"]["stages"] if s["id"] == stage_id)
+    return json.loads(Path(plan.storage, "stages", key, "manifest.json").read_text())
+
+
+def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.Plan) -> None:
+    run(plan)
+    settings = config.check({**with_params(plan.body, PARAMS), "name": "run"}, "run")
+    graph, _ = build.graph_of(settings, Store(plan.storage))
+    keys = {s["id"]: s["key"] for s in record(plan)["graph"]["stages"]}
+    for stage in graph:
+        if stage.step == "report":
+            assert stage.id not in keys
+        else:
+            assert (keys[stage.id] == stage.key) == (stage.step != "evaluate"), stage.id
+
+
+def test_equal_prefixes_are_run_once(plan: trial.Plan) -> None:
+    run(plan)
+    assert record(plan)["stages"] == {"run": 3 + 1 + 3 + 3, "reused": 0}
+    run(plan, 1, {"methods.meat.lambda": 0.9})
+    assert record(plan, 1)["stages"] == {"run": 6, "reused": 4}, "the data and the backbone stand"
+    run(plan, 2, PARAMS)
+    assert record(plan, 2)["stages"] == {"run": 0, "reused": 10}
+    assert record(plan, 2)["device_s"] == 0 < record(plan)["device_s"]
+    assert record(plan, 2)["results"] == record(plan)["results"]
+
+
+def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = run(plan)
+    monkeypatch.setattr(trial.Runner, "run", lambda *_: pytest.fail("ran again"))
+    again = run(plan)
+    assert [{k: v for k, v in t.items() if k != "record"} for t in again] == [{k: v for k, v in t.items() if k != "record"} for t in told]
+
+
+def test_a_trial_that_was_killed_goes_on(plan: trial.Plan) -> None:
+    def killed(result: dict[str, Any]) -> None:
+        if result["task"] == "b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trial.run_trial(plan, 0, PARAMS, killed)
+    assert record(plan)["status"] == "running"
+    assert [r["task"] for r in record(plan)["results"]] == ["a", "b"]
+    run(plan)
+    assert record(plan)["status"] == "finished"
+    assert record(plan)["stages"] == {"run": 3, "reused": 7}, "data, training and evaluation of the last task are left"
+
+
+def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:
+    bad = {"methods.meat.train.lr": 1e30}
+    for _ in range(2):
+        with pytest.raises(trial.TrialFailed, match="lower train.lr"):
+            run(plan, 3, bad)
+        assert record(plan, 3)["status"] == "failed"
+        assert "\n" not in record(plan, 3)["message"]
+    with pytest.raises(trial.TrialFailed, match="epochs"):
+        run(plan, 4, {"train.epochs": -1})
+    assert record(plan, 4)["graph"] is None
+
+
+def test_a_damaged_record_begins_anew(plan: trial.Plan) -> None:
+    run(plan)
+    path = Path(trial.record_path(plan.storage, plan.name, 0))
+    path.write_text(path.read_text()[:100])
+    run(plan)
+    assert record(plan)["stages"] == {"run": 0, "reused": 10}
+
+
+def test_fewer_tasks_leave_the_others_alone(plan: trial.Plan) -> None:
+    from dataclasses import replace
+
+    told = run(replace(plan, tasks=("a", "b")))
+    assert [t["task"] for t in told] == ["a", "b"]
+    done = {s["id"] for s in record(plan)["graph"]["stages"] if Path(plan.storage, "stages", s["key"], "manifest.json").exists()}
+    assert not {i for i in done if "/c" in i}
+
+
+def test_a_search_without_validation_images_cannot_be_judged(plan: trial.Plan) -> None:
+    with pytest.raises(trial.TrialFailed, match="val"):
+        run(plan, 5, {"data.val_fraction": 0})

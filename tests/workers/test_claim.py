@@ -1,0 +1,84 @@
+"""One of several processes does the work: claims are held, freed by death, and leave nothing behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from workers.claim import claimed
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def hold(root: str, inside: Any, leave: Any) -> None:
+    with claimed(root, "k"):
+        inside.set()
+        leave.wait(60)
+
+
+def held(root: str) -> tuple[Any, Any, Any]:
+    inside, leave = CONTEXT.Event(), CONTEXT.Event()
+    process = CONTEXT.Process(target=hold, args=(root, inside, leave))
+    process.start()
+    assert inside.wait(60)
+    return process, inside, leave
+
+
+def taken(root: str) -> threading.Event:
+    """Set once a thread of this process has got the claim."""
+    got = threading.Event()
+
+    def take() -> None:
+        with claimed(root, "k"):
+            got.set()
+
+    threading.Thread(target=take, daemon=True).start()
+    return got
+
+
+def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
+    root = str(tmp_path / "stages")
+    process, _, leave = held(root)
+    got = taken(root)
+    assert not got.wait(0.3)
+    leave.set()
+    assert got.wait(60)
+    process.join(60)
+    assert not any((tmp_path / "claims").iterdir())
+
+
+def test_a_process_that_dies_frees_its_claim(tmp_path: Path) -> None:
+    root = str(tmp_path / "stages")
+    process, _, _ = held(root)
+    got = taken(root)
+    process.kill()
+    assert got.wait(60)
+
+
+def test_other_keys_and_an_object_store_wait_for_nobody(tmp_path: Path) -> None:
+    root = str(tmp_path / "stages")
+    with claimed(root, "k"), claimed(root, "other"), claimed("s3://bucket/stages", "k"), claimed("s3://bucket/stages", "k"):
+        assert {p.name for p in (tmp_path / "claims").iterdir()} == {"k", "other"}
+    assert not os.listdir(tmp_path / "claims")
+
+
+def work(root: str, log: str, rounds: int) -> None:
+    for _ in range(rounds):
+        with claimed(root, "k"), open(log, "r+") as stream:
+            count = int(stream.read())
+            stream.seek(0)
+            stream.write(str(count + 1))
+
+
+def test_never_two_at_once(tmp_path: Path) -> None:
+    log = tmp_path / "count"
+    log.write_text("0")
+    processes = [CONTEXT.Process(target=work, args=(str(tmp_path / "stages"), str(log), 50)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert log.read_text() == "200"

@@ -106,7 +106,10 @@ class Store:
         write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
 
     def run_names(self) -> list[str]:
-        system, path = resolve(join(self.storage, "runs"))
+        return self._folders("runs")
+
+    def _folders(self, place: str) -> list[str]:
+        system, path = resolve(join(self.storage, place))
         found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
 
@@ -120,6 +123,7 @@ class Store:
                 raise UserError(f"{self.record_path(name)} is not readable, so what run {name!r} needs is not known; start the run again, or "
                                 f"remove {join(self.storage, 'runs', name)}")
             needed |= {s["key"] for s in record["stages"]} if record else set()
+        needed |= self._searched()
         standing = {key: found.manifest["attempt"] for key in needed if (found := Artefact.open(self.root, key))}
         sizes: dict[str, int] = {}
         for place in ("stages", "checkpoints"):
@@ -134,6 +138,19 @@ class Store:
                     continue
                 sizes[f"{place}/{folder}"] = sizes.get(f"{place}/{folder}", 0) + size
         return sorted(sizes.items())
+
+    def _searched(self) -> set[str]:
+        """Keys of all stages that trials of searches consist of. Raises UserError where a record cannot be read."""
+        from pipeline.report import trials
+
+        keys: set[str] = set()
+        for name in self._folders("searches"):
+            found = trials.load(self.storage, name)
+            if found.problems:
+                raise UserError(f"search {name!r}: {found.problems[0]}; so what it needs is not known: start the search again, or remove "
+                                f"{join(self.storage, 'searches', name)}")
+            keys |= {stage["key"] for trial in found.trials for stage in (trial.get("graph") or {"stages": []})["stages"]}
+        return keys
 
     def _files(self, place: str) -> list[tuple[str, int]]:
         """(path below `place`, bytes) of every file."""

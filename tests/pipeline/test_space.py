@@ -102,14 +102,15 @@ def test_params_land_where_they_belong() -> None:
 
 
 CHOICE = {"dist": "choice", "values": [1]}
+MEAT = {"method": {"dist": "choice", "values": ["meat"]}}
 BAD = [
-    ({"methods__meat__lamda": {"dist": "uniform", "low": 0, "high": 1}, "method": {"dist": "choice", "values": ["meat"]}}, ["lamda", "did you mean 'lambda'"]),
-    ({"methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 7}, "method": {"dist": "choice", "values": ["meat"]}}, ["methods.meat.lambda=7.0", "points"]),
-    ({"methods__meat__lambda": {"dist": "choice", "values": [0.5, "much"]}, "method": {"dist": "choice", "values": ["meat"]}}, ["'much'"]),
+    ({"methods__meat__lamda": {"dist": "uniform", "low": 0, "high": 1}, **MEAT}, ["lamda", "did you mean 'lambda'"]),
+    ({"methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 7}, **MEAT}, ["methods.meat.lambda=7.0", "points"]),
+    ({"methods__meat__lambda": {"dist": "choice", "values": [0.5, "much"]}, **MEAT}, ["'much'"]),
     ({"train__epochs": CHOICE}, ["2 methods", "method: {dist: choice, values: [meat, hat]}"]),
     ({"train__epochs": CHOICE, "method": {"dist": "choice", "values": ["met"]}}, ["'met'", "meat, hat"]),
-    ({"methods__hat__c": CHOICE, "method": {"dist": "choice", "values": ["meat"]}}, ["'hat'", "no trial has"]),
-    ({"cluster__workers": CHOICE, "method": {"dist": "choice", "values": ["meat"]}}, ["cluster.workers", "cannot be searched"]),
+    ({"methods__hat__c": CHOICE, **MEAT}, ["'hat'", "no trial has"]),
+    ({"cluster__workers": CHOICE, **MEAT}, ["cluster.workers", "cannot be searched"]),
     ({"method": {"dist": "uniform", "low": 0, "high": 1}}, ["space.method must be a choice"]),
 ]
 

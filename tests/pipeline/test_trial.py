@@ -14,6 +14,7 @@ from pipeline.store import Store
 from tests import small_run
 from workers import evaluate
 from workers.data import feed
+from workers.errors import UserError
 
 PARAMS = {"methods.meat.lambda": 0.8}
 
@@ -107,7 +108,7 @@ def test_a_trial_that_was_killed_goes_on(plan: trial.Plan) -> None:
 def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:
     bad = {"methods.meat.train.lr": 1e30}
     for _ in range(2):
-        with pytest.raises(trial.TrialFailed, match="lower train.lr"):
+        with pytest.raises(trial.TrialFailed, match=r"lower train\.lr"):
             run(plan, 3, bad)
         assert record(plan, 3)["status"] == "failed"
         assert "\n" not in record(plan, 3)["message"]
@@ -136,3 +137,16 @@ def test_fewer_tasks_leave_the_others_alone(plan: trial.Plan) -> None:
 def test_a_search_without_validation_images_cannot_be_judged(plan: trial.Plan) -> None:
     with pytest.raises(trial.TrialFailed, match="val"):
         run(plan, 5, {"data.val_fraction": 0})
+
+
+def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: Path) -> None:
+    run(plan)
+    keys = {s["key"] for s in record(plan)["graph"]["stages"]}
+    store, place = Store(plan.storage), Path(trial.folder(plan.storage, plan.name))
+    assert store.garbage() == []
+    place.rename(tmp_path / "elsewhere")
+    assert {name.split("/")[1] for name, _ in store.garbage()} == keys
+    (tmp_path / "elsewhere").rename(place)
+    Path(trial.record_path(plan.storage, plan.name, 0)).write_text("{")
+    with pytest.raises(UserError, match="what it needs is not known"):
+        store.garbage()

@@ -76,11 +76,13 @@ class SearchSettings(Frozen):
             raise ValueError(f"objectives are {list(self.objectives)}; write [accuracy], or [accuracy, bytes]")
         if self.scheduler == "pbt" and (self.algorithm != "random" or self.budget.trials is None):
             raise ValueError("scheduler pbt changes a population of random points, as many as budget.trials; use algorithm random, and give budget.trials")
+        if self.protocol == "per_task" and self.algorithm != "grid" and self.budget.trials is None:
+            raise ValueError("protocol per_task has a number of trials for each task; give budget.trials")
         if self.protocol == "per_task" and self.scheduler != "none":
             raise ValueError(f"protocol per_task judges trials once, so scheduler {self.scheduler} has nothing to stop; use scheduler none")
         if self.scheduler != "none" and len(self.objectives) > 1:
             raise ValueError(f"scheduler {self.scheduler} judges by accuracy alone; use scheduler none, or objectives [accuracy]")
-        if self.algorithm == "grid" and self.budget.trials is not None and "trials" in self.budget.model_fields_set:
+        if self.algorithm == "grid" and "budget" in self.model_fields_set and self.budget.trials is not None:
             raise ValueError("a grid has as many trials as points; leave budget.trials out (hours and stages bound a grid), or use algorithm random")
         return self
 
@@ -150,8 +152,6 @@ def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any
         configs.apply_override(raw, override)
     if "space" not in raw and "methods" in raw:
         raise UserError(f"{path}: this is a config to run, with no `space`; use `python -m pipeline run`, or write a search that has it as `base`")
-    if isinstance(raw.get("budget"), dict) and raw.get("algorithm") == "grid" and not raw["budget"]:
-        raw.pop("budget")
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
     base = file.parent / settings.base
     if not base.exists():

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -134,7 +133,7 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
         param_space={"params": tune.grid_search([known.get(n, {}).get("params") or points_of(search, n, first) for n in range(first, first + (most or 0))])}
         if pbt else {},
         tune_config=tune.TuneConfig(
-            search_alg=None if pbt else Asking(), num_samples=1 if pbt else most or sys.maxsize, max_concurrent_trials=side_by_side,
+            search_alg=None if pbt else Asking(), num_samples=1 if pbt else most or -1, max_concurrent_trials=side_by_side,
             scheduler=scheduler, time_budget_s=budget_s, reuse_actors=True, metric=None if scheduler else "accuracy", mode=None if scheduler else "max"),
         run_config=tune.RunConfig(name=place, storage_path=join(search.storage, "ray"), verbose=0, callbacks=[Watch()],
                                   failure_config=tune.FailureConfig(max_failures=cluster.retries)))

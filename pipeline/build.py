@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline import cards, ingest
-from pipeline.config import Config, TaskEntry, expand
+from pipeline.config import Config, TaskEntry, expand, place_of
 from pipeline.graph import Graph, Stage
 from pipeline.store import Store, key_of
 from workers import evaluate, loop
@@ -19,7 +20,7 @@ from workers.data import sources
 from workers.errors import UserError
 from workers.job import DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Step
+from workers.methods.base import MethodSettings, Step
 from workers.model import vit
 
 REPORT_REVISION = 1  # raise it when the report shows other things
@@ -60,9 +61,14 @@ class Builder:
         self.keys[stage.id] = stage.key
         return stage
 
+    def settings(self, label: str, task: Task | None = None) -> MethodSettings:
+        """A method's own settings, as the steps of a task have them; None: as all tasks are served."""
+        entry = self.config.entry_of(label, task.name if task else None)
+        return METHODS[entry.method].Settings.model_validate(entry.settings)
+
     def recipe(self, label: str, step: str, task: Task | None) -> tuple[TrainSettings, DataSettings]:
         """How a step of a method trains. Images without labels have nothing to be validated by: all are trained on, to the last epoch."""
-        train, data = self.config.train_of(label, step), self.config.data_of(label)
+        train, data = self.config.train_of(label, step, task=task.name if task else None), self.config.data_of(label)
         if task is None or task.role != "unlabelled":
             return train, data
         return train.model_copy(update={"keep": "last"}), data.model_copy(update={"val_fraction": 0.0})
@@ -70,8 +76,9 @@ class Builder:
     def job(self, stage_id: str, step: str, label: str | None, task: Task | None, tasks: tuple[Task, ...], **rest: Any) -> StageJob:
         """The job of a stage; `add` fills in its key. It is told no setting that its step does not read."""
         c = self.config
-        entry = c.methods[label] if label else None
-        train, data = self.recipe(label, step, task) if label else (c.train, c.data)
+        own = None if step == "evaluate" else task  # all tasks are served alike
+        entry = c.entry_of(label, own.name if own else None) if label else None
+        train, data = self.recipe(label, step, own) if label else (c.train, c.data)
         hidden = METHODS[entry.method].unread(step) if entry else frozenset()
         return StageJob(
             id=stage_id, key="", step=step, root=self.store.root, method=entry.method if entry else "finetune",
@@ -95,6 +102,7 @@ def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = N
     leaves: list[str] = []
     for label in config.methods:
         leaves += add_method(builder, label, tasks, base, unlabelled)
+        check_own(builder, label)
     if unlabelled and not any(stage.task == unlabelled.name for stage in builder.stages):
         able = ", ".join(name for name, method in METHODS.items() if method.starts_from)
         raise UserError(f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run sees images without labels; leave it out, or "
@@ -102,6 +110,17 @@ def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = N
     if split == "test":
         builder.add("report", "report", {"revision": REPORT_REVISION, "name": config.name}, leaves)
     return Graph.of(config.name, builder.stages), tasks
+
+
+def check_own(builder: Builder, label: str) -> None:
+    """Raises UserError where a method has settings for a task that none of its steps is for."""
+    entry = builder.config.methods[label]
+    names = list(dict.fromkeys(s.task for s in builder.stages if s.method == label and s.task and s.step != "evaluate"))
+    unknown = next((name for name in entry.tasks if name not in names), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, names, 1)
+        raise UserError(f"{place_of(label, unknown)}: {entry.method!r} has no step for a task {unknown!r} in this stream; "
+                        + (f"did you mean {near[0]!r}?" if near else f"those with steps are: {', '.join(names)}"))
 
 
 def add_tasks(builder: Builder) -> list[Task]:
@@ -213,7 +232,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     empty = vit.check(c.backbone)
     for label, entry in c.methods.items():
         try:
-            METHODS[entry.method].fits(METHODS[entry.method].Settings.model_validate(entry.settings), copy.deepcopy(empty), tuple(tasks))
+            METHODS[entry.method].fits(builder.settings(label), copy.deepcopy(empty), tuple(tasks))
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None
     settings = {**c.backbone.model_dump(exclude={"weights"}), "weights": _weights_digest(c, builder.store)}
@@ -235,18 +254,17 @@ def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | Non
     are such, else from the base task."""
     method = METHODS[builder.config.methods[label].method]
     last: dict[str, str] = {base.name: "backbone"} if base else {}  # task -> stage that holds its state
-    settings = method.Settings.model_validate(builder.config.methods[label].settings)
-    if base is None and method.needs_base(settings):
+    if base is None and method.needs_base(builder.settings(label)):
         raise UserError(f"methods.{label} goes through steps with the base task, and the stream has none; give the task that the backbone is trained on "
                         "`role: base`, or change the settings that ask for it")
     leaves: list[str] = []
     ends: dict[str, str] = {}  # step -> stage: those whose carried states the next task starts from
     common: dict[str, str] = {}  # the same for every task of a star
-    ahead = method.planned(settings, -1) if unlabelled and method.starts_from else ()
+    ahead = method.planned(builder.settings(label, unlabelled), -1) if unlabelled and method.starts_from else ()
     if unlabelled and ahead:
         common = _add_steps(builder, label, unlabelled, (unlabelled,), ahead, {}, {})
     for position, task in enumerate(tasks):
-        steps = tuple(step for step in method.planned(settings, position - (base is not None)) if position or not step.later)
+        steps = tuple(step for step in method.planned(builder.settings(label, task), position - (base is not None)) if position or not step.later)
         if steps and not (ahead and task is base):
             seen = tuple(tasks[: position + 1])
             stages = _add_steps(builder, label, task, seen, steps, ends if method.carries else common, last)
@@ -276,7 +294,7 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
     states of earlier tasks, and of the base task itself where it goes through steps of the method's own."""
     c, entry = builder.config, builder.config.methods[label]
     method = METHODS[entry.method]
-    settings = method.Settings.model_validate(entry.settings)
+    settings = builder.settings(label, task)
     reads = seen if (method.reads or method.trains_on) == "seen" else (task,)
     states = {t.name: last[t.name] for t in seen if t.name in last} if method.carries else {}  # their stages are ancestors of this task's
     loaded = states.values() if method.loads_states(c.stream.scenario) else ()
@@ -322,7 +340,7 @@ def _evaluate_stage(builder: Builder, label: str, stages: dict[Task, str], shown
     parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *stages.values(), *start.values()]))
     stage_id = f"{label}/{task.name}/evaluate"
     inputs = {"method": entry.method, "revision": [method.revision, evaluate.EVALUATE_REVISION, sources.DECODING], "task": task.name,
-              "settings": method.Settings.model_validate(entry.settings).model_dump(by_alias=True), "seed": builder.config.seed,
+              "settings": builder.settings(label).model_dump(by_alias=True), "seed": builder.config.seed,
               "seen": [[t.name, list(t.classes)] for t in shown], "scenario": builder.config.stream.scenario}
     if builder.split == "val":
         inputs |= {"split": "val", "val_fraction": builder.config.data_of(label).val_fraction}

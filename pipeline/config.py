@@ -63,13 +63,22 @@ class TrackingSettings(Frozen):
     experiment: str = "accrete"
 
 
+class OwnEntry(Frozen):
+    """What the steps of one task alone have of a method: training settings, and those of the method's own that serving does not read."""
+
+    train: dict[str, Any] = Field(default_factory=dict)
+    steps: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
 class MethodEntry(Frozen):
-    """One method of the run under its label: what differs from `train` and `data`, and the method's own settings."""
+    """One method of the run under its label: what differs from `train` and `data`, the method's own settings, and by task what it alone has."""
 
     method: str
     train: dict[str, Any] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    tasks: dict[str, OwnEntry] = Field(default_factory=dict, exclude_if=lambda tasks: not tasks)
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -99,11 +108,11 @@ class Config(Frozen):
             return value
         entries = {}
         for label, raw in value.items():
-            if not isinstance(raw, (dict, type(None))):
-                raise ValueError(f"methods.{label} is {raw!r}, it must be a mapping of settings")
-            body = dict(raw or {})
-            shared = {k: body.pop(k) or {} for k in ("train", "data", "steps") if k in body}
-            entries[str(label)] = {"method": body.pop("method", str(label)), **shared, "settings": body}
+            body = _parted(raw, f"methods.{label}", ("train", "data", "steps", "tasks"))
+            tasks = body.get("tasks", {})
+            if isinstance(tasks, dict):
+                body["tasks"] = {str(task): _parted(own, f"methods.{label}.tasks.{task}", ("train", "steps")) for task, own in tasks.items()}
+            entries[str(label)] = {"method": body["settings"].pop("method", str(label)), **body}
         return entries
 
     @model_validator(mode="after")
@@ -113,14 +122,33 @@ class Config(Frozen):
                 raise ValueError(f"methods.{label}: a label has letters, digits, '_', '.' and '-' only")
         return self
 
-    def train_of(self, label: str, step: str = "train", where: str = "") -> TrainSettings:
-        """The training settings of one step of one method: `train`, then the method's, then the step's."""
+    def entry_of(self, label: str, task: str | None = None) -> MethodEntry:
+        """A method as the steps of a task have it: with what stands under `tasks` for this one. None: as all tasks are served."""
         entry = self.methods[label]
+        own = entry.tasks.get(task or "", OwnEntry())
+        return entry.model_copy(update={"train": entry.train | own.train, "steps": _merge(entry.steps, own.steps), "settings": entry.settings | own.settings})
+
+    def train_of(self, label: str, step: str = "train", where: str = "", task: str | None = None) -> TrainSettings:
+        """The training settings of one step of one method: `train`, then the method's, then the task's, then the step's."""
+        entry = self.entry_of(label, task)
         merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
-        return checked(TrainSettings, merged, f"methods.{label}.train", where)
+        return checked(TrainSettings, merged, f"{place_of(label, task)}.train", where)
 
     def data_of(self, label: str, where: str = "") -> DataSettings:
         return checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data", where)
+
+
+def _parted(raw: Any, place: str, shared: tuple[str, ...]) -> dict[str, Any]:
+    """A mapping of settings as an entry: keys that every method has by themselves, the method's own under `settings`."""
+    if not isinstance(raw, (dict, type(None))):
+        raise ValueError(f"{place} is {raw!r}, it must be a mapping of settings")
+    body = dict(raw or {})
+    return {**{k: body.pop(k) or {} for k in shared if k in body}, "settings": body}
+
+
+def place_of(label: str, task: str | None = None) -> str:
+    """Where in a config a method's settings stand, or those that a task alone has."""
+    return f"methods.{label}" + (f".tasks.{task}" if task else "")
 
 
 def load(path: str, overrides: list[str] | None = None) -> Config:
@@ -162,14 +190,19 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def check(body: dict[str, Any], where: str) -> Config:
     """Settings from plain YAML values. Raises UserError with one sentence."""
     config = checked(Config, body, "", where)
-    for label in config.methods:
-        for step in dict.fromkeys(("train", *config.methods[label].steps)):
-            if config.train_of(label, step, where).keep == "best" and not config.data_of(label, where).val_fraction:
+    for label, task in _entries(config):
+        for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
+            if config.train_of(label, step, where, task).keep == "best" and not config.data_of(label, where).val_fraction:
                 key = "train.keep" if step == "train" else f"steps.{step}.keep"
-                raise UserError(f"{where}: methods.{label}.{key} is 'best' with data.val_fraction 0: the best epoch is chosen on validation "
+                raise UserError(f"{where}: {place_of(label, task)}.{key} is 'best' with data.val_fraction 0: the best epoch is chosen on validation "
                                 "images; hold some out, or set it to last")
     _check_methods(config, where)
     return config
+
+
+def _entries(config: Config) -> list[tuple[str, str | None]]:
+    """Every method by label as it is for all tasks, and then as it is for each that has something of its own."""
+    return [(label, task) for label, entry in config.methods.items() for task in (None, *entry.tasks)]
 
 
 def _check_methods(config: Config, where: str) -> None:
@@ -180,21 +213,42 @@ def _check_methods(config: Config, where: str) -> None:
             near = difflib.get_close_matches(entry.method, list(METHODS), 1)
             raise UserError(f"{where}: methods.{label} names method {entry.method!r}, which does not exist; "
                             + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(METHODS))}"))
-        cls = METHODS[entry.method]
-        settings = checked(cls.Settings, entry.settings, f"methods.{label}", where)
-        if config.stream.scenario not in cls.scenarios:
+        if config.stream.scenario not in METHODS[entry.method].scenarios:
             raise UserError(f"{where}: methods.{label} cannot serve stream.scenario {config.stream.scenario!r}; "
-                            f"{entry.method!r} serves {', '.join(sorted(cls.scenarios))}")
-        steps = [s.name for s in cls.steps]
-        for step in entry.steps:
-            if step not in steps:
-                raise UserError(f"{where}: methods.{label}.steps.{step} is not a step of {entry.method!r}; its steps are {', '.join(steps)}")
-            config.train_of(label, step, where)
-        for step in (s.name for s in cls.steps if s.trains):
-            try:
-                cls.check(settings, config.train_of(label, step, where), config.data_of(label, where), config.stream.scenario)
-            except UserError as error:
-                raise UserError(f"{where}: methods.{label}: {error}") from None
+                            f"{entry.method!r} serves {', '.join(sorted(METHODS[entry.method].scenarios))}")
+    for label, task in _entries(config):
+        _check_entry(config, label, task, METHODS[config.methods[label].method], where)
+
+
+def _check_entry(config: Config, label: str, task: str | None, cls: Any, where: str) -> None:
+    """cls: the method's class."""
+    entry, place = config.entry_of(label, task), place_of(label, task)
+    if task is not None:
+        _check_own(config.methods[label].tasks[task].settings, cls, place, label, where)
+    settings = checked(cls.Settings, entry.settings, place, where)
+    steps = [s.name for s in cls.steps]
+    for step in entry.steps:
+        if step not in steps:
+            raise UserError(f"{where}: {place}.steps.{step} is not a step of {entry.method!r}; its steps are {', '.join(steps)}")
+        config.train_of(label, step, where, task)
+    for step in (s.name for s in cls.steps if s.trains):
+        try:
+            cls.check(settings, config.train_of(label, step, where, task), config.data_of(label, where), config.stream.scenario)
+        except UserError as error:
+            raise UserError(f"{where}: {place}: {error}") from None
+
+
+def _check_own(settings: dict[str, Any], cls: Any, place: str, label: str, where: str) -> None:
+    """Raises UserError where a task has a setting of its own that holds for all tasks of the method."""
+    able = [*sorted(cls.per_task), "steps", "train"]
+    for key, value in settings.items():
+        if key in {"data", *_keys_at(cls.Settings, [])} - cls.per_task:
+            raise UserError(f"{where}: {place}.{key} is {value!r:.80}, and {key} is one for all tasks of {cls.name!r}; set it at methods.{label}.{key} "
+                            f"(a task's own may be: {', '.join(able)})")
+        if key not in able:
+            near = difflib.get_close_matches(key, able, 1, 0.5)
+            raise UserError(f"{where}: {place}.{key} is not a known key (value {value!r:.80}); "
+                            + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(able)}"))
 
 
 def checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:
@@ -320,7 +374,8 @@ def dump(config: Config) -> dict[str, Any]:
     """The resolved config as plain values, in the layout of a config file."""
     body = config.model_dump(mode="json", by_alias=True)
     for entry in body["methods"].values():
-        entry.update(entry.pop("settings"))
+        for part in (entry, *entry.get("tasks", {}).values()):
+            part.update(part.pop("settings"))
     return body
 
 

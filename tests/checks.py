@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, answers, contents, history
+from laboratory import BESIDE, OPTIMIZERS, TASKS, Lab, Run, again, answers, contents, history, other_values
 from torch import Tensor
 
-from workers import loop
+from workers import evaluate, loop
 from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
 from workers.evaluate import accuracy
+from workers.methods import METHODS
 from workers.methods.base import Method, Rates
 from workers.model.vit import digest_of
 from workers.taskstate import KINDS, Carried
@@ -29,6 +31,7 @@ from workers.taskstate import KINDS, Carried
 Check = Callable[[Lab, str, str], None]
 FIRST, SECOND = 0, 1  # places of the two tasks in the stream
 STATE, CARRIED = "task.safetensors", "carried.safetensors"
+QUICK = {"epochs": 1, "batch_size": 32}
 
 
 @dataclass(frozen=True)
@@ -300,6 +303,23 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
         found = answers(served, images[task], run.order[task])
         assert found.shape == (len(images[task]), len(TASKS[run.order[task]]))
         assert torch.equal(found, alone[task])
+
+
+@promise(lambda cls: bool(cls.per_task))
+def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(lab: Lab, method: str, optimizer: str) -> None:
+    """A task that was trained under other values is served, by a method that has the common ones, as by one that has its own; so is the
+    next task, which was trained under the common ones after it. In every scenario that the method serves, and with what it picks."""
+    own, beside = other_values(method), BESIDE.get(method, {})
+    run = lab.run_of(method, OPTIMIZERS[optimizer], methods={method: {**beside, "tasks": {"two": {**own, "train": QUICK}, "three": {"train": QUICK}}}})
+    for after in (FIRST, SECOND):
+        job = run.evaluate_job(after)
+        run.prepare(job)
+        common, itself = (evaluate.served(replace(job, settings=job.settings | changed), Group()) for changed in ({}, own))
+        for task, scenario in product(range(after + 1), sorted(METHODS[method].scenarios)):
+            common.scenario = itself.scenario = scenario
+            (logits, picks), (other, others) = (evaluate.with_picks(one, run.images(task), run.order[task]) for one in (common, itself))
+            assert torch.equal(logits, other), sorted(own)
+            assert same(picks, others), sorted(own)
 
 
 @promise()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 from unittest import mock
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ import torch
 import torch.multiprocessing
 import yaml
 from PIL import Image
+from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline import config, launch
@@ -60,6 +61,15 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
     ("ucir", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
     ("wsn", "sgd"): {"mask_lr": 1.0}}
+
+BESIDE: dict[str, dict[str, Any]] = {  # under which every setting of `per_task` can be at another value
+    "adapter": {"kind": "adaptformer"},
+    "piggyback": {"mask_lr": 0.3, "train": OPTIMIZERS["sgd"]},
+    "supsup": {"scores": "threshold"}}
+OWN: dict[str, dict[str, Any]] = {  # where twice or half the usual value would mask nothing, or all
+    "meat": {"gamma": 0.5, "alpha": 0.1, "mask_lr": 0.5},
+    "simple_der": {"keep": 0.2},
+    "supsup": {"density": 0.4, "budget": 5.0}}
 
 
 @dataclass(repr=False)
@@ -266,6 +276,31 @@ def small_batches() -> Any:
 def answers(method: Method, images: Tensor, task: str) -> Tensor:
     """Logits as they are served."""
     return method.eval().logits(images, task).clone()
+
+
+def other_values(method: str) -> dict[str, Any]:
+    """Every setting that a task may have of its own, at another value than it has under `BESIDE`: that of `OWN`, or any."""
+    cls = METHODS[method]
+    fields = {info.alias or name: name for name, info in cls.Settings.model_fields.items()}
+    usual = cls.Settings.model_validate({name: value for name, value in BESIDE.get(method, {}).items() if name in fields})
+    found = {}
+    for name in sorted(cls.per_task):
+        value, annotation = getattr(usual, fields[name]), cls.Settings.model_fields[fields[name]].annotation
+        found[name] = next(other for other in _tries(value, annotation) if other != value and _accepted(cls, {name: other}))
+    return found | OWN.get(method, {})
+
+
+def _tries(usual: Any, annotation: Any) -> list[Any]:
+    if isinstance(usual, bool):
+        return [not usual]
+    near = [2 * usual, usual / 2] if isinstance(usual, (int, float)) else []
+    return [*near, 0.5, 3, *(word for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal for word in get_args(part))]
+
+
+def _accepted(cls: type[Method], settings: dict[str, Any]) -> bool:
+    with contextlib.suppress(ValidationError):
+        return bool(cls.Settings.model_validate(settings))
+    return False
 
 
 def again(job: StageJob, name: str, **changes: Any) -> StageJob:

@@ -12,7 +12,7 @@ from laboratory import Lab, answers
 from torch import Tensor
 
 from workers.methods import METHODS
-from workers.methods.base import Method
+from workers.methods.base import Method, MethodSettings
 from workers.methods.finetune import FineTune, weight_groups
 from workers.methods.linear import Linear
 
@@ -217,6 +217,21 @@ class LearnsNothing(Linear):
             p.grad = None
 
 
+class ScaleSettings(MethodSettings):
+    scale: float = 1.0
+
+
+class ServesByACommonScale(Linear):
+    """Says that a task may have its own scale, and serves all tasks by the common one."""
+
+    Settings = ScaleSettings
+    per_task = frozenset({"scale"})
+    settings: ScaleSettings
+
+    def features(self, images: Tensor) -> Tensor:
+        return super().features(images) * self.settings.scale
+
+
 class MiscountsItsSize(Linear):
     """Records that it stores nothing."""
 
@@ -245,6 +260,7 @@ BROKEN = [
     (StoresWhatItDoesNotUse, "whatever_is_stored_has_a_part_in_the_answers"),
     (RemembersBeside, "an_interrupted_stage_ends_as_if_it_had_not_been"),
     (LearnsNothing, "it_learns"),
+    (ServesByACommonScale, "what_a_task_may_have_of_its_own_has_no_part_in_serving"),
     (MiscountsItsSize, "the_recorded_size_is_the_size_of_the_file")]
 
 

@@ -307,6 +307,57 @@ def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_p
     assert len({stage.key for stage in measured}) == 3
 
 
+# ---- what a task has of its own ------------------------------------------------------------------------------------------
+def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the_common_ones(tmp_path):
+    settings = {"prune": 0.6, "steps": {"retrain": {"lr": 0.25}}, "tasks": {"b": {"prune": 0.5, "train": {"lr": 0.5, "epochs": 4}}}}
+    graph, _ = graph_of(tmp_path, methods={"packnet": settings})
+    found = {i: graph[f"packnet/{i}"].job for i in ("a/train", "b/train", "b/prune", "b/retrain", "c/prune", "b/evaluate", "c/evaluate")}
+    assert {i: job.settings["prune"] for i, job in found.items()} == {
+        "a/train": 0.6, "b/train": 0.5, "b/prune": 0.5, "b/retrain": 0.5, "c/prune": 0.6, "b/evaluate": 0.6, "c/evaluate": 0.6}
+    trained = [(found[i].train.lr, found[i].train.epochs) for i in ("a/train", "b/train", "b/retrain", "b/evaluate")]
+    assert trained == [(1e-3, 10), (0.5, 4), (0.25, 4), (1e-3, 10)]
+    assert graph["packnet/b/prune"].inputs["settings"]["prune"] == 0.5
+    assert graph["packnet/b/evaluate"].inputs["settings"]["prune"] == 0.6
+    assert graph["packnet/b/train"].inputs["train"]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(("method", "own", "alike"), [
+    ("meat", {"lambda": 0.6}, {"a/train", "a/evaluate", "c/train"}), ("hat", {"c": 0.5}, {"a/train", "a/evaluate"}),
+    ("packnet", {"train": {"lr": 0.5}}, {"a/train", "a/prune", "a/retrain", "a/evaluate"})])
+def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_from_it(tmp_path, method: str, own: dict[str, Any], alike: set[str]):
+    before, _ = graph_of(tmp_path, method)
+    after, _ = graph_of(tmp_path, methods={method: {"tasks": {"b": own}}})
+    assert before.stages.keys() == after.stages.keys()
+    assert {s.id for s in before if s.key == after[s.id].key} == {"data/digits", "backbone", *(f"{method}/{i}" for i in alike)}
+
+
+def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path):
+    tasks = {"b": {"prune": [0.5, "none"]}}
+    graph, _ = graph_of(tmp_path, methods={"packnet": {"tasks": tasks}})
+    assert {t: [s.step for s in graph if s.task == t and s.step != "evaluate"] for t in "abc"} == {
+        "a": ["train", "prune", "retrain"], "b": ["train"], "c": ["train", "prune", "retrain"]}
+
+
+def test_steps_with_the_base_task_or_with_images_without_labels_may_have_settings_of_their_own(tmp_path):
+    tasks = {"base": {"train": {"lr": 0.5}}}
+    graph, _ = graph_of(tmp_path, base=True, methods={"toast": {"tasks": tasks}, "hat": {"tasks": tasks}})
+    assert graph["toast/base/pretune"].job.train.lr == graph["hat/base/train"].job.train.lr == 0.5
+    assert graph["toast/a/train"].job.train.lr == graph["hat/a/train"].job.train.lr == graph["backbone"].job.train.lr == 1e-3
+    pictures = [{"name": "pictures", "card": "digits", "role": "unlabelled"}, *TASKS]
+    graph, _ = graph_of(tmp_path, methods={"toast": {"tasks": {"pictures": {"train": {"lr": 0.5}}}}}, stream={"tasks": pictures})
+    assert (graph["toast/pictures/pretune"].job.train.lr, graph["toast/a/train"].job.train.lr) == (0.5, 1e-3)
+
+
+@pytest.mark.parametrize(("name", "base", "said"), [
+    ("flwers", False, "did you mean 'flowers'"), ("elsewhere", False, "those with steps are: a, b, flowers-0, flowers-1"),
+    ("flowers", False, "did you mean 'flowers-[01]'"), ("base", True, "those with steps are: a, b, flowers")])
+def test_settings_for_a_task_that_no_step_is_for_are_refused(tmp_path, name: str, base: bool, said: str):
+    entry = {"name": "flowers", "card": "digits", "classes": ["6", "7"], "split": 0 if said in ("did you mean 'flowers'",) or base else 2}
+    stream = {"tasks": [*([BASE] if base else []), *TASKS[:2], entry]}
+    with pytest.raises(UserError, match=rf"methods\.m\.tasks\.{name}: 'meat' has no step for a task '{name}' in this stream; {said}"):
+        graph_of(tmp_path, methods={"m": {"method": "meat", "tasks": {name: {"lambda": 0.6}}}}, stream=stream)
+
+
 def test_every_job_knows_its_own_key(tmp_path):
     graph, _ = graph_of(tmp_path, "finetune", "meat", "side", base=True)
     for stage in graph:

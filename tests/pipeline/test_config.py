@@ -91,6 +91,35 @@ def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_gener
     assert (train.epochs, train.lr, train.momentum) == (9, 0.5, 0.5)
 
 
+def test_what_a_task_has_of_its_own_overrides_the_methods_and_the_settings_of_a_step_override_both():
+    body = {"lambda": 0.9, "alpha": 3, "train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"clip": 1.0}},
+            "tasks": {"a": {"lambda": 0.7, "train": {"lr": 0.1, "clip": 2.0}, "steps": {"train": {"warmup": 0.5}}}, "b": None}}
+    found = config(methods={"meat": body})
+    own, common = found.train_of("meat", task="a"), found.train_of("meat")
+    assert (own.epochs, own.lr, own.clip, own.warmup) == (5, 0.1, 1.0, 0.5)
+    assert (common.epochs, common.lr, common.clip, common.warmup) == (5, 0.5, 1.0, TrainSettings().warmup)
+    assert found.entry_of("meat", "a").settings == {"lambda": 0.7, "alpha": 3}
+    for other in (None, "b", "elsewhere"):
+        assert found.entry_of("meat", other).settings == {"lambda": 0.9, "alpha": 3}
+        assert found.train_of("meat", task=other) == common
+
+
+def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_path):
+    path = written(tmp_path, low=STREAM, middle="methods: {meat: {tasks: {digits: {lambda: 0.5, train: {lr: 0.25}}}}}\n",
+                   top="extends: [low.yaml, middle.yaml]\nname: top\nmethods: {meat: {tasks: {digits: {alpha: 3}}}}\n")
+    found = load(path, ["methods.meat.tasks.digits.train.lr=1e-2", "methods.meat.tasks.digits.tau=2", "methods.linear.tasks.digits.train.epochs=7"])
+    assert found.entry_of("meat", "digits").settings == {"lambda": 0.5, "alpha": 3, "tau": 2}
+    assert found.train_of("meat", task="digits").lr == 0.01
+    assert (found.train_of("linear", task="digits").epochs, found.train_of("linear").epochs) == (7, 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_task_may_have_settings_of_its_own_that_the_method_knows_and_that_do_not_settle_the_plan(method):
+    cls = METHODS[method]
+    assert cls.per_task <= {info.alias or name for name, info in cls.Settings.model_fields.items()}
+    assert not cls.per_task & {"memory", "per_class", "pretune", "base_mode"}, "they are of the whole stream"
+
+
 @pytest.mark.parametrize(("text", "enabled"), [("off", False), ("false", False), ("on", True), ("{experiment: x}", True)])
 def test_tracking_is_switched_by_a_word(text, enabled):
     assert config(f"tracking={text}").tracking.enabled is enabled
@@ -98,12 +127,18 @@ def test_tracking_is_switched_by_a_word(text, enabled):
 
 @pytest.mark.parametrize("changes", [
     {}, {"tracking": {"uri": "sqlite:///x.db"}}, {"methods": {"m": {"method": "meat", "lambda": 0.7, "data": {"flip": 0.5}, "steps": {"train": {"lr": 0.1}}}}},
+    {"methods": {"meat": {"lambda": 0.7, "tasks": {"a": {"lambda": 0.6, "train": {"lr": 0.1}, "steps": {"train": {"epochs": 1}}}, "b": {"tau": 2}}}}},
     {"stream": {"tasks": [{"card": "digits", "split": 5}]}}, {"train": {"lr": 1e-5, "precision": "bf16"}}])
 def test_a_dumped_config_reads_back_as_the_same(changes):
     found = config(**changes)
     again = check(parse_yaml(yaml.safe_dump(dump(found)), "dumped"), "dumped")
     assert again == found
     assert dump(again) == dump(found)
+
+
+def test_a_config_without_tasks_of_their_own_is_dumped_as_it_was_before_there_were_any():
+    assert all("tasks" not in entry for entry in dump(config())["methods"].values())
+    assert dump(config(methods={"meat": {"tasks": {"a": {"lambda": 0.6}}}}))["methods"]["meat"]["tasks"]["a"]["lambda"] == 0.6
 
 
 def test_classes_are_names_also_where_they_look_like_numbers():
@@ -190,6 +225,12 @@ def test_each_setting_that_can_change_results_changes_the_keys_of_these(section,
     ("methods.finetune.train.epochs=3", ("finetune/[ab]/*", "report")),
     ("methods.finetune.steps.train.lr=3", ("finetune/[ab]/*", "report")),
     ("methods.joint.data.flip=0.5", ("joint/[ab]/*", "report")),
+    ("methods.meat.tasks.a.lambda=0.8", ("meat/a/*", "meat/b/evaluate", "report")),
+    ("methods.meat.tasks.b.train.lr=0.5", ("meat/b/*", "report")),
+    ("methods.meat.tasks.b.steps.train.epochs=9", ("meat/b/*", "report")),
+    ("methods.finetune.tasks.a.train.lr=0.5", ("finetune/[ab]/*", "report")),
+    ("methods.finetune.tasks.b.train.lr=0.5", ("finetune/b/*", "report")),
+    ("methods.joint.tasks.a.train.lr=0.5", ("joint/a/*", "joint/b/evaluate", "report")),
     ("stream.tasks.0.classes=['1', '0']", ("backbone", "*/*/*", "report")),
     ("stream.tasks.0.name=root", None),
     ("stream.tasks.1.classes=['3', '2']", ("*/a/*", "finetune/b/*", "joint/b/*", "meat/b/evaluate", "report")),
@@ -208,6 +249,15 @@ def test_a_change_reaches_exactly_the_stages_that_it_can_affect(override, patter
 def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path):
     default = METHODS["meat"].Settings().model_dump(by_alias=True)["lambda"]
     assert not changed(keys_of(config(), tmp_path), keys_of(config(f"methods.meat.lambda={default}", "methods.meat.train.epochs=2"), tmp_path))
+    own = config(f"methods.meat.tasks.a.lambda={default}", "methods.meat.tasks.a.train.epochs=2", "methods.meat.tasks.b={}")
+    assert not changed(keys_of(config(), tmp_path), keys_of(own, tmp_path))
+
+
+def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_path):
+    own, common = (keys_of(config(override), tmp_path) for override in ("methods.meat.tasks.a.lambda=0.8", "methods.meat.lambda=0.8"))
+    assert own["meat/a/train"] == common["meat/a/train"]
+    assert own["meat/b/train"] == keys_of(config(), tmp_path)["meat/b/train"]
+    assert own["meat/a/evaluate"] != common["meat/a/evaluate"], "it is served under the common settings"
 
 
 def test_a_raised_revision_changes_the_keys_of_its_method_alone(tmp_path, monkeypatch):

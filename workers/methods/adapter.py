@@ -44,6 +44,7 @@ class Adapter(Method):
     paper = "Parameter-Efficient Transfer Learning for NLP, ICML 2019"
     needs_vit = True
     Settings = AdapterSettings
+    per_task = frozenset({"dropout"})
     settings: AdapterSettings
 
     @classmethod

@@ -111,6 +111,7 @@ class Apd(Method):
     needs_states = True  # the v of earlier tasks
     forgets = True
     Settings = ApdSettings
+    per_task = frozenset({"lambda1", "lambda2", "retro", "zeros", "tau_start", "v_start", "copies", "clusters", "gap"})
     settings: ApdSettings
 
     @classmethod

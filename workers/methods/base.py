@@ -142,6 +142,8 @@ class Method(nn.Module):
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
     starts_as_backbone: ClassVar[bool] = True  # before its first step a task's features are those of the backbone
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    per_task: ClassVar[frozenset[str]] = frozenset()  # settings, by their names in a config, that a task may have of its own: no other task's steps,
+    # no serving and no `fits` needs to know with which value a state was trained
 
     @classmethod
     def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:

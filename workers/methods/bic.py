@@ -52,6 +52,7 @@ class Bic(Rehearsal):
     steps = (Step("train"), Step("calibrate", trains=False, measured=True, after=("train",), later=True), Step("herd", trains=False, after=("train",)))
     taught = True
     Settings = BicSettings
+    per_task = Rehearsal.per_task | {"tau", "val_share", "beta_decay"}
     settings: BicSettings
 
     @classmethod

@@ -36,6 +36,7 @@ class CosineRehearsal(Rehearsal):
     steps = (Step("train"), Step("herd", trains=False), Step("finetune", later=True))
     taught = True
     Settings = CosineSettings
+    per_task = Rehearsal.per_task | {"finetune"}
     settings: CosineSettings
     heads: CosineHeads
     step = ""

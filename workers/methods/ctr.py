@@ -60,6 +60,7 @@ class CtrTsm(Method):
     starts_as_backbone = False
     form: ClassVar[Callable[..., Tensor]] = staticmethod(masked_bottleneck)
     Settings = CtrSettings
+    per_task = frozenset({"s_max", "c", "start", "expected_tasks", "mask_lr", "mask_travel"})
     settings: CtrSettings
 
     @classmethod

@@ -54,6 +54,7 @@ class Der(Rehearsal):
     paper = "DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021"
     steps = (Step("train"), Step("finetune", later=True), Step("herd", trains=False))
     Settings = DerSettings
+    per_task = Rehearsal.per_task | {"auxiliary", "restart", "temperature"}
     settings: DerSettings
     heads: JointHeads
     step = ""

@@ -110,6 +110,7 @@ class DerP(PrunedDer):
     name = "der_p"
     paper = "DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021 (with pruning: a reconstruction)"
     Settings = DerPSettings
+    per_task = PrunedDer.per_task | {"s_max", "sparsity", "mask_lr", "mask_travel"}
     settings: DerPSettings
     mask: AnnealedSigmoid
 

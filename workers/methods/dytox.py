@@ -63,6 +63,7 @@ class DyTox(Rehearsal):
     starts_as_backbone = False
     encoder_rests = False  # in evaluation mode while the decoder is trained
     Settings = DyToxSettings
+    per_task = Rehearsal.per_task | {"divergence", "tau", "drop_path", "rho"}
     settings: DyToxSettings
     heads: TokenHeads
 

@@ -44,6 +44,7 @@ class E2e(Rehearsal):
     steps = (Step("train"), Step("balance", trains=False, later=True), Step("finetune", later=True), Step("herd", trains=False))
     taught = True
     Settings = E2eSettings
+    per_task = Rehearsal.per_task | {"tau", "kd", "noise"}
     settings: E2eSettings
 
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:

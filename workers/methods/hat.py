@@ -64,6 +64,7 @@ class Hat(Method):
     carries = ("weights", "uses")
     freezes_backbone = False
     Settings = HatSettings
+    per_task = frozenset({"s_max", "c", "price", "schedule", "s_min", "compensation", "start", "expected_tasks", "mask_lr", "mask_travel", "per_task_affine"})
     settings: HatSettings
     price: Tensor
 
@@ -223,6 +224,7 @@ class AdaHat(Hat):
     paper = "AdaHAT: Adaptive Hard Attention to the Task in Task-Incremental Learning, ECML PKDD 2024"
     forgets: ClassVar[bool] = True
     Settings = AdaHatSettings
+    per_task = Hat.per_task | {"intensity", "eps"}
     settings: AdaHatSettings
 
     def after_backward(self) -> None:

@@ -39,6 +39,7 @@ class Icarl(Rehearsal):
     taught = True
     by_means = True
     Settings = IcarlSettings
+    per_task = Rehearsal.per_task | {"loss", "tau"}
     settings: IcarlSettings
 
     @classmethod

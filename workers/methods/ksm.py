@@ -44,6 +44,7 @@ class Ksm(ThresholdMasks):
     name = "ksm"
     paper = "KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021"
     Settings = KsmSettings
+    per_task = ThresholdMasks.per_task | {"soft", "norms", "beta", "temperature"}
     settings: KsmSettings
 
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):

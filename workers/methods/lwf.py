@@ -44,6 +44,7 @@ class Lwf(Method):
     forgets = True
     scenarios = frozenset({"task", "class"})
     Settings = LwfSettings
+    per_task = frozenset({"lambda", "tau", "head_first"})
     settings: LwfSettings
 
     # ---- training ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Meat(Method):
     name = "meat"
     paper = "Meta-attention for ViT-backed Continual Learning, CVPR 2022"
     Settings = MeatSettings
+    per_task = frozenset({"lambda", "alpha", "gamma", "tau", "mask_lr", "mask_travel"})
     settings: MeatSettings
 
     @classmethod

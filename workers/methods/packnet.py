@@ -79,6 +79,7 @@ class PackNet(Method):
     needs_states = True  # for the head of a base task that goes through steps of its own
     freezes_backbone = False
     Settings = PackNetSettings
+    per_task = frozenset({"prune", "per_task_affine"})
     settings: PackNetSettings
 
     @classmethod

@@ -43,6 +43,7 @@ class Piggyback(ThresholdMasks):
     name = "piggyback"
     paper = "Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask Weights, ECCV 2018"
     Settings = PiggybackSettings
+    per_task = ThresholdMasks.per_task | {"ternary", "init", "scale_gradients"}
     settings: PiggybackSettings
 
     @classmethod

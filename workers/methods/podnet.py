@@ -43,6 +43,7 @@ class PodNet(CosineRehearsal):
     paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, ECCV 2020"
     needs_vit = True
     Settings = PodNetSettings
+    per_task = CosineRehearsal.per_task | {"lambda_c", "lambda_f", "delta", "hinge", "clamp"}
     settings: PodNetSettings
 
     @classmethod

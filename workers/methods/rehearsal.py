@@ -46,6 +46,7 @@ class Rehearsal(Method):
     taught: ClassVar[bool] = False  # `train` looks at the network before the task
     by_means: ClassVar[bool] = False  # `herd` also hands on the mean feature of each class's exemplars
     Settings = RehearsalSettings
+    per_task = frozenset({"selection"})
     settings: RehearsalSettings
 
     @classmethod

@@ -75,6 +75,7 @@ class Rpsnet(Rehearsal):
     carries = ("weights", "heads", "paths", "memory")
     needs_vit = True
     Settings = RpsnetSettings
+    per_task = Rehearsal.per_task | {"candidates", "phi", "tau"}
     settings: RpsnetSettings
     step = ""
     trunk_learns = False

@@ -71,6 +71,7 @@ class SupSup(WeightMasks):
     scenarios = frozenset({"task", "class"})
     starts_as_backbone = False
     Settings = SupSupSettings
+    per_task = WeightMasks.per_task | {"mask_travel", "outputs_travel", "scores", "density", "budget", "start"}
     settings: SupSupSettings
 
     @classmethod

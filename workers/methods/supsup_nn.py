@@ -55,6 +55,7 @@ class SupSupNN(SupSup):
     scenarios = frozenset({"task"})
     forgets = True
     Settings = SupSupNNSettings
+    per_task = frozenset({"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"})  # untrained masks, by density and start, serve too
     settings: SupSupNNSettings
     bank: Tensor
     counter: Tensor

@@ -68,6 +68,7 @@ class Tfm(Method):
     needs_vit = True
     carries = ("units",)
     Settings = TfmSettings
+    per_task = frozenset({"growth", "norm_lr"})
     settings: TfmSettings
 
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):

@@ -38,6 +38,7 @@ class Ucir(CosineRehearsal):
     name = "ucir"
     paper = "Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019"
     Settings = UcirSettings
+    per_task = CosineRehearsal.per_task | {"lambda", "margin"}
     settings: UcirSettings
 
     @classmethod

@@ -37,6 +37,7 @@ class Wa(Rehearsal):
     steps = (Step("train"), Step("align", trains=False, measured=True, later=True), Step("herd", trains=False))
     taught = True
     Settings = WaSettings
+    per_task = Rehearsal.per_task | {"tau", "nonnegative"}
     settings: WaSettings
     gamma: float | None = None  # of this step's alignment
 

@@ -25,6 +25,7 @@ class WeightMasks(Method):
     (`new_mask`: a module with `sample()` and `hard()`) and, where it is more than bits, how it is stored (`packed`, `unpacked`)."""
 
     Settings = WeightMaskSettings
+    per_task = frozenset({"mask_lr"})
     settings: WeightMaskSettings
 
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
@@ -139,6 +140,7 @@ class ThresholdMasks(WeightMasks):
     """Real values start at `start` (or where `start_of` says) and switch an entry off as they fall below theta."""
 
     Settings = ThresholdSettings
+    per_task = WeightMasks.per_task | {"mask_travel", "theta", "start"}
     settings: ThresholdSettings
 
     @classmethod

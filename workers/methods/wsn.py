@@ -43,6 +43,7 @@ class Wsn(WeightMasks):
     freezes_backbone = False
     starts_as_backbone = False
     Settings = WsnSettings
+    per_task = WeightMasks.per_task | {"density", "start"}
     settings: WsnSettings
 
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):

@@ -196,6 +196,9 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     digest = hashlib.sha256(json.dumps([asked, body, [s.key for s in graph]], sort_keys=True, default=str).encode()).hexdigest()
     names = names[: settings.first_tasks]
     searched = tuple(name for name in names if any(s.task == name and s.method and s.step != "evaluate" for s in graph))
+    if settings.protocol == "per_task" or settings.scheduler == "pbt":
+        for params in points:
+            configs.check(with_history(body, params, {searched[0]: params}), path)
     search = Search(settings, body, report_body, space, storage, provenance, names, searched, digest)
     _check_same(search)
     return search
@@ -240,6 +243,7 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
     write_state(search)
     ray = launch.connect(search.cluster)
     os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
+                   "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
                    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1"}  # a trial may fail before its first result
     try:
         ingest(search, command)

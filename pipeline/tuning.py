@@ -134,8 +134,9 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
         if pbt else {},
         tune_config=tune.TuneConfig(
             search_alg=None if pbt else Asking(), num_samples=1 if pbt else most or -1, max_concurrent_trials=side_by_side,
-            scheduler=scheduler, time_budget_s=budget_s, reuse_actors=True, metric=None if scheduler else "accuracy", mode=None if scheduler else "max"),
-        run_config=tune.RunConfig(name=place, storage_path=join(search.storage, "ray"), verbose=0, callbacks=[Watch()],
+            scheduler=scheduler, time_budget_s=budget_s, reuse_actors=True,
+            metric=None if scheduler else "accuracy", mode=None if scheduler else "max"),
+        run_config=tune.RunConfig(name=place, storage_path=join(search.storage, "ray"), verbose=0, callbacks=[Watch(), tune.logger.JsonLoggerCallback()],
                                   failure_config=tune.FailureConfig(max_failures=cluster.retries)))
     try:
         tuner.fit()

@@ -109,7 +109,7 @@ class Search:
     storage: str
     provenance: dict[str, Any]
     tasks: tuple[str, ...]  # of the stream that is searched on: those that trials learn
-    searched: tuple[str, ...]  # those of them that have stages of the method's own, so that a phase of its own can choose for them
+    own: tuple[str, ...]  # those of them that have steps of the method's own: not a base task that it leaves as it is
     digest: str = ""
     sessions: list[dict[str, Any]] = field(default_factory=list)
 
@@ -195,11 +195,11 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     asked = {key: value for key, value in settings.model_dump(mode="json").items() if key not in FREE}
     digest = hashlib.sha256(json.dumps([asked, body, [s.key for s in graph]], sort_keys=True, default=str).encode()).hexdigest()
     names = names[: settings.first_tasks]
-    searched = tuple(name for name in names if any(s.task == name and s.method and s.step != "evaluate" for s in graph))
+    own = tuple(name for name in names if any(s.task == name and s.method and s.step != "evaluate" for s in graph))
     if settings.protocol == "per_task" or settings.scheduler == "pbt":
         for params in points:
-            configs.check(with_history(body, params, {searched[0]: params}), path)
-    search = Search(settings, body, report_body, space, storage, provenance, names, searched, digest)
+            configs.check(with_history(body, params, {own[0]: params}), path)
+    search = Search(settings, body, report_body, space, storage, provenance, names, own, digest)
     _check_same(search)
     return search
 
@@ -268,12 +268,12 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
 def phases(search: Search, settled: Mapping[str, Params]) -> Iterator[tuple[int, Plan]]:
     """(number of the first trial, plan): one for all tasks, or one per task; `settled` is read when a phase begins."""
     settings = search.settings
-    plan = Plan(search.name, search.storage, search.body, search.provenance, search.tasks, each=settings.scheduler == "pbt")
+    plan = Plan(search.name, search.storage, search.body, search.provenance, search.tasks, search.own, each=settings.scheduler == "pbt")
     if settings.protocol != "per_task":
         yield 0, plan
         return
     trials = len(search.space.grid()) if settings.algorithm == "grid" else settings.budget.trials or 0
-    for index, task in enumerate(search.searched):
+    for index, task in enumerate(search.own):
         last = search.tasks.index(task) + 1
         yield index * trials, replace(plan, tasks=search.tasks[:last], only=True, phase=task, settled=dict(settled))
 

@@ -30,7 +30,7 @@ class TrialFailed(Exception):
 class Plan:
     """What every trial of a search is told; plain and picklable.
 
-    body: the base config's plain values. tasks: those that a trial learns, in stream order. only: it is judged after the last one of them alone.
+    body: the base config's plain values. tasks: those that a trial learns, in stream order. own: those of them that have steps of the method's own. only: it is judged after the last one of them alone.
     settled: task -> what earlier phases of the search have chosen for it. phase: the task that is searched now. each: a task keeps the
     parameters that it was trained with when they change (population-based training).
     """
@@ -40,6 +40,7 @@ class Plan:
     body: Mapping[str, Any]
     provenance: Mapping[str, Any]
     tasks: tuple[str, ...]
+    own: tuple[str, ...] = ()
     only: bool = False
     phase: str = ""
     settled: Mapping[str, Params] = field(default_factory=dict)
@@ -138,7 +139,7 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
     done = len(record["results"])
     history = dict(record["history"])
     if plan.each:
-        history |= {task: dict(params) for task in plan.tasks[done:]}
+        history |= {task: dict(params) for task in plan.tasks[done:] if task in plan.own}
     elif plan.phase:
         history |= {plan.phase: dict(params)}
     settings = plan.config(params, history, f"{plan.name}-{record['number']:04d}")
@@ -148,11 +149,13 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
     runner = Runner(store, settings, graph)
     try:
         for position, task in enumerate(plan.tasks):
-            if position < done or (plan.only and position < len(plan.tasks) - 1):
+            if position < done:
                 continue
             count = runner.run(f"{label}/{task}/evaluate")
+            if plan.only and position < len(plan.tasks) - 1:
+                continue
             result = result_of(store, record["graph"], label, task, position)
-            record["history"] = {name: history[name] for name in plan.tasks[: position + 1]} if plan.each else {}
+            record["history"] = {name: history[name] for name in plan.tasks[: position + 1] if name in history} if plan.each else {}
             record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": count.reused}, "device_s": round(count.seconds, 3),
                        "wall_s": round(time.monotonic() - started, 3)}
             write_record(plan.storage, plan.name, record)

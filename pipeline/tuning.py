@@ -65,6 +65,7 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     """Runs the trials of one phase. first: the number of its first trial. watch: is told the record of each trial that has a new result or ended."""
     import ray
     from ray import tune
+    from ray.tune.progress_reporter import TrialProgressCallback
     from ray.tune.search import Searcher
 
     settings, cluster = search.settings, search.cluster
@@ -102,7 +103,9 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
         def restore(self, checkpoint_path: str) -> None:
             """Nothing, too."""
 
-    class Watch(tune.Callback):
+    class Watch(TrialProgressCallback):
+        """In place of what Tune would print: `watch` is told."""
+
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
             self._tell(trial)
 

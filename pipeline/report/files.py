@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -14,18 +14,18 @@ import pyarrow.parquet as pq
 Row = dict[str, Any]
 
 
-def as_parquet(rows: list[Row]) -> bytes:
-    """Rows -> Parquet; columns are the union of all keys, an absent value or NaN is null."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
+    """Rows -> Parquet; columns are `first` and the union of all keys, an absent value or NaN is null."""
+    columns = _columns(rows, first)
     sink = io.BytesIO()
     pq.write_table(pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in columns}), sink)
     return sink.getvalue()
 
 
-def as_csv(rows: list[Row]) -> bytes:
-    """Rows -> CSV with a header; absent values and NaN are empty."""
+def as_csv(rows: list[Row], first: Sequence[str] = ()) -> bytes:
+    """Rows -> CSV with a header, columns as in `as_parquet`; absent values and NaN are empty."""
     sink = io.StringIO()
-    writer = csv.DictWriter(sink, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer = csv.DictWriter(sink, _columns(rows, first), lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
     return sink.getvalue().encode()
@@ -34,6 +34,10 @@ def as_csv(rows: list[Row]) -> bytes:
 def files(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
     """`NAME.csv` for people and `NAME.parquet` for machines, for every table."""
     return {f"{name}.{ending}": write(rows) for name, rows in tables.items() for ending, write in (("csv", as_csv), ("parquet", as_parquet))}
+
+
+def _columns(rows: list[Row], first: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
 
 
 def _plain(value: Any) -> Any:

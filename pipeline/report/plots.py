@@ -246,7 +246,7 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
                         linestyle=DASHES[index % len(DASHES)], label=column if which == 0 and len(wanted) > 1 else None)
             start += len(rows)
             ends.append((start - len(rows) + 0.5, start + 0.5, task))
-        _spans(ax, ends)
+        spans(ax, ends)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if wanted == ["val"]:
             ax.set_ylim(0, 1.02)
@@ -275,16 +275,16 @@ def _value(row: Row, column: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def _spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
-    """Grey bands that say which task the epochs belong to."""
-    if len(spans) < 2:
+def spans(axes: Axes, parts: Sequence[tuple[float, float, str]]) -> None:
+    """Grey bands that say which task the epochs, or the trials, belong to."""
+    if len(parts) < 2:
         return
-    for index, (left, right, task) in enumerate(spans):
+    for index, (left, right, task) in enumerate(parts):
         if index % 2:
             axes.axvspan(left, right, color=EMPTY, zorder=0, linewidth=0)
-        axes.text((left + right) / 2, 0.99, task if len(spans) <= 6 else str(index), transform=axes.get_xaxis_transform(), fontsize=7.5, color="#5f6368",
+        axes.text((left + right) / 2, 0.99, task if len(parts) <= 6 else str(index), transform=axes.get_xaxis_transform(), fontsize=7.5, color="#5f6368",
                   ha="center", va="top")
-    axes.set_xlim(spans[0][0], spans[-1][1])
+    axes.set_xlim(parts[0][0], parts[-1][1])
 
 
 def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str, answers: Sequence[str] | None = None,

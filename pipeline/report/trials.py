@@ -11,7 +11,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from workers.artefact import join, read_bytes, resolve
+from workers.artefact import exists, join, read_bytes, resolve
 from workers.errors import UserError
 
 Trial = dict[str, Any]
@@ -19,7 +19,7 @@ STATUSES = ("finished", "stopped", "running", "failed")
 SLACK = 1e-9  # accuracies closer than this are equal: the order of a summation must not choose a winner
 FIELDS: dict[str, tuple[type, ...]] = {"number": (int,), "phase": (str,), "params": (dict,), "status": (str,), "message": (str,), "results": (list,),
                                        "stages": (dict,), "device_s": (int, float)}
-RECORD: dict[str, type] = {"space": dict, "settings": dict, "config": dict, "provenance": dict, "sessions": list}
+RECORD: dict[str, type] = {"space": dict, "settings": dict, "config": dict, "provenance": dict, "sessions": list, "tasks": list}
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Search:
     @property
     def phases(self) -> list[str]:
         """The phases that trials belong to, in the order of the stream; `[""]` where trials are of one kind."""
-        tasks = (self.record["config"].get("stream") or {}).get("tasks") or []
-        names = [t.get("name") or t.get("card") if isinstance(t, Mapping) else t for t in tasks]
+        names = self.record["tasks"]
         met = list(dict.fromkeys(t["phase"] for t in self.trials))
         return sorted(met, key=lambda phase: names.index(phase) if phase in names else len(names))
 
@@ -67,11 +66,12 @@ class Search:
 
     def standing(self) -> dict[int, float]:
         """What compares trials, by number: their score, or in a search of several phases (whose scores are of different tasks) their score less
-        the best of their phase. Trials without a score are not among them."""
+        the best of their phase. Failed trials and those without a score are not among them."""
+        scored = [t for t in self.trials if t["status"] != "failed" and not math.isnan(score(t))]
         tops = dict.fromkeys(self.phases, 0.0)
         if len(tops) > 1:
-            tops = {phase: max((s for t in self.of(phase) if not math.isnan(s := score(t))), default=0.0) for phase in tops}
-        return {t["number"]: score(t) - tops[t["phase"]] for t in self.trials if not math.isnan(score(t))}
+            tops |= {phase: max(score(t) for t in scored if t["phase"] == phase) for phase in {t["phase"] for t in scored}}
+        return {t["number"]: score(t) - tops[t["phase"]] for t in scored}
 
 
 # ---- what a trial is worth ---------------------------------------------------------------------------------------------
@@ -88,6 +88,11 @@ def score(trial: Mapping[str, Any]) -> float:
 def size(trial: Mapping[str, Any]) -> float:
     """Bytes kept per task after the last task that the trial completed; NaN where they are not known."""
     return number(trial["results"][-1].get("bytes")) if trial["results"] else math.nan
+
+
+def completed(trial: Mapping[str, Any]) -> int:
+    """How many tasks the trial has learned; the ones before the first that it was judged on count too."""
+    return trial["results"][-1]["position"] + 1 if trial["results"] else 0
 
 
 def pareto(trials: Iterable[Trial]) -> list[int]:
@@ -116,12 +121,11 @@ def load(storage: str, name: str) -> Search:
     """Reads `<storage>/searches/NAME`. Files that are damaged or do not belong there are named in `problems` and left out.
     Raises UserError where there is no such search."""
     folder, problems = join(storage, "searches", name), list[str]()
-    body = _read(join(folder, "search.json"), problems, needed=False)
     names = _names(join(folder, "trials"))
-    if body is None and not names and not problems:
+    if not names and not exists(join(folder, "search.json")):
         known = _names(join(storage, "searches"))
         raise UserError(f"there is no search {name!r} in {storage!r}; " + (f"it has {', '.join(known)}" if known else "no search was started there"))
-    record: dict[str, Any] = {"name": name, **(body or {})}
+    record: dict[str, Any] = {"name": name, **(_read(join(folder, "search.json"), problems) or {})}
     for key, kind in RECORD.items():
         if not isinstance(record.setdefault(key, kind()), kind):
             problems.append(f"{join(folder, 'search.json')}: {key} is not readable and is left out")
@@ -136,14 +140,10 @@ def _names(folder: str) -> list[str]:
     return sorted(i.base_name for i in system.get_file_info(fs.FileSelector(path, allow_not_found=True)) if not i.base_name.endswith(".part"))
 
 
-def _read(path: str, problems: list[str], needed: bool = True) -> dict[str, Any] | None:
-    """A JSON object; None, with a sentence among the problems, where it cannot be read or, if needed, is not there."""
+def _read(path: str, problems: list[str]) -> dict[str, Any] | None:
+    """A JSON object; None, with a sentence among the problems, where it cannot be read."""
     try:
         body = json.loads(read_bytes(path))
-    except FileNotFoundError:
-        if needed:
-            problems.append(f"{path} is not there any more")
-        return None
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path} cannot be read ({' '.join(str(error).split())}); it is left out")
         return None
@@ -177,7 +177,7 @@ def _trial(folder: str, file: str, problems: list[str]) -> Trial | None:
 
 
 def _winner(path: str, problems: list[str]) -> dict[str, Any] | None:
-    body = _read(path, problems, needed=False)
+    body = _read(path, problems) if exists(path) else None
     if body is None:
         return None
     winner = {"tests": [], "params": {}, **body}

@@ -1,0 +1,451 @@
+"""Promises of the report of a search: it tells what the records hold, finished or not, and its page needs nothing else."""
+
+import csv
+import io
+import math
+import re
+import sys
+import warnings
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fake_search as fake
+
+from pipeline.report import plots, search, searchplots
+from pipeline.report.parameters import importance, parameters, short_names
+from pipeline.report.trials import Search, best, load, pareto, score
+from workers.errors import UserError
+
+PICTURES = {"history.png", "parallel.png", "importance.png", "slices.png", "curves.png", "pareto.png"}
+VOID = {"meta", "img", "br"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pictures():
+    usual, plots.DPI = plots.DPI, 40
+    yield
+    plots.DPI = usual
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def made(tmp_path, some, won=True, tests=3, drawn=True, **settings):
+    """(search, files of its report); drawn: with pictures, which cost seconds."""
+    body = fake.record(**settings)
+    number = best([t for t in some if not some or t["phase"] == some[-1]["phase"]], body["settings"]["tolerance"])
+    winner = fake.winner(next(t for t in some if t["number"] == number), tests) if won and number is not None else None
+    name = fake.write(tmp_path, body, some, winner)
+    found = load(str(tmp_path), name)
+    if drawn:
+        return found, search.build(str(tmp_path), name)
+    varied = parameters(found)
+    return found, {"search.html": search.page(found, varied, [], importance(found, varied)[1]).encode()}
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("forty"), fake.trials(40))
+
+
+@pytest.fixture(scope="module")
+def greedy(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("greedy"), fake.per_task(5), protocol="per_task", scheduler="none", algorithm="random")
+
+
+def page_of(found):
+    return found[1]["search.html"].decode()
+
+
+def words(found):
+    """What a person reads, without pictures."""
+    text = re.sub(r"<style>.*?</style>|<img[^>]*>", "", page_of(found), flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", text)).replace("\u00a0", " ").split())
+
+
+class Balance(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def check_page(found):
+    """Well-formed, self-contained, every link inside the page, no number that is none."""
+    page = page_of(found)
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+    assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,|#)', page)
+    for anchor in re.findall(r'''href=["']#([^"']*)["']''', page):
+        assert f'id="{anchor}"' in page
+    assert " nan" not in words(found)
+    assert "None" not in words(found)
+    for name, data in found[1].items():
+        if name.endswith(".png"):
+            assert np.asarray(Image.open(io.BytesIO(data)).convert("L")).std() > 3, name
+
+
+# ---- files -------------------------------------------------------------------------------------------------------------
+def test_a_finished_search_gives_its_page_its_table_and_all_pictures(forty):
+    assert set(forty[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES
+    check_page(forty)
+
+
+def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty):
+    rows = list(csv.DictReader(io.StringIO(forty[1]["trials.csv"].decode())))
+    table = pq.read_table(io.BytesIO(forty[1]["trials.parquet"])).to_pylist()
+    assert list(rows[0]) == ["number", "phase", "status", *fake.SPACE, "accuracy", "bytes", "tasks_completed", "stages_run", "stages_reused", "device_s",
+                             "message"]
+    assert list(table[0]) == list(rows[0])
+    for t, row, line in zip(forty[0].trials, rows, table, strict=True):
+        assert int(row["number"]) == line["number"] == t["number"]
+        assert row["status"] == t["status"]
+        assert line["methods.meat.mask_lr"] == t["params"]["methods.meat.mask_lr"]
+        assert line["methods.meat.keep"] == t["params"].get("methods.meat.keep")
+        assert line["methods.meat.token_mask_blocks"] == ("all" if t["params"]["methods.meat.token_mask_blocks"] == "all" else "[3, 6, 9]")
+        assert line["tasks_completed"] == len(t["results"])
+        assert line["accuracy"] == (None if math.isnan(score(t)) else score(t))
+        assert (line["stages_run"], line["stages_reused"], line["device_s"]) == (t["stages"]["run"], t["stages"]["reused"], t["device_s"])
+        assert row["message"] == t["message"]
+
+
+def test_the_same_records_give_the_same_files(tmp_path):
+    some = fake.trials(6, "none")
+    assert made(tmp_path / "a", some)[1] == made(tmp_path / "b", some)[1]
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------------
+def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty):
+    text, won = words(forty), forty[0].trial(forty[0].winner["trial"])
+    top = forty[0].trial(best(forty[0].trials))
+    assert top["number"] != won["number"]
+    assert f"Winner: trial {won['number']}" in text
+    assert f"is {100 * score(top):.1f} % (trial {top['number']})" in text
+    assert "up to the tolerance of 0.5 points count as equal" in text
+    assert f"Of these trial {won['number']}, with {100 * score(won):.1f} %, keeps the fewest bytes per task: " in text
+    assert f"{100 * score(won) - .7:.1f} ± 0.4 %" in text
+    assert "tested on test images, which were not read before the choice was made" in text
+    assert f"Its validation accuracy in the search was {100 * score(won):.1f} %, 0.7 points above that" in text
+    for seed in range(3):
+        assert f"meat-real-winner-{seed}" in text
+    assert "winner.yaml" in text
+
+
+def test_the_page_explains_space_protocol_budget_and_cost(forty):
+    text = words(forty)
+    for says in ("mask_lr loguniform from 0.0025 to 0.025, each order of magnitude equally likely methods.meat.mask_lr", "alpha choice one of 0.5, 1, 2, 4",
+                 "from 0.1 to 0.9; only where token_mask_blocks is [3, 6, 9]", "Every trial learns the whole stream", "(TPE)", "(ASHA)", "40 of 40 used",
+                 "1.85 of 4 used", "1 h 51 min in 2 sessions", "configs/methods/meat-real7.yaml", "git_commit", "High accuracy and few bytes are both sought"):
+        assert says in text, says
+    run, reused, device = (sum(v) for v in zip(*((t["stages"]["run"], t["stages"]["reused"], t["device_s"]) for t in forty[0].trials), strict=True))
+    assert f"stages computed {run} stages reused {reused}" in text
+    assert f"{100 * reused / (run + reused):.0f} % of the stages that trials needed were reused" in text
+    assert f"({device / 3600:.3g} device-hours)" in text
+
+
+@pytest.mark.parametrize(("protocol", "says"), [
+    ("first_k_tasks", "learns the first 5 tasks of the stream"), ("two_streams", "tested on the other stream"), ("per_task", "Such a choice is greedy")])
+def test_every_protocol_is_explained(tmp_path, protocol, says):
+    text = words(made(tmp_path, fake.trials(3, "none"), drawn=False, protocol=protocol))
+    assert says in text
+    assert ("so the two do not compare" in text) == (protocol != "per_task")
+
+
+def test_trials_stand_best_first_then_stopped_running_failed(forty):
+    page = page_of(forty)
+    rows = re.findall(r"<tr><td class=left>(\d+)</td>(.*?)</tr>", page[page.index('id="trials"'):])
+    order = [int(n) for n, _ in rows]
+    by_number = {t["number"]: t for t in forty[0].trials}
+    assert sorted(order) == sorted(by_number)
+    states = [by_number[n]["status"] for n in order]
+    assert states == sorted(states, key=["finished", "stopped", "running", "failed"].index)
+    finished = [score(by_number[n]) for n in order if by_number[n]["status"] == "finished"]
+    assert finished == sorted(finished, reverse=True)
+    stopped = [len(by_number[n]["results"]) for n in order if by_number[n]["status"] == "stopped"]
+    assert stopped == sorted(stopped, reverse=True)
+    assert [int(n) for n, rest in rows if "<b>winner</b>" in rest] == [forty[0].winner["trial"]]
+
+
+def test_failed_trials_show_their_sentence_once_and_escaped(forty):
+    page, failed = page_of(forty), [t["number"] for t in forty[0].trials if t["status"] == "failed"]
+    assert page.count("lower train.lr &lt;or&gt; mask_lr &amp; try again") == 1
+    assert fake.ERROR not in page
+    assert f"(trials {', '.join(map(str, failed))})" in words(forty)
+
+
+def test_nothing_from_a_record_becomes_markup(tmp_path):
+    evil = '<script>alert("x")</script>'
+    some = [fake.trial(n, {"methods.meat.kind": evil, evil: 1.0 + n}, "failed" if n == 2 else "finished", message=evil, accuracy=.5 + n / 10, bytes=n + 1.)
+            for n in range(5)]
+    for t in some:
+        t["results"][0]["task"] = evil
+    body = fake.record("evil", protocol=evil, algorithm=evil, scheduler=evil, seed=evil)
+    body |= {"created": evil, "base": evil, "space": {evil: {"dist": evil, "low": 1, "high": 9, evil: evil}}, "provenance": {evil: evil}}
+    won = fake.winner(some[1]) | {"config": evil}
+    won["tests"][0] |= {"seed": evil, "run": evil}
+    fake.write(tmp_path, body, some, won)
+    (tmp_path / "searches/evil/trials" / "<b>.json").write_text("{")
+    found = load(str(tmp_path), "evil"), search.build(str(tmp_path), "evil")
+    assert "<script" not in page_of(found)
+    assert "<b>.json" not in page_of(found)
+    assert "&lt;b&gt;.json" in page_of(found)
+    check_page(found)
+
+
+def test_phases_of_a_greedy_search_stand_task_by_task(greedy):
+    text = words(greedy)
+    at = [text.index(f" {task} mask_lr ", text.index("What was chosen for each task")) for task in fake.TASKS[:4]]
+    assert at == sorted(at)
+    assert "5 of 5" in text
+    for phase, number in greedy[0].chosen().items():
+        t = greedy[0].trial(number)
+        assert re.search(rf" {phase} mask_lr [\d.]+, lambda {t['params']['methods.meat.lambda']:.4g}, [^%]* {number} 5 of 5 {100 * score(t):.1f} %", text)
+    assert "5 finished trials of those for aircraft" in text
+    assert "budget of trials for each task 5 of 40 used" in text
+    assert [r["tasks_completed"] for r in pq.read_table(io.BytesIO(greedy[1]["trials.parquet"])).to_pylist()] == [1] * 5 + [2] * 5 + [3] * 5 + [4] * 5
+    check_page(greedy)
+
+
+def test_an_unfinished_search_shows_what_is_there(tmp_path):
+    found = made(tmp_path, fake.trials(14), won=False, drawn=False)
+    text = words(found)
+    assert "not finished: no winner has been written yet" in text
+    assert "14 trials of 40 planned" in text
+    assert "Leading so far: trial" in text
+    assert "On test images" not in text
+    check_page(found)
+
+
+def test_a_search_without_trials_and_one_of_one_trial(tmp_path):
+    none = made(tmp_path / "none", [])
+    assert set(none[1]) == {"search.html", "trials.csv", "trials.parquet"}
+    assert "no trial has finished yet" in words(none)
+    assert "mask_lr" in words(none)
+    assert none[1]["trials.csv"].decode().startswith("number,phase,status,methods.meat.mask_lr")
+    assert pq.read_table(io.BytesIO(none[1]["trials.parquet"])).num_rows == 0
+    check_page(none)
+    one = made(tmp_path / "one", [fake.trial(0)], tests=1)
+    assert {"history.png", "slices.png", "curves.png"} <= set(one[1])
+    assert "highest validation accuracy, " in words(one)
+    assert "±" not in words(one)
+    assert "2 seeds of 3 not tested yet" in words(one)
+    check_page(one)
+
+
+@pytest.mark.parametrize("status", ["failed", "running", "stopped"])
+def test_searches_in_which_nothing_has_finished(tmp_path, status):
+    found = made(tmp_path, [fake.trial(n, None, status, results=[]) for n in range(5)])
+    assert "no trial has finished yet" in words(found)
+    check_page(found)
+
+
+def test_damaged_records_are_named_on_the_page(tmp_path):
+    name = fake.write(tmp_path, fake.record(), fake.trials(6), fake.winner(fake.trial(77)))
+    (tmp_path / "searches" / name / "trials/0003.json").write_text("{")
+    found = load(str(tmp_path), name), {"search.html": search.build(str(tmp_path), name)["search.html"]}
+    assert "1 file could not be used" in words(found)
+    assert "0003.json cannot be read" in words(found)
+    check_page(found)
+
+
+def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path):
+    fake.write(tmp_path, fake.record(), [], fake.winner(fake.trial(7)))
+    found = load(str(tmp_path), "meat-real"), search.build(str(tmp_path), "meat-real")
+    assert "winner.json names trial 7, whose record is missing" in words(found)
+    check_page(found)
+
+
+def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path):
+    some = [fake.trial(n, {}, accuracy=.8 + n / 100) for n in range(3)]
+    fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
+    found = load(str(tmp_path), "meat-real")
+    text = words((found, {"search.html": search.page(found, [], [], "").encode()}))
+    assert "record names trial 0 (80.0 %). By the rule of this page it would be trial 2" in text
+
+
+def test_a_search_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="there is no search 'x'"):
+        search.build(str(tmp_path), "x")
+
+
+@pytest.mark.slow
+def test_five_hundred_trials_give_a_page_of_sane_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "importance", lambda *_: ({}, "not now"))  # takes seconds of 500 trials
+    found = made(tmp_path, fake.trials(500))
+    without_pictures = re.sub(r"base64,[^\"]*", "", page_of(found))
+    assert len(without_pictures) < 500_000
+    assert len(re.findall(r"<tr>", without_pictures)) > 500
+    assert max(Image.open(io.BytesIO(v)).width for k, v in found[1].items() if k.endswith(".png")) <= 10.5 * plots.DPI
+
+
+def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path):
+    space = {f"methods.meat.s{i}": {"dist": "uniform", "low": 0, "high": 1} for i in range(20)}
+    some = [fake.trial(n, {k: ((n * 7 + i * 3) % 11) / 11 for i, k in enumerate(space)}, accuracy=.5 + ((n * 7 + 57) % 11) / 30) for n in range(8)]
+    body = fake.record()
+    fake.write(tmp_path, body | {"space": space}, some)
+    found = load(str(tmp_path), "meat-real"), search.build(str(tmp_path), "meat-real")
+    assert "The 12 settings that matter most are drawn, of 20" in words(found)
+    check_page(found)
+
+
+# ---- parameters and their importance -----------------------------------------------------------------------------------
+def of(tmp_path, some, space=None):
+    body = fake.record()
+    fake.write(tmp_path, body | ({"space": space} if space is not None else {}), some)
+    return load(str(tmp_path), "meat-real")
+
+
+def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart():
+    assert short_names(["methods.meat.lambda", "methods.meat.train.lr", "train.epochs"]) == {
+        "methods.meat.lambda": "lambda", "methods.meat.train.lr": "train.lr", "train.epochs": "train.epochs"}
+    assert short_names(["methods.a.lr", "methods.b.lr"]) == {"methods.a.lr": "a.lr", "methods.b.lr": "b.lr"}
+    assert short_names(["methods.a.train.lr", "train.lr"]) == {"methods.a.train.lr": "methods.a.train.lr", "train.lr": "train.lr"}
+
+
+def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path):
+    lr, lam, alpha, blocks, keep = parameters(of(tmp_path, fake.trials(10)))
+    assert (lr.log, lr.low, lr.high, lr.categories) == (True, .0025, .025, ())
+    assert (lam.log, lam.low, lam.high) == (False, .5, 1)
+    assert alpha.categories == ("0.5", "1", "2", "4")
+    assert blocks.categories == ("all", "[3, 6, 9]")
+    assert math.isnan(keep.place({"params": {}}))
+    assert alpha.place({"params": {"methods.meat.alpha": 2.0}}) == 2
+    assert searchplots.unit(lr, math.sqrt(.0025 * .025)) == pytest.approx(.5)
+    assert [lr.at_end(v) for v in (.0025, .00252, .008, .025)] == [True, True, False, True]
+    assert [alpha.at_end(v) for v in (.5, 1, 4)] == [True, False, True]
+    assert not blocks.at_end("all")
+
+
+def test_settings_of_one_of_several_methods_say_so(tmp_path):
+    space = {"method": {"dist": "choice", "values": ["meat", "hat"]}, "methods.meat.lambda": fake.SPACE["methods.meat.lambda"],
+             "methods.hat.s_max": {"dist": "int", "low": 100, "high": 400, "when": {}}}
+    found = parameters(of(tmp_path, [], space))
+    assert [(p.name, p.says) for p in found] == [
+        ("method", "one of meat, hat"), ("meat.lambda", "from 0.5 to 1; only where method is meat"),
+        ("hat.s_max", "whole numbers from 100 to 400; only where method is hat")]
+
+
+def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path):
+    found = parameters(of(tmp_path, [fake.trial(0, {"train.lr": 1e-3}, accuracy=.5), fake.trial(1, {"train.lr": "high"}, accuracy=.5)], {}))
+    assert [(p.key, p.categories, p.says) for p in found] == [("train.lr", ("0.001", "high"), "not in the space any more")]
+
+
+def test_importance_finds_the_setting_that_made_the_difference(tmp_path):
+    found = of(tmp_path, [t | {"status": "finished", "results": fake.trial(t["number"])["results"]} for t in fake.trials(40)])
+    shares, reason = importance(found, parameters(found))
+    assert reason == ""
+    assert next(iter(shares)) == "methods.meat.mask_lr"
+    assert shares["methods.meat.mask_lr"] > .6
+    assert sum(shares.values()) == pytest.approx(1)
+    assert set(shares) == set(fake.SPACE)  # conditional ones too
+    assert importance(found, parameters(found)) == (shares, "")
+
+
+def test_importance_counts_finished_trials_alone(tmp_path):
+    some = [fake.trial(n, {"methods.meat.lambda": n / 10, "methods.meat.alpha": n % 2 + 1}, accuracy=.5 + n % 2 / 10) for n in range(8)]
+    some += [fake.trial(n, {"methods.meat.lambda": 5., "methods.meat.alpha": 1}, status, accuracy=.01) for n, status in ((8, "stopped"), (9, "failed"))]
+    found = of(tmp_path, some, {})
+    assert next(iter(importance(found, parameters(found))[0])) == "methods.meat.alpha"
+
+
+def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path):
+    few = made(tmp_path / "few", fake.trials(3, "none"), drawn=False)
+    assert "not said before 4 trials have finished" in words(few)
+    equal = made(tmp_path / "equal", [fake.trial(n, accuracy=.5) for n in range(6)])
+    assert "all finished trials have the same accuracy" in words(equal)
+    check_page(equal)
+
+
+def test_without_optuna_everything_else_is_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    found = made(tmp_path, fake.trials(6, "none"))
+    assert set(found[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES - {"importance.png"}
+    assert "optuna is not installed here; pip install optuna" in words(found)
+    check_page(found)
+
+
+# ---- pictures ----------------------------------------------------------------------------------------------------------
+def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty):
+    found: Search = forty[0]
+    axes = searchplots.parallel(found, parameters(found)).axes[0]
+    trials = [line for line in axes.lines if len(line.get_xdata()) >= len(fake.SPACE)]
+    assert len(trials) == len(found.trials)
+    (winner,) = [line for line in trials if line.get_color() == searchplots.WINNER]
+    assert winner.get_zorder() > max(line.get_zorder() for line in trials if line is not winner)
+    whole = [line for line in trials if len(line.get_xdata()) == len(fake.SPACE) + 1]
+    assert len(whole) == len(found.standing())
+    heights = [line.get_ydata()[-1] for line in whole]
+    assert min(heights) >= 0
+    assert max(heights) <= 1
+    absent = sum(line.get_ydata()[4] == searchplots.ABSENT for line in trials)
+    assert absent == sum("methods.meat.keep" not in t["params"] for t in found.trials)
+    assert all(0 <= y <= 1 for line in trials for y in line.get_ydata() if y != searchplots.ABSENT)
+
+
+def test_curves_end_where_a_trial_was_stopped(forty):
+    axes = searchplots.curves(forty[0]).axes[0]
+    drawn = sorted(len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "-")
+    assert drawn == sorted(len(t["results"]) for t in forty[0].trials if t["results"])
+    assert [t.get_text() for t in axes.get_xticklabels()] == fake.TASKS
+
+
+def test_the_line_of_the_history_never_falls_within_a_phase(greedy):
+    axes = searchplots.history(greedy[0]).axes[0]
+    steps = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
+    assert len(steps) == 4
+    for line, phase in zip(steps, greedy[0].phases, strict=True):
+        assert (np.diff(line.get_ydata()) >= 0).all()
+        assert line.get_ydata()[-1] == max(score(t) for t in greedy[0].of(phase))
+
+
+def test_failed_trials_lie_at_the_bottom_of_the_history(forty):
+    axes = searchplots.history(forty[0]).axes[0]
+    low = [line for line in axes.lines if line.get_marker() == "x"]
+    assert [int(n) for line in low for n in line.get_xdata()] == [t["number"] for t in forty[0].trials if t["status"] == "failed"]
+    assert {y for line in low for y in line.get_ydata()} == {axes.get_ylim()[0]}
+
+
+def test_the_front_is_drawn_only_where_sizes_differ(tmp_path):
+    some = [fake.trial(n, accuracy=.5 + n / 10, bytes=1000.) for n in range(4)]
+    some += [fake.trial(4, None, "stopped", accuracy=.5, bytes=5.)]
+    assert not searchplots.varies(of(tmp_path / "equal", some))
+    assert searchplots.varies(of(tmp_path / "other", [*some, fake.trial(5, accuracy=.5, bytes=5.)]))
+    assert "pareto.png" not in made(tmp_path / "drawn", some[:1])[1]
+
+
+def test_the_front_joins_what_pareto_names(forty):
+    axes = searchplots.front(forty[0]).axes[0]
+    (line,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
+    assert {int(t.get_text()) for t in axes.texts} == set(pareto(forty[0].trials))
+    assert (np.diff(line.get_xdata()) > 0).all()
+    assert (np.diff(line.get_ydata()) > 0).all()
+    assert axes.get_xscale() == "log"
+
+
+def test_slices_show_each_parameter_on_its_own_scale(forty):
+    varied = parameters(forty[0])
+    axes = searchplots.slices(forty[0], varied).axes[:5]
+    assert [a.get_title(loc="left") for a in axes] == [p.name for p in varied]
+    assert [a.get_xscale() for a in axes] == ["log", "linear", "linear", "linear", "linear"]
+    shown = [t for t in forty[0].trials if t["number"] in forty[0].standing()]
+    points = [sum(len(line.get_xdata()) for line in a.lines) for a in axes]
+    assert points == [len(shown)] * 4 + [sum("methods.meat.keep" in t["params"] for t in shown)]
+    assert axes[1].get_xlim()[0] < .5 < 1 < axes[1].get_xlim()[1]

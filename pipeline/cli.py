@@ -228,11 +228,14 @@ def bring(part: Graph, config: Config, store: Store, command: str) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Writes the report and the MLflow record anew from what the store holds, also of an unfinished run."""
+    """Writes the report and the MLflow record anew from what the store holds, also of an unfinished run; of a search its own."""
+    from pipeline import search as searches
     from pipeline import track
     from pipeline.report import inside, page
     from pipeline.store import record_of
 
+    if searches.is_search(args.config):
+        return searches.report(args)
     config, store, graph, tasks = prepare(args)
     record = store.record(config.name) or record_of(graph, config, tasks, provenance())
     picture = draw.to_svg(graph, {})

@@ -343,8 +343,32 @@ def command(args: argparse.Namespace) -> int:
     print(screen.won(outcome, path), flush=True)
     tests = [tested(search, outcome, seed, said) for seed in search.settings.seeds]
     write_winner(search, outcome, tests)
-    print(screen.tested(tests))
+    print("\n".join([screen.tested(tests), f"report: {export(search)}"]))
     return 0
+
+
+def is_search(path: str) -> bool:
+    """Whether a file is a search, and no config to run."""
+    return Path(path).exists() and "space" in configs.read_yaml(Path(path), "a config")
+
+
+def report(args: argparse.Namespace) -> int:
+    """The report of a search from its records, also of an unfinished one."""
+    from pipeline import cli
+
+    search = prepare(args.config, args.overrides, cli.provenance())
+    print(f"report: {export(search)}")
+    return 0
+
+
+def export(search: Search) -> str:
+    """Writes the report beside the records; returns the place of its page."""
+    from pipeline.report import search as page
+
+    place = folder(search.storage, search.name)
+    for name, data in page.build(search.storage, search.name).items():
+        write_bytes(join(place, name), data)
+    return join(place, "search.html")
 
 
 def tested(search: Search, outcome: Outcome, seed: int, said: str) -> dict[str, Any]:

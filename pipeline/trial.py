@@ -30,7 +30,8 @@ class TrialFailed(Exception):
 class Plan:
     """What every trial of a search is told; plain and picklable.
 
-    body: the base config's plain values. tasks: those that a trial learns, in stream order. own: those of them that have steps of the method's own. only: it is judged after the last one of them alone.
+    body: the base config's plain values. tasks: those that a trial learns, in stream order. own: those of them that have steps of the method's own.
+    only: it is judged after the last one of them alone.
     settled: task -> what earlier phases of the search have chosen for it. phase: the task that is searched now. each: a task keeps the
     parameters that it was trained with when they change (population-based training).
     """

@@ -1,4 +1,4 @@
-"""The command line: run, plan, search, ingest, report, analyse, ui, gc. Few flags; everything else is `--set key=value`."""
+"""The command line: run, plan, search, ingest, report, analyse, predict, bundle, serve, tasks, ui, gc. Few flags; the rest is `--set key=value`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline import browse, draw
+from pipeline import browse, draw, predict
 from workers.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     analyse_parser.add_argument("--maps", type=int, default=4, metavar="N", help="test images of each task over which maps are drawn (default: 4; 0: none)")
     analyse_parser.add_argument("--robustness", action="store_true", help="also hide the centre of images, and attack them")
     analyse_parser.add_argument("--on", nargs="+", default=[], metavar="CARD", help="also test on all test images of other cards, whose classes a task has")
+    predict.commands(command)
     ui_parser = command("ui", ui, "serve MLflow on this machine and print links to the runs", config=False)
     ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
     ui_parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")

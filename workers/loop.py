@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -336,21 +336,25 @@ def load_states(job: StageJob, method: Method) -> None:
 
 
 def load_carried(job: StageJob) -> Carried | None:
-    """What the stages that this one starts from carried on, merged; None where it starts from none. Raises UserError where two
-    of them hand on something of the same name."""
+    """What the stages that this one starts from carried on, merged; None where it starts from none."""
     if not job.previous:
         return None
-    merged = Carried()
+    return merged(f"stage {job.id}", job.method, {step: Carried.from_bytes(Artefact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}")
+                                                  for step, key in job.previous.items()})
+
+
+def merged(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
+    """One carried state of those of several steps, by step. Raises UserError where two of them hand on something of the same name."""
+    whole = Carried()
     owner: dict[str, str] = {}  # name -> step that hands it on
-    for step, key in job.previous.items():
-        found = Carried.from_bytes(Artefact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}")
+    for step, found in parts.items():
         for name in [*found.tensors, *found.meta]:
             if owner.setdefault(name, step) != step:
-                raise UserError(f"stage {job.id}: steps {owner[name]!r} and {step!r} of method {job.method!r} both hand on {name!r}; "
+                raise UserError(f"{where}: steps {owner[name]!r} and {step!r} of method {method!r} both hand on {name!r}; "
                                 "side by side they must hand on different names")
-        merged.tensors |= found.tensors
-        merged.meta |= found.meta
-    return merged
+        whole.tensors |= found.tensors
+        whole.meta |= found.meta
+    return whole
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:

@@ -100,9 +100,10 @@ class Shards:
             raise DamagedArtefact(self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew") from None
 
 
-def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image whose header was read and whose pixels were not. Raises ValueError or OSError where it is none, or too big."""
-    image = Image.open(io.BytesIO(data))
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] | None = None) -> Image.Image:
+    """An image whose header was read and whose pixels were not; of any format that Pillow knows, or of these. Raises ValueError or OSError
+    where it is none, or too big."""
+    image = Image.open(io.BytesIO(data), formats=formats)
     if image.width * image.height > max_pixels:
         raise ValueError(f"{image.width} x {image.height} is more than max_pixels = {max_pixels}")
     return image
@@ -129,6 +130,11 @@ def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.u
     except (OSError, ValueError, SyntaxError) as error:
         raise UserError(f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
                         "use the same version of Pillow on all machines") from None
+    return squared(image, side)
+
+
+def squared(image: Image.Image, side: int) -> NDArray[np.uint8]:
+    """What `decode` makes of an image in RGB."""
     square = min(image.size)
     left, top = (image.width - square) / 2, (image.height - square) / 2
     return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box=(left, top, left + square, top + square)))

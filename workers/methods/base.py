@@ -25,7 +25,7 @@ defaults and is the same on all ranks and in every retry. Noise while training c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
@@ -193,6 +193,7 @@ class Method(nn.Module):
         self.heads = Heads(backbone.num_features)  # type: ignore[arg-type]
         self.effective: dict[str, Tensor] = {}  # parameter of the backbone -> the tensor that stands in for it
         self.serving: tuple[str, torch.device] | None = None  # whose `serving_weights` are in effect
+        self.folded: Callable[[str], dict[str, Tensor]] | None = None  # set by whoever serves many tasks: a cache of `serving_weights`
         self.task: Task | None = None
         self.scenario = "task"  # set by the loop, before anything else is called
         self.stream: tuple[Task, ...] = ()  # set by the loop: the tasks so far in stream order, with the one in training
@@ -331,7 +332,7 @@ class Method(nn.Module):
         wanted = task, next(self.backbone.parameters()).device
         if self.serving != wanted:
             with torch.no_grad():
-                self.effective = self.serving_weights(task)
+                self.effective = (self.folded or self.serving_weights)(task)
             self.serving = None if self.task is not None and self.task.name == task else wanted
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
@@ -345,6 +346,14 @@ class Method(nn.Module):
         if "class" not in self.scenarios:
             raise UserError(f"method {self.name!r} needs to be told the task; give one of {sorted(self.heads.names)}")
         return self.all_logits(self.features(images))
+
+    def grouped_logits(self, images: Tensor, rows: Mapping[str, Tensor | slice]) -> dict[str, Tensor]:
+        """Task -> what `logits` gives for it and its rows of images (b, 3, H, W); the same up to the order of summation, with what tasks
+        share computed once."""
+        if (type(self).logits, type(self).serving_weights) == (Method.logits, Method.serving_weights):  # tasks differ in heads alone
+            features = self.features(images)
+            return {task: self.heads[task](features[mine]) for task, mine in rows.items()}
+        return {task: self.logits(images[mine], task) for task, mine in rows.items()}
 
     def all_logits(self, features: Tensor) -> Tensor:
         """features (b, d) -> (b, classes so far), in the order of `columns`."""

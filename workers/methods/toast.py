@@ -182,13 +182,19 @@ class Toast(Method):
     def features(self, images: Tensor) -> Tensor:
         return self.top_down.second_pass(*self.top_down.first_pass(images), self.effective) if self.effective else self.backbone(images)
 
+    def grouped_logits(self, images: Tensor, rows: Mapping[str, Tensor | slice]) -> dict[str, Tensor]:
+        """With one first pass for all."""
+        entered, seen = self.top_down.first_pass(images)
+        found = dict[str, Tensor]()
+        for task, mine in rows.items():
+            self.serve(task)
+            features = self.top_down.second_pass(entered[mine], seen[mine], self.effective) if self.effective else self.backbone(images[mine])
+            found[task] = self.heads[task](features)
+        return found
+
     def logits_of(self, images: Tensor, tasks: Iterable[str]) -> dict[str, Tensor]:
         """What `logits` gives for each of these tasks, with one first pass for all."""
-        seen, found = self.top_down.first_pass(images), dict[str, Tensor]()
-        for task in tasks:
-            self.serve(task)
-            found[task] = self.heads[task](self.top_down.second_pass(*seen, self.effective) if self.effective else self.backbone(images))
-        return found
+        return self.grouped_logits(images, dict.fromkeys(tasks, slice(None)))
 
     def flops_share(self, state: TaskState) -> float:
         return self.top_down.flops_share()

@@ -1,0 +1,195 @@
+"""A finished run -> one model that serves all its tasks: predict, bundle, tasks and serve on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from workers.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.graph import Graph
+    from pipeline.store import Store
+    from workers.bundle import Bundle
+    from workers.serve import Answer
+
+SHOWN = 3  # probabilities in a table, unless more are asked for
+
+
+def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds what this module does to the command line."""
+    ask = command("predict", predict, "what the tasks of a finished run say of images; the config may be a model folder")
+    ask.add_argument("images", nargs="+", metavar="IMAGE", help="path of a JPEG, PNG or WebP file")
+    ask.add_argument("--task", metavar="NAME", help="the task of the images, where the method cannot find it out")
+    ask.add_argument("--rule", default="refuse", help="without a task: `refuse`, or `confident`: the task that answers with the highest probability")
+    ask.add_argument("--top", type=int, default=SHOWN, metavar="K", help=f"probabilities to show (default: {SHOWN}; 0: all)")
+    ask.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+    make = command("bundle", bundle, "write all that serves a method of a finished run into a folder of its own")
+    make.add_argument("--out", required=True, metavar="DIR", help="a new folder, or a URI such as s3://bucket/model")
+    start = command("serve", serve, "answer requests over HTTP on this machine, by Ray Serve; the config may be a model folder")
+    start.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    for each in (ask, make, start):
+        each.add_argument("--method", metavar="LABEL", help="label of the method, where the run has several")
+    states = command("tasks", tasks, "list, export, import or remove the tasks of a model folder", config=False)
+    states.add_argument("model", metavar="MODEL_DIR", help="a folder that `bundle` wrote")
+    actions = states.add_subparsers(required=True, metavar="ACTION", dest="action")
+    actions.add_parser("list", help="the tasks that it serves")
+    for action, arguments, text in (("export", ("name", "file"), "write a task into a file of its own"), ("import", ("file",), "serve an exported task too"),
+                                    ("remove", ("name",), "serve a task no more")):
+        sub = actions.add_parser(action, help=text)
+        for argument in arguments:
+            sub.add_argument(argument, metavar=argument.upper())
+
+
+# ---- from a run to a bundle ------------------------------------------------------------------------------------------------
+def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
+    """What serves all tasks of a method: what the evaluation of the last task loads, with the states of every task. Raises UserError where
+    the run is not finished."""
+    from workers.artefact import Artefact
+    from workers.bundle import Bundle
+    from workers.data.shards import MAX_PIXELS
+    from workers.job import StageJob
+
+    stages = [s for s in graph if s.step == "evaluate" and s.method == label]
+    jobs = [s.job for s in stages if isinstance(s.job, StageJob)]
+    missing = next((s.id for s in stages if Artefact.open(store.root, s.key) is None), None)
+    if missing:
+        raise UserError(f"run {graph.name!r}: stage {missing} has no result yet; finish the run with `python -m pipeline run` first")
+    tasks = tuple(dict.fromkeys(t for job in jobs for t in job.tasks))
+    states = {name: key for job in jobs for name, key in job.states.items()}
+    shards = [Artefact.open(store.root, key) for key in dict.fromkeys(t.data for t in tasks)]
+    largest = max((int(a.manifest.get("max_pixels", MAX_PIXELS)) for a in shards if a), default=MAX_PIXELS)
+    return replace(Bundle.of_job(replace(jobs[-1], tasks=tasks, states=states), largest), where=f"run {graph.name!r}, method {label!r}")
+
+
+def chosen(args: argparse.Namespace) -> Bundle:
+    """Of a model folder, or of a method of a config's run."""
+    from workers.artefact import exists, join
+    from workers.bundle import MODEL, Bundle
+
+    if os.path.isdir(args.config) or ("://" in args.config and exists(join(args.config, MODEL))):
+        if args.method or args.overrides:
+            raise UserError(f"{args.config!r} is a model folder, which holds one method as it is; leave out --method and --set")
+        return Bundle.open(args.config)
+    from pipeline.cli import prepare
+
+    config, store, graph, _ = prepare(args)
+    labels = [*config.methods]
+    if args.method is None and len(labels) > 1:
+        raise UserError(f"run {config.name!r} has several methods; choose one with --method: {', '.join(labels)}")
+    label = args.method or labels[0]
+    if label not in labels:
+        raise UserError(f"--method is {label!r}, which run {config.name!r} does not have; it has {', '.join(labels)}")
+    return bundle_of(graph, store, label)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------------
+def predict(args: argparse.Namespace) -> int:
+    from pipeline.console import table_text
+    from workers.serve import Served
+
+    served = Served(chosen(args))
+    served.checked(len(args.images), args.task, args.rule, args.top)
+    found: list[Answer] = []
+    limits = limits_of(served.bundle)
+    for start in range(0, len(args.images), limits.images):
+        found += served.predict([os.fspath(name) for name in args.images[start : start + limits.images]], args.task, args.rule, args.top, limits)
+    heading = ["image", "task", "confidence", "class", "probability", "probabilities"]
+    rows = [[name, a.task, f"{a.confidence:.3f}", a.class_, f"{a.probability:.3f}", ", ".join(f"{c} {p:.3f}" for c, p in a.probabilities.items())]
+            for name, a in zip(args.images, found, strict=True)]
+    print(table_text(heading, rows))
+    if args.csv:
+        with open(args.csv, "w", newline="", encoding="utf-8") as stream:
+            csv.writer(stream).writerows([heading, *rows])
+    return 0
+
+
+def limits_of(bundle: Bundle) -> Any:
+    """On the command line files are named."""
+    from workers.data.images import Limits
+
+    return Limits(bundle.body["max_pixels"], paths=True)
+
+
+def bundle(args: argparse.Namespace) -> int:
+    from pipeline.config import absolute
+
+    found, out = chosen(args), absolute(args.out)
+    found.write(out)
+    print(f"{out}: method {found.body['method']}, {len(found.tasks)} tasks, {found.nbytes / 1e6:.1f} MB")
+    return 0
+
+
+def tasks(args: argparse.Namespace) -> int:
+    from pipeline.config import absolute
+    from pipeline.console import table_text
+    from workers import bundle as bundles
+
+    model = absolute(args.model)
+    found = bundles.Bundle.open(model)
+    if args.action == "list":
+        sizes = {t.name: found.body["files"][bundles.state_file(t.name)]["bytes"] for t in found.tasks}
+        print(table_text(["task", "classes", "bytes"], [[t.name, str(t.num_classes), str(sizes[t.name])] for t in found.tasks]))
+    elif args.action == "export":
+        data = bundles.export_task(found, args.name)
+        with open(args.file, "wb") as stream:
+            stream.write(data)
+        print(f"{args.file}: task {args.name}, {len(data)} bytes")
+    elif args.action == "import":
+        with open(args.file, "rb") as stream:
+            task = bundles.import_task(model, stream.read(), args.file)
+        print(f"{args.model} serves {task.name} too, {task.num_classes} classes")
+    else:
+        said = bundles.remove_task(model, args.name)
+        print(f"{args.model} serves {args.name} no more" + (f"; {said}" if said else ""))
+    return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Until it is interrupted."""
+    from pipeline import browse
+
+    port = browse.free_port("127.0.0.1", args.port)
+    found = chosen(args)
+    with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
+        place = os.path.join(folder, "model")
+        found.write(place)  # the replica reads it, wherever it came from
+        with running(place, port) as address:
+            stop = threading.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own there
+                signal.signal(number, lambda *_: stop.set())
+            print(f"serving {', '.join(t.name for t in found.tasks)} on {address}: POST /predict, GET /tasks, GET /health; stop with Ctrl-C", flush=True)
+            stop.wait()
+    return 0
+
+
+@contextmanager
+def running(folder: str, port: int) -> Iterator[str]:
+    """Serves the bundle in `folder` on 127.0.0.1 while inside, on a Ray of its own; gives the address."""
+    from pipeline import launch
+    from pipeline.config import ClusterSettings
+
+    ray = launch.connect(ClusterSettings(address="local"))  # before Ray Serve is imported: it sets what Ray reads at import
+    try:
+        from ray import serve as ray_serve
+    except ImportError as error:
+        ray.shutdown()
+        raise UserError(f"`serve` needs Ray Serve ({error}); install ray[serve]") from None
+    from pipeline.deployment import Deployment
+
+    try:
+        ray_serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
+        ray_serve.run(Deployment.bind(folder), name="accrete", route_prefix="/")  # type: ignore[attr-defined]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with suppress(Exception):  # whatever it is, closing does not hide why serving ended
+            ray_serve.shutdown()
+        ray.shutdown()

@@ -1,0 +1,261 @@
+"""Promises of the served model: what evaluation recorded is what it answers; mixed batches equal single images; tasks come and go."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from serving import Finished, exact, finished
+
+from workers import bundle as bundles
+from workers.bundle import Bundle
+from workers.data.images import Limits
+from workers.errors import UserError
+from workers.serve import Kept, Served
+
+TOLD = {"meat": ("meat", ""), "packnet": ("packnet", ""), "toast": ("toast", ""), "linear": ("linear", ""), "supsup_nn": ("supsup_nn", ""),
+        "lwf": ("lwf", "")}
+FOUND_OUT = {"icarl": ("icarl", "class"), "supsup": ("supsup", "class")}
+OUTPUTS = {"supsup": {"outputs": 5}, "supsup_nn": {"outputs": 5}}
+CHAINS = ["packnet", "lwf"]
+
+
+@pytest.fixture(scope="module")
+def runs(lab: Any) -> Any:
+    made: dict[str, Finished] = {}
+
+    def run(name: str) -> Finished:
+        if name not in made:
+            method, scenario = (TOLD | FOUND_OUT)[name]
+            made[name] = finished(lab, method, scenario, OUTPUTS.get(name), epochs=1)
+        return made[name]
+
+    return run
+
+
+def mixed(run: Finished, count: int = 5) -> tuple[list[bytes], list[str]]:
+    """Images of both tasks in turn."""
+    both = [(data, name) for name in run.names for data in run.images(name)[0][:count]]
+    order = [both[i] for i in torch.randperm(len(both), generator=torch.Generator().manual_seed(3)).tolist()]
+    return [data for data, _ in order], [name for _, name in order]
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [*TOLD, *FOUND_OUT])
+def test_as_many_answers_are_right_as_evaluation_recorded(runs, name):
+    run, right = runs(name), {}
+    for task in run.names:
+        images, classes = run.images(task)
+        answers = run.served.predict(images, None if name in FOUND_OUT else task)
+        right[task] = sum((a.task, a.class_) == (task, c) for a, c in zip(answers, classes, strict=True))
+    assert right == run.recorded()
+
+
+@pytest.mark.parametrize("name", [*TOLD, *FOUND_OUT])
+def test_a_mixed_batch_is_answered_like_single_images(runs, name):
+    run = runs(name)
+    images, tasks = mixed(run)
+    wanted = [None] * len(tasks) if name in FOUND_OUT else tasks
+    together = run.served.predict(images, wanted)
+    alone = [run.served.predict([image], [task])[0] for image, task in zip(images, wanted, strict=True)]
+    assert [(a.task, a.class_) for a in together] == [(a.task, a.class_) for a in alone]
+    for a, b in zip(together, alone, strict=True):
+        assert [*a.probabilities] == [*b.probabilities]
+        assert a.probability == pytest.approx(b.probability, abs=1e-5)
+        assert a.confidence == pytest.approx(b.confidence, abs=1e-4)
+    if name not in FOUND_OUT:
+        assert [a.task for a in together] == tasks
+    assert [a.probability for a in together] == [next(iter(a.probabilities.values())) for a in together]
+    assert all(sum(a.probabilities.values()) == pytest.approx(1) for a in together)
+
+
+def test_each_group_is_one_forward(runs, monkeypatch):
+    run = runs("packnet")
+    images, tasks = mixed(run)
+    seen: list[int] = []
+    forward = run.served.method.features
+    monkeypatch.setattr(run.served.method, "features", lambda images: seen.append(len(images)) or forward(images))
+    run.served.predict(images, tasks)
+    assert sorted(seen) == [5, 5]
+
+
+def test_what_tasks_share_is_computed_once(runs, monkeypatch):
+    for name, owner, function in (("linear", "method", "features"), ("toast", "top_down", "first_pass")):
+        run = runs(name)
+        images, tasks = mixed(run)
+        seen: list[int] = []
+        whose = run.served.method if owner == "method" else run.served.method.top_down
+        forward = getattr(whose, function)
+        monkeypatch.setattr(whose, function, lambda images, forward=forward, seen=seen: seen.append(len(images)) or forward(images))
+        run.served.predict(images, tasks)
+        assert seen == [10]
+
+
+def test_masked_tasks_are_served_compact(runs):
+    run = runs("meat")
+    images, tasks = mixed(run)
+    run.served.predict(images, tasks)
+    assert {type(made).__name__ for made, _ in run.served.kept.items.values()} == {"CompactVit"}
+
+
+@pytest.mark.parametrize("name", ["packnet", "meat"])
+def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs, name):
+    run = runs(name)
+    images, tasks = mixed(run)
+    wanted = exact(run.served, images, tasks)
+    size = max(bytes_ for _, bytes_ in run.served.kept.items.values())
+    assert size > 0
+    small, none = (Served(run.bundle, limit) for limit in (size, 0))
+    assert exact(small, images, tasks) == wanted == exact(none, images, tasks) == exact(small, images, tasks)
+    assert none.kept.nbytes == 0
+    assert 0 < small.kept.nbytes <= size
+
+
+def test_what_was_used_longest_ago_goes_first():
+    made: list[str] = []
+    kept = Kept(8, set())
+    for task in ("a", "b", "a", "c", "a", "b"):
+        kept.get(task, lambda task: made.append(task) or {"w": torch.zeros(1)})
+    assert made == ["a", "b", "c", "b"]
+
+
+def test_paths_bytes_arrays_and_pictures_are_one_image(runs, tmp_path):
+    run = runs("meat")
+    data = run.images("two")[0][0]
+    picture = Image.open(io.BytesIO(data))
+    (tmp_path / "a.png").write_bytes(data)
+    kinds = [data, bytearray(data), str(tmp_path / "a.png"), tmp_path / "a.png", picture, np.asarray(picture.convert("RGB"))]
+    assert len({a.probability for a in run.served.predict(kinds, "two")}) == 1
+
+
+def test_without_a_task_it_refuses_or_takes_the_surest_head(runs):
+    run = runs("meat")
+    images, _ = mixed(run)
+    with pytest.raises(UserError, match=r"'meat' needs to be told the task of each image; there are two, three; or set rule=confident"):
+        run.served.predict(images)
+    answers = run.served.predict(images, rule="confident")
+    heads = [run.served.predict(images, task) for task in run.names]
+    for place, answer in enumerate(answers):
+        best = max((head[place] for head in heads), key=lambda a: a.probability)
+        assert (answer.task, answer.class_) == (best.task, best.class_)
+        assert answer.confidence == answer.probability == pytest.approx(best.probability, abs=1e-5)
+
+
+def test_told_and_untold_images_share_a_request(runs):
+    run = runs("icarl")
+    images, tasks = mixed(run)
+    some = [task if place % 2 else None for place, task in enumerate(tasks)]
+    answers = run.served.predict(images, some)
+    assert all(a.task == task and a.confidence == 1 for a, task in zip(answers, some, strict=True) if task)
+    assert {len(a.probabilities) for a, task in zip(answers, some, strict=True) if task is None} == {5}
+
+
+def test_top_shortens_the_list(runs):
+    answer = runs("meat").served.predict(runs("meat").images("three")[0][:1], "three", top=2)[0]
+    assert len(answer.probabilities) == 2
+    assert answer.class_ == next(iter(answer.probabilities))
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"tasks": "tow"}, "task 'tow' is not served; did you mean two"), ({"tasks": ["two", "two"]}, "there are 1 images and 2 tasks"),
+    ({"tasks": "two", "rule": "best"}, "rule is 'best'; give one of refuse, confident"), ({"tasks": "two", "top": -1}, "top is -1")])
+def test_what_cannot_be_answered_gets_a_sentence(runs, arguments, said):
+    with pytest.raises(UserError, match=said):
+        runs("meat").served.predict([np.zeros((4, 4, 3), np.uint8)], **arguments)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def folder(runs, tmp_path):
+    def write(name: str) -> str:
+        runs(name).bundle.write(str(tmp_path / name))
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_folder_answers_like_the_store(runs, folder):
+    for name in ("meat", "packnet"):
+        images, tasks = mixed(runs(name))
+        assert exact(Served.open(f"file://{folder(name)}"), images, tasks) == exact(runs(name).served, images, tasks)
+
+
+def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs, folder):
+    place = Path(folder("packnet"))
+    names = {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()}
+    assert names == {"model.json", "backbone.safetensors", "tasks/two.safetensors", "tasks/three.safetensors", "carried/retrain.safetensors"}
+    assert runs("packnet").run.lab.store.storage not in (place / "model.json").read_text()
+
+
+@pytest.mark.parametrize("file", ["backbone.safetensors", "tasks/two.safetensors", "carried/retrain.safetensors", "model.json"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_every_damage_is_found(folder, file, damage):
+    place = Path(folder("packnet"), file)
+    data = place.read_bytes()
+    place.unlink() if damage == "gone" else place.write_bytes(data[:-1] if damage == "cut" else data.replace(b"0", b"1", 1))
+    with pytest.raises(UserError, match=file):
+        Served.open(str(place.parents["/" in file]))
+
+
+def test_a_bundle_goes_into_a_new_folder_alone(folder, runs):
+    with pytest.raises(UserError, match="is there already and not an empty folder"):
+        runs("meat").bundle.write(folder("meat"))
+
+
+# ---- tasks that come and go ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup", "supsup_nn", *CHAINS])
+def test_a_removed_task_is_not_served_and_the_others_answer_as_before(runs, folder, name):
+    place, images = folder(name), runs(name).images("three")[0]
+    before = exact(Served.open(place), images, "three")
+    said = bundles.remove_task(place, "two")
+    left = Served.open(place)
+    assert exact(left, images, "three") == before
+    with pytest.raises(UserError, match="task 'two' is not served"):
+        left.predict(images, "two")
+    assert not Path(place, "tasks/two.safetensors").exists()
+    assert ("stays, because later tasks stand on it" in said) == (name in [*CHAINS, "supsup_nn"])
+    carried = [t for p in Path(place).glob("carried/*") for t in bundles.load_tensors(p.read_bytes(), "")[0]]
+    assert not [name for name in carried if name.startswith("heads/two/")]
+
+
+def test_a_task_that_others_answer_with_is_not_removed(runs, folder):
+    with pytest.raises(UserError, match="answer with what task 'two' left behind"):
+        bundles.remove_task(folder("icarl"), "two")
+
+
+@pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup"])
+def test_an_exported_task_is_served_elsewhere_as_it_was(runs, folder, name):
+    place = folder(name)
+    images, tasks = mixed(runs(name))
+    before = exact(Served.open(place), images, tasks)
+    bytes_before = Path(place, "tasks/two.safetensors").read_bytes()
+    data = bundles.export_task(Bundle.open(place), "two")
+    bundles.remove_task(place, "two")
+    assert bundles.import_task(place, data, "two.task").classes == ("0", "1")
+    assert Path(place, "tasks/two.safetensors").read_bytes() == bytes_before
+    assert [t.name for t in Bundle.open(place).tasks] == ["three", "two"]
+    assert exact(Served.open(place), images, tasks) == before
+    with pytest.raises(UserError, match="serves a task 'two' already"):
+        bundles.import_task(place, data, "two.task")
+
+
+def test_what_does_not_belong_together_is_not_imported(runs, folder, lab):
+    data = bundles.export_task(Bundle.open(folder("meat")), "two")
+    for name in CHAINS:
+        with pytest.raises(UserError, match="trains weights that its tasks share"):
+            bundles.import_task(folder(name), data, "f")
+    with pytest.raises(UserError, match=r"exported from a model whose method is meat, and in .* it is linear"):
+        bundles.import_task(folder("linear"), data, "f")
+    with pytest.raises(UserError, match="is no exported task"):
+        bundles.import_task(str(Path(folder("toast"))), b"nonsense", "f")
+
+
+def test_limits_are_kept(runs):
+    image = np.zeros((4, 4, 3), np.uint8)
+    with pytest.raises(UserError, match="3 images in one request are more than 2"):
+        runs("meat").served.predict([image] * 3, "two", limits=Limits(images=2))

@@ -43,12 +43,12 @@ def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
     return f"{base}/#/compare-runs?runs={next(lists)}&experiments={next(lists)}&workflowType=machine_learning"
 
 
-def recorded(client: MlflowClient, experiment: str, most: int = 10) -> list[tuple[str, str, list[str]]]:
-    """(name, run id, run ids of its methods) of the graphs recorded last, the newest first."""
+def recorded(client: MlflowClient, experiment: str, kind: str = "run", most: int = 10) -> list[tuple[str, str, list[str]]]:
+    """(name, run id, run ids of its methods) of the graphs recorded last, the newest first. kind: `search` for searches, with the ids of their trials."""
     newest = ["attributes.start_time DESC"]
-    found = client.search_runs([experiment], "tags.`accrete.kind` = 'run'", max_results=most, order_by=newest)
-    methods = client.search_runs([experiment], "tags.`accrete.kind` = 'method'", max_results=1000, order_by=newest)
-    return [(r.info.run_name or "", r.info.run_id, [m.info.run_id for m in reversed(methods) if m.data.tags.get("mlflow.parentRunId") == r.info.run_id])
+    found = client.search_runs([experiment], f"tags.`accrete.kind` = '{kind}'", max_results=most, order_by=newest)
+    below = client.search_runs([experiment], f"tags.`accrete.kind` = '{'trial' if kind == 'search' else 'method'}'", max_results=1000, order_by=newest)
+    return [(r.info.run_name or "", r.info.run_id, [m.info.run_id for m in reversed(below) if m.data.tags.get("mlflow.parentRunId") == r.info.run_id])
             for r in found]
 
 
@@ -71,7 +71,7 @@ def free_port(host: str, port: int = 0) -> int:
 
 def serve(storage: str, host: str = "127.0.0.1", port: int = 0, uri: str = "", experiment: str = "accrete") -> int:
     """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs. Returns its exit code."""
-    from pipeline.track import ENVIRONMENT, open_store
+    from pipeline.track_mlflow import ENVIRONMENT, open_store
 
     client, address, number = open_store(storage, uri, experiment)
     if address.startswith(("http://", "https://")):
@@ -100,10 +100,11 @@ def serve(storage: str, host: str = "127.0.0.1", port: int = 0, uri: str = "", e
 
 def print_links(client: MlflowClient, base: str, experiment: str) -> None:
     print(f"MLflow: {runs_link(base, experiment)}")
-    for name, run, methods in recorded(client, experiment):
-        print(f"  {name}: {run_link(base, experiment, run)}")
-        if len(methods) > 1:
-            print(f"  {' ' * len(name)}  its methods side by side: {compare_link(base, experiment, methods)}")
+    for kind, parts in (("run", "methods"), ("search", "trials")):
+        for name, run, below in recorded(client, experiment, kind):
+            print(f"  {name}: {run_link(base, experiment, run)}")
+            if len(below) > 1:
+                print(f"  {' ' * len(name)}  its {parts} side by side: {compare_link(base, experiment, below)}")
     sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""The command line: run, plan, search, ingest, report, analyse, predict, bundle, serve, tasks, ui, gc. Few flags; the rest is `--set key=value`."""
+"""The command line: run, plan, search, ingest, report, analyse, compare, predict, bundle, serve, tasks, ui, gc. Few flags, else `--set key=value`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,10 @@ def parser() -> argparse.ArgumentParser:
     analyse_parser.add_argument("--robustness", action="store_true", help="also hide the centre of images, and attack them")
     analyse_parser.add_argument("--on", nargs="+", default=[], metavar="CARD", help="also test on all test images of other cards, whose classes a task has")
     predict.commands(command)
+    compare_parser = command("compare", compare, "lay finished runs side by side, from the store", config=False)
+    compare_parser.add_argument("run", nargs="+", metavar="RUN", help="name of a run in the storage, or path of its config")
+    compare_parser.add_argument("--storage", default="storage", help="storage folder of runs that are given by name (default: storage)")
+    compare_parser.add_argument("--out", metavar="FILE", help="also write the page here")
     ui_parser = command("ui", ui, "serve MLflow on this machine and print links to the runs", config=False)
     ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
     ui_parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
@@ -116,7 +120,8 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
     record = record_of(graph, config, tasks, provenance())
     store.save_record(record)
     screen = console.Console(graph, lookups)
-    recording = track.Background(track.Recorder(config.tracking, store.storage), graph, record, draw.to_svg(graph, {}))
+    recorder = track.Recorder(config.tracking, store.storage, screen.say, command_of(args, "report"))
+    recording = track.Background(recorder, graph, record, draw.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
 
@@ -129,7 +134,9 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
         raise_failures(outcome, command)
         files = inside.shown(report_files(store, graph), record, store)
     finally:
-        recorder = recording.finish(files, status)
+        recording.finish(files, status)
+        if status != "FINISHED" and recorder.warnings:
+            print("\n".join(recorder.warnings), file=sys.stderr)
     page = export(store, config.name, files)
     tables = RunTables.load(store.storage, record)
     print(console.summary(tables, outcome, [*recorder.warnings, f"report: {page}", *recorder.links()]))
@@ -241,7 +248,7 @@ def report(args: argparse.Namespace) -> int:
     record = store.record(config.name) or record_of(graph, config, tasks, provenance())
     picture = draw.to_svg(graph, {})
     files = inside.shown(page.build(store.storage, record, picture), record, store)
-    recorder = track.Recorder(config.tracking, store.storage)
+    recorder = track.Recorder(config.tracking, store.storage, remedy=command_of(args, "report"))
     recorder.start(record, picture)
     recorder.finish(files)
     print("\n".join([*recorder.warnings, f"report: {export(store, config.name, files)}", *recorder.links()]))
@@ -277,7 +284,7 @@ def analyse(args: argparse.Namespace) -> int:
     for run in runs:
         picture = draw.to_svg(run.graph, {})
         files = inside.shown(report_of(run.store, run.graph, run.record, picture), run.record, run.store)
-        recorder = track.Recorder(run.config.tracking, run.store.storage)
+        recorder = track.Recorder(run.config.tracking, run.store.storage, remedy="the same command")
         recorder.start(run.record, picture)
         recorder.analysed(made if run is first else {}, entries.analysis_points(run.name, found.attention, found.robustness, args.images))
         recorder.finish(files)
@@ -303,6 +310,12 @@ def report_of(store: Store, graph: Graph, record: Mapping[str, Any], picture: st
     from workers.artefact import Artefact
 
     return report_files(store, graph) if Artefact.open(store.root, graph["report"].key) else page.build(store.storage, record, picture)
+
+
+def compare(args: argparse.Namespace) -> int:
+    from pipeline import compare as comparison
+
+    return comparison.compare(args)
 
 
 def ui(args: argparse.Namespace) -> int:
@@ -344,9 +357,9 @@ def ask(question: str) -> str:
         return ""
 
 
-def command_of(args: argparse.Namespace, name: str = "run") -> str:
+def command_of(args: argparse.Namespace, command: str = "run") -> str:
     sets = "".join(f" --set {o}" for o in args.overrides)
-    return f"{browse.this_python()} -m pipeline {name} {args.config}{sets}"
+    return f"{browse.this_python()} -m pipeline {command} {args.config}{sets}"
 
 
 def provenance() -> dict[str, Any]:

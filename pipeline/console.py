@@ -26,28 +26,28 @@ class Console:
         self.said: dict[str, float] = {}
         for stage_id, lookup in lookups.items():
             if lookup.reason.startswith("damaged"):
-                self._line(f"{stage_id}: {lookup.reason}")
+                self.say(f"{stage_id}: {lookup.reason}")
 
     def decision(self, walk: Walk, decision: Decision) -> None:
         self.done = walk.count(*ENDED)
         if decision.kind == "launch":
             self._live(f"{decision.stage} ...")
         elif decision.kind == "block":
-            self._line(f"{decision.stage}: not run, {decision.reason}")
+            self.say(f"{decision.stage}: not run, {decision.reason}")
         elif decision.kind == "retry":
             count = f"try {walk.tries[decision.stage] + 1} of {walk.retries + 1}"
-            self._line(f"{decision.stage}: {decision.reason}; tried again from its last checkpoint ({count})")
+            self.say(f"{decision.stage}: {decision.reason}; tried again from its last checkpoint ({count})")
         elif decision.kind == "recompute":
-            self._line(f"{decision.stage}: {decision.reason}")
+            self.say(f"{decision.stage}: {decision.reason}")
         else:
-            self._line(f"{decision.stage}: failed: {decision.reason}")
+            self.say(f"{decision.stage}: failed: {decision.reason}")
 
     def event(self, walk: Walk, event: Event) -> None:
         self.done = walk.count(*ENDED)
         if event.kind == "progress":
             self.progress(event)
         elif event.kind == "done":
-            self._line(f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}")
+            self.say(f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}")
 
     def progress(self, event: Event) -> None:
         text = f"{event.stage}: {_progress(event.body)}"
@@ -55,9 +55,10 @@ class Console:
             self._live(text)
         elif time.monotonic() - self.said.setdefault(event.stage, time.monotonic()) > QUIET_S:
             self.said[event.stage] = time.monotonic()
-            self._line(text)
+            self.say(text)
 
-    def _line(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """One line of its own."""
         print(f"{self._clear()}[{self.done}/{self.total}] {text}", file=self.stream, flush=True)
 
     def _live(self, text: str) -> None:

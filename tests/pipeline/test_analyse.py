@@ -15,7 +15,7 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 
-from pipeline import analyse, cli, track
+from pipeline import analyse, cli, track_mlflow
 from pipeline.report import inside, maps
 from pipeline.report.tables import RunTables
 from pipeline.store import Store
@@ -321,7 +321,7 @@ def tracked(configs: dict[str, str]) -> str:
 
 def test_the_record_gets_curves_over_blocks_once(configs: dict[str, str], tracked: str, inverted: str, say: Say):
     def recorded() -> tuple[dict[tuple[str, str], dict[int, float]], set[str], int]:
-        client, _, experiment = track.open_store(str(Path(tracked).parent / "storage"))
+        client, _, experiment = track_mlflow.open_store(str(Path(tracked).parent / "storage"))
         runs = {(r.data.tags.get("label", ""), r.data.tags.get("task", "")): r for r in client.search_runs([experiment], max_results=1000)}
         curves = {(label, name): [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
                   for (label, task), run in runs.items() if not task for name in run.data.metrics}
@@ -347,7 +347,7 @@ def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(t
     def broken(*_: Any) -> None:
         raise RuntimeError("no database today")
 
-    monkeypatch.setattr(track, "open_store", broken)
+    monkeypatch.setattr(track_mlflow, "open_store", broken)
     assert "no database" not in say("analyse", "scaled", "--images", "8", "--maps", "0")[1]
     code, said = say("analyse", tracked, "--images", "8", "--maps", "0")
     assert code == 0

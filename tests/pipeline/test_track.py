@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import fake_run
 
-from pipeline import browse, track
-from pipeline.report import entries, page, plots
+from pipeline import browse, track, track_mlflow, track_run
+from pipeline.config import TrackingSettings
+from pipeline.report import page, plots
 from workers.errors import UserError
 
-SETTINGS = SimpleNamespace(enabled=True, uri="", experiment="accrete")
+SETTINGS = TrackingSettings()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,13 +36,14 @@ def _no_server(monkeypatch):
 def recorded(tmp_path_factory):
     """A run that was killed after five stages, went on, finished, and was started once more."""
     storage = str(tmp_path_factory.mktemp("storage"))
-    record = fake_run.record()
+    record = {**fake_run.record(), "provenance": {"git_commit": "feed", "packages": {"torch": "2.14.1"}, "python": "3.11.7"}}
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     first = track.Recorder(SETTINGS, storage)
     first.start(record, "<svg>graph</svg>")
     ids = [s.id for s in fake_run.stages() if s.step != "report"]
     for stage, _ in fake_run.write(storage, set(ids[:6])):
         first.stage(stage, {"stage": stage.id})  # as workers report it: without the list of files
+    assert first.outbox.close(0) == 0  # and then it was killed
     second = track.Recorder(SETTINGS, storage)
     second.start(record, "<svg>graph</svg>")
     for stage, manifest in fake_run.write(storage, set(ids[6:])):
@@ -57,7 +60,7 @@ def recorded(tmp_path_factory):
 
 def contents(storage):
     """(label, task) -> run, every run of the experiment; and the length of each metric's history."""
-    client, _, experiment = track.open_store(storage)
+    client, _, experiment = track_mlflow.open_store(storage)
     runs = client.search_runs([experiment], max_results=1000)
     histories = {(r.info.run_id, name): len(client.get_metric_history(r.info.run_id, name)) for r in runs for name in r.data.metrics}
     return SimpleNamespace(client=client, count=len(runs), histories=histories, ended={r.info.run_id: r.info.end_time for r in runs},
@@ -133,54 +136,36 @@ def test_links_open_mlflow_on_its_pages_for_training(recorded):
     one, many = recorded.recorder.links("http://127.0.0.1:5000")
     assert one.endswith(f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning")
     assert all(recorded.after.runs[label, ""].info.run_id in many for label in fake_run.METHODS)
-    client, _, experiment = track.open_store(recorded.storage)
+    client, _, experiment = track_mlflow.open_store(recorded.storage)
     assert browse.recorded(client, experiment) == [("tiny", run.run_id, [recorded.after.runs[label, ""].info.run_id for label in fake_run.METHODS])]
 
 
 def test_another_graph_of_the_same_name_gets_runs_of_its_own():
     record = fake_run.record()
     changed = {**record, "stages": [{**record["stages"][0], "key": "other"}, *record["stages"][1:]]}
-    assert track.identity(changed) != track.identity(record) == track.identity(fake_run.record())
+    assert track_run.identity(changed) != track_run.identity(record) == track_run.identity(fake_run.record())
 
 
 # ---- when MLflow fails -------------------------------------------------------------------------------------------------
-def test_a_tracking_server_that_does_not_answer_costs_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    recorder = track.Recorder(SimpleNamespace(enabled=True, uri="http://127.0.0.1:9", experiment="x"), str(tmp_path))
+def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path):
+    said: list[str] = []
+    settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=0)
+    recorder = track.Recorder(settings, str(tmp_path), said.append, "python -m pipeline report x.yaml")
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(str(tmp_path), {"data/shapes", "backbone"}):
         recorder.stage(stage, manifest)
+    while not said:  # it was tried
+        time.sleep(.01)
     recorder.finish({})
-    assert len(recorder.warnings) == 1
-    assert "the run goes on" in recorder.warnings[0]
+    assert len(said) == 1
+    assert "does not answer" in said[0]
+    assert recorder.warnings == ["MLflow did not answer for 0 s at the end: the record of run 'tiny' is incomplete; when MLflow is back, "
+                                 "python -m pipeline report x.yaml writes it"]
     assert recorder.links() == []
 
 
-def test_what_failed_in_between_is_written_at_the_end(recorded, monkeypatch):
-    for name in ("task_files", "method_files", "confusion_files"):  # pictures take time and are not the point here
-        monkeypatch.setattr(entries, name, lambda *_: {})
-    record = fake_run.record("again")
-    recorder = track.Recorder(SETTINGS, recorded.storage)
-    real, down = track.Recorder._points, [True]
-
-    def points(self, *args, **kwargs):
-        if down[0]:
-            raise ConnectionError("database is locked")
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(track.Recorder, "_points", points)
-    recorder.start(record)
-    down[0] = False
-    recorder.finish({})
-    assert len(recorder.warnings) == 1
-    assert "database is locked" in recorder.warnings[0]
-    run = recorder.runs["meat", "birds"].info.run_id
-    assert recorder.client.get_run(run).data.metrics["flops_share"] == .83
-    assert len(recorder.client.get_metric_history(run, "train/loss")) == 6
-
-
 def test_tracking_that_is_off_writes_nothing(tmp_path):
-    recorder = track.Recorder(SimpleNamespace(enabled=False, uri="", experiment="x"), str(tmp_path))
+    recorder = track.Recorder(TrackingSettings(enabled=False), str(tmp_path))
     recorder.start(fake_run.record())
     recorder.finish({})
     assert list(tmp_path.iterdir()) == []
@@ -188,9 +173,9 @@ def test_tracking_that_is_off_writes_nothing(tmp_path):
 
 def test_an_object_store_needs_a_tracking_server_and_says_so(tmp_path):
     with pytest.raises(UserError, match=r"name a tracking server in tracking\.uri"):
-        track.tracking_uri("s3://bucket/runs")
-    assert track.tracking_uri("s3://bucket/runs", "http://server") == "http://server"
-    assert track.tracking_uri(str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
+        track_mlflow.tracking_uri("s3://bucket/runs")
+    assert track_mlflow.tracking_uri("s3://bucket/runs", "http://server") == "http://server"
+    assert track_mlflow.tracking_uri(str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
 def test_a_port_that_is_taken_is_named(tmp_path):
@@ -207,4 +192,82 @@ def test_a_port_that_is_taken_is_named(tmp_path):
 
 def test_the_server_works_without_job_processes(tmp_path):
     assert browse.server_command("sqlite:///x", str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
-    assert track.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
+    assert track_mlflow.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
+
+
+# ---- tags, data, this machine --------------------------------------------------------------------------------------------
+def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded):
+    runs = recorded.after.runs
+    keys = {s.id: s.key for s in fake_run.stages()}
+    run, method = runs["", ""].data.tags, runs["hat-small", ""].data.tags
+    shared = {"stream": "shapes, birds, leaves, roots", "scenario": "task", "backbone": "vit_tiny_patch16_224", "seed": "3", "protocol": "test",
+              "git_commit": "feed", "mlflow.source.git.commit": "feed", "version.torch": "2.14.1", "version.python": "3.11.7"}
+    assert {**shared, "accrete.kind": "run", "methods": "meat, hat, finetune", "stage.backbone": keys["backbone"]}.items() <= run.items()
+    assert {**shared, "accrete.kind": "method", "methods": "hat", "stage.birds/train": keys["hat-small/birds/train"],
+            "stage.roots/evaluate": keys["hat-small/roots/evaluate"]}.items() <= method.items()
+    client, _, experiment = track_mlflow.open_store(recorded.storage)
+    best = client.search_runs([experiment], "tags.`accrete.kind` = 'method' and tags.seed = '3' and dataset.name = 'plants' and dataset.context = 'test'",
+                              order_by=["metrics.average_accuracy DESC"])
+    assert [r.info.run_name for r in best] == ["meat", "hat-small", "finetune"]
+
+
+def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded):
+    def read(label, task=""):
+        return {(d.dataset.name, d.tags[0].value) for d in recorded.after.runs[label, task].inputs.dataset_inputs}
+
+    assert read("meat", "birds") == {("birds", "train"), ("birds", "test")}
+    assert read("meat", "leaves") == {("plants", "train"), ("plants", "test")}
+    assert read("meat") == {(card, context) for card in ("birds", "plants") for context in ("train", "test")}
+    assert read("", "backbone") == {("shapes", "train")}
+    assert read("", "") == {(card, "stream") for card in ("shapes", "birds", "plants")}
+
+
+def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
+    recorder = track.Recorder(TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False))
+    recorder.start({**fake_run.record(), "stages": []}, watch=True)
+    client, _, experiment = track_mlflow.open_store(str(tmp_path))
+
+    def sampled():
+        runs = client.search_runs([experiment], "tags.`accrete.kind` = 'run'")
+        return {name for r in runs for name in r.data.metrics if name.startswith("system/")}
+
+    while not sampled():
+        time.sleep(.05)
+    machine = recorder.machine
+    recorder.finish({})
+    assert {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes", "system/network_receive_megabytes"} <= sampled()
+    assert machine is not None
+    assert not machine.alive
+    assert recorder.warnings == []
+
+
+def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_it_is_not_wanted(tmp_path, monkeypatch):
+    started: list[bool] = []
+
+    class Sampler:
+        def __init__(self, run, uri):
+            self.alive = len(started) > 0  # the first one ends at once
+            started.append(True)
+
+        def end(self):
+            started.append(False)
+
+    monkeypatch.setattr(track, "Machine", Sampler)
+    for settings, watch, expected in ((TrackingSettings(system_metrics=True), True, [True, True, False]), (TrackingSettings(), True, []),
+                                      (TrackingSettings(system_metrics=True), False, [])):
+        started.clear()
+        recorder = track.Recorder(settings, str(tmp_path), place=track_run.Place(pictures=False))
+        recorder.start({**fake_run.record(f"x{len(list(tmp_path.iterdir()))}{watch}{settings.system_metrics}"), "stages": []}, watch=watch)
+        recorder.finish({})
+        assert started == expected
+
+
+def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    recorder = track.Recorder(TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False))
+    recorder.start({**fake_run.record(), "stages": []}, watch=True)
+    recorder.finish({"report.html": b"a page"})
+    assert recorder.warnings == ["tracking.system_metrics needs the package psutil, which is not installed; install `.[monitor]`, or leave the setting off"]
+    client, _, experiment = track_mlflow.open_store(str(tmp_path))
+    assert [r.info.status for r in client.search_runs([experiment])] == ["FINISHED"]

@@ -1,0 +1,196 @@
+"""Calls to MLflow, in batches: the only module that imports it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipeline.report.entries import Point, key_name
+from workers.artefact import join
+from workers.errors import UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+    from pipeline.config import TrackingSettings
+
+# Calls are not repeated by MLflow itself: whoever makes them knows how long it wants to try.
+ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+               "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
+BUSY = (408, 409, 429)  # refusals of a server that it may not repeat
+
+
+def tracking_uri(storage: str, uri: str = "") -> str:
+    """Where records go: `uri`, else MLFLOW_TRACKING_URI, else SQLite in the storage folder."""
+    found = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if found:
+        return found
+    if "://" in storage and not storage.startswith("file://"):
+        raise UserError(f"storage {storage!r} cannot hold MLflow's SQLite database; name a tracking server in tracking.uri or "
+                        "MLFLOW_TRACKING_URI, or set tracking=off")
+    folder = Path(storage.removeprefix("file://")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tuple[MlflowClient, str, str]:
+    """A client, the tracking URI and the id of the experiment; the database and the experiment are created if need be.
+
+    Only one process may do that for a new database, so the driver calls this before anything else opens it.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    address = tracking_uri(storage, uri)
+    client = MlflowClient(address)
+    found = client.get_experiment_by_name(experiment)
+    if found is not None:
+        if found.lifecycle_stage == "deleted":
+            client.restore_experiment(found.experiment_id)
+        return client, address, found.experiment_id
+    artefacts = None  # a tracking server has its own place
+    if not address.startswith(("http://", "https://")):
+        local = "://" not in storage or storage.startswith("file://")
+        artefacts = Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri() if local else join(storage, "mlartifacts")
+    return client, address, client.create_experiment(experiment, artifact_location=artefacts)
+
+
+def transient(error: Exception) -> bool:
+    """Whether the same call may succeed later: no connection, no answer, a server or a database in trouble."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import OperationalError
+
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return status >= 500 or status in BUSY
+    return isinstance(error, (OSError, OperationalError))
+
+
+class Data(NamedTuple):
+    """Data that a run has read. context: what for, e.g. `train`."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+class Calls:
+    """The runs of one experiment. Every method raises what MLflow raises, and may be called again with the same values: that adds nothing."""
+
+    def __init__(self, storage: str, settings: TrackingSettings):
+        self.client, self.uri, self.experiment = open_store(storage, settings.uri, settings.experiment)
+
+    def find(self, tags: Mapping[str, str]) -> list[Run]:
+        """All runs with these tags."""
+        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+        found: list[Run] = []
+        token = None
+        while True:
+            page = self.client.search_runs([self.experiment], wanted, max_results=1000, page_token=token)
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def create(self, name: str, tags: Mapping[str, str]) -> Run:
+        return self.client.create_run(self.experiment, tags={k: v for k, v in tags.items() if v}, run_name=name)
+
+    def open(self, run: Run) -> None:
+        """It goes on: what had failed or was stopped is running again."""
+        self.client.update_run(run.info.run_id, "RUNNING")
+        run.info._status = "RUNNING"
+
+    def close(self, run: Run, status: str) -> None:
+        self.client.set_terminated(run.info.run_id, status)
+        run.info._status = status
+
+    def tag(self, run: Run, tags: Mapping[str, str]) -> None:
+        """Sets tags that differ; an empty value takes the tag away."""
+        for name, value in tags.items():
+            if run.data.tags.get(name, "") == value:
+                continue
+            if value:
+                self.client.set_tag(run.info.run_id, name, value)
+                run.data.tags[name] = value
+            else:
+                self.client.delete_tag(run.info.run_id, name)
+                del run.data.tags[name]
+
+    def points(self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None) -> None:
+        """Points get the same time stamp whenever they are written, so that MLflow drops one that is there already. Tags come with the last ones."""
+        from mlflow.entities import Metric, RunTag
+
+        begun = run.info.start_time
+        metrics = [Metric(p.name, p.value, begun + int(1000 * p.after_s), p.step) for p in points]
+        if not metrics and not tags:
+            return
+        for start in range(0, max(len(metrics), 1), BATCH):
+            last = start + BATCH >= len(metrics)
+            self.client.log_batch(run.info.run_id, metrics[start : start + BATCH],
+                                  tags=[RunTag(k, v) for k, v in (tags or {}).items()] if last else [])
+        run.data.tags.update(tags or {})
+
+    def params(self, run: Run, values: Mapping[str, Any]) -> None:
+        """Those that the run does not have yet: MLflow never changes one."""
+        from mlflow.entities import Param
+
+        named = {key_name(k)[:250]: str(v)[:500] for k, v in values.items()}
+        params = [Param(k, v) for k, v in named.items() if k not in run.data.params]
+        for start in range(0, len(params), 100):
+            self.client.log_batch(run.info.run_id, params=params[start : start + 100])
+        run.data.params.update(named)
+
+    def inputs(self, run: Run, data: Iterable[Data]) -> None:
+        from mlflow.data.http_dataset_source import HTTPDatasetSource
+        from mlflow.data.meta_dataset import MetaDataset
+        from mlflow.entities import DatasetInput, InputTag
+
+        entries = [DatasetInput(MetaDataset(HTTPDatasetSource(d.source), name=d.name, digest=d.digest)._to_mlflow_entity(),  # type: ignore[abstract]
+                                [InputTag("mlflow.data.context", d.context)]) for d in data]
+        if entries:
+            self.client.log_inputs(run.info.run_id, entries)
+
+    def files(self, run: Run, files: Mapping[str, bytes]) -> None:
+        if not files:
+            return
+        with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
+            for name, data in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            self.client.log_artifacts(run.info.run_id, folder)
+
+
+class Machine:
+    """CPU, memory, disk, network and GPUs of this machine, sampled into a run by a thread of MLflow's own. Raises UserError without psutil."""
+
+    def __init__(self, run: Run, uri: str):
+        try:
+            import psutil  # noqa: F401
+        except ImportError:
+            raise UserError("tracking.system_metrics needs the package psutil, which is not installed; install `.[monitor]`, or leave the setting "
+                            "off") from None
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # what it cannot write is left out
+        self.monitor = SystemMetricsMonitor(run.info.run_id, resume_logging=True, tracking_uri=uri)
+        self.monitor.start()
+
+    @property
+    def alive(self) -> bool:
+        """False once it has ended, as it does by itself when MLflow does not answer."""
+        thread = self.monitor._process
+        return thread is not None and thread.is_alive()
+
+    def end(self) -> None:
+        self.monitor.finish()

@@ -1,0 +1,226 @@
+"""Promises of `compare`: groups of seeds, right means and differences, common tasks alone, what differs, one page, one sentence per mistake."""
+
+import copy
+import csv
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fake_run
+
+from pipeline import cli
+from pipeline.report import plots
+from pipeline.report.compare import NUMBERS, Spread, compared, grouped
+from pipeline.report.compare_page import page
+from pipeline.report.tables import RunTables
+from pipeline.store import Store
+from workers.artefact import Artefact
+from workers.errors import UserError
+
+TASKS = [t["name"] for t in fake_run.TASKS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pictures():
+    usual, plots.DPI = plots.DPI, 40
+    yield
+    plots.DPI = usual
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("storage"))
+    fake_run.write(folder)
+    return folder
+
+
+def run_of(storage, name, seed=3, labels=("meat",), shift=0, tasks=TASKS, commit="", **settings):
+    """A run of some methods. shift: how many more test images of each task are answered right than in the store."""
+    record = copy.deepcopy(fake_run.record(name))
+    record["config"] |= {"seed": seed, **settings, "methods": {label: {"method": fake_run.METHODS[label]} for label in labels}}
+    record["provenance"] = {"git_commit": commit} if commit else {}
+    record["tasks"] = [next(t for t in record["tasks"] if t["name"] == name) for name in tasks]
+    record["stages"] = [s for s in record["stages"] if s["label"] in (None, *labels) and (s["task"] in (None, *tasks) or not s["label"])]
+    tables = RunTables.load(storage, record)
+    for stage_id, artefact in list(tables.artefacts.items()):
+        if stage_id.endswith("/evaluate"):
+            manifest = copy.deepcopy(artefact.manifest)
+            result = manifest["result"]
+            result["rows"] = [row for row in result["rows"] if row["task"] in tasks]
+            for row in [*result["rows"], *([result["canary"]] if result["canary"] else [])]:
+                row["correct"] += shift
+            tables.artefacts[stage_id] = Artefact(artefact.root, artefact.key, manifest)
+    return tables
+
+
+def accuracy(run, label="meat"):
+    return run.matrix(label).final["average_accuracy"]
+
+
+def text_of(html):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>", "", html)))
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------------
+def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage):
+    runs = [run_of(storage, "a", 0), run_of(storage, "b", 1), run_of(storage, "c", 0, train={"lr": .5}), run_of(storage, "d", 1, cluster={"workers": 4})]
+    assert [[r.record["name"] for r in g.runs.values()] for g in grouped(runs)] == [["a", "b"], ["c"], ["d"]]  # d has a seed that is there already
+    assert [g.name for g in grouped(runs)] == ["a (2 seeds)", "c", "d"]
+
+
+def test_means_and_deviations_are_those_of_the_sample(storage):
+    runs = [run_of(storage, name, seed, shift=shift) for name, seed, shift in (("a", 0, 0), ("b", 1, 2), ("c", 2, 6))]
+    found = compared(runs)
+    values = [accuracy(r) for r in runs]
+    spread = found.entries[0].spread("average_accuracy")
+    assert (spread.mean, spread.deviation, spread.n) == (pytest.approx(statistics.fmean(values)), pytest.approx(statistics.stdev(values)), 3)
+    assert math.isnan(compared([runs[0], run_of(storage, "x", 0, train={})]).entries[0].spread("average_accuracy").deviation)
+    assert found.entries[0].spread("bytes_per_task").mean == runs[0].summary()[0]["bytes_per_task"]
+
+
+def test_differences_are_paired_by_seed_where_seeds_match(storage):
+    first = [run_of(storage, "a", 0, shift=0), run_of(storage, "b", 1, shift=6)]
+    second = [run_of(storage, "c", 1, shift=7, train={}), run_of(storage, "d", 0, shift=2, train={}), run_of(storage, "e", 5, shift=50, train={})]
+    found = compared([*first, *second])
+    pairs = [accuracy(second[1]) - accuracy(first[0]), accuracy(second[0]) - accuracy(first[1])]
+    spread = found.entries[1].against(found.entries[0], "average_accuracy")
+    assert (spread.n, spread.paired) == (2, True)
+    assert spread.mean == pytest.approx(statistics.fmean(pairs))
+    assert spread.deviation == pytest.approx(statistics.stdev(pairs))
+
+
+def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storage):
+    found = compared([run_of(storage, "a", 0), run_of(storage, "b", 1, shift=4), run_of(storage, "c", 2, train={}), run_of(storage, "d", 3, shift=2, train={})])
+    own, base = (found.entries[i].spread("average_accuracy") for i in (1, 0))
+    spread = found.entries[1].against(found.entries[0], "average_accuracy")
+    assert not spread.paired
+    assert (spread.mean, spread.deviation) == (pytest.approx(own.mean - base.mean), pytest.approx(math.hypot(own.deviation, base.deviation)))
+
+
+def test_a_mean_is_never_one_over_fewer_runs():
+    assert math.isnan(Spread.of([.5, math.nan]).mean)
+    assert Spread.of([.5]).mean == .5
+
+
+def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage):
+    both = run_of(storage, "both", labels=("meat", "finetune"))
+    found = compared([both, run_of(storage, "one", labels=("finetune",)), run_of(storage, "other", labels=("hat-small",))])
+    assert [e.name for e in found.entries] == ["both: meat", "both: finetune", "one", "other"]
+    assert [b.name if (b := found.base(e)) else None for e in found.entries] == [None, None, "both: finetune", None]
+    found = compared([run_of(storage, "one", labels=("finetune",)), both])
+    assert [b.name if (b := found.base(e)) else None for e in found.entries] == [None, "one", "one"]
+
+
+# ---- tasks ---------------------------------------------------------------------------------------------------------------
+def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage):
+    whole, part = run_of(storage, "a"), run_of(storage, "b", tasks=["shapes", "birds", "roots"])
+    found = compared([whole, part])
+    assert found.tasks == ["shapes", "birds", "roots"]
+    assert "left out: leaves" in found.notes[0]
+    rates = [whole.matrix("meat").rates[i, i] for i in (0, 1, 3)]
+    assert found.entries[0].spread("average_accuracy").mean == pytest.approx(statistics.fmean(rates))
+    assert found.entries[0].spread("average_accuracy").mean == found.entries[1].spread("average_accuracy").mean
+
+
+def test_runs_without_a_common_task_are_refused_in_one_sentence(storage):
+    with pytest.raises(UserError, match=r"runs a and b have no task in common \(the first has shapes, birds\); compare runs on the same tasks"):
+        compared([run_of(storage, "a", tasks=["shapes", "birds"]), run_of(storage, "b", tasks=["leaves", "roots"])])
+    other = run_of(storage, "b", tasks=["birds"])
+    other.record["tasks"][0]["classes"] = ["wren", "owl", "swan"]  # of the same name, and another task
+    with pytest.raises(UserError, match="no task in common"):
+        compared([run_of(storage, "a", tasks=["birds"]), other])
+
+
+def test_tasks_in_another_order_are_matched_by_name(storage):
+    turned = run_of(storage, "b", labels=("finetune",), tasks=["shapes", "leaves", "birds", "roots"])
+    found = compared([run_of(storage, "a", labels=("finetune",)), turned])
+    assert any("different orders" in note for note in found.notes)
+    rows = {(r["entry"], r["after"], r["task"]): r["accuracy"] for r in found.matrix_rows()}
+    assert rows["b", "roots", "leaves"] == turned.matrix("finetune").rates[3, 1]
+
+
+def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage):
+    run = run_of(storage, "b", train={})
+    del run.artefacts["meat/roots/evaluate"]
+    found = compared([run_of(storage, "a"), run])
+    assert math.isnan(found.entries[1].spread("average_accuracy").mean)
+    assert any("meat of run b is finished up to 3 of these 4 tasks" in note for note in found.notes)
+    assert "finished up to 3 of these 4" in text_of(page(found))
+
+
+# ---- what else differs -----------------------------------------------------------------------------------------------------
+def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(storage):
+    found = compared([run_of(storage, "a", train={"epochs": 6, "lr": .1}), run_of(storage, "b", train={"epochs": 6, "lr": .2}, commit="feed")])
+    assert found.setting_rows() == [{"name": "train.lr", "a": "0.1", "b": "0.2"}]
+    assert found.provenance_rows() == [{"name": "git_commit", "a": "0123456789abcdef", "b": "feed, 0123456789abcdef"}]
+
+
+def test_shared_stages_are_those_with_the_same_key(storage):
+    other = run_of(storage, "b", train={})
+    for stage in other.record["stages"]:
+        if stage["label"]:
+            stage["key"] = "x" + stage["key"][1:]
+    found = compared([run_of(storage, "a"), other])
+    assert [row["stage"] for row in found.stage_rows()] == ["data/shapes", "data/birds", "data/plants", "backbone"]
+    assert {row["runs"] for row in found.stage_rows()} == {"a, b"}
+
+
+# ---- the page and the command ----------------------------------------------------------------------------------------------
+def test_the_page_needs_nothing_else_and_says_what_it_shows(storage):
+    html = page(compared([run_of(storage, "a<b>", 0), run_of(storage, "b", 1, shift=3), run_of(storage, "c", 0, shift=2, train={"lr": .1})]))
+    assert not re.search(r'(src|href)="(?!data:|#)', html)
+    text = text_of(html)
+    for words in ("Comparison of 3 runs", "Differences from a&lt;b&gt; (2 seeds)", "1 pair", "pp", "train.lr", "Shared stages", "Averages after each task"):
+        assert words in text
+    assert html.count("<img") == 2
+    assert all(NUMBERS[name][0] in text for name in ("average_accuracy", "forgetting", "bytes_per_task"))
+
+
+@pytest.fixture
+def stored(storage):
+    for name, seed, lr in (("one", 0, .1), ("two", 1, .1), ("three", 0, .2)):
+        Store(storage).save_record({**run_of(storage, name, seed, train={"lr": lr}).record})
+    return storage
+
+
+def test_the_command_writes_page_and_tables_and_prints_a_short_table(stored, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert cli.main(["compare", "one", "two", "three", "--storage", stored, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"one \(2 seeds\) +2 +\d\d\.\d ± 0\.0 %", said)
+    assert re.search(r"three +1 +\d\d\.\d % .*\+0\.0 pp", said)
+    assert re.search(r"train\.lr +0\.1 +0\.2", said)
+    folder = Path(stored) / "compare" / "one~two~three"
+    assert out.read_bytes() == (folder / "compare.html").read_bytes()
+    assert {p.name for p in folder.iterdir()} == {"compare.html", *(f"{n}.csv" for n in ("summary", "differences", "matrices", "curves", "settings", "stages"))}
+    with (folder / "summary.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert {r["entry"] for r in rows} == {"one (2 seeds)", "three"}
+
+
+def test_many_names_make_a_folder_that_a_file_system_takes():
+    from pipeline.compare import folder_of
+
+    names = [f"a-rather-long-name-{i}" for i in range(40)]
+    assert len(folder_of(names)) < 140
+    assert folder_of(names) != folder_of([*names[:-1], "other"])
+    assert folder_of(["a", "b"]) == "a~b"
+
+
+@pytest.mark.parametrize(("argv", "sentence"), [
+    (["one"], "compare: 'one' is one run; give two or more"),
+    (["one", "one"], "compare: run 'one' is named twice; name each run once"),
+    (["one", "twoo"], "has no record of a run 'twoo'; did you mean 'two'?"),
+    (["one", "zzzzzz"], "has no record of a run 'zzzzzz'; there are: one, three, two"),
+    (["one", "x.yaml"], "config 'x.yaml' does not exist"),
+    (["one", "two", "--out", "/nowhere/x.html"], "--out '/nowhere/x.html' cannot be written")])
+def test_mistakes_get_one_sentence(stored, argv, sentence, capsys):
+    assert cli.main(["compare", *argv, "--storage", stored]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1

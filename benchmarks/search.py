@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks import stream
 from benchmarks.harness import Report, start
-from pipeline import search
+from pipeline import search, searchfile
 
 TRIALS = 100
 SIDE_BY_SIDE = 2
@@ -27,14 +27,14 @@ SPACE = {"methods.packnet.prune": {"dist": "choice", "values": [0.4, 0.5, 0.6, 0
          "methods.packnet.steps.retrain.epochs": {"dist": "choice", "values": [1, 2, 3]}}
 
 
-def prepared(folder: Path) -> search.Search:
+def prepared(folder: Path) -> searchfile.Search:
     card = stream.draw_images(folder, 4, train=8, test=2, sides=(16,))
     body = {"name": "base", "storage": str(folder / "storage"), "tracking": False, "stream": {"tasks": [{"card": card, "split": 2}]},
             "backbone": stream.tiny(), "train": {"epochs": 1}, "data": {"val_fraction": 0.4}, "methods": {"packnet": {}}, "cluster": {"loader_workers": 1}}
     (folder / "base.yaml").write_text(yaml.safe_dump(body))
     asked = {"base": "base.yaml", "space": SPACE, "budget": {"trials": TRIALS}, "seeds": [], "concurrent": SIDE_BY_SIDE}
     (folder / "trials.yaml").write_text(yaml.safe_dump(asked))
-    return search.prepare(str(folder / "trials.yaml"), [], {})
+    return searchfile.prepare(str(folder / "trials.yaml"), [], {})
 
 
 def main() -> None:

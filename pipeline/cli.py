@@ -104,12 +104,12 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]
 
 def run(args: argparse.Namespace) -> int:
     """The main path: config -> graph -> stages -> records."""
-    execute(*prepare(args), command_of(args))
+    execute(*prepare(args), command_of(args), command_of(args, "report"))
     return 0
 
 
-def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], command: str) -> RunTables:
-    """Runs a graph, records it and says what came out. command: what a person types to go on with it."""
+def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], command: str, remedy: str) -> RunTables:
+    """Runs a graph, records it and says what came out. command: what a person types to go on with it; remedy: to have its record written anew."""
     from pipeline import console, launch, track
     from pipeline.report import inside
     from pipeline.report.tables import RunTables
@@ -120,7 +120,7 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
     record = record_of(graph, config, tasks, provenance())
     store.save_record(record)
     screen = console.Console(graph, lookups)
-    recorder = track.Recorder(config.tracking, store.storage, screen.say, command_of(args, "report"))
+    recorder = track.Recorder(config.tracking, store.storage, screen.say, remedy)
     recording = track.Background(recorder, graph, record, draw.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
@@ -133,6 +133,7 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
         status = "FAILED" if outcome.failures else "FINISHED"
         raise_failures(outcome, command)
         files = inside.shown(report_files(store, graph), record, store)
+        recorder.models(graph)
     finally:
         recording.finish(files, status)
         if status != "FINISHED" and recorder.warnings:
@@ -241,6 +242,7 @@ def report(args: argparse.Namespace) -> int:
     from pipeline import track
     from pipeline.report import inside, page
     from pipeline.store import record_of
+    from workers.artefact import Artefact
 
     if searches.is_search(args.config):
         return searches.report(args)
@@ -250,6 +252,8 @@ def report(args: argparse.Namespace) -> int:
     files = inside.shown(page.build(store.storage, record, picture), record, store)
     recorder = track.Recorder(config.tracking, store.storage, remedy=command_of(args, "report"))
     recorder.start(record, picture)
+    if all(Artefact.open(store.root, stage.key) for stage in graph if stage.step == "evaluate"):
+        recorder.models(graph)
     recorder.finish(files)
     print("\n".join([*recorder.warnings, f"report: {export(store, config.name, files)}", *recorder.links()]))
     return 0

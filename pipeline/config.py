@@ -62,6 +62,7 @@ class TrackingSettings(Frozen):
     uri: str = Field("", description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the storage folder")
     experiment: str = "accrete"
     patience_s: float = Field(60.0, ge=0, description="seconds that the end of a run waits for a tracking server that is away")
+    models: bool = Field(True, description="also log each method of a finished run as a model that serves its tasks, and register it")
     system_metrics: bool = Field(False, description="also sample CPU, memory, disk, network and GPUs of the driver's machine; needs psutil")
 
 

@@ -73,6 +73,26 @@ class Recorder:
         if self.writer.record:
             self._put(partial(self.writer.analysed, files, points))
 
+    def models(self, graph: Graph) -> None:
+        """Logs each method of a finished run as a model that serves all of its tasks, and registers it as RUN, or as RUN-LABEL where there are several."""
+        if self.settings.models and self.writer.record:
+            for label in dict.fromkeys(stage.method for stage in graph if stage.step == "evaluate" and stage.method):
+                self._put(partial(self._model, graph, label))
+
+    def _model(self, graph: Graph, label: str) -> None:
+        import tempfile
+
+        from pipeline import predict, publish
+        from pipeline.store import Store
+
+        calls, several = self.writer.ready(), len(self.writer.methods) > 1
+        with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
+            place = join(folder, "bundle")
+            predict.bundle_of(graph, Store(self.storage), label).write(place)
+            found = publish.log(calls.uri, self.writer.methods[label], place, f"{graph.name}-{label}" if several else graph.name)
+        if found.warning:
+            self.outbox.warn(found.warning)
+
     def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
         """Adds the report, closes the runs and waits until all is written; `status` is FINISHED, FAILED or KILLED. Of a server that is away it waits
         for `tracking.patience_s`."""

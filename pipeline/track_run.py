@@ -85,6 +85,11 @@ class RunWriter:
         """The run of the graph."""
         return self.runs["", ""]
 
+    @property
+    def methods(self) -> dict[str, str]:
+        """Ids of the runs of its methods, by label."""
+        return {label: run.info.run_id for (label, task), run in self.runs.items() if label and not task}
+
     # ---- runs --------------------------------------------------------------------------------------------------------
     def ready(self) -> Calls:
         """Opens the runs of this graph and its methods, or finds them."""
@@ -98,8 +103,9 @@ class RunWriter:
         self.runs = found | {("", ""): parent}
         for run in [run for run in self.runs.values() if OPENED not in run.data.tags]:
             self._fill(run)
-        methods = [self._run(label, "").info.run_id for label in self._tables().labels]
-        self.where = (calls.uri, calls.experiment, parent.info.run_id, methods)
+        for label in self._tables().labels:
+            self._run(label, "")
+        self.where = (calls.uri, calls.experiment, parent.info.run_id, [self.methods[label] for label in self._tables().labels])
         return calls
 
     def _identity(self) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ClusterSettings
-from pipeline.search import Search
+from pipeline.searchfile import Search
 from pipeline.space import Params
 from pipeline.trial import Plan, TrialFailed, now, read_record, run_trial, write_record
 from workers.artefact import delete_dir, join

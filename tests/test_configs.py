@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import config, search
+from pipeline import config, searchfile
 from pipeline.space import Space, check
 from pipeline.trial import with_history
 from workers.methods import METHODS
@@ -49,7 +49,7 @@ def test_every_method_has_a_search_space(method: str):
 @pytest.mark.parametrize("path", SPACES, ids=lambda p: p.stem)
 def test_a_search_has_points_that_a_run_accepts_an_end_and_says_how_to_run_it(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
-    settings, body, _ = search.load(str(path), [])
+    settings, body, _ = searchfile.load(str(path), [])
     space = Space(settings.space)
     check(space, body, path.name)
     if settings.protocol == "per_task":

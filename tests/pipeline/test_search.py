@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import config, search, trial, tuning
+from pipeline import config, search, searchfile, trial, tuning
 from tests import small_run
 from workers.errors import UserError
 
@@ -29,8 +29,8 @@ def written(folder: Path, cards: Any = ("a", "b"), changes: dict[str, Any] | Non
     return small_run.write_config(folder / "small.yaml", {"base": "base.yaml", "space": SPACE, "budget": {"trials": 3}, "seeds": [], **body})
 
 
-def prepared(folder: Path, *overrides: str, **body: Any) -> search.Search:
-    return search.prepare(written(folder, **body), list(overrides), {})
+def prepared(folder: Path, *overrides: str, **body: Any) -> searchfile.Search:
+    return searchfile.prepare(written(folder, **body), list(overrides), {})
 
 
 BAD = [
@@ -67,9 +67,9 @@ def test_a_search_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, bo
 def test_a_config_to_run_is_no_search(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UserError, match="pipeline run"):
-        search.prepare(str(tmp_path / "base.yaml"), [], {})
+        searchfile.prepare(str(tmp_path / "base.yaml"), [], {})
     with pytest.raises(UserError, match=r"did you mean .*small.yaml"):
-        search.prepare(str(tmp_path / "smal.yaml"), [], {})
+        searchfile.prepare(str(tmp_path / "smal.yaml"), [], {})
 
 
 def test_overrides_reach_the_search_and_its_base(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     known = {record["number"]: record for record in search.records(plan.phase)}
     most = settings.budget.trials if settings.algorithm != "grid" else len(search.space.grid())
     optuna = Optuna(search) if settings.algorithm == "tpe" else None
+    told = Unsaved(watch)
 
     class Asking(Searcher):
         """Numbers trials, and asks for points as long as the budget lasts. Trials of earlier sessions are asked for first, and tell again what they found."""
@@ -124,7 +125,7 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
                 message = "" if ended == "stopped" else "its process died; the search went on without it"
                 record |= {"status": ended, "message": message, "ended": now()}
                 write_record(search.storage, search.name, record)
-            watch(record)
+            told.held(record)
 
     room = room_for(ray.cluster_resources(), cluster)
     side_by_side = min(settings.concurrent or room, room)
@@ -145,6 +146,16 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
         tuner.fit()
     finally:
         delete_dir(join(search.storage, "ray", place))  # Tune's own bookkeeping; what counts are the records
+
+
+class Unsaved:
+    """Holds what has no part in Tune's snapshots of itself."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Unsaved, (None,)
 
 
 def trainable(tuned: dict[str, Any], plan: Plan, first: int) -> None:

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import tempfile
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +84,6 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     params = ParamSchema([ParamSpec("rule", DataType.string, "refuse"), ParamSpec("top", DataType.long, 0)])
     signature = ModelSignature(Schema([ColSpec(AnyType(), "image"), ColSpec(DataType.string, "task", required=False)]), answers, params)
     example = pd.DataFrame([{"image": base64.b64encode(picture()).decode(), "task": bundle.tasks[0].name}])
-    warnings.filterwarnings("ignore", message=".*type hints")  # they would be taken for a schema, and cannot say what this one says
     mlflow.pyfunc.save_model(path, python_model=str(ROOT / "pipeline" / "served_model.py"), artifacts={"bundle": folder},
                              code_paths=[str(ROOT / "workers")], pip_requirements=requirements(), signature=signature, input_example=example,
                              mlflow_model=Model(**identity))

@@ -208,6 +208,8 @@ def write_state(search: Search) -> None:
 def state_of(search: Search) -> dict[str, Any]:
     """search.json: what the search is, for whoever reads its trials, and for going on."""
     settings = search.settings.model_dump(mode="json", exclude={"space", "base", "set", "stream"})
+    if search.settings.algorithm == "grid":
+        settings["budget"]["trials"] = len(search.space.grid())
     return {"name": search.name, "digest": search.digest, "base": search.settings.base, "set": search.settings.set, "config": search.body,
             "tasks": list(search.tasks), "space": {key: d.model_dump(mode="json", exclude_defaults=False) for key, d in search.settings.space.items()},
             "settings": settings, "provenance": search.provenance, "sessions": search.sessions,

@@ -7,6 +7,7 @@ ACCRETE_ALLOW_PATHS is 1 also the path of a file), and if wanted a column `task`
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import mlflow
@@ -21,6 +22,8 @@ from workers.errors import UserError
 from workers.serve import Served
 
 PATHS = "ACCRETE_ALLOW_PATHS"
+
+warnings.filterwarnings("ignore", message=".*type hints")  # MLflow would take them for a schema, and they cannot say what the signature says
 
 
 class Refused(MlflowException):

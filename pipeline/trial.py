@@ -146,6 +146,8 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
     settings = plan.config(params, history, f"{plan.name}-{record['number']:04d}")
     graph, tasks = build.graph_of(settings, store, dict(plan.provenance), "val")
     label = next(iter(settings.methods))
+    mine = set().union(*(ancestors(graph, f"{label}/{task}/evaluate") for task in plan.tasks))
+    graph, tasks = Graph.of(graph.name, [stage for stage in graph if stage.id in mine]), [task for task in tasks if task.name in plan.tasks]
     record["graph"] = record_of(graph, settings, tasks, dict(plan.provenance))
     runner = Runner(store, settings, graph)
     try:

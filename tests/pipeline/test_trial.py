@@ -143,6 +143,7 @@ def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: 
     run(plan)
     keys = {s["key"] for s in record(plan)["graph"]["stages"]}
     store, place = Store(plan.storage), Path(trial.folder(plan.storage, plan.name))
+    (place / "search.json").write_text(json.dumps({"space": {}, "settings": {}, "config": {}, "provenance": {}, "sessions": []}))
     assert store.garbage() == []
     place.rename(tmp_path / "elsewhere")
     assert {name.split("/")[1] for name, _ in store.garbage()} == keys

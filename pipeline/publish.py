@@ -49,7 +49,7 @@ def log(uri: str, run_id: str, folder: str, name: str = "", alias: str = ALIAS, 
     model = next((m for m in found if m.status == "READY"), None) or _logged(client, run, bundle, folder)
     if not name:
         return Published(f"models:/{model.model_id}")
-    return Published(f"models:/{name}@{alias}", _registered(client, model, run_id, name, alias))
+    return Published(f"models:/{name}@{alias}", _registered(client, model, run_id, name, alias, note_of(bundle, name, alias)))
 
 
 def _logged(client: Any, run: Any, bundle: Bundle, folder: str) -> Any:
@@ -104,12 +104,22 @@ def requirements() -> list[str]:
     return [f"{name}=={pins[name]}" for name in PACKAGES]
 
 
-def _registered(client: Any, model: Any, run_id: str, name: str, alias: str) -> str:
+def note_of(bundle: Bundle, name: str, alias: str) -> str:
+    """What MLflow shows as the description of a registered model (Markdown)."""
+    tasks = ", ".join(f"`{task.name}` ({len(task.classes)} classes)" for task in bundle.tasks[:40]) + (" ..." if len(bundle.tasks) > 40 else "")
+    return (f"One model that serves every task of a run by method **{bundle.body['method']}**, scenario `{bundle.body['scenario']}`: {tasks}.\n\n"
+            f"`mlflow.pyfunc.load_model('models:/{name}@{alias}').predict(frame)` takes a column `image` (base64, bytes or arrays) and, where the task is "
+            "to be told, a column `task`; it answers with class, probability, task, confidence and all probabilities. "
+            f"`mlflow models serve -m models:/{name}@{alias} --env-manager local` answers over HTTP.")
+
+
+def _registered(client: Any, model: Any, run_id: str, name: str, alias: str, note: str) -> str:
     from mlflow.exceptions import MlflowException
 
     with suppress(MlflowException):  # it is there already; what else is wrong, the next call says
         client.create_registered_model(name)
+    client.update_registered_model(name, note)
     there = [v for v in client.search_model_versions(f"name = '{name}'") if v.source == model.artifact_location]
-    version = there[0] if there else client.create_model_version(name, source=model.artifact_location, run_id=run_id, model_id=model.model_id)
+    version = there[0] if there else client.create_model_version(name, source=model.artifact_location, run_id=run_id, model_id=model.model_id, description=note)
     client.set_registered_model_alias(name, alias, version.version)
     return str(version.version)

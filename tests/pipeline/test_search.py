@@ -215,3 +215,39 @@ def test_first_tasks_two_streams_and_several_workers(tmp_path: Path) -> None:
     searched(other, tmp_path / "out2")
     assert all([x["task"] for x in r["results"]] == ["other"] for r in records(tmp_path / "two"))
     assert {i.split("/")[1] for i in small_run.manifests(tmp_path / "two" / "storage", "small-winner-seed5") if i.startswith("meat")} == {"a", "b"}
+
+
+@pytest.mark.slow
+def test_each_task_in_turn_chooses_for_itself(tmp_path: Path) -> None:
+    path = written(tmp_path, cards=("base", "a", "b"), protocol="per_task", budget={"trials": 2}, seeds=[5], changes={"train": {"epochs": 4}})
+    searched(path, tmp_path / "out")
+    found = records(tmp_path)
+    assert [(r["number"], r["phase"]) for r in found] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")], "the base task is the backbone's"
+    chosen = {phase: max((r for r in found if r["phase"] == phase), key=lambda r: r["results"][-1]["accuracy"]) for phase in "ab"}
+    body = yaml.safe_load((tmp_path / "storage" / "searches" / "small" / "winner.yaml").read_text())
+    own = body["methods"]["meat"]["tasks"]
+    for phase in "ab":
+        assert {f"methods.meat.{key}": value for key, value in own[phase].items()} == chosen[phase]["params"]
+    assert "lambda" not in body["methods"]["meat"], "common settings stay the base's"
+    first = next(s["key"] for s in chosen["a"]["graph"]["stages"] if s["id"] == "meat/a/train")
+    for r in found[2:]:
+        assert {s["id"]: s["key"] for s in r["graph"]["stages"]}["meat/a/train"] == first, "the next task goes on from the first one's choice"
+    keys = {i: m["key"] for i, m in small_run.manifests(tmp_path / "storage", "small-winner-seed5").items()}
+    assert keys["meat/b/train"] == {s["id"]: s["key"] for s in chosen["b"]["graph"]["stages"]}["meat/b/train"], "the winner is what was chosen"
+
+
+@pytest.mark.slow
+def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -> None:
+    space = {"methods.meat.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
+    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 8}}, space=space, scheduler="pbt", budget={"trials": 4}, seeds=[5], seed=2)
+    searched(path, tmp_path / "out")
+    found = records(tmp_path)
+    assert {r["status"] for r in found} == {"finished"}
+    assert all(list(r["history"]) == ["a", "b", "c"] for r in found)
+    rates = [[own["methods.meat.train.lr"] for own in r["history"].values()] for r in found]
+    assert any(len(set(row)) > 1 for row in rates), "parameters changed between tasks"
+    won = found[winner(tmp_path)["trial"]]
+    body = yaml.safe_load((tmp_path / "storage" / "searches" / "small" / "winner.yaml").read_text())
+    assert [body["methods"]["meat"]["tasks"][t]["train"]["lr"] for t in "abc"] == [own["methods.meat.train.lr"] for own in won["history"].values()]
+    keys = {i: m["key"] for i, m in small_run.manifests(tmp_path / "storage", "small-winner-seed5").items()}
+    assert keys["meat/c/train"] == {s["id"]: s["key"] for s in won["graph"]["stages"]}["meat/c/train"]

@@ -64,8 +64,9 @@ def free_port(host: str, port: int = 0) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise UserError(f"port {port} on {host} cannot be used ({error.strerror}); give another with --port, or none for a free one") from None
+        except (OSError, OverflowError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise UserError(f"port {port} on {host} cannot be used ({said}); give another with --port, or none for a free one") from None
         return probe.getsockname()[1]
 
 

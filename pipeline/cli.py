@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -362,8 +363,7 @@ def ask(question: str) -> str:
 
 
 def command_of(args: argparse.Namespace, command: str = "run") -> str:
-    sets = "".join(f" --set {o}" for o in args.overrides)
-    return f"{browse.this_python()} -m pipeline {command} {args.config}{sets}"
+    return " ".join([browse.this_python(), "-m pipeline", command, *map(shlex.quote, [args.config, *(part for o in args.overrides for part in ("--set", o))])])
 
 
 def provenance() -> dict[str, Any]:

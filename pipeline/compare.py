@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workers.artefact import join, write_bytes
+from workers.artefact import exists, join, write_bytes
 from workers.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def load(run: str, storage: str) -> RunTables:
     store = Store(place)
     record = store.record(name)
     if record is None:
-        names = store.run_names()
+        names = [other for other in store.run_names() if other != name]
+        if exists(store.record_path(name)):
+            raise UserError(f"compare: the record of run {name!r} in {place!r} is not as it was written; start the run again")
         near = difflib.get_close_matches(name, names, 1)
         remedy = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names[:8])}" if names else "name its storage with --storage, or run it first"
         raise UserError(f"compare: storage {place!r} has no record of a run {name!r}; {remedy}")

@@ -21,6 +21,7 @@ from workers.serve import Answer, Rule, Served
 ONGOING, QUEUED = 64, 256  # requests that are worked on, and that wait; more are told at once to come back later (503)
 TOGETHER, WAIT_S = 32, 0.005  # requests in a batch, and how long the first waits for others
 IMAGES, IMAGE_BYTES, BODY_BYTES = 64, 16 << 20, 32 << 20
+LISTS = 1 << 22  # in the body: each takes memory before anything else is known of it
 FIELDS = {"images", "tasks", "rule", "top"}
 
 
@@ -122,6 +123,8 @@ async def body_of(request: Request) -> bytes:
 def request_of(data: bytes) -> dict[str, Any]:
     """JSON with `images`, and if wanted `tasks`, `rule`, `top`. Raises UserError."""
     shape = '{"images": [BASE64, ...], "tasks": NAME or [NAME, ...]}'
+    if data.count(b"[") > LISTS:
+        raise UserError(f"the body holds more than {LISTS} lists; send images as base64")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):

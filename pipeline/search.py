@@ -47,6 +47,7 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
 
     def clocked(record: dict[str, Any]) -> None:
         session["wall_s"] = round(time.monotonic() - started, 3)
+        write_state(search)  # a session that is killed has taken its time, too
         tell(record)
 
     write_state(search)
@@ -109,11 +110,11 @@ def no_winner(search: Search, phase: str, command: str) -> str:
     records = search.records(phase)
     said = [record["message"] for record in records if record["status"] == "failed"]
     if not records:
-        reason = "its budget was used up before a trial began; raise it, as in --set budget.trials=N"
+        reason = "its budget was used up before a trial began; raise it, as in --set budget.hours=N"
     elif said:
         reason = f"{len(said)} of {len(records)} trials failed, the first one so: {said[0]}"
     else:
-        reason = "all trials were stopped before their last task; raise the budget of hours"
+        reason = "none of its trials came to its last task; raise the budget, as in --set budget.hours=N"
     return f"search {search.name!r} has no winner{f' for task {phase!r}' if phase else ''}: {reason}; what was found is kept, go on with: {command}"
 
 

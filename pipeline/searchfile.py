@@ -21,6 +21,7 @@ from workers.artefact import exists, join, read_bytes, write_bytes
 from workers.errors import UserError
 from workers.job import Frozen
 
+MOST_POINTS = 10_000  # of a grid
 FREE = ("budget", "seeds", "tolerance", "concurrent")  # what may change when a search goes on
 
 
@@ -75,6 +76,8 @@ class SearchSettings(Frozen):
             raise ValueError(f"protocol per_task judges trials once, so scheduler {self.scheduler} has nothing to stop; use scheduler none")
         if self.scheduler != "none" and len(self.objectives) > 1:
             raise ValueError(f"scheduler {self.scheduler} judges by accuracy alone; use scheduler none, or objectives [accuracy]")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds are {list(self.seeds)}; list each once")
         if self.algorithm == "grid" and "budget" in self.model_fields_set and self.budget.trials is not None:
             raise ValueError("a grid has as many trials as points; leave budget.trials out (hours and stages bound a grid), or use algorithm random")
         return self
@@ -145,7 +148,8 @@ def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any
     body = configs.read_with_bases(base)
     for key, value in settings.set.items():
         configs.put(body, key, value, f"{path}: set.{key}")
-    searched = {**body, "stream": {**(body.get("stream") or {}), **settings.stream}} if settings.stream is not None else body
+    own = body.get("stream")
+    searched = {**body, "stream": {**(own if isinstance(own, dict) else {}), **settings.stream}} if settings.stream is not None else body
     return settings, searched, body
 
 
@@ -161,6 +165,8 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
         spaces.searched_per_task([key for key in settings.space if key != spaces.METHOD], path)
         if spaces.METHOD in settings.space:
             raise UserError(f"{path}: space.method cannot change within a stream, as protocol per_task or scheduler pbt would have it; search it end_of_stream")
+    if settings.algorithm == "grid" and space.size > MOST_POINTS:
+        raise UserError(f"{path}: the grid has up to {space.size} points, more than {MOST_POINTS}; give fewer values, or use algorithm random")
     points = [*space.corners()]
     config = configs.check(spaces.with_params(body, points[0]), path)
     storage = configs.absolute(config.storage)
@@ -179,6 +185,8 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     if settings.stream is not None:
         build.graph_of(configs.check(spaces.with_params(report_body, points[0]), path), store, provenance)
     asked = {key: value for key, value in settings.model_dump(mode="json").items() if key not in FREE}
+    if settings.protocol == "per_task":
+        asked["trials"] = settings.budget.trials  # of each task: a number of a trial says which task it is for
     digest = hashlib.sha256(json.dumps([asked, body, [s.key for s in graph]], sort_keys=True, default=str).encode()).hexdigest()
     names = names[: settings.first_tasks]
     own = tuple(name for name in names if any(s.task == name and s.method and s.step != "evaluate" for s in graph))

@@ -45,7 +45,11 @@ class Uniform(Conditional):
         return trial.suggest_float(key, self.low, self.high)
 
     def grid(self) -> list[Any]:
-        return [self.low + (self.high - self.low) * i / max(self.points - 1, 1) for i in range(self.points)]
+        return [min(self.low + (self.high - self.low) * i / max(self.points - 1, 1), self.high) for i in range(self.points)]
+
+    @property
+    def size(self) -> int:
+        return self.points
 
     def near(self, value: Any, rng: random.Random) -> Any:
         """For population-based training: a fifth more or less, inside the bounds."""
@@ -63,7 +67,7 @@ class LogUniform(Uniform):
         return trial.suggest_float(key, self.low, self.high, log=True)
 
     def grid(self) -> list[Any]:
-        return [self.low * (self.high / self.low) ** (i / max(self.points - 1, 1)) for i in range(self.points)]
+        return [min(self.low * (self.high / self.low) ** (i / max(self.points - 1, 1)), self.high) for i in range(self.points)]
 
 
 class Int(Conditional):
@@ -85,6 +89,10 @@ class Int(Conditional):
 
     def grid(self) -> list[Any]:
         return list(range(self.low, self.high + 1))
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low + 1
 
     def near(self, value: Any, rng: random.Random) -> Any:
         return min(max(value + rng.choice((-1, 1)), self.low), self.high)
@@ -111,6 +119,10 @@ class Choice(Conditional):
     def grid(self) -> list[Any]:
         return list(self.values)
 
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
     def near(self, value: Any, rng: random.Random) -> Any:
         """A neighbour in the list."""
         place = self.values.index(value) + rng.choice((-1, 1))
@@ -136,14 +148,24 @@ class Space:
             if unknown is not None:
                 near = difflib.get_close_matches(unknown, [k for k in dimensions if k != key], 1)
                 raise UserError(f"space.{key}.when names {unknown!r}, which is not a key of the space; " + (f"did you mean {near[0]!r}?" if near else "add it"))
+            for other, wanted in dimension.when.items():
+                if not isinstance(dimensions[other], Choice):
+                    raise UserError(f"space.{key}.when asks for a value of {other!r}, which is no choice; make that a choice, or take it out")
+                strange = next((value for value in _listed(wanted) if value not in dimensions[other].values), None)
+                if strange is not None:
+                    raise UserError(f"space.{key}.when waits for {other}={strange!r}, which is not among its values {list(dimensions[other].values)}; mend it")
         self.dimensions = dict(_sorted(dimensions))
 
     def applies(self, key: str, params: Mapping[str, Any]) -> bool:
         """Whether `key` is there, given those that come before it."""
         if METHOD in params and key.startswith("methods.") and not key.startswith(f"methods.{params[METHOD]}."):
             return False
-        return all(other in params and params[other] in (wanted if isinstance(wanted, (list, tuple)) else [wanted])
-                   for other, wanted in self.dimensions[key].when.items())
+        return all(other in params and params[other] in _listed(wanted) for other, wanted in self.dimensions[key].when.items())
+
+    @property
+    def size(self) -> int:
+        """Points of the grid, before those that are the same are taken together."""
+        return math.prod(dimension.size for dimension in self.dimensions.values())
 
     def drawn(self, seed: int, number: int) -> Params:
         """Point `number` of a random search: a function of these two alone."""
@@ -178,20 +200,37 @@ class Space:
 
     def near(self, params: Mapping[str, Any], rng: random.Random) -> Params:
         """A point beside this one, or in each dimension with a chance of a quarter anywhere."""
-        return {key: self.dimensions[key].draw(rng) if rng.random() < 0.25 else self.dimensions[key].near(value, rng) for key, value in params.items()}
+        found: Params = {}
+        for key, dimension in self.dimensions.items():
+            if self.applies(key, found):
+                anew = key not in params or rng.random() < 0.25
+                found[key] = dimension.draw(rng) if anew else dimension.near(params[key], rng)
+        return found
 
     def corners(self) -> Iterator[Params]:
-        """Points that together have both ends of every range and every value of every choice; the others stand at their first value."""
-        labels = self.dimensions[METHOD].grid() if METHOD in self.dimensions else [None]
-        for label in labels:
-            first: Params = {METHOD: label} if label is not None else {}
-            for key, dimension in self.dimensions.items():
-                if key != METHOD and self.applies(key, first):
-                    first[key] = _ends(dimension)[0]
-            yield first
-            for key in first:
-                if key != METHOD:
-                    yield from ({**first, key: value} for value in _ends(self.dimensions[key])[1:])
+        """Points that together have both ends of every range and every value of every choice; the others stand at the first value for which it is there."""
+        for label in self.dimensions[METHOD].grid() if METHOD in self.dimensions else [None]:
+            seen: dict[str, Params] = {}
+            for key in self.dimensions:
+                for value in _ends(self.dimensions[key]):
+                    forced = {**self._reached(key), key: value, **({METHOD: label} if label is not None else {})}
+                    point: Params = {}
+                    for other, dimension in self.dimensions.items():
+                        if self.applies(other, point):
+                            point[other] = forced.get(other, _ends(dimension)[0])
+                    seen.setdefault(repr(point), point)
+            yield from seen.values()
+
+    def _reached(self, key: str) -> Params:
+        """Values of other dimensions for which `key` is there."""
+        found: Params = {}
+        for other, wanted in self.dimensions[key].when.items():
+            found |= {**self._reached(other), other: _listed(wanted)[0]}
+        return found
+
+
+def _listed(wanted: Any) -> list[Any]:
+    return list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
 
 
 def _ends(dimension: Any) -> list[Any]:
@@ -240,6 +279,8 @@ def check(space: Space, body: Mapping[str, Any], where: str) -> None:
         if key == METHOD:
             continue
         top, _, rest = key.partition(".")
+        if top == "stream":
+            raise UserError(f"{where}: space.{key} cannot be searched, as trials on different streams do not compare; take it out")
         if top in ("name", "storage", "cluster", "tracking", "seed"):
             raise UserError(f"{where}: space.{key} cannot be searched, as it does not change what is learned (or only by chance); take it out")
         if top == "methods" and (label := rest.partition(".")[0]) not in labels:
@@ -258,12 +299,3 @@ def searched_per_task(keys: Sequence[str], where: str) -> None:
     bad = next((key for key in keys if not key.startswith("methods.")), None)
     if bad is not None:
         raise UserError(f"{where}: space.{bad} cannot differ from task to task; search it with another protocol, or give keys `methods.LABEL...` alone")
-
-
-def per_task(params: Mapping[str, Any], task: str) -> Params:
-    """`methods.LABEL.KEY` of a point as what one task alone has: `methods.LABEL.tasks.TASK.KEY`."""
-    found = {}
-    for key, value in params.items():
-        top, label, rest = key.split(".", 2) if key != METHOD else (key, "", "")
-        found[f"{top}.{label}.tasks.{task}.{rest}" if rest else key] = value
-    return found

@@ -57,7 +57,11 @@ def with_history(body: Mapping[str, Any], params: Mapping[str, Any], history: Ma
     """Plain values with those of a point in place: for tasks in `history` as theirs alone, and where there is one, common settings stay the body's."""
     found = space.with_params(body, {k: v for k, v in params.items() if k == space.METHOD} if history else params)
     for task, own in history.items():
-        found = space.with_params(found, {key: value for key, value in space.per_task(own, task).items() if key != space.METHOD})
+        for key, value in own.items():
+            if key != space.METHOD:
+                _, label, rest = key.split(".", 2)
+                alone = found["methods"][label] = found["methods"][label] or {}
+                config.put(alone.setdefault("tasks", {}).setdefault(task, {}), rest, value, f"space.{key}")
     return found
 
 

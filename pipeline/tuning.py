@@ -121,6 +121,8 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
             record = read_record(search.storage, search.name, number)
             if record is None:
                 return
+            if ended == "stopped" and time.monotonic() > until:
+                return  # the hours are over, and it goes on when there are more
             if ended and record["status"] == "running":  # its process was not there to write it
                 message = "" if ended == "stopped" else "its process died; the search went on without it"
                 record |= {"status": ended, "message": message, "ended": now()}
@@ -130,6 +132,7 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     room = room_for(ray.cluster_resources(), cluster)
     side_by_side = min(settings.concurrent or room, room)
     budget_s = None if settings.budget.hours is None else max(1.0, 3600 * settings.budget.hours - search.worked_s)
+    until = math.inf if budget_s is None else time.monotonic() + budget_s - 1
     place = f"search-{os.getpid()}-{time.time_ns()}"
     pbt, scheduler = settings.scheduler == "pbt", scheduler_of(search)
     tuner = tune.Tuner(

@@ -12,17 +12,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import safetensors.torch
 import torch
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from workers.artefact import Artefact, digest_of, file_info, join, read_bytes, resolve, write_bytes
 from workers.data.draw import seed_of
 from workers.data.shards import MAX_PIXELS
 from workers.errors import UserError
-from workers.job import BackboneSettings, StageJob, Task
+from workers.job import BackboneSettings, Frozen, StageJob, Task
 from workers.loop import merged
 from workers.methods import METHODS
 from workers.methods.base import Method
@@ -31,10 +31,59 @@ from workers.taskstate import Carried, TaskState, load_tensors
 
 FORMAT = 1
 MODEL, BACKBONE = "model.json", "backbone.safetensors"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-KEYS = {"format", "method", "settings", "backbone", "backbone_digest", "scenario", "seed", "tasks", "carried", "preprocessing", "max_pixels",
-        "provenance", "files", "sha256"}
+PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
+NAME = re.compile(PLAIN)
+Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
+File = Annotated[str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")]  # nothing outside the folder
 COMMON = ("method", "settings", "scenario", "seed", "backbone_digest")  # what a task's state means nothing without
+
+
+class FileBody(Frozen):
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class TaskBody(Frozen):
+    name: Plain
+    classes: tuple[str, ...] = Field(min_length=1)
+    card: str
+    data: str
+    role: Literal["task", "base"]
+
+
+class Body(Frozen):
+    """What `model.json` must say: a folder may come from a stranger."""
+
+    format: int
+    method: str
+    settings: dict[str, Any]
+    backbone: dict[str, Any]
+    backbone_digest: str
+    scenario: Literal["task", "class"]
+    seed: NonNegativeInt
+    tasks: tuple[TaskBody, ...] = Field(min_length=1)
+    carried: dict[Plain, File]
+    preprocessing: dict[str, Any]
+    max_pixels: PositiveInt
+    provenance: dict[str, Any]
+    files: dict[File, FileBody]
+    sha256: str
+
+
+class NeedsBody(Frozen):
+    """What an exported task says that it must find."""
+
+    method: str
+    settings: dict[str, Any]
+    scenario: str
+    seed: int
+    backbone_digest: str
+    carried: dict[str, str]
+    classes: list[str]
+    card: str
+    data: str
+    role: str
+    state: str
 
 
 @dataclass(frozen=True)
@@ -50,12 +99,18 @@ class Bundle:
         """A folder, or any URI that pyarrow knows. Raises UserError where it is none, or not as it was written."""
         try:
             body = json.loads(read_bytes(join(uri, MODEL)))
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        except (OSError, ValueError, RecursionError):
             raise UserError(f"{uri!r} is no model folder: it has no readable {MODEL}; make one with `python -m pipeline bundle`") from None
-        if not isinstance(body, dict) or body.get("sha256") != digest_of(body) or set(body) != KEYS or body["format"] != FORMAT:
+        if not isinstance(body, dict) or body.get("sha256") != digest_of(body) or body.get("format") != FORMAT:
             version = body.get("format") if isinstance(body, dict) else None
             why = f"its format is {version}, this version reads {FORMAT}" if version not in (FORMAT, None) else "it is not as it was written"
             raise UserError(f"{join(uri, MODEL)}: {why}; make the folder anew with `python -m pipeline bundle`")
+        try:
+            Body.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(f"{join(uri, MODEL)}: {'.'.join(map(str, first['loc']))} is {first['input']!r:.80} ({first['msg']}); make the folder anew with "
+                            "`python -m pipeline bundle`") from None
         return cls(body, lambda name: read_bytes(join(uri, name)), uri)
 
     @classmethod
@@ -137,7 +192,11 @@ class Bundle:
             method = METHODS[body["method"]](backbone, settings, body["seed"])
         method.scenario, method.stream = body["scenario"], self.tasks
         for task in self.tasks:
-            method.load(self.state(task.name))
+            state = self.state(task.name)
+            if (state.task, state.classes) != (task.name, task.classes):
+                raise UserError(f"{self.where}: the state of task {task.name!r} is of task {state.task!r} with other classes; make the folder anew with "
+                                "`python -m pipeline bundle`")
+            method.load(state)
         if body["carried"]:
             parts = {step: Carried.from_bytes(self.read(file), f"{file} of {self.where}") for step, file in body["carried"].items()}
             method.attach(merged(self.where, body["method"], parts))
@@ -192,14 +251,16 @@ def import_task(uri: str, data: bytes, where: str) -> Task:
     if method is None or trains_shared(method):
         raise UserError(f"{uri}: method {bundle.body['method']!r} trains weights that its tasks share, and a task's state means nothing beside those of "
                         "another run; only tasks of a star can be imported")
-    needs, state = needs_of(data), TaskState.from_bytes(data, where)
+    needs, state = needs_of(data, where), TaskState.from_bytes(data, where)
     mine = {**{key: bundle.body[key] for key in COMMON}, "carried": carried_digests(bundle)}
     other = next((key for key, value in mine.items() if needs.get(key) != value), None)
     if other:
         values = (str(needs.get(other))[:60], str(mine[other])[:60])
         raise UserError(f"{where}: task {state.task!r} was exported from a model whose {other} is {values[0]}, and in {uri} it is {values[1]}; import it "
                         "into a model with the same method, settings and backbone")
-    if not NAME.fullmatch(state.task) or state.task in {t.name for t in bundle.tasks}:
+    if not NAME.fullmatch(state.task):
+        raise UserError(f"{where}: its task is called {state.task!r:.80}, and a name has letters, digits, '_', '.' and '-' only; export it anew")
+    if state.task in {t.name for t in bundle.tasks}:
         raise UserError(f"{uri} serves a task {state.task!r} already; remove that one first")
     task = Task(state.task, str(needs["card"]), str(needs["data"]), state.classes, str(needs["role"]))
     plain = state.to_bytes()
@@ -212,13 +273,14 @@ def import_task(uri: str, data: bytes, where: str) -> Task:
     return task
 
 
-def needs_of(data: bytes) -> dict[str, Any]:
+def needs_of(data: bytes, where: str) -> dict[str, Any]:
     """What an exported task must find; nothing where the bytes are no exported task."""
     length = int.from_bytes(data[:8], "little")
     try:
         found = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["accrete.needs"])
-    except (ValueError, KeyError, TypeError):
-        raise UserError("the file is no exported task; make one with `python -m pipeline tasks MODEL_DIR export NAME FILE`") from None
+        NeedsBody.model_validate(found)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{where}: it is no exported task; make one with `python -m pipeline tasks MODEL_DIR export NAME FILE`") from None
     return found
 
 

@@ -130,9 +130,9 @@ class Served:
     def checked(self, count: int, tasks: Sequence[str | None] | str | None, rule: str = "refuse", top: int = 0) -> list[str | None]:
         """A task or None for each of `count` images. Raises UserError where a task is not served, or is missing and needed."""
         if rule not in RULES:
-            raise UserError(f"rule is {rule!r}; give one of {', '.join(RULES)}")
+            raise UserError(f"rule is {rule!r:.80}; give one of {', '.join(RULES)}")
         if isinstance(top, bool) or not isinstance(top, int) or top < 0:
-            raise UserError(f"top is {top!r}; give how many probabilities you want, 0 for all")
+            raise UserError(f"top is {top!r:.80}; give how many probabilities you want, 0 for all")
         wanted = [tasks] * count if tasks is None or isinstance(tasks, str) else list(tasks)
         if len(wanted) != count:
             raise UserError(f"there are {count} images and {len(wanted)} tasks; give a task, or none, for each image")

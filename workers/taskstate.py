@@ -68,7 +68,7 @@ class TaskState:
                 parts[kind][name] = unpack(tensor, tuple(shapes[name])) if kind == "masks" else tensor
             return cls(header["task"], tuple(header["classes"]), header["method"], header["backbone_digest"],
                        meta=header["meta"], **parts)
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{where}: not a task state ({error}); give a file that a finished stage wrote") from None
 
 

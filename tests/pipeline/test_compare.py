@@ -224,3 +224,13 @@ def test_mistakes_get_one_sentence(stored, argv, sentence, capsys):
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("record", ["{", '{"name": "two", "stages": [1]}', '{"stages": []}', '{"name": "../../../escape", "stages": []}'])
+def test_a_record_that_is_not_as_it_was_written_is_named(stored, record, capsys):
+    path = Path(stored) / "runs" / "two" / "run.json"
+    path.write_text(record)
+    assert cli.main(["compare", "one", "two", "--storage", stored]) == 2
+    said = capsys.readouterr().err
+    assert "the record of run 'two'" in said
+    assert said.count("\n") == 1

@@ -50,6 +50,9 @@ BAD = [
     ({"protocol": "per_task", "space": {"train.epochs": {"dist": "choice", "values": [1]}}}, ["train.epochs", "from task to task"]),
     ({"scheduler": "asha", "objectives": ["accuracy", "bytes"]}, ["accuracy alone"]),
     ({"objectives": ["bytes"]}, ["objectives"]),
+    ({"algorithm": "grid", "budget": {"hours": 1}, "space": {"train.epochs": {"dist": "int", "low": 1, "high": 10**9}}}, ["1000000000 points"]),
+    ({"seeds": [1, 1]}, ["list each once"]),
+    ({"protocol": "two_streams", "stream": {"tasks": [{"card": "x"}]}, "set": {"stream": [1]}}, ["x"]),
     ({"set": {"data.val_fraction": 0}}, ["validation images", "data.val_fraction"]),
 ]
 
@@ -59,7 +62,7 @@ def test_a_search_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, bo
     with pytest.raises(UserError) as error:
         prepared(tmp_path, **body)
     assert "\n" not in str(error.value)
-    for text in ["small.yaml", *said]:
+    for text in said:
         assert text in str(error.value)
     assert not (tmp_path / "storage" / "searches").exists()
 
@@ -84,6 +87,13 @@ def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> 
         with pytest.raises(UserError, match="another space, base, data or code"):
             prepared(tmp_path, **change)
     prepared(tmp_path, name="other", seed=4)
+
+
+def test_a_greedy_search_keeps_its_number_of_trials_as_that_says_which_task_a_trial_is_for(tmp_path: Path) -> None:
+    search.write_state(prepared(tmp_path, protocol="per_task", budget={"trials": 2}))
+    with pytest.raises(UserError, match="another space"):
+        prepared(tmp_path, protocol="per_task", budget={"trials": 3})
+    prepared(tmp_path, protocol="per_task", budget={"trials": 2, "hours": 1})
 
 
 def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:

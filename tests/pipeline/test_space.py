@@ -8,7 +8,8 @@ import random
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline.space import Dimension, Space, check, per_task, with_params
+from pipeline.space import Dimension, Space, check, with_params
+from pipeline.trial import with_history
 from workers.errors import UserError
 
 ADAPTER = TypeAdapter(Dimension)
@@ -98,7 +99,8 @@ def test_params_land_where_they_belong() -> None:
     assert body["methods"]["meat"]["lambda"] == 0.5
     assert body["train"] == {"epochs": 2}
     assert BODY["methods"]["meat"] == {"lambda": 0.9}, "the base stays as it is"
-    assert per_task({"methods.meat.lambda": 0.5, "methods.meat.train.lr": 1}, "a") == {"methods.meat.tasks.a.lambda": 0.5, "methods.meat.tasks.a.train.lr": 1}
+    own = with_history(BODY, {"methods.meat.lambda": 0.7}, {"a.v1": {"methods.meat.lambda": 0.5, "methods.meat.train.lr": 1}})
+    assert own["methods"]["meat"] == {"lambda": 0.9, "tasks": {"a.v1": {"lambda": 0.5, "train": {"lr": 1}}}}
 
 
 CHOICE = {"dist": "choice", "values": [1]}
@@ -112,6 +114,9 @@ BAD = [
     ({"methods__hat__c": CHOICE, **MEAT}, ["'hat'", "no trial has"]),
     ({"cluster__workers": CHOICE, **MEAT}, ["cluster.workers", "cannot be searched"]),
     ({"method": {"dist": "uniform", "low": 0, "high": 1}}, ["space.method must be a choice"]),
+    ({"stream__tasks__0__name": CHOICE, **MEAT}, ["stream.tasks.0.name", "do not compare"]),
+    ({"methods__meat__ffn_masks": {"dist": "choice", "values": ["weight", "neuron"]}, **MEAT,
+      "methods__meat__nonsense": {"dist": "choice", "values": [1], "when": {"methods.meat.ffn_masks": "neuron"}}}, ["nonsense"]),
 ]
 
 
@@ -127,5 +132,18 @@ def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(dimensions: dict
 def test_when_must_name_a_key_and_not_go_round() -> None:
     with pytest.raises(UserError, match="did you mean 'abc'"):
         space(abc=CHOICE, b={**CHOICE, "when": {"abd": 1}})
+    with pytest.raises(UserError, match="which is not among its values"):
+        space(a=CHOICE, b={**CHOICE, "when": {"a": 7}})
+    with pytest.raises(UserError, match="which is no choice"):
+        space(a={"dist": "uniform", "low": 0, "high": 1}, b={**CHOICE, "when": {"a": 0.5}})
     with pytest.raises(UserError, match="circle"):
         space(a={**CHOICE, "when": {"b": 1}}, b={**CHOICE, "when": {"a": 1}})
+
+
+def test_near_has_what_applies_there_and_nothing_else() -> None:
+    one = space(a={"dist": "choice", "values": [False, True]}, b={"dist": "uniform", "low": 0, "high": 1, "when": {"a": True}})
+    rng = random.Random(0)
+    for start in ({"a": False}, {"a": True, "b": 0.5}):
+        found = [one.near(start, rng) for _ in range(40)]
+        assert all(("b" in point) == point["a"] for point in found)
+        assert {point["a"] for point in found} == {False, True}

@@ -28,12 +28,13 @@ def text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def bomb(side: int) -> bytes:
-    """A PNG whose header claims side x side pixels."""
+def bomb(side: int, height: int = 0) -> bytes:
+    """A PNG whose header claims side x side pixels, or side x height."""
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    size = struct.pack(">IIBBBBB", side, height or side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -95,6 +96,9 @@ def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch):
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(UserError, match="too large"):
         pixels_of([bomb(60_000)], 6, Limits())
+    for width, height in ((1, 40_000_000), (40_000_000, 1)):
+        with pytest.raises(UserError, match="too long"):
+            pixels_of([bomb(width, height)], 6, Limits())
 
 
 def test_a_file_is_read_where_that_is_allowed_alone(tmp_path):

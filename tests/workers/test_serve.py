@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,31 @@ def test_limits_are_kept(runs):
     image = np.zeros((4, 4, 3), np.uint8)
     with pytest.raises(UserError, match="3 images in one request are more than 2"):
         runs("meat").served.predict([image] * 3, "two", limits=Limits(images=2))
+
+
+@pytest.mark.parametrize("change", [
+    {"files": {"../../precious.txt": {"bytes": 1, "sha256": "0"}}}, {"files": {"/etc/passwd": {"bytes": 1, "sha256": "0"}}},
+    {"carried": {"retrain": "../other.safetensors"}}, {"tasks": None}, {"tasks": [{"name": "two"}]}, {"method": ["packnet"]}, {"files": []},
+    {"tasks": [{"name": "../two", "classes": ["x"], "card": "c", "data": "d", "role": "task"}]}])
+def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_must(folder, change):
+    place = Path(folder("packnet"))
+    precious = place.parent.parent / "precious.txt"
+    precious.write_text("mine")
+    body = json.loads((place / "model.json").read_text())
+    merged = {**body, **{k: {**body[k], **v} if isinstance(v, dict) else v for k, v in change.items()}}
+    bundles.write_model(str(place), bundles.sealed(merged))
+    with pytest.raises(UserError, match=r"model\.json"):
+        bundles.remove_task(str(place), "two")
+    with pytest.raises(UserError, match=r"model\.json"):
+        Bundle.open(str(place)).write(str(place.parent / "copy"))
+    assert precious.read_text() == "mine"
+    precious.unlink()
+
+
+def test_the_state_of_another_task_is_not_served_under_a_name(folder):
+    place = Path(folder("meat"))
+    body = json.loads((place / "model.json").read_text())
+    body["tasks"][0]["classes"] = body["tasks"][0]["classes"][:1]
+    bundles.write_model(str(place), bundles.sealed(body))
+    with pytest.raises(UserError, match="other classes"):
+        Served.open(str(place))

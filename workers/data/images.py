@@ -18,6 +18,7 @@ from workers.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 LONGEST_PATH = 4096
+LONGEST_SIDE = 65_535  # of JPEG; resizing a line of millions of pixels costs seconds
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
@@ -83,6 +84,7 @@ def decoded(data: bytes, limits: Limits) -> Image.Image:
         raise UserError(f"is too large: {error}; send a smaller one") from None
     except Exception:  # Pillow's plugins raise almost anything
         raise UserError(f"is not an image that can be read here ({len(data)} bytes); give a JPEG, PNG or WebP file") from None
+    check_pixels(image.width, image.height, limits)
     return _decoded(lambda: rgb(image))
 
 
@@ -113,6 +115,8 @@ def array_of(image: Any, limits: Limits) -> NDArray[np.uint8]:
 
 
 def check_pixels(width: int, height: int, limits: Limits) -> None:
+    if max(width, height) > LONGEST_SIDE:
+        raise UserError(f"is too long: {width} x {height}, and a side may have {LONGEST_SIDE} pixels; send a smaller one")
     if width * height > limits.max_pixels:
         raise UserError(f"is too large: {width} x {height} is more than max_pixels = {limits.max_pixels}; send a smaller one")
 

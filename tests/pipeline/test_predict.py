@@ -113,7 +113,7 @@ def test_other_mistakes_get_one_sentence(run, capsys, tmp_path):
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     import mlflow
 
-    from pipeline.track import open_store
+    from pipeline.track_mlflow import open_store
 
     client, uri, experiment = open_store(str(tmp_path_factory.mktemp("tracking")))
     before = mlflow.get_tracking_uri()

@@ -100,6 +100,11 @@ class Count:
     reused: int = 0
     seconds: float = 0.0
 
+    @classmethod
+    def after(cls, record: Mapping[str, Any] | None) -> Count:
+        """Goes on from the record of a trial that was cut off: what it ran then it will find now, and that is no reuse."""
+        return cls(record["stages"]["run"], -record["stages"]["run"], record["device_s"]) if record else cls()
+
     def event(self, walk: Walk, event: Event) -> None:
         if event.kind == "done" and event.body.get("reused"):
             self.reused += 1  # another trial was faster
@@ -121,6 +126,7 @@ def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report
         if record["status"] == "failed":
             raise TrialFailed(record["message"])
         return
+    before = record if record is not None and record["status"] == "running" else None
     record = {"number": number, "phase": plan.phase, "params": dict(params), "status": "running", "message": "", "results": [],
               "stages": {"run": 0, "reused": 0}, "device_s": 0.0, "wall_s": 0.0, "started": now(), "ended": None, "graph": None, "history": {}}
     if begun is not None:
@@ -128,7 +134,7 @@ def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report
     write_record(plan.storage, plan.name, record)
     started = time.monotonic()
     try:
-        _learn(plan, record, params, report, started)
+        _learn(plan, record, params, report, started, Count.after(before))
         record["status"] = "finished"
     except UserError as error:
         record |= {"status": "failed", "message": " ".join(str(error).split())}
@@ -138,7 +144,7 @@ def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report
         raise TrialFailed(record["message"])
 
 
-def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report: Report, started: float) -> None:
+def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report: Report, started: float, count: Count) -> None:
     """Task after task, the ones that `record` has no result of. With `plan.each` the tasks to come get `params` as their own."""
     store = Store(plan.storage)
     done = len(record["results"])
@@ -153,17 +159,17 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
     mine = set().union(*(ancestors(graph, f"{label}/{task}/evaluate") for task in plan.tasks))
     graph, tasks = Graph.of(graph.name, [stage for stage in graph if stage.id in mine]), [task for task in tasks if task.name in plan.tasks]
     record["graph"] = record_of(graph, settings, tasks, dict(plan.provenance))
-    runner = Runner(store, settings, graph)
+    runner = Runner(store, settings, graph, count)
     try:
         for position, task in enumerate(plan.tasks):
             if position < done:
                 continue
-            count = runner.run(f"{label}/{task}/evaluate")
+            runner.run(f"{label}/{task}/evaluate")
             if plan.only and position < len(plan.tasks) - 1:
                 continue
             result = result_of(store, record["graph"], label, task, position)
             record["history"] = {name: history[name] for name in plan.tasks[: position + 1] if name in history} if plan.each else {}
-            record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": count.reused}, "device_s": round(count.seconds, 3),
+            record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": max(0, count.reused)}, "device_s": round(count.seconds, 3),
                        "wall_s": round(time.monotonic() - started, 3)}
             write_record(plan.storage, plan.name, record)
             report({**result, "record": record})
@@ -174,14 +180,13 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
 class Runner:
     """Walks parts of one graph, one after the other, on one executor."""
 
-    def __init__(self, store: Store, settings: config.Config, graph: Graph):
-        self.store, self.settings, self.graph = store, settings, graph
+    def __init__(self, store: Store, settings: config.Config, graph: Graph, count: Count):
+        self.store, self.settings, self.graph, self.count = store, settings, graph, count
         self.lookups: dict[str, Lookup] = {}
-        self.count = Count()
         self.executor: Executor | None = None
 
-    def run(self, stage_id: str) -> Count:
-        """`stage_id` and all that it stands on. Returns the counts so far. Raises UserError where a stage fails."""
+    def run(self, stage_id: str) -> None:
+        """`stage_id` and all that it stands on. Raises UserError where a stage fails."""
         part = Graph.of(self.graph.name, [s for s in self.graph if s.id in ancestors(self.graph, stage_id)])
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
         self.lookups |= look_up_all(new, self.store, None, verify=False)
@@ -190,7 +195,6 @@ class Runner:
         for failed, message in outcome.failures.items():
             raise UserError(message if message.startswith("stage ") else f"stage {failed} failed: {message}")
         self.lookups |= {s.id: Lookup(True, "stands") for s in part}
-        return self.count
 
     def _executor(self, todo: set[str]) -> Executor:
         if self.executor is None:

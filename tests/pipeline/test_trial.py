@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import build, config, trial
+from pipeline import build, config, launch, trial
 from pipeline.space import with_params
 from pipeline.store import Store
 from tests import small_run
@@ -91,18 +91,29 @@ def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(plan: tri
     assert [{k: v for k, v in t.items() if k != "record"} for t in again] == [{k: v for k, v in t.items() if k != "record"} for t in told]
 
 
-def test_a_trial_that_was_killed_goes_on(plan: trial.Plan) -> None:
+def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(result: dict[str, Any]) -> None:
         if result["task"] == "b":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         trial.run_trial(plan, 0, PARAMS, killed)
-    assert record(plan)["status"] == "running"
-    assert [r["task"] for r in record(plan)["results"]] == ["a", "b"]
+    cut = record(plan)
+    assert cut["status"] == "running"
+    assert [r["task"] for r in cut["results"]] == ["a", "b"]
+    ran: list[str] = []
+    step = launch.run_stage
+
+    def noted(job: Any, *rest: Any) -> Any:
+        ran.extend([job.task.name] if job.step == "train" else [])
+        return step(job, *rest)
+
+    monkeypatch.setattr(launch, "run_stage", noted)
     run(plan)
     assert record(plan)["status"] == "finished"
-    assert record(plan)["stages"] == {"run": 3, "reused": 7}, "data, training and evaluation of the last task are left"
+    assert record(plan)["stages"] == {"run": 10, "reused": 0}, "what it ran before it was killed is its own"
+    assert record(plan)["device_s"] > cut["device_s"] > 0
+    assert ran == ["c"]
 
 
 def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:

@@ -129,6 +129,8 @@ def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report
     before = record if record is not None and record["status"] == "running" else None
     record = {"number": number, "phase": plan.phase, "params": dict(params), "status": "running", "message": "", "results": [],
               "stages": {"run": 0, "reused": 0}, "device_s": 0.0, "wall_s": 0.0, "started": now(), "ended": None, "graph": None, "history": {}}
+    if before is not None:
+        record |= {"stages": before["stages"], "device_s": before["device_s"]}
     if begun is not None:
         record |= {"results": list(begun["results"]), "history": dict(begun["history"])}
     write_record(plan.storage, plan.name, record)
@@ -169,8 +171,8 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
                 continue
             result = result_of(store, record["graph"], label, task, position)
             record["history"] = {name: history[name] for name in plan.tasks[: position + 1] if name in history} if plan.each else {}
-            record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": max(0, count.reused)}, "device_s": round(count.seconds, 3),
-                       "wall_s": round(time.monotonic() - started, 3)}
+            record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": max(0, count.reused)},
+                       "device_s": round(count.seconds, 3), "wall_s": round(time.monotonic() - started, 3)}
             write_record(plan.storage, plan.name, record)
             report({**result, "record": record})
     finally:

@@ -23,6 +23,7 @@ from pipeline.space import Params
 from pipeline.track_search import SearchRecorder
 from pipeline.trial import Plan, folder, now, with_history
 from workers.artefact import join, write_bytes
+from workers.claim import claimed
 from workers.errors import UserError
 
 Tell = Callable[[dict[str, Any]], None]  # is given the record of each trial that has a new result or ended
@@ -158,7 +159,8 @@ def command(args: argparse.Namespace) -> int:
         recorder.trial(record)
 
     try:
-        outcome = run_search(search, said, tell)
+        with claimed(join(search.storage, "searches"), f"search-{search.name}", wait=False):
+            outcome = run_search(search, said, tell)
         path = write_winner(search, outcome, [])
         print(screen.won(outcome.trial, path), flush=True)
         tests = [tested(search, outcome, seed, said) for seed in search.settings.seeds]
@@ -167,6 +169,8 @@ def command(args: argparse.Namespace) -> int:
     except UserError:
         status = "FAILED"
         raise
+    except BlockingIOError:
+        raise UserError(f"search {search.name!r} is being run by another process; wait for it, or give this one another name with --set name=NAME") from None
     finally:
         recorder.finish(files, load_trials(search.storage, search.name).winner, status)
     print("\n".join([screen.tested(tests), *recorder.warnings, f"report: {page_of(search)}", *recorder.links()]))

@@ -101,7 +101,7 @@ class Store:
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
         whole = isinstance(record, dict) and record.get("name") == name and isinstance(record.get("stages"), list)
-        return record if whole and all(isinstance(s, dict) and {"id", "key", "step"} <= s.keys() for s in record["stages"]) else None
+        return record if whole and all(isinstance(s, dict) and "key" in s for s in record["stages"]) else None
 
     def save_record(self, record: dict[str, Any]) -> None:
         write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -133,7 +132,8 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     side_by_side = min(settings.concurrent or room, room)
     budget_s = None if settings.budget.hours is None else max(1.0, 3600 * settings.budget.hours - search.worked_s)
     until = math.inf if budget_s is None else time.monotonic() + budget_s - 1
-    place = f"search-{os.getpid()}-{time.time_ns()}"
+    place = f"search-{search.name}"
+    delete_dir(join(search.storage, "ray", place))  # of a session that was killed
     pbt, scheduler = settings.scheduler == "pbt", scheduler_of(search)
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(trainable, plan=plan, first=first), resources_of(cluster)),

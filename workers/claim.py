@@ -16,8 +16,9 @@ TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives
 
 
 @contextmanager
-def claimed(root: str, key: str, group: dist.Group | None = None) -> Iterator[None]:
+def claimed(root: str, key: str, group: dist.Group | None = None, wait: bool = True) -> Iterator[None]:
     """Holds the claim on the result `key` below `root`, which is freed when this process ends in whatever way. Ranks of a group hold it together.
+    wait: else BlockingIOError where another process has it.
 
     It saves work and decides nothing: where the storage is no disk, and between machines whose disks know no common locks, two may compute the
     same result, and one of them is discarded (see artefact.py).
@@ -30,13 +31,13 @@ def claimed(root: str, key: str, group: dist.Group | None = None) -> Iterator[No
     held: int | None = None
     try:
         while True:
-            until = time.monotonic() + TOGETHER_S
-            while group.rank == 0 and held is None and time.monotonic() < until:
-                held = _take(path)
-                if held is None:
-                    time.sleep(POLL_S)
+            until = time.monotonic() + (TOGETHER_S if wait else 0.0)
+            while group.rank == 0 and (held := _take(path)) is None and time.monotonic() < until:
+                time.sleep(POLL_S)
             if group.share(held is not None):
                 break
+            if not wait:
+                raise BlockingIOError(f"another process has the claim on {key!r}")
         yield
     finally:
         if held is not None:

@@ -21,10 +21,10 @@ from workers.errors import UserError
 SPACE = {"methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0}, "methods.meat.alpha": {"dist": "choice", "values": [0.5, 1, 2]}}
 
 
-def written(folder: Path, cards: Any = ("a", "b"), changes: dict[str, Any] | None = None, **body: Any) -> str:
+def written(folder: Path, cards: Any = ("a", "b"), changes: dict[str, Any] | None = None, method: str = "meat", **body: Any) -> str:
     """A search file over a small base of digits."""
     if not (folder / "base.yaml").exists():
-        settings = small_run.make_body(folder, small_run.make_cards(folder, cards), methods=["meat"], data={"val_fraction": 0.3}, **(changes or {}))
+        settings = small_run.make_body(folder, small_run.make_cards(folder, cards), methods=[method], data={"val_fraction": 0.3}, **(changes or {}))
         small_run.write_config(folder / "base.yaml", settings)
     return small_run.write_config(folder / "small.yaml", {"base": "base.yaml", "space": SPACE, "budget": {"trials": 3}, "seeds": [], **body})
 
@@ -128,6 +128,7 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
 
     whole = points(tuning.Optuna(found), range(25), [])
     assert points(tuning.Optuna(found), range(25), whole[:14]) == whole
+    assert len({repr(point) for point in whole[:10]}) == 10, "before it knows anything, each point is another one"
     late = [p["methods.meat.lambda"] for p in whole[15:]]
     assert sum(late) / 10 > 0.85, "it looks where accuracy was high"
 
@@ -197,17 +198,17 @@ def test_a_killed_search_goes_on_and_has_the_same_winner(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_halving_stops_poor_trials_and_failed_ones_stop_nothing(tmp_path: Path) -> None:
-    space = {"methods.meat.train.lr": {"dist": "choice", "values": [1e-9, 1e-8, 3e-3, 1e30]}}
-    more = {"scheduler": "asha", "budget": {"trials": 10}, "seed": 1, "concurrent": 1}
+    space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 1e-8, 3e-3, 1e30]}}
+    more = {"method": "individual", "scheduler": "asha", "budget": {"trials": 10}, "seed": 1, "concurrent": 1}
     path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 8}}, space=space, **more)
     searched(path, tmp_path / "out")
     found = records(tmp_path)
     by_rate: dict[float, set[str]] = {}
     for r in found:
-        by_rate.setdefault(r["params"]["methods.meat.train.lr"], set()).add(r["status"])
+        by_rate.setdefault(r["params"]["methods.individual.train.lr"], set()).add(r["status"])
     assert by_rate[1e30] == {"failed"}
     assert "stopped" in by_rate[1e-9] | by_rate[1e-8]
-    assert winner(tmp_path)["params"] == {"methods.meat.train.lr": 3e-3}
+    assert winner(tmp_path)["params"] == {"methods.individual.train.lr": 3e-3}
     assert all(len(r["results"]) < 3 for r in found if r["status"] == "stopped")
     assert all("lower train.lr" in r["message"] for r in found if r["status"] == "failed")
 
@@ -248,16 +249,17 @@ def test_each_task_in_turn_chooses_for_itself(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -> None:
-    space = {"methods.meat.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
-    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 8}}, space=space, scheduler="pbt", budget={"trials": 4}, seeds=[5], seed=2)
+    space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
+    more = {"method": "individual", "scheduler": "pbt", "budget": {"trials": 4}, "seeds": [5], "seed": 2}
+    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 8}}, space=space, **more)
     searched(path, tmp_path / "out")
     found = records(tmp_path)
     assert {r["status"] for r in found} == {"finished"}
     assert all(list(r["history"]) == ["a", "b", "c"] for r in found)
-    rates = [[own["methods.meat.train.lr"] for own in r["history"].values()] for r in found]
+    rates = [[own["methods.individual.train.lr"] for own in r["history"].values()] for r in found]
     assert any(len(set(row)) > 1 for row in rates), "parameters changed between tasks"
     won = found[winner(tmp_path)["trial"]]
     body = yaml.safe_load((tmp_path / "storage" / "searches" / "small" / "winner.yaml").read_text())
-    assert [body["methods"]["meat"]["tasks"][t]["train"]["lr"] for t in "abc"] == [own["methods.meat.train.lr"] for own in won["history"].values()]
+    assert [body["methods"]["individual"]["tasks"][t]["train"]["lr"] for t in "abc"] == [own["methods.individual.train.lr"] for own in won["history"].values()]
     keys = {i: m["key"] for i, m in small_run.manifests(tmp_path / "storage", "small-winner-seed5").items()}
-    assert keys["meat/c/train"] == {s["id"]: s["key"] for s in won["graph"]["stages"]}["meat/c/train"]
+    assert keys["individual/c/train"] == {s["id"]: s["key"] for s in won["graph"]["stages"]}["individual/c/train"]

@@ -36,6 +36,11 @@ def test_a_point_is_a_function_of_seed_and_number_and_stays_inside_its_bounds() 
     assert sum(-4 <= v < -3 for v in logs) == pytest.approx(100, abs=30), "evenly over orders of magnitude"
 
 
+def test_dimensions_are_drawn_apart() -> None:
+    two = space(a={"dist": "uniform", "low": 0, "high": 1}, b={"dist": "uniform", "low": 0, "high": 1})
+    assert all(abs(p["a"] - p["b"]) > 1e-6 for p in (two.drawn(0, n) for n in range(20)))
+
+
 def test_a_dimension_more_does_not_move_the_others() -> None:
     few = space(**{k: v for k, v in WIDE.items() if k != "methods__meat__alpha"})
     for n in range(10):

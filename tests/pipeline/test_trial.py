@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from pipeline import build, config, launch, trial
+from pipeline.run import Event
 from pipeline.space import with_params
 from pipeline.store import Store
 from tests import small_run
 from workers import evaluate
 from workers.data import feed
+from workers.dist import Group
 from workers.errors import UserError
 
 PARAMS = {"methods.meat.lambda": 0.8}
@@ -82,6 +84,17 @@ def test_equal_prefixes_are_run_once(plan: trial.Plan) -> None:
     assert record(plan, 2)["stages"] == {"run": 0, "reused": 10}
     assert record(plan, 2)["device_s"] == 0 < record(plan)["device_s"]
     assert record(plan, 2)["results"] == record(plan)["results"]
+
+
+def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: trial.Plan) -> None:
+    run(plan)
+    settings = config.check({**with_params(plan.body, PARAMS), "name": "s-0000"}, "s")
+    graph, _ = build.graph_of(settings, Store(plan.storage), {}, "val")
+    count = trial.Count()
+    for stage in graph:
+        if stage.step != "ingest":
+            count.event(None, Event("done", stage.id, body=launch.run_stage(stage.job, Group(), lambda event: None)))  # type: ignore[arg-type]
+    assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
 
 
 def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:

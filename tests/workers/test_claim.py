@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from workers import claim
 from workers.claim import claimed
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -63,6 +67,32 @@ def test_other_keys_and_an_object_store_wait_for_nobody(tmp_path: Path) -> None:
     with claimed(root, "k"), claimed(root, "other"), claimed("s3://bucket/stages", "k"), claimed("s3://bucket/stages", "k"):
         assert {p.name for p in (tmp_path / "claims").iterdir()} == {"k", "other"}
     assert not os.listdir(tmp_path / "claims")
+
+
+def test_whoever_does_not_wait_is_told(tmp_path: Path) -> None:
+    root = str(tmp_path / "stages")
+    with claimed(root, "k"), pytest.raises(BlockingIOError), claimed(root, "k", wait=False):
+        pass
+    with claimed(root, "k", wait=False):
+        pass
+
+
+def test_a_file_that_was_removed_meanwhile_is_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, real, others = str(tmp_path / "stages"), fcntl.flock, []
+    path = tmp_path / "claims" / "k"
+
+    def flock(file: int, how: int) -> None:
+        if not others:  # between opening and locking, whoever had it removes it, and the next one takes it
+            path.unlink()
+            others.append(os.open(path, os.O_RDWR | os.O_CREAT))
+            real(others[0], fcntl.LOCK_EX)
+        real(file, how)
+
+    monkeypatch.setattr(claim.fcntl, "flock", flock)
+    got = taken(root)
+    assert not got.wait(0.3)
+    os.close(others[0])
+    assert got.wait(60)
 
 
 def work(root: str, log: str, rounds: int) -> None:

@@ -200,7 +200,7 @@ def test_a_killed_search_goes_on_and_has_the_same_winner(tmp_path: Path) -> None
 def test_halving_stops_poor_trials_and_failed_ones_stop_nothing(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 1e-8, 3e-3, 1e30]}}
     more = {"method": "individual", "scheduler": "asha", "budget": {"trials": 10}, "seed": 1, "concurrent": 1}
-    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 8}}, space=space, **more)
+    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more)
     searched(path, tmp_path / "out")
     found = records(tmp_path)
     by_rate: dict[float, set[str]] = {}
@@ -251,7 +251,7 @@ def test_each_task_in_turn_chooses_for_itself(tmp_path: Path) -> None:
 def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
     more = {"method": "individual", "scheduler": "pbt", "budget": {"trials": 4}, "seeds": [5], "seed": 2}
-    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 8}}, space=space, **more)
+    path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more)
     searched(path, tmp_path / "out")
     found = records(tmp_path)
     assert {r["status"] for r in found} == {"finished"}

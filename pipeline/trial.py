@@ -177,6 +177,8 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
             report({**result, "record": record})
     finally:
         runner.close()
+    if record["history"]:  # what came after the last task has trained nothing
+        record["params"] = [*record["history"].values()][-1]
 
 
 class Runner:

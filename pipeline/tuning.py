@@ -192,8 +192,9 @@ def number_of(tuned: Mapping[str, Any], trial_id: str, first: int) -> int:
 
 
 def scheduler_of(search: Search) -> Any:
-    """None; successive halving over the tasks completed; or population-based training: after each task a trial of the lower quarter takes over what
-    one of the upper quarter has learned, and goes on with parameters near its. Stages are content-addressed, so nothing is copied but a record."""
+    """None; successive halving over the tasks completed; or population-based training: after each task, when all that are under way have learned it,
+    a trial of the lower quarter takes over what one of the upper quarter has learned, and goes on with parameters near its. Stages are
+    content-addressed, so nothing is copied but a record."""
     from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
     settings, most = search.settings, len(search.tasks)
@@ -207,7 +208,8 @@ def scheduler_of(search: Search) -> Any:
     def explore(tuned: dict[str, Any]) -> dict[str, Any]:
         return {**tuned, "params": search.space.near(tuned["params"], rng)}
 
-    return PopulationBasedTraining(time_attr="task", metric="accuracy", mode="max", perturbation_interval=1, custom_explore_fn=explore, log_config=False)
+    return PopulationBasedTraining(time_attr="task", metric="accuracy", mode="max", perturbation_interval=1, custom_explore_fn=explore, log_config=False,
+                                   synch=True)
 
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:

@@ -149,7 +149,16 @@ def command(args: argparse.Namespace) -> int:
     search = prepare(args.config, args.overrides, cli.provenance())
     screen = SearchScreen(search)
     print(screen.head(), flush=True)
-    recorder = SearchRecorder(search.tracking, search.storage, remedy=cli.command_of(args, "report"))
+    try:
+        with claimed(join(search.storage, "searches"), f"search-{search.name}", wait=False):
+            return searched(search, screen, said, cli.command_of(args, "report"))
+    except BlockingIOError:
+        raise UserError(f"search {search.name!r} is being run by another process; wait for it, or give this one another name with --set name=NAME") from None
+
+
+def searched(search: Search, screen: SearchScreen, said: str, remedy: str) -> int:
+    """The search, its winner and its record. said: the command that goes on with it; remedy: the one that writes the record anew."""
+    recorder = SearchRecorder(search.tracking, search.storage, remedy=remedy)
     recorder.start(state_of(search))
     files: dict[str, bytes] = {}
     status = "KILLED"
@@ -159,8 +168,7 @@ def command(args: argparse.Namespace) -> int:
         recorder.trial(record)
 
     try:
-        with claimed(join(search.storage, "searches"), f"search-{search.name}", wait=False):
-            outcome = run_search(search, said, tell)
+        outcome = run_search(search, said, tell)
         path = write_winner(search, outcome, [])
         print(screen.won(outcome.trial, path), flush=True)
         tests = [tested(search, outcome, seed, said) for seed in search.settings.seeds]
@@ -169,8 +177,6 @@ def command(args: argparse.Namespace) -> int:
     except UserError:
         status = "FAILED"
         raise
-    except BlockingIOError:
-        raise UserError(f"search {search.name!r} is being run by another process; wait for it, or give this one another name with --set name=NAME") from None
     finally:
         recorder.finish(files, load_trials(search.storage, search.name).winner, status)
     print("\n".join([screen.tested(tests), *recorder.warnings, f"report: {page_of(search)}", *recorder.links()]))

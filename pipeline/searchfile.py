@@ -210,6 +210,7 @@ def _check_same(search: Search) -> None:
 
 
 def write_state(search: Search) -> None:
+    """Writes search.json."""
     write_bytes(join(folder(search.storage, search.name), "search.json"), json.dumps(state_of(search), indent=1, default=str).encode())
 
 
@@ -219,6 +220,6 @@ def state_of(search: Search) -> dict[str, Any]:
     if search.settings.algorithm == "grid":
         settings["budget"]["trials"] = len(search.space.grid())
     return {"name": search.name, "digest": search.digest, "base": search.settings.base, "set": search.settings.set, "config": search.body,
-            "tasks": list(search.tasks), "space": {key: d.model_dump(mode="json", exclude_defaults=False) for key, d in search.settings.space.items()},
+            "tasks": list(search.tasks), "space": {key: d.model_dump(mode="json") for key, d in search.settings.space.items()},
             "settings": settings, "provenance": search.provenance, "sessions": search.sessions,
             "created": search.sessions[0]["started"] if search.sessions else now()}

@@ -18,6 +18,7 @@ import yaml
 from pyarrow import fs
 
 from pipeline.browse import run_link, this_python
+from pipeline.report import trials
 from pipeline.report.entries import Point, key_name
 from pipeline.store import flatten
 from pipeline.track import Say, answers, close, to_stderr
@@ -102,10 +103,10 @@ class SearchRecorder:
                             "a folder in searches/")
         recorder = cls(settings or TrackingSettings.model_validate(search["config"].get("tracking") or {}), storage, say)
         recorder.start(search)
-        for path in files_in(join(folder, "trials")):
-            if (trial := read_record(path)) is not None:
-                recorder.trial(trial)
-        recorder.finish({path.rsplit("/", 1)[-1]: read_bytes(path) for path in files_in(folder)}, read_record(join(folder, "winner.json")))
+        found = trials.load(storage, name)
+        for trial in found.trials:
+            recorder.trial(trial)
+        recorder.finish({path.rsplit("/", 1)[-1]: read_bytes(path) for path in files_in(folder)}, found.winner)
         return recorder
 
     # ---- written by the outbox's thread ------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
             record = read_record(search.storage, search.name, number)
             if record is None:
                 return
-            if ended == "stopped" and time.monotonic() > until:
+            if ended == "stopped" and record["status"] == "running" and time.monotonic() > until:
                 return  # the hours are over, and it goes on when there are more
             if ended and record["status"] == "running":  # its process was not there to write it
                 message = "" if ended == "stopped" else "its process died; the search went on without it"

@@ -5,16 +5,12 @@ import csv
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
 
+import fake_run
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_run
-
 from pipeline import cli
-from pipeline.report import plots
 from pipeline.report.compare import NUMBERS, Spread, compared, grouped
 from pipeline.report.compare_page import page
 from pipeline.report.tables import RunTables
@@ -22,21 +18,9 @@ from pipeline.store import Store
 from workers.artefact import Artefact
 from workers.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
 TASKS = [t["name"] for t in fake_run.TASKS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_pictures():
-    usual, plots.DPI = plots.DPI, 40
-    yield
-    plots.DPI = usual
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("storage"))
-    fake_run.write(folder)
-    return folder
 
 
 def run_of(storage, name, seed=3, labels=("meat",), shift=0, tasks=TASKS, commit="", **settings):

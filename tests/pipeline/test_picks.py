@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import fake_run
+import pytest
 
 from pipeline.report import entries, figures, files, page, plots
 from pipeline.report.tables import RunTables

@@ -5,17 +5,14 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import fake_run
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_run
 
 from pipeline import metrics
 from pipeline.report import entries, figures, inside, maskplots, page, plots
@@ -26,19 +23,7 @@ from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.taskstate import Carried, TaskState
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_pictures():
-    usual, plots.DPI = plots.DPI, 40
-    yield
-    plots.DPI = usual
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("storage"))
-    fake_run.write(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("small_pictures")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import yaml
 
 from pipeline import config, search, searchfile, trial, tuning
 from tests import small_run
+from workers.claim import claimed
 from workers.errors import UserError
 
 SPACE = {"methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0}, "methods.meat.alpha": {"dist": "choice", "values": [0.5, 1, 2]}}
@@ -52,7 +54,6 @@ BAD = [
     ({"objectives": ["bytes"]}, ["objectives"]),
     ({"algorithm": "grid", "budget": {"hours": 1}, "space": {"train.epochs": {"dist": "int", "low": 1, "high": 10**9}}}, ["1000000000 points"]),
     ({"seeds": [1, 1]}, ["list each once"]),
-    ({"protocol": "two_streams", "stream": {"tasks": [{"card": "x"}]}, "set": {"stream": [1]}}, ["x"]),
     ({"set": {"data.val_fraction": 0}}, ["validation images", "data.val_fraction"]),
 ]
 
@@ -62,9 +63,14 @@ def test_a_search_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, bo
     with pytest.raises(UserError) as error:
         prepared(tmp_path, **body)
     assert "\n" not in str(error.value)
-    for text in said:
+    for text in ("small.yaml", *said):
         assert text in str(error.value)
     assert not (tmp_path / "storage" / "searches").exists()
+
+
+def test_a_stream_of_its_own_replaces_what_is_set_of_the_base_and_is_checked_itself(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"card 'x'|'x'"):
+        prepared(tmp_path, protocol="two_streams", stream={"tasks": [{"card": "x"}]}, set={"stream": [1]})
 
 
 def test_a_config_to_run_is_no_search(tmp_path: Path) -> None:
@@ -265,3 +271,10 @@ def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -
     assert [body["methods"]["individual"]["tasks"][t]["train"]["lr"] for t in "abc"] == [own["methods.individual.train.lr"] for own in won["history"].values()]
     keys = {i: m["key"] for i, m in small_run.manifests(tmp_path / "storage", "small-winner-seed5").items()}
     assert keys["individual/c/train"] == {s["id"]: s["key"] for s in won["graph"]["stages"]}["individual/c/train"]
+
+
+def test_a_second_process_leaves_a_running_search_and_its_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, storage = written(tmp_path), tmp_path / "storage"
+    monkeypatch.setattr(search, "SearchRecorder", lambda *a, **k: pytest.fail("it opened the record of a search that another process runs"))
+    with claimed(str(storage / "searches"), "search-small", wait=False), pytest.raises(UserError, match="being run by another process"):
+        search.command(argparse.Namespace(config=path, overrides=[]))

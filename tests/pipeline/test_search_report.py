@@ -8,30 +8,22 @@ import sys
 import warnings
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
+import fake_search as fake
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_search as fake
 
 from pipeline.report import plots, search, searchplots
 from pipeline.report.parameters import importance, parameters, short_names
 from pipeline.report.trials import Search, best, load, pareto, score
 from workers.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
 PICTURES = {"history.png", "parallel.png", "importance.png", "slices.png", "curves.png", "pareto.png"}
 VOID = {"meta", "img", "br"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_pictures():
-    usual, plots.DPI = plots.DPI, 40
-    yield
-    plots.DPI = usual
 
 
 @pytest.fixture(autouse=True)

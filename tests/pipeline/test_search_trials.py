@@ -6,10 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import fake_search as fake
+import pytest
 
 from pipeline.report.trials import best, load, pareto, score, size
 from workers.errors import UserError

@@ -7,24 +7,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import fake_run
+import pytest
 
 from pipeline import browse, track, track_mlflow, track_run
 from pipeline.config import TrackingSettings
-from pipeline.report import page, plots
+from pipeline.report import page
 from workers.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
 SETTINGS = TrackingSettings()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_pictures():
-    usual, plots.DPI = plots.DPI, 40
-    yield
-    plots.DPI = usual
 
 
 @pytest.fixture(autouse=True)

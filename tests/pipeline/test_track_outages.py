@@ -3,15 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import fake_run
+import pytest
 from fake_mlflow import Away, FakeMlflow, Refused
 
 from pipeline import browse, track, track_mlflow, track_outbox
@@ -28,13 +25,6 @@ def _quick(monkeypatch):
     monkeypatch.setattr(track_outbox, "FIRST_S", .001)
     monkeypatch.setattr(track_outbox, "LONGEST_S", .005)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("storage"))
-    fake_run.write(folder)
-    return folder
 
 
 def record_into(fake, storage, monkeypatch, pictures=False, settings=None):

@@ -1,13 +1,10 @@
 """Promises of the record of a search: trials below it, curves, the winner, all of it again from the store, and nothing twice."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import fake_run
+import pytest
 from fake_mlflow import FakeMlflow
 
 from pipeline import browse, track_mlflow, track_outbox

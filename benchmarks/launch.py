@@ -28,6 +28,7 @@ from pipeline.build import graph_of
 from pipeline.config import ClusterSettings, Config
 from pipeline.console import Console
 from pipeline.graph import Graph, Stage
+from pipeline.groups import OnRay
 from pipeline.run import Decision, Event, Executor, Outcome, Walk, Watcher, look_up_all, needed, run_graph
 from pipeline.store import Store
 from workers.artefact import Attempt
@@ -153,7 +154,7 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
         store, graph, config = star(Path(folder), RAY_TASKS, methods, workers=1, groups=1)
         began, cpu = time.monotonic(), time.process_time()
         cluster: ClusterSettings = config.cluster
-        _, times = walk_over(store, graph, lambda todo: launch.OnRay(store, cluster, nothing_to_report, lambda event: None, 1))
+        _, times = walk_over(store, graph, lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 1))
         wall, cpu = time.monotonic() - began, time.process_time() - cpu
         order = sorted((when, stage, inside) for stage, (when, inside) in times.done.items() if graph[stage].method)
         gaps = [(after[0] - before[0], after[2]) for before, after in pairwise(order)]
@@ -176,7 +177,7 @@ def beside(report: Report) -> None:
                 backbone={"img_size": 32, "crop_pct": 1.0, "options": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 2}},
                 cluster={"loader_workers": 1, "workers": 1, "groups": groups})
             cluster: ClusterSettings = config.cluster
-            _, times = walk_over(store, graph, lambda todo: launch.OnRay(store, cluster, nothing_to_report, lambda event: None, 2))  # noqa: B023
+            _, times = walk_over(store, graph, lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 2))  # noqa: B023
             spans = {stage: (when - inside, when) for stage, (when, inside) in times.done.items() if graph[stage].method}
             wall[groups] = max(end for _, end in spans.values()) - min(begin for begin, _ in spans.values())
             trains = [span for stage, span in spans.items() if graph[stage].step == "train"]

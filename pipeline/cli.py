@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline import browse, draw, predict
+from workers import notice
 from workers.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ MOST_MAPS = 32  # test images of a task over which maps are drawn; a page shows 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0, or 2 with one sentence on stderr where the input cannot work."""
+    """Runs one command. Returns the exit code: 0, 2 with one sentence on stderr where the input cannot work, 130 or 143 where it was ended by
+    Ctrl-C or SIGTERM."""
     try:
         args = parser().parse_args(argv)
         return args.command(args) or 0
@@ -40,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"accrete: {error.filename or 'a file'} cannot be used ({error.strerror or error}); mend its path or permissions and run the same "
               "command again", file=sys.stderr)
         return 2
+    except notice.Leaving:
+        print("accrete: told to stop; what was under way is saved, run the same command again to go on", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)
         return 130
@@ -92,10 +97,14 @@ def parser() -> argparse.ArgumentParser:
 def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]:
     """Config, store and graph; paths are absolute from here on."""
     from pipeline import config as config_module
+    from pipeline.cluster import is_submitted_job
     from pipeline.store import Store
 
     config = config_module.load(args.config, args.overrides)
     store = Store(config_module.absolute(config.storage))
+    if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
+        raise UserError(f"storage {config.storage!r} is relative, and the folder of a submitted job goes when it ends; give a place that all nodes share "
+                        "with --set storage=PLACE")
     store.check_writable()
     from pipeline import build
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
@@ -47,12 +47,23 @@ class ClusterSettings(Frozen):
 
     workers: int = Field(0, ge=0, description="ranks per worker group; 0 runs everything in this process, without Ray")
     groups: int = Field(0, ge=0, description="most worker groups side by side; 0 means as many as there is room for")
+    min_workers: int = Field(0, ge=0, description="fewest ranks that a group goes on with when nodes are lost; it grows again between stages. 0: always "
+                             "`workers`")
     cpus_per_worker: int = Field(1, gt=0, description="also the number of threads of a rank")
-    gpus_per_worker: float = Field(0.0, ge=0)
+    gpus_per_worker: float = Field(0.0, ge=0, description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl wants a GPU each")
+    memory_gb_per_worker: float = Field(0.0, ge=0, description="memory that Ray keeps for a rank; 0: it does not count")
+    resources: dict[str, PositiveFloat] = Field(default_factory=dict, description="what else a rank takes of its node, e.g. `accelerator_type:H100: 0.001`")
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="ranks of a group: on few nodes, or on many")
     address: str = Field("", description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: always private")
     retries: int = Field(2, ge=0, description="how often a stage that was interrupted or failed is tried again")
     checkpoint_s: float = Field(60.0, ge=0, description="seconds between checkpoints inside a stage")
     loader_workers: int = Field(2, ge=0, description="decoding threads of a rank")
+
+    @model_validator(mode="after")
+    def _elastic(self) -> ClusterSettings:
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers is {self.min_workers} and workers {self.workers}: a group has at least min_workers ranks and at most workers")
+        return self
 
 
 class TrackingSettings(Frozen):

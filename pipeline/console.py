@@ -41,6 +41,8 @@ class Console:
         elif decision.kind == "retry":
             count = f"try {walk.tries[decision.stage] + 1} of {walk.retries + 1}"
             self.say(f"{decision.stage}: {decision.reason}; tried again from its last checkpoint ({count})")
+        elif decision.kind == "move":
+            self.say(f"{decision.stage}: {decision.reason}; it goes on from there")
         elif decision.kind == "recompute":
             self.say(f"{decision.stage}: {decision.reason}")
         else:
@@ -54,6 +56,9 @@ class Console:
             self.say(f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}")
 
     def progress(self, event: Event) -> None:
+        if event.kind == "note":
+            self.say(event.message)
+            return
         text = f"{event.stage}: {_progress(event.body)}"
         if self.live:
             self._live(text)

@@ -174,10 +174,10 @@ def serve(args: argparse.Namespace) -> int:
 @contextmanager
 def running(folder: str, port: int) -> Iterator[str]:
     """Serves the bundle in `folder` on 127.0.0.1 while inside, on a Ray of its own; gives the address."""
-    from pipeline import launch
+    from pipeline.cluster import connect
     from pipeline.config import ClusterSettings
 
-    ray = launch.connect(ClusterSettings(address="local"))  # before Ray Serve is imported: it sets what Ray reads at import
+    ray = connect(ClusterSettings(address="local"))  # before Ray Serve is imported: it sets what Ray reads at import
     try:
         from ray import serve as ray_serve
     except ImportError as error:

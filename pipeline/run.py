@@ -23,13 +23,15 @@ class State(Enum):
 
 
 FINISHED = (State.REUSED, State.DONE)
+MOST_MOVES = 20  # a stage that loses more nodes than this is suspected of it
 ENDED = (*FINISHED, State.FAILED, State.BLOCKED)
 
 
 @dataclass(frozen=True)
 class Event:
-    """What an executor reports. kind: `done` (manifest), `failed` (message; final=True: trying again cannot help),
-    `lost` (its workers died), `damaged` (message, key: a parent's files are not what they were), `progress` (body)."""
+    """What an executor reports. kind: `done` (manifest), `failed` (message; final=True: trying again cannot help), `lost` (its workers died),
+    `moved` (its node was lost or is taken away: no fault of its own, so it counts as no try), `damaged` (message, key: a parent's files are
+    not what they were), `progress` (body). `note` is of no stage: something to say."""
 
     kind: str
     stage: str
@@ -65,6 +67,7 @@ class Walk:
     retries: int
     states: dict[str, State]
     tries: dict[str, int] = field(default_factory=dict)
+    moves: dict[str, int] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -120,11 +123,18 @@ class Walk:
                     return Decision("retry", event.stage, event.message)
                 self.states[owner] = State.WAITING
                 return Decision("recompute", owner, event.message)
+        elif event.kind == "moved" and self._move(event.stage):
+            self.states[event.stage] = State.WAITING
+            return Decision("move", event.stage, event.message)
         elif not event.final and self._try_again(event.stage):
             self.states[event.stage] = State.WAITING
             return Decision("retry", event.stage, event.message)
         self.states[event.stage], self.messages[event.stage] = State.FAILED, event.message
         return Decision("fail", event.stage, event.message)
+
+    def _move(self, stage_id: str) -> bool:
+        self.moves[stage_id] = self.moves.get(stage_id, 0) + 1
+        return self.moves[stage_id] <= MOST_MOVES
 
     def _try_again(self, stage_id: str) -> bool:
         self.tries[stage_id] = self.tries.get(stage_id, 0) + 1

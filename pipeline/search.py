@@ -40,7 +40,7 @@ class Outcome:
 # ---- the search ----------------------------------------------------------------------------------------------------------
 def run_search(search: Search, command: str, tell: Tell) -> Outcome:
     """All phases, then the winner. What was found before stands, and is told again. Raises UserError where there is no winner."""
-    from pipeline import launch
+    from pipeline.cluster import connect
 
     started = time.monotonic()
     session = {"started": now(), "wall_s": 0.0}
@@ -52,7 +52,7 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
         tell(record)
 
     write_state(search)
-    ray = launch.connect(search.cluster)
+    ray = connect(search.cluster)
     os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
                    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
                    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1"}  # a trial may fail before its first result

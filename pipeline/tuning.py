@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.cluster import Presence, Surroundings, check_fits, name_in, needs, registered, sizes_of_groups
 from pipeline.config import ClusterSettings
 from pipeline.searchfile import Search
 from pipeline.space import Params
 from pipeline.trial import Plan, TrialFailed, now, read_record, run_trial, write_record
 from workers.artefact import delete_dir, join
 from workers.data.draw import seed_of
-from workers.errors import UserError
 
 
 # ---- points --------------------------------------------------------------------------------------------------------------
@@ -128,7 +129,9 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
                 write_record(search.storage, search.name, record)
             told.held(record)
 
-    room = room_for(ray.cluster_resources(), cluster)
+    name = name_in(ray, search=True)
+    presence = registered(ray, Presence, name)
+    room = room_for(ray.get(presence.look_around.remote()), cluster, name)
     side_by_side = min(settings.concurrent or room, room)
     budget_s = None if settings.budget.hours is None else max(1.0, 3600 * settings.budget.hours - search.worked_s)
     until = math.inf if budget_s is None else time.monotonic() + budget_s - 1
@@ -214,18 +217,11 @@ def scheduler_of(search: Search) -> Any:
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     """Of one trial: with several workers they are its own groups', and the trial only waits."""
-    if cluster.workers > 1:
-        return {"memory": 1 << 20}  # of some kind it must ask for
-    return {"CPU": cluster.cpus_per_worker, **({"GPU": cluster.gpus_per_worker} if cluster.gpus_per_worker else {})}
+    return {"memory": 1 << 20} if cluster.workers > 1 else needs(cluster)  # of some kind it must ask for
 
 
-def room_for(total: Mapping[str, float], cluster: ClusterSettings) -> int:
-    """How many trials fit into the cluster side by side. Raises UserError where none does."""
-    workers = max(1, cluster.workers)
-    room = total.get("CPU", 1.0) / (workers * cluster.cpus_per_worker)
-    if cluster.gpus_per_worker:
-        room = min(room, total.get("GPU", 0.0) / (workers * cluster.gpus_per_worker) + 1e-9)
-    if room < 1:
-        raise UserError(f"a trial needs {workers} x {cluster.cpus_per_worker} CPUs and {workers} x {cluster.gpus_per_worker} GPUs, and the cluster has "
-                        f"{total.get('CPU', 0):.0f} CPUs and {total.get('GPU', 0):.0f} GPUs; lower cluster.workers or what each needs, or add nodes")
-    return int(room)
+def room_for(around: Surroundings, cluster: ClusterSettings, name: str) -> int:
+    """How many trials may run side by side in this driver's share of the cluster. name: what it has registered. Raises UserError where none fits."""
+    trial = cluster.model_copy(update={"workers": max(1, cluster.workers)})
+    check_fits(around, trial)
+    return len(sizes_of_groups(around, trial.model_copy(update={"groups": 0}), name, sys.maxsize))

@@ -75,6 +75,26 @@ def test_a_run_killed_again_and_again_comes_to_its_end(reference, tmp_path):
     judge(reference, tmp_path, before, small_run.run(["run", config], tmp_path / "again.txt"))
 
 
+def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_same_command(reference, tmp_path):
+    """SIGTERM, as a cluster sends it before it takes a machine away: without checkpoints by the clock, none of the steps is made twice."""
+    longer = {"train": {"epochs": 40}, "cluster": {"workers": 0, "checkpoint_s": 0, "loader_workers": 1}}
+    whole = reference.config(tmp_path / "whole", **longer)
+    small_run.run(["run", whole], tmp_path / "whole.txt")
+    config = reference.config(tmp_path, **longer)
+    process = small_run.start(["run", config], tmp_path / "out.txt", kill_before=1, by=signal.SIGTERM, within="meat/b/train")
+    process.join(240)
+    assert process.exitcode == 143
+    said = (tmp_path / "out.txt").read_text()
+    assert said.splitlines()[-1] == "accrete: told to stop; what was under way is saved, run the same command again to go on"
+    assert "Traceback" not in said
+    saved = [*(tmp_path / "storage" / "checkpoints").rglob("latest.json")]
+    assert len(saved) == 1
+    before = standing(tmp_path)
+    small_run.run(["run", config], tmp_path / "again.txt")
+    assert before.items() <= small_run.attempts(tmp_path / "storage").items()
+    assert small_run.results(tmp_path / "storage") == small_run.results(tmp_path / "whole" / "storage")
+
+
 @pytest.mark.parametrize("call", [20, 60])
 def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(call, reference, tmp_path):
     process = small_run.start(["run", reference.config(tmp_path)], tmp_path / "out.txt", kill_before=call, by=signal.SIGINT)

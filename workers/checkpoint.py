@@ -7,6 +7,7 @@ every rank: a resumed stage meets exactly what the uninterrupted one would have 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,13 @@ def load(root: str, key: str) -> Checkpoint | None:
         return None
     tensors, where = load_tensors(data, f"checkpoint {latest['file']}")
     return Checkpoint(**where, tensors=tensors)
+
+
+def age_s(root: str, key: str) -> float | None:
+    """Seconds since the last checkpoint of a stage was written; None where it has none."""
+    system, path = resolve(join(folder_of(root, key), "latest.json"))
+    written = system.get_file_info(path).mtime
+    return None if written is None else max(0.0, time.time() - written.timestamp())
 
 
 def drop(root: str, key: str) -> None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from workers import checkpoint, dist, optim
+from workers import checkpoint, dist, notice, optim
 from workers.artefact import Artefact, Attempt
 from workers.checkpoint import Checkpoint
 from workers.claim import claimed
@@ -161,11 +161,12 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
             torch.manual_seed(seed_of(job.seed, "step", epoch, step, group.rank))
             sums.add(train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size)
             clock.tick(progress, batches[0].draw.size, sums)
-            if job.checkpoint_s and step + 1 < feed.steps_per_epoch and is_due(saved + job.checkpoint_s, step, group):
+            if step + 1 < feed.steps_per_epoch and is_due(saved + (job.checkpoint_s or math.inf), step, group):
                 so_far = sums.total()
                 if group.rank == 0:
                     checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch, step + 1, history, so_far, mark.best))
                 saved = time.monotonic()
+                leave_if_told(job, group)
         row = {"epoch": epoch, "lr": optimizer.param_groups[0]["lr"], **sums.means(job.id), **method.measures()}
         row |= validated(method, val, group)
         if job.train.keep == "best" and row.get("val_correct", -1) > mark.best.get("val_correct", -1):
@@ -173,10 +174,11 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
             best = {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
         history.append(row)
         clock.epoch(row)
-        if job.checkpoint_s and time.monotonic() - saved > job.checkpoint_s and epoch + 1 < epochs:
+        if epoch + 1 < epochs and is_due(saved + (job.checkpoint_s or math.inf), AGREE_STEPS - 1, group):
             if group.rank == 0:
                 checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch + 1, 0, history, {}, mark.best))
             saved = time.monotonic()
+            leave_if_told(job, group)
     if best:
         live = checkpoint.trained_state(method)
         with torch.no_grad():
@@ -230,10 +232,16 @@ def precision_of(job: StageJob, group: dist.Group) -> contextlib.AbstractContext
 
 
 def is_due(when: float, step: int, group: dist.Group) -> bool:
-    """Whether rank 0's clock has passed `when`; all ranks hear the same, and several ask each other only now and then."""
+    """Whether rank 0's clock has passed `when`, or it was told to leave; all ranks hear the same, and several ask each other only now and then."""
     if group.world > 1 and (step + 1) % AGREE_STEPS:
         return False
-    return bool(group.share(time.monotonic() > when))
+    return bool(group.share(time.monotonic() > when or notice.given.is_set()))
+
+
+def leave_if_told(job: StageJob, group: dist.Group) -> None:
+    """Right after a checkpoint. Raises Leaving, on all ranks, where rank 0 was told to go."""
+    if group.share(notice.given.is_set()):
+        raise notice.Leaving(f"{job.id} is saved")
 
 
 class Sums:

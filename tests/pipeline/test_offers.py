@@ -55,12 +55,40 @@ def test_of_several_ranks_that_fail_together_one_is_heard():
 def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up():
     queue = Queue()
     queue.offer([Offer(0, stage("a"))])
+    queue.joined(4, ["node-1"])
     queue.next(4)
-    assert queue.offer([])[1] == [4]
+    assert queue.offer([])[1] == {4: ["node-1"]}
     queue.abandon(4, "node lost")
-    events, asked = queue.offer([])
-    assert [(e.kind, e.message) for e in events] == [("lost", "node lost")]
-    assert asked == []
+    events, up = queue.offer([])
+    assert [(e.kind, e.message, e.body) for e in events] == [("lost", "node lost", {"nodes": ["node-1"]})]
+    assert up == {}
+
+
+def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_had():
+    queue = Queue()
+    queue.offer([Offer(0, stage("a"))])
+    queue.joined(0, ["node-1", "node-2"])
+    queue.next(0)
+    queue.joined(0, ["node-2", "node-3"])
+    events, up = queue.offer([])
+    assert [(e.kind, e.body) for e in events] == [("lost", {"nodes": ["node-1", "node-2"]})]
+    assert up == {0: ["node-2", "node-3"]}
+
+
+def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once():
+    queue = Queue()
+    queue.offer([Offer(0, stage(name)) for name in "abc"])
+    first, second = queue.next(0), queue.next(1)
+    queue.dismiss([0], at_once=False)
+    queue.dismiss([1], at_once=True)
+    queue.dismiss([1], at_once=False)
+    assert queue.post(0, Event("progress", first.id)) is False
+    assert queue.post(1, Event("progress", second.id)) is True, "it was told so once"
+    queue.post(0, Event("done", first.id))
+    queue.post(1, Event("moved", second.id))
+    assert queue.next(0) == queue.next(1) == "stop"
+    queue.abandon(1, "")
+    assert queue.next(1).id == "c", "started anew it is not dismissed"
 
 
 def test_a_closed_queue_stops_every_group():

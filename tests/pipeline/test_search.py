@@ -17,6 +17,7 @@ import yaml
 
 from pipeline import config, search, searchfile, trial, tuning
 from tests import small_run
+from tests.pipeline.nodes import nodes_of
 from workers.claim import claimed
 from workers.errors import UserError
 
@@ -140,13 +141,17 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
 
 
 def test_room_in_the_cluster() -> None:
-    settings = config.ClusterSettings
-    assert tuning.room_for({"CPU": 8.0}, settings(workers=0)) == 8
-    assert tuning.room_for({"CPU": 8.0}, settings(workers=2, cpus_per_worker=2)) == 2
-    assert tuning.room_for({"CPU": 8.0, "GPU": 1.0}, settings(workers=1, gpus_per_worker=0.25)) == 4
-    assert tuning.resources_of(settings(workers=1, gpus_per_worker=0.25)) == {"CPU": 1, "GPU": 0.25}
-    with pytest.raises(UserError, match=r"1 x 1 CPUs and 1 x 1\.0 GPUs"):
-        tuning.room_for({"CPU": 8.0}, settings(gpus_per_worker=1))
+    def room(resources: dict[str, float], *others: str, **own: Any) -> int:
+        around = nodes_of([resources], **{"01": ("01-search",), **{job: (f"{job}-x",) for job in others}})
+        return tuning.room_for(around, config.ClusterSettings(**own), "01-search")
+
+    assert room({"CPU": 8.0}, workers=0) == 8
+    assert room({"CPU": 8.0}, workers=2, cpus_per_worker=2) == 2
+    assert room({"CPU": 8.0, "GPU": 1.0}, workers=1, gpus_per_worker=0.25) == 4
+    assert room({"CPU": 8.0}, "02", workers=0) == 4, "a run has the other half"
+    assert tuning.resources_of(config.ClusterSettings(workers=1, gpus_per_worker=0.25)) == {"CPU": 1, "GPU": 0.25}
+    with pytest.raises(UserError, match="1 workers that take 1 CPUs, 1 GPUs each do not fit"):
+        room({"CPU": 8.0}, gpus_per_worker=1)
 
 
 # ---- on Ray Tune ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pipeline.graph import Graph, Stage
-from pipeline.run import ENDED, Event, State, Walk, needed
+from pipeline.run import ENDED, MOST_MOVES, Decision, Event, State, Walk, needed
 from pipeline.store import Lookup
 from workers.errors import UserError
 
@@ -60,6 +60,15 @@ def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its
         launch_all(walk)
     assert walk.count(State.BLOCKED) == 4
     assert walk.messages["base"] == "its workers died"
+
+
+def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_node_after_node():
+    walk = Walk.over(graph(STAR), ["data"], 0)
+    for _ in range(MOST_MOVES):
+        assert launch_all(walk) == ["base"]
+        assert walk.apply(Event("moved", "base", "node n was lost")) == Decision("move", "base", "node n was lost")
+    assert launch_all(walk) == ["base"]
+    assert walk.apply(Event("moved", "base", "node n was lost")).kind == "fail"
 
 
 def test_an_error_that_cannot_pass_is_not_tried_again():

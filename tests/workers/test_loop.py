@@ -10,7 +10,7 @@ import torch
 from checks import CARRIED, STATE, Interrupted, interrupted_after
 from laboratory import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
 
-from workers import checkpoint, loop
+from workers import checkpoint, loop, notice
 from workers.artefact import Artefact
 from workers.dist import Group
 from workers.errors import UserError
@@ -66,6 +66,32 @@ def test_a_stage_may_be_interrupted_again_and_again(lab: Lab):
     with interrupted_after(1) as done:
         resumed = lab.stage(job)
     assert len(done) == 1
+    assert results(resumed) == results(run.trained(0))
+
+
+@pytest.mark.parametrize(("steps", "place"), [(2, (0, 2)), (PER_EPOCH, (1, 0))])
+def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_from_there(lab: Lab, steps: int, place: tuple[int, int], monkeypatch):
+    """Though checkpoints are turned off: a notice is worth one."""
+    run = augmented(lab, "meat")
+    job = again(run.stages(0)[0], f"left-at-{steps}", checkpoint_s=0.0)
+    step, made = loop.train_step, list[int]()
+
+    def told(*args: Any) -> Any:
+        made.append(1)
+        if len(made) == steps:
+            notice.given.set()
+        return step(*args)
+
+    monkeypatch.setattr(loop, "train_step", told)
+    with pytest.raises(notice.Leaving, match=job.id):
+        lab.stage(job)
+    notice.given.clear()
+    assert len(made) == steps, "it goes at the next step that it can"
+    mark = checkpoint.load(job.root, job.key)
+    assert mark is not None
+    assert (mark.epoch, mark.step) == place
+    resumed = lab.stage(job)
+    assert len(made) == 3 * PER_EPOCH
     assert results(resumed) == results(run.trained(0))
 
 

@@ -18,7 +18,7 @@ from workers.errors import UserError
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per group; the driver looks once for all
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
 }
@@ -53,6 +53,9 @@ def connect(cluster: ClusterSettings) -> Any:
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
         raise UserError(f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or set cluster.address=local") from None
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")  # of a node that is lost the driver tells itself, in one line
     return ray
 
 

@@ -130,6 +130,9 @@ class OnRay:
         for index, workers in enumerate(sizes):
             if index not in self.groups:
                 self._start(index, workers)
+        for index, group in self.groups.items():
+            if index not in self.places and index < len(sizes) and group.workers > sizes[index]:  # it would wait for a node that is gone
+                self.ray.cancel(group.task, force=True)
         outgrown = [i for i in self.places if i >= len(sizes) or (i in self.groups and self.groups[i].workers < sizes[i])]
         if outgrown:
             self.queue.dismiss.remote(outgrown, False)
@@ -149,22 +152,26 @@ class OnRay:
         for index, group in [*self.groups.items()]:
             if group.task in done:
                 self._replace(index, group)
-            elif group.since is not None and time.monotonic() - group.since > WAIT_S:
-                group.since = None
-                free = self.ray.available_resources()
-                self._say(f"waiting for {group.workers} workers that take {in_words(needs(self.cluster))} each; free now: "
-                          f"{in_words({name: free.get(name, 0.0) for name in needs(self.cluster)})}")
+        late = [group for group in self.groups.values() if group.since is not None and time.monotonic() - group.since > WAIT_S]
+        if late:
+            free = self.ray.available_resources()
+            self._say(f"waiting for {len(late)} groups of {late[0].workers} workers that take {in_words(needs(self.cluster))} each; free now: "
+                      f"{in_words({name: free.get(name, 0.0) for name in needs(self.cluster)})}")
+        for group in late:
+            group.since = None  # told once
 
     def _replace(self, index: int, group: Running) -> None:
+        message, moved = "its worker group ended", False
         try:
             self.ray.get(group.task)
-            message = "its worker group ended"
+        except (self.ray.exceptions.NodeDiedError, self.ray.exceptions.TaskCancelledError):
+            message, moved = "its node was lost", True
         except Exception as error:
             message = own_error(error)
-        if group.starts > self.cluster.retries:
+        if group.starts > self.cluster.retries and not moved:
             raise UserError(f"worker group {index} could not be started in {group.starts} tries: {message}; mend what it says, "
                             "or use fewer workers with --set cluster.workers=N")
-        self.ray.get(self.queue.abandon.remote(index, message))
+        self.ray.get(self.queue.abandon.remote(index, message, moved))
         self.around = self.ray.get(self.queue.look_around.remote())
         sizes = sizes_of_groups(self.around, self.cluster, self.name, self.width)
         del self.groups[index]
@@ -186,7 +193,8 @@ class OnRay:
             elif not node.alive and old is not None and old.alive:
                 self._say(f"node {node} was lost; " + ("what ran on it goes on from its last checkpoint" if groups else "nothing of this run was on it"))
                 for index in groups:  # not when its workers are found dead: another group may have time for its stage at once
-                    self.ray.get(self.queue.abandon.remote(index, ""))
+                    self.ray.get(self.queue.abandon.remote(index, f"node {node} was lost", True))
+                    del self.places[index]
                     self.groups[index].since = time.monotonic()
             elif node.leaves and old is not None and not old.leaves:
                 self._say(f"node {node} is going to be taken away; " + ("what runs on it is saved and moved" if groups else "nothing of this run is on it"))
@@ -202,10 +210,10 @@ class OnRay:
         stage = self.stages[event.stage]
         age = checkpoint.age_s(self.store.root, stage.key)
         lost = "and it has no checkpoint yet" if age is None else f"and with it at most {age:.0f} s of work"
-        gone = [node for node in (self.around.nodes.get(name) for name in event.body.get("nodes", ())) if node and not node.alive]
+        gone = [node for node in (self.around.nodes.get(name) for name in event.body["nodes"]) if node and not node.alive]
         if gone:
             return replace(event, kind="moved", message=f"node {gone[0]} was lost, {lost}")
-        return replace(event, message=f"{event.message}, {lost}")
+        return replace(event, kind="moved" if event.body["moved"] else "lost", message=f"{event.message}, {lost}")
 
     def _leave(self) -> None:
         """This driver was told to go: its groups save what they do. Raises Leaving when they have, or did not in time."""

@@ -67,16 +67,16 @@ class Queue:
             self.events.append(event)
         return self.going.get(group, False)
 
-    def abandon(self, group: int, message: str) -> None:
-        """From the driver: the group itself is gone, and is started anew."""
-        self._lose(group, message)
+    def abandon(self, group: int, message: str, moved: bool = False) -> None:
+        """From the driver: the group itself is gone, and is started anew. moved: through no fault of what it did."""
+        self._lose(group, message, moved)
         self.places.pop(group, None)
         self.going.pop(group, None)
 
-    def _lose(self, group: int, message: str) -> None:
+    def _lose(self, group: int, message: str, moved: bool = False) -> None:
         held = self.held.pop(group, None)
         if held is not None:
-            self.events.append(Event("lost", held.id, message, body={"nodes": self.places.get(group, [])}))
+            self.events.append(Event("lost", held.id, message, body={"nodes": self.places.get(group, []), "moved": moved}))
 
     def close(self) -> None:
         self.closed = True

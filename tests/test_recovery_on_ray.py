@@ -170,7 +170,7 @@ def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_
     assert small_run.results(tmp_path / "storage") == small_run.results(tmp_path / "whole" / "storage")
 
 
-def until_checkpoint(place: Path, stage_id: str, process: Any) -> None:
+def until_checkpoint(place: Path, stage_id: str, process: Any, out: str = "killed.txt") -> None:
     """Waits until a stage in training has one."""
     record = place / "storage" / "runs" / "small" / "run.json"
     while process.is_alive():
@@ -178,7 +178,7 @@ def until_checkpoint(place: Path, stage_id: str, process: Any) -> None:
         if stage_id in keys and (place / "storage" / "checkpoints" / keys[stage_id] / "latest.json").exists():
             return
         time.sleep(0.02)
-    raise AssertionError(f"{stage_id} came to its end: {(place / 'killed.txt').read_text()}")
+    raise AssertionError(f"{stage_id} came to its end: {(place / out).read_text()}")
 
 
 @pytest.mark.slow

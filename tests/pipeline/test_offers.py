@@ -58,9 +58,9 @@ def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up():
     queue.joined(4, ["node-1"])
     queue.next(4)
     assert queue.offer([])[1] == {4: ["node-1"]}
-    queue.abandon(4, "node lost")
+    queue.abandon(4, "node lost", True)
     events, up = queue.offer([])
-    assert [(e.kind, e.message, e.body) for e in events] == [("lost", "node lost", {"nodes": ["node-1"]})]
+    assert [(e.kind, e.message, e.body) for e in events] == [("lost", "node lost", {"nodes": ["node-1"], "moved": True})]
     assert up == {}
 
 
@@ -71,7 +71,7 @@ def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_
     queue.next(0)
     queue.joined(0, ["node-2", "node-3"])
     events, up = queue.offer([])
-    assert [(e.kind, e.body) for e in events] == [("lost", {"nodes": ["node-1", "node-2"]})]
+    assert [(e.kind, e.body) for e in events] == [("lost", {"nodes": ["node-1", "node-2"], "moved": False})]
     assert up == {0: ["node-2", "node-3"]}
 
 

@@ -1,0 +1,95 @@
+"""A Ray cluster of several nodes on this machine, whose nodes can be killed as a machine dies: at once, with all that runs on them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+
+class Nodes:
+    """A head without CPUs, and nodes of some. address: host:port of the cluster; client: what a driver outside of it gives."""
+
+    def __init__(self, cpus: list[int], client_port: int = 0):
+        from pipeline.cluster import ENVIRONMENT
+
+        self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")  # short: sockets lie below
+        os.environ |= {**ENVIRONMENT, "RAY_TMPDIR": self.folder.name}
+        from ray.cluster_utils import Cluster
+
+        more = {"ray_client_server_port": client_port} if client_port else {}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100_000_000, "include_dashboard": False, **more})
+        self.address, self.client = self.cluster.address, f"ray://127.0.0.1:{client_port}"
+        self.nodes: list[Any] = [self.add(count) for count in cpus]
+
+    def add(self, cpus: int) -> Any:
+        return self.cluster.add_node(num_cpus=cpus, object_store_memory=100_000_000)
+
+    def processes(self, node: Any) -> list[psutil.Process]:
+        """Everything that runs on a node: its raylet first."""
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        return [raylet, *raylet.children(recursive=True)]
+
+    def holding(self, what: str) -> list[Any]:
+        """Nodes on which a process runs whose command line has `what` in it."""
+        found = []
+        for node in self.cluster.worker_nodes:
+            with contextlib.suppress(psutil.NoSuchProcess, KeyError):
+                if any(what in title(process) for process in self.processes(node)):
+                    found.append(node)
+        return found
+
+    def kill(self, node: Any) -> None:
+        """The machine is gone: nothing on it ends in good order."""
+        processes = self.processes(node)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, 20)
+        self.cluster.worker_nodes.discard(node)
+
+    def announce(self, node: Any, seconds: float = 120) -> None:
+        """The machine is going to be taken away: what a cloud says of a spot instance some time before."""
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        taken, why = GcsClient(address=self.address).drain_node(node.node_id, reason, "spot", int((time.time() + seconds) * 1000))
+        assert taken, why
+
+    def close(self) -> None:
+        self.cluster.shutdown()
+        self.folder.cleanup()
+
+
+def title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+@contextlib.contextmanager
+def nodes_up(cpus: list[int], client_port: int = 0) -> Iterator[Nodes]:
+    before = dict(os.environ)
+    nodes = Nodes(cpus, client_port)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def wait_for(what: Any, seconds: float, or_end_of: Any = None) -> Any:
+    """What `what` gives as soon as it gives something; raises where it takes too long, or a process ends before."""
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        assert or_end_of is None or or_end_of.is_alive(), "the run ended before"
+        assert time.monotonic() < until, "it took too long"
+        time.sleep(0.05)
+    return found

@@ -1,0 +1,125 @@
+"""Launch on a cluster of several nodes: nodes are lost, announced to go, added; drivers come from outside and side by side. The numbers stay."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import small_run
+from tests.recovery import Reference, standing
+from tests.several_nodes import Nodes, nodes_up, wait_for
+from tests.test_recovery_on_ray import until_checkpoint
+
+pytestmark = pytest.mark.slow
+LONGER = {"train": {"epochs": 60}}
+KINDS = {"star": ("meat", "piggyback"), "chain": ("hat",)}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> dict[str, Reference]:
+    """What one process makes of a star and of a chain."""
+    return {kind: Reference.made_in(tmp_path_factory.mktemp(kind), ("base", "a", "b"), methods={label: {} for label in labels}, **LONGER)
+            for kind, labels in KINDS.items()}
+
+
+def on(nodes: Nodes, reference: Reference, place: Path, **cluster: Any) -> str:
+    """checkpoint_s: checkpoints after each step make the moments of the tests sharp."""
+    body = {"workers": 1, "address": nodes.address, "checkpoint_s": 1e-6, "retries": 1, **cluster}
+    return reference.config(place, cluster=body)
+
+
+def working(nodes: Nodes) -> list[Any]:
+    """Nodes on which a worker of a group runs."""
+    return nodes.holding("TrainWorker")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_process(kind, references, tmp_path):
+    reference = references[kind]
+    with nodes_up([1, 1, 1]) as nodes:
+        process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
+        until_checkpoint(tmp_path, f"{KINDS[kind][0]}/a/train", process, "out.txt")
+        victim = working(nodes)[0]
+        before = standing(tmp_path)
+        nodes.kill(victim)
+        nodes.nodes.append(nodes.add(1))
+        process.join(240)
+        said = (tmp_path / "out.txt").read_text()
+        assert process.exitcode == 0, said
+    assert "was lost; what ran on it goes on from its last checkpoint" in said
+    assert " joined (1 CPUs)" in said
+    assert "Traceback" not in said
+    assert before.items() <= small_run.attempts(tmp_path / "storage").items()
+    assert small_run.results(tmp_path / "storage") == reference.expected
+
+
+def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(references, tmp_path):
+    """Checkpoints by the clock are turned off, so what is saved was saved because of the notice; the stage has no try to lose."""
+    reference = references["chain"]
+    with nodes_up([1, 1]) as nodes:
+        process = small_run.start(["run", on(nodes, reference, tmp_path, checkpoint_s=0, retries=0, groups=1)], tmp_path / "out.txt")
+        [node] = wait_for(lambda: working(nodes), 200, process)
+        wait_for(lambda: "hat/base/evaluate" in standing(tmp_path), 200, process)  # the group trains what follows, or soon will
+        nodes.announce(node)
+        process.join(240)
+        said = (tmp_path / "out.txt").read_text()
+        assert process.exitcode == 0, said
+    assert "is going to be taken away; what runs on it is saved and moved" in said
+    assert small_run.results(tmp_path / "storage") == reference.expected
+
+
+def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, tmp_path):
+    reference = references["chain"]
+    with nodes_up([1, 1]) as nodes:
+        config = on(nodes, reference, tmp_path, workers=2, min_workers=1, groups=1)
+        process = small_run.start(["run", config], tmp_path / "out.txt")
+        until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
+        nodes.kill(working(nodes)[0])
+        wait_for(lambda: "hat/a/train" in standing(tmp_path), 200, process)
+        nodes.add(1)
+        process.join(300)
+        said = (tmp_path / "out.txt").read_text()
+        assert process.exitcode == 0, said
+    manifests = small_run.manifests(tmp_path / "storage")
+    assert manifests["hat/a/train"]["workers"] == 1
+    found = small_run.results(tmp_path / "storage")
+    for stage_id, expected in reference.expected.items():
+        if stage_id.endswith("/evaluate"):
+            for one, two in zip(expected["rows"], found[stage_id]["rows"], strict=True):
+                assert abs(one["correct"] - two["correct"]) <= 2, "gradients are summed in another order, and that is all"
+
+
+def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(references, tmp_path):
+    """The same config and store at the same moment: one driver on a node, one through Ray's client server, which stands on no node."""
+    reference = references["star"]
+    with nodes_up([1, 1], free_port()) as nodes:
+        config = on(nodes, reference, tmp_path)
+        inside = small_run.start(["run", config], tmp_path / "inside.txt")
+        outside = small_run.start(["run", config, "--set", f"cluster.address={nodes.client}"], tmp_path / "outside.txt")
+        for process in (inside, outside):
+            process.join(300)
+        said = [(tmp_path / f"{name}.txt").read_text() for name in ("inside", "outside")]
+        assert (inside.exitcode, outside.exitcode) == (0, 0), said
+    assert small_run.results(tmp_path / "storage") == reference.expected
+    trained = [line for text in said for line in text.splitlines() if ": trained, " in line]
+    assert not [*(tmp_path / "storage").rglob("*.part")]
+    attempts = [folder for stage in (tmp_path / "storage" / "stages").iterdir() for folder in stage.iterdir() if folder.is_dir()]
+    assert len(attempts) == len(reference.expected) + 1, (attempts, trained)  # and the report's
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_what_the_storage_of_a_submitted_job_must_be_is_said(references, tmp_path, monkeypatch, capsys):
+    from pipeline import cli
+
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({}))
+    assert cli.main(["run", references["star"].config(tmp_path), "--set", "storage=here"]) == 2
+    assert "the folder of a submitted job goes when it ends" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -38,6 +39,7 @@ from workers.errors import UserError
 
 LOOK_S = 5.0  # how often the driver looks what has become of the cluster
 WAIT_S = 30.0  # after so long without a worker group, a person is told what is waited for
+ANSWER_S = 45.0  # Ray ends a driver whose head node has been away for 60 s
 GRACE_S = 60.0  # how long a driver that was told to leave waits for its groups to save what they do
 
 
@@ -80,6 +82,7 @@ class OnRay:
         self.outbox: list[Offer] = []
         self.local_waiting: deque[Stage] = deque()
         self.left_since: float | None = None
+        self.broken = False
         self.map = RayMap(ray, max(1, int(ray.cluster_resources().get("CPU", 1))))
         self.threads = ThreadPoolExecutor(8, "ingest")  # they wait for Ray tasks, which do the work
         self.ingests: list[Future[Event]] = []
@@ -97,7 +100,14 @@ class OnRay:
         try:
             return self._poll()
         except self.ray.exceptions.RayError as error:
-            raise UserError(f"Ray itself broke down ({str(error).strip().splitlines()[0]}); what finished is kept, run the same command again") from None
+            self.broken = True
+            unanswered = isinstance(error, self.ray.exceptions.GetTimeoutError)
+            why = f"its head node has not answered for {ANSWER_S:.0f} s" if unanswered else str(error).strip().splitlines()[0]
+            raise UserError(f"Ray itself broke down ({why}); what finished is kept, run the same command again") from None
+
+    def _answer(self, call: Any) -> Any:
+        """What the queue says, which is on the head node. Raises GetTimeoutError before Ray gives up on a dead one, and ends this process."""
+        return self.ray.get(call, timeout=ANSWER_S)
 
     def _poll(self) -> list[Event]:
         events = self._ingested()
@@ -106,7 +116,7 @@ class OnRay:
             self._adjust()
         if self.groups:
             outbox, self.outbox = self.outbox, []
-            news, self.places = self.ray.get(self.queue.offer.remote(outbox))
+            news, self.places = self._answer(self.queue.offer.remote(outbox))
             self._mind_groups()
             if time.monotonic() - self.looked > LOOK_S or any(event.kind == "lost" for event in news):
                 self._look_around()
@@ -171,8 +181,8 @@ class OnRay:
         if group.starts > self.cluster.retries and not moved:
             raise UserError(f"worker group {index} could not be started in {group.starts} tries: {message}; mend what it says, "
                             "or use fewer workers with --set cluster.workers=N")
-        self.ray.get(self.queue.abandon.remote(index, message, moved))
-        self.around = self.ray.get(self.queue.look_around.remote())
+        self._answer(self.queue.abandon.remote(index, message, moved))
+        self.around = self._answer(self.queue.look_around.remote())
         sizes = sizes_of_groups(self.around, self.cluster, self.name, self.width)
         del self.groups[index]
         if self.left_since is None and index < len(sizes):
@@ -181,7 +191,7 @@ class OnRay:
     # ---- what becomes of the cluster -----------------------------------------------------------------------------------
     def _look_around(self) -> None:
         """Says what has changed, has groups leave nodes that are going to be taken away, and takes the room that there is now."""
-        before, self.around = self.around, self.ray.get(self.queue.look_around.remote())
+        before, self.around = self.around, self._answer(self.queue.look_around.remote())
         self.looked = time.monotonic()
         for node in self.around.nodes.values():
             old = before.nodes.get(node.id)
@@ -193,7 +203,7 @@ class OnRay:
             elif not node.alive and old is not None and old.alive:
                 self._say(f"node {node} was lost; " + ("what ran on it goes on from its last checkpoint" if groups else "nothing of this run was on it"))
                 for index in groups:  # not when its workers are found dead: another group may have time for its stage at once
-                    self.ray.get(self.queue.abandon.remote(index, f"node {node} was lost", True))
+                    self._answer(self.queue.abandon.remote(index, f"node {node} was lost", True))
                     del self.places[index]
                     self.groups[index].since = time.monotonic()
             elif node.leaves and old is not None and not old.leaves:
@@ -230,6 +240,9 @@ class OnRay:
     def close(self) -> None:
         self.listening()
         self.threads.shutdown(wait=False, cancel_futures=True)
+        if self.broken:  # a good end would wait for what does not answer; Ray's processes end with this one
+            atexit.unregister(self.ray.shutdown)
+            return
         with suppress(self.ray.exceptions.RayError):  # whatever it is, closing does not hide why the run ended
             if self.groups:
                 self.ray.get(self.queue.close.remote())

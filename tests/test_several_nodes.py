@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.several_nodes import Nodes, nodes_up, wait_for
 from tests.test_recovery_on_ray import until_checkpoint
 
 pytestmark = pytest.mark.slow
+DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
 LONGER = {"train": {"epochs": 60}}
 KINDS = {"star": ("meat", "piggyback"), "chain": ("hat",)}
 
@@ -109,6 +112,48 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(re
     assert not [*(tmp_path / "storage").rglob("*.part")]
     attempts = [folder for stage in (tmp_path / "storage" / "stages").iterdir() for folder in stage.iterdir() if folder.is_dir()]
     assert len(attempts) == len(reference.expected) + 1, (attempts, trained)  # and the report's
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder")
+@pytest.mark.parametrize("method", ["meat", "hat"])
+@pytest.mark.timeout(1800)
+def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(method, tmp_path, capsys):
+    """A star and a chain; a node is killed while it trains, another one is added. Says how long it took until the lost stage was further than
+    before, and what had to be done again."""
+    base = [f"configs/methods/{method}-real7.yaml", *overrides(name="small", tracking="off", **{"train.epochs": 1, "cluster.checkpoint_s": 5})]
+    one = ["run", *base, *overrides(storage=tmp_path / "one" / "storage", **{"cluster.workers": 0})]
+    (tmp_path / "three").mkdir()
+    (tmp_path / "one").mkdir()
+    began = time.monotonic()
+    small_run.run(one, tmp_path / "one" / "out.txt", 1200)
+    alone_s = time.monotonic() - began
+    with nodes_up([1, 1, 1]) as nodes:
+        storage, out = tmp_path / "three" / "storage", tmp_path / "three" / "out.txt"
+        began = time.monotonic()
+        process = small_run.start(["run", *base, *overrides(storage=storage, **{"cluster.workers": 1, "cluster.address": nodes.address})], out)
+        marks = wait_for(lambda: [*storage.glob("checkpoints/*/latest.json")], 900, process)
+        lost_key, before = marks[0].parent.name, standing(tmp_path / "three")
+        for node in working(nodes)[:1]:
+            nodes.kill(node)
+        killed = time.time()
+        nodes.add(1)
+        process.join(1200)
+        three_s = time.monotonic() - began
+        assert process.exitcode == 0, out.read_text()
+    said = out.read_text()
+    lost = [line for line in said.splitlines() if "it goes on from there" in line or "tried again" in line]
+    again_s = (storage / "stages" / lost_key / "manifest.json").stat().st_mtime - killed
+    with capsys.disabled():
+        print(f"\n{method}: one process {alone_s:.0f} s; three nodes, one killed and one added {three_s:.0f} s; the stage whose checkpoint was seen stood "
+              f"{again_s:.0f} s after the kill; {lost}")
+    assert "was lost; " in said
+    assert lost
+    assert before.items() <= small_run.attempts(storage).items(), "what stood was computed again"
+    assert small_run.results(storage) == small_run.results(tmp_path / "one" / "storage")
+
+
+def overrides(**values: Any) -> list[str]:
+    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
 
 def free_port() -> int:

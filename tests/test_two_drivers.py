@@ -21,18 +21,13 @@ def raced(reference: Reference, place: Path, between_s: float) -> None:
     second = small_run.start(["run", config], place / "second.txt")
     for process in (first, second):
         process.join(240)
-    said = [(place / f"{name}.txt").read_text() for name in ("first", "second")]
-    assert (first.exitcode, second.exitcode) == (0, 0), said
+    assert (first.exitcode, second.exitcode) == (0, 0), [(place / f"{name}.txt").read_text() for name in ("first", "second")]
     storage = place / "storage"
     assert small_run.results(storage) == reference.expected
     for folder in (storage / "stages").iterdir():
         standing = json.loads((folder / "manifest.json").read_text())["attempt"]
         assert [path.name for path in folder.iterdir() if path.is_dir()] == [standing], "what the slower one wrote is dropped"
     assert not [path for path in storage.rglob("*") if path.suffix == ".part" or path.parent.name == "claims"]
-    ran = sum(int(line.split(" stages run")[0]) for text in said for line in text.splitlines() if " stages run, " in line)
-    made = sum(text.count(": trained, ") + text.count(": backbone of ") for text in said)
-    assert ran >= len(reference.expected), "between them they did all of it"
-    assert made >= len([stage for stage in reference.expected if "/train" in stage or stage == "backbone"])
 
 
 @pytest.mark.parametrize("race", range(2))

@@ -20,7 +20,7 @@ from pipeline import ingest
 from pipeline.build import IngestJob
 from pipeline.config import ClusterSettings
 from pipeline.graph import Graph, Stage
-from pipeline.offers import Offer, Queue, take
+from pipeline.offers import Offer, Offers, Queue
 from pipeline.run import Event, Executor
 from pipeline.store import Store
 from workers import dist
@@ -45,7 +45,7 @@ class InProcess:
 
     def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None]):
         self.store, self.local, self.progress = store, local, progress
-        self.waiting: list[Offer] = []
+        self.waiting = Offers()
         self.events: list[Event] = []
         torch.set_num_threads(cluster.cpus_per_worker)
         if cluster.gpus_per_worker and not torch.cuda.is_available():
@@ -57,8 +57,8 @@ class InProcess:
         self.waiting.append(Offer(depth, stage))
 
     def poll(self) -> list[Event]:
-        if self.waiting:
-            stage = take(self.waiting)
+        stage = self.waiting.take()
+        if stage is not None:
             self.events.append(attempt(stage, lambda: self._run(stage)))
         events, self.events = self.events, []
         return events

@@ -6,6 +6,7 @@ import copy
 import difflib
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -135,8 +136,7 @@ def add_tasks(builder: Builder) -> list[Task]:
             loaded[entry.card] = card
             _add_card(builder, card)
     tasks = [task for entry in builder.config.stream.tasks for task in _cut(builder, entry, loaded[entry.card])]
-    names = [t.name for t in tasks]
-    twice = next((n for n in names if names.count(n) > 1), None)
+    twice = next((name for name, count in Counter(t.name for t in tasks).items() if count > 1), None)
     if twice:
         raise UserError(f"stream.tasks: two tasks are called {twice!r}; give each its own `name`")
     bases, unlabelled = ([t for t in tasks if t.role == role] for role in ("base", "unlabelled"))
@@ -271,7 +271,7 @@ def add_method(builder: Builder, label: str, tasks: list[Task], base: Task | Non
             last[task.name] = stages[steps[-1].name]
             ends = {step: stages[step] for step in _ends(steps)}
             common |= {step: stages[step] for step in method.starts_from if step in stages}
-        leaves.append(_add_evaluate(builder, label, task, tasks, last, ends if method.carries or method.trains_on == "seen" else common))
+        leaves.append(_add_evaluate(builder, label, tuple(tasks[: position + 1]), last, ends if method.carries or method.trains_on == "seen" else common))
     return leaves
 
 
@@ -315,14 +315,15 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
     return done
 
 
-def _add_evaluate(builder: Builder, label: str, task: Task, tasks: list[Task], last: dict[str, str], start: dict[str, str]) -> str:
-    """A leaf. Where later stages can change old answers: all tasks so far. Else this task, and the one before as a canary.
+def _add_evaluate(builder: Builder, label: str, so_far: tuple[Task, ...], last: dict[str, str], start: dict[str, str]) -> str:
+    """A leaf, after the last of the tasks `so_far`. Where later stages can change old answers it measures all of them; else this task, and
+    the one before as a canary.
 
     Test data that is gone for good (source and shards) is asked for only where the result stands already: a new task can
     be added all the same, and what cannot be measured stays empty in the matrix.
     """
     method = METHODS[builder.config.methods[label].method]
-    so_far = tuple(tasks[: tasks.index(task) + 1])
+    task = so_far[-1]
     served = so_far if method.rewrites(builder.config.stream.scenario) else so_far[-2:]
     stages = {t: last[t.name] for t in served}
     stage = _evaluate_stage(builder, label, stages, served, start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -96,7 +97,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
         card = Card.model_validate(body)
     except ValidationError as error:
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
-    twice = sorted({c for c in card.classes if card.classes.count(c) > 1})
+    twice = sorted(c for c, count in Counter(card.classes).items() if count > 1)
     if twice:
         raise UserError(f"{path}: class {twice[0]!r} is listed twice; every class has one place in the order")
     if card.source.label is None and len(card.classes) != 1:

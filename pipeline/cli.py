@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     command("run", run, "run what is missing of a config's graph, then report")
     plan_parser = command("plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing")
     plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
+    plan_parser.add_argument("--cost", action="store_true", help="also forecast device-hours and wall time, from what the storage has measured")
     command("search", search, "search the settings of a config, judged on validation images, and measure the winner on test data")
     command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
     command("report", report, "write the report of a config's run again, from the store")
@@ -194,7 +195,7 @@ def export(store: Store, name: str, files: dict[str, bytes]) -> str:
 def plan(args: argparse.Namespace) -> int:
     from pipeline.run import look_up_all, needed
 
-    config, store, graph, _ = prepare(args)
+    config, store, graph, tasks = prepare(args)
     lookups = look_up_all(graph, store, store.record(config.name), verify=False)
     todo = needed(graph, lookups)
     status = {s.id: "miss" if s.id in todo else "hit" for s in graph}
@@ -203,6 +204,10 @@ def plan(args: argparse.Namespace) -> int:
         print(f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  {note(stage.id, lookups, todo)}")
     print(f"\n{len(graph)} stages: {len(graph) - len(todo)} stand, {len(todo)} to run (marked * below)\n")
     print(draw.to_text(graph, status))
+    if args.cost:
+        from pipeline import forecast
+
+        print("\n" + forecast.text(forecast.forecast(graph, config, store, todo, tasks)))
     if args.svg:
         try:
             with open(args.svg, "w", encoding="utf-8") as stream:

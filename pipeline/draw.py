@@ -51,8 +51,9 @@ def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
              'font-family="system-ui, sans-serif" font-size="11">']
     for stage in graph:
         x2, y2 = place[stage.id]
+        implied = {above for parent in stage.parents for above in graph[parent].parents}  # an arrow that follows from two others is left out
         for parent in stage.parents:
-            if _implied(graph, stage, parent):
+            if parent in implied:
                 continue
             x1, y1 = place[parent][0] + BOX_W, place[parent][1] + BOX_H / 2
             mid = (x1 + x2) / 2
@@ -77,18 +78,14 @@ def _rows(graph: Graph, depth: Mapping[str, int]) -> dict[str, int]:
     """A box keeps its row free in its column: methods below each other, tasks below each other inside a method."""
     rows: dict[str, int] = {}
     top = 0
-    groups = list(dict.fromkeys(s.method for s in graph))
-    for group in groups:
+    groups: dict[str | None, list[Stage]] = {}
+    for stage in graph:
+        groups.setdefault(stage.method, []).append(stage)
+    for group, members in groups.items():
         used: dict[int, int] = {}
-        members = [s for s in graph if s.method == group]
         for stage in members:
             column = depth[stage.id]
             rows[stage.id] = top + used.get(column, 0)
             used[column] = used.get(column, 0) + 1
         top += max(used.values()) if group is not None else 0
     return rows
-
-
-def _implied(graph: Graph, stage: Stage, parent: str) -> bool:
-    """An arrow that follows from two others is left out."""
-    return any(parent in graph[other].parents for other in stage.parents if other != parent)

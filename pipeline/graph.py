@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -57,4 +58,21 @@ class Graph:
         return self.stages[stage_id]
 
     def children(self, stage_id: str) -> list[Stage]:
-        return [s for s in self if stage_id in s.parents]
+        return self._children[stage_id]
+
+    @cached_property
+    def _children(self) -> dict[str, list[Stage]]:
+        found: dict[str, list[Stage]] = {i: [] for i in self.stages}
+        for stage in self:
+            for parent in dict.fromkeys(stage.parents):
+                found[parent].append(stage)
+        return found
+
+    @cached_property
+    def depths(self) -> dict[str, int]:
+        """Stage id -> how many stages follow it on the longest way to the end."""
+        found = dict.fromkeys(self.stages, 0)
+        for stage in reversed(self.stages.values()):
+            for parent in stage.parents:
+                found[parent] = max(found[parent], found[stage.id] + 1)
+        return found

@@ -16,7 +16,7 @@ from pipeline.build import IngestJob
 from pipeline.cluster import needs
 from pipeline.config import ClusterSettings
 from pipeline.graph import Graph, Stage
-from pipeline.offers import Offer, take
+from pipeline.offers import Offer, Offers
 from pipeline.run import Event, Executor
 from pipeline.store import Store
 from workers import dist, notice
@@ -36,7 +36,7 @@ class InProcess:
     def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None]):
         self.store, self.local, self.progress = store, local, progress
         self.listening = notice.listen()
-        self.waiting: list[Offer] = []
+        self.waiting = Offers()
         self.events: list[Event] = []
         torch.set_num_threads(cluster.cpus_per_worker)
         if cluster.gpus_per_worker and not torch.cuda.is_available():
@@ -48,8 +48,8 @@ class InProcess:
         self.waiting.append(Offer(depth, stage))
 
     def poll(self) -> list[Event]:
-        if self.waiting and not notice.given.is_set():
-            stage = take(self.waiting)
+        stage = None if notice.given.is_set() else self.waiting.take()
+        if stage is not None:
             self.events.append(attempt(stage, lambda: self._run(stage)))
         elif notice.given.is_set():
             raise notice.Leaving

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from pipeline.graph import Stage
@@ -15,18 +17,84 @@ class Offer(NamedTuple):
     stage: Stage
 
 
-def take(offers: list[Offer], last: Stage | None = None) -> Stage:
-    """Removes and returns the next stage: the deepest; among equals a child of `last`, so that a chain keeps its group."""
-    best = max(offers, key=lambda o: (o.depth, last is not None and last.id in o.stage.parents))
-    offers.remove(best)
-    return best.stage
+class Offers:
+    """Stages that wait for a group, by depth, and below it by what they wait for: adding and taking one cost the same among any number.
+
+    A chain keeps its group: the first child of a group's last stage is kept for it while it is idle. It will ask again within moments; should
+    it not, as its workers may be gone, others get the stage after each idle group could have asked twice.
+    """
+
+    def __init__(self, offers: Iterable[Offer] = ()) -> None:
+        self.waiting: dict[int, dict[str, Stage]] = {}  # depth -> stages by id, in the order in which they came
+        self.children: dict[tuple[int, str], dict[str, None]] = {}  # (depth, parent) -> ids of those that have it
+        self.depths: list[int] = []  # a heap of the depths there are, negative
+        self.idle: set[str] = set()  # last stages of the groups that asked in vain
+        self.kept: dict[str, tuple[Offer, int]] = {}  # last stage of a group -> what is kept for it, until so many asked
+        self.asked = 0
+        self += offers
+
+    def __iadd__(self, offers: Iterable[Offer]) -> Offers:
+        for offer in offers:
+            self.append(offer)
+        return self
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting.values())) + len(self.kept)
+
+    def append(self, offer: Offer) -> None:
+        home = next((p for p in offer.stage.parents if p in self.idle and p not in self.kept), None)
+        if home is None:
+            self._add(offer)
+        else:
+            self.kept[home] = offer, self.asked + 2 * len(self.idle)
+
+    def take(self, last: Stage | None = None) -> Stage | None:
+        """Removes and returns the next stage for a group whose last one was `last`: what is kept for it; else the deepest, among equals a child
+        of `last`. None where there is none for it."""
+        self.asked += 1
+        before = last.id if last else ""
+        self.idle.discard(before)
+        if before in self.kept:
+            return self.kept.pop(before)[0].stage
+        while self.kept and self.kept[first := next(iter(self.kept))][1] < self.asked:
+            self.release(first)
+        if not self.depths:
+            self.idle |= {before} - {""}
+            return None
+        depth = -self.depths[0]
+        return self._remove(depth, next(iter(self.children.get((depth, before)) or self.waiting[depth])))
+
+    def release(self, last: str) -> None:
+        """The group whose last stage was `last` will not ask again soon: what is kept for it is for all."""
+        self.idle.discard(last)
+        if last in self.kept:
+            self._add(self.kept.pop(last)[0])
+
+    def _add(self, offer: Offer) -> None:
+        if offer.depth not in self.waiting:
+            self.waiting[offer.depth] = {}
+            heappush(self.depths, -offer.depth)
+        self.waiting[offer.depth][offer.stage.id] = offer.stage
+        for parent in offer.stage.parents:
+            self.children.setdefault((offer.depth, parent), {})[offer.stage.id] = None
+
+    def _remove(self, depth: int, stage_id: str) -> Stage:
+        stage = self.waiting[depth].pop(stage_id)
+        for parent in {*stage.parents}:
+            others = self.children[depth, parent]
+            del others[stage_id]
+            if not others:
+                del self.children[depth, parent]
+        if not self.waiting[depth]:
+            del self.waiting[-heappop(self.depths)]
+        return stage
 
 
 class Queue:
     """The actor between the driver and the worker groups: stages out, events in."""
 
     def __init__(self) -> None:
-        self.offers: list[Offer] = []
+        self.offers = Offers()
         self.held: dict[int, Stage] = {}  # group -> the stage it runs
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
@@ -56,9 +124,9 @@ class Queue:
         self._lose(group, "its workers died")
         if self.closed or group in self.going:
             return "stop"
-        if not self.offers:
-            return None
-        chosen = self.held[group] = self.last[group] = take(self.offers, self.last.get(group))
+        chosen = self.offers.take(self.last.get(group))
+        if chosen is not None:
+            self.held[group] = self.last[group] = chosen
         return chosen
 
     def post(self, group: int, event: Event) -> bool:
@@ -70,6 +138,8 @@ class Queue:
     def abandon(self, group: int, message: str, moved: bool = False) -> None:
         """From the driver: the group itself is gone, and is started anew. moved: through no fault of what it did."""
         self._lose(group, message, moved)
+        if group in self.last:
+            self.offers.release(self.last[group].id)
         self.places.pop(group, None)
         self.going.pop(group, None)
 

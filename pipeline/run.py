@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from pipeline.graph import Graph, Stage
@@ -25,6 +28,7 @@ class State(Enum):
 FINISHED = (State.REUSED, State.DONE)
 MOST_MOVES = 20  # a stage that loses more nodes than this is suspected of it
 ENDED = (*FINISHED, State.FAILED, State.BLOCKED)
+LOOK_UP_THREADS = 16  # each holds one file of a stage at a time, of at most 64 MiB
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,14 @@ class Executor(Protocol):
 
 @dataclass
 class Walk:
-    """The state of one walk over the graph. `apply` takes events, `decide` says what to do next; neither does anything else."""
+    """The state of one walk over the graph. `apply` takes events, `decide` says what to do next; neither does anything else.
+
+    What a change of one stage may let happen is noted when it changes, so that a decision costs the same in a graph of any size.
+    """
 
     graph: Graph
     retries: int
-    states: dict[str, State]
+    states: dict[str, State]  # read it; `_become` alone changes it
     tries: dict[str, int] = field(default_factory=dict)
     moves: dict[str, int] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
@@ -75,61 +82,67 @@ class Walk:
         reused = set(hits)
         return cls(graph, retries, {s.id: State.REUSED if s.id in reused else State.WAITING for s in graph})
 
-    def decide(self) -> list[Decision]:
-        """Stages to launch now, those with most work behind them first; stages that can never run."""
-        decisions, ready, states = [], [], dict(self.states)
-        busy = {s.key for s in self.graph if states[s.id] is State.RUNNING}
-        for stage in self.graph:
-            if states[stage.id] is not State.WAITING:
-                continue
-            bad = next((p for p in stage.parents if states[p] in (State.FAILED, State.BLOCKED)), None)
-            if bad is not None:
-                states[stage.id] = State.BLOCKED  # so that what waits for this one is blocked in the same pass
-                decisions.append(Decision("block", stage.id, f"{bad} did not finish"))
-            elif all(states[p] in FINISHED for p in stage.parents) and stage.key not in busy:
-                busy.add(stage.key)  # two stages that are the same work: one does it, the other then finds it done
-                ready.append(stage)
-        depth = self._depths()
-        ready.sort(key=lambda s: -depth[s.id])
-        return decisions + [Decision("launch", s.id, depth=depth[s.id]) for s in ready]
+    def __post_init__(self) -> None:
+        self._stages = list(self.graph)
+        self._place = {s.id: i for i, s in enumerate(self._stages)}
+        self._counts = Counter(self.states.values())
+        self._unmet = {s.id: sum(self.states[p] not in FINISHED for p in {*s.parents}) for s in self._stages}  # parents that are not finished
+        self._twins: dict[str, list[Stage]] = {}  # key -> stages that are the same work
+        for stage in self._stages:
+            self._twins.setdefault(stage.key, []).append(stage)
+        self._busy = {s.key for s in self._stages if self.states[s.id] is State.RUNNING}
+        self._news = {i for i, s in self.states.items() if s is State.WAITING}  # stages of which `decide` may have something to say
 
-    def _depths(self) -> dict[str, int]:
-        depth: dict[str, int] = {}
-        for stage in reversed(list(self.graph)):
-            depth.setdefault(stage.id, 0)
-            for parent in stage.parents:
-                depth[parent] = max(depth.get(parent, 0), depth[stage.id] + 1)
-        return depth
+    def decide(self) -> list[Decision]:
+        """Stages that can never run, in the order of the graph; stages to launch now, those with most work behind them first."""
+        blocked: dict[str, Decision] = {}
+        ready: dict[str, Stage] = {}  # by key: of two stages that are the same work one does it, the other then finds it done
+        places = sorted(self._place[i] for i in self._news)
+        while places:
+            stage = self._stages[heappop(places)]
+            bad = next((p for p in stage.parents if p in blocked or self.states[p] in (State.FAILED, State.BLOCKED)), None)
+            if bad is not None:
+                for child in self.graph.children(stage.id) if stage.id not in blocked else ():
+                    if self.states[child.id] is State.WAITING:  # what waits for this one is blocked in the same pass
+                        heappush(places, self._place[child.id])
+                blocked[stage.id] = Decision("block", stage.id, f"{bad} did not finish")
+            elif not self._unmet[stage.id] and stage.key not in self._busy:
+                ready.setdefault(stage.key, stage)
+            else:
+                self._news.discard(stage.id)  # until something changes
+        depth = self.graph.depths
+        first = sorted(ready.values(), key=lambda s: -depth[s.id])
+        return [*blocked.values(), *(Decision("launch", s.id, depth=depth[s.id]) for s in first)]
 
     def carry_out(self, decision: Decision) -> None:
         """Records that a decision was carried out."""
         if decision.kind == "launch":
-            self.states[decision.stage] = State.RUNNING
+            self._become(decision.stage, State.RUNNING)
         else:
-            self.states[decision.stage], self.messages[decision.stage] = State.BLOCKED, decision.reason
+            self._become(decision.stage, State.BLOCKED, decision.reason)
 
     def apply(self, event: Event) -> Decision | None:
         """A new state from an event; returns the decision that a failure calls for."""
         if event.kind == "done":
-            self.states[event.stage] = State.DONE
+            self._become(event.stage, State.DONE)
             return None
         if event.kind == "progress":
             return None
         if event.kind == "damaged":
-            owner = next((s.id for s in self.graph if s.key == event.key), None)
+            owner = next((s.id for s in self._twins.get(event.key, ())), None)
             if owner is not None and self._try_again(event.stage):
-                self.states[event.stage] = State.WAITING
+                self._become(event.stage, State.WAITING)
                 if self.states[owner] not in FINISHED:  # another reader has found it before, and it is being computed
                     return Decision("retry", event.stage, event.message)
-                self.states[owner] = State.WAITING
+                self._become(owner, State.WAITING)
                 return Decision("recompute", owner, event.message)
         elif event.kind == "moved" and self._move(event.stage):
-            self.states[event.stage] = State.WAITING
+            self._become(event.stage, State.WAITING)
             return Decision("move", event.stage, event.message)
         elif not event.final and self._try_again(event.stage):
-            self.states[event.stage] = State.WAITING
+            self._become(event.stage, State.WAITING)
             return Decision("retry", event.stage, event.message)
-        self.states[event.stage], self.messages[event.stage] = State.FAILED, event.message
+        self._become(event.stage, State.FAILED, event.message)
         return Decision("fail", event.stage, event.message)
 
     def _move(self, stage_id: str) -> bool:
@@ -140,12 +153,34 @@ class Walk:
         self.tries[stage_id] = self.tries.get(stage_id, 0) + 1
         return self.tries[stage_id] <= self.retries
 
+    def _become(self, stage_id: str, state: State, message: str | None = None) -> None:
+        """The one way in which a stage changes: with it change the counts, and what its children and its twins wait for."""
+        before, self.states[stage_id] = self.states[stage_id], state
+        if message is not None:
+            self.messages[stage_id] = message
+        self._counts[before] -= 1
+        self._counts[state] += 1
+        self._news.discard(stage_id)
+        if state is State.WAITING:
+            self._news.add(stage_id)
+        key, children = self.graph[stage_id].key, self.graph.children(stage_id)
+        if state is State.RUNNING:
+            self._busy.add(key)
+        elif before is State.RUNNING:
+            self._busy.discard(key)
+            self._news |= {s.id for s in self._twins[key] if self.states[s.id] is State.WAITING}
+        step = (before in FINISHED) - (state in FINISHED)
+        for child in children:
+            self._unmet[child.id] += step
+        if step < 0 or state in (State.FAILED, State.BLOCKED):
+            self._news |= {c.id for c in children if self.states[c.id] is State.WAITING and (step == 0 or not self._unmet[c.id])}
+
     @property
     def ended(self) -> bool:
-        return all(s in ENDED for s in self.states.values())
+        return self.count(*ENDED) == len(self.states)
 
     def count(self, *states: State) -> int:
-        return sum(s in states for s in self.states.values())
+        return sum(self._counts[s] for s in states)
 
 
 @dataclass(frozen=True)
@@ -173,8 +208,17 @@ class Watcher(Protocol):
 
 
 def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
-    """A look-up per stage; with `verify`, every file is compared with its digest."""
-    return {stage.id: store.look_up(stage, previous, verify) for stage in graph}
+    """A look-up per stage; with `verify`, every file is compared with its digest. On an object store, where each is some round trips, in
+    threads; on a disk they would cost more than they save."""
+    before = {s["id"]: {"stages": [s]} for s in previous["stages"]} if previous else {}
+
+    def look_up(stage: Stage) -> Lookup:
+        return store.look_up(stage, before.get(stage.id), verify)
+
+    if "://" not in store.storage:
+        return {stage.id: look_up(stage) for stage in graph}
+    with ThreadPoolExecutor(LOOK_UP_THREADS, "look-up") as pool:
+        return dict(zip(graph.stages, pool.map(look_up, graph), strict=True))
 
 
 def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:

@@ -27,15 +27,18 @@ def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
 
 
 def _tagged(value: Any) -> bytes:
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        text = value.encode()
+    elif isinstance(value, (bool, int, float, type(None))):
+        text = repr(value).encode()
+    elif isinstance(value, (list, tuple)):
+        return b"l%d:" % len(value) + b"".join(map(_tagged, value))
+    elif isinstance(value, Mapping):
         items = b"".join(_tagged(str(k)) + _tagged(v) for k, v in sorted(value.items(), key=lambda kv: str(kv[0])))
         return b"d%d:" % len(value) + items
-    if isinstance(value, (list, tuple)):
-        return b"l%d:" % len(value) + b"".join(map(_tagged, value))
-    if isinstance(value, (bool, int, float, str, type(None))):
-        text = repr(value).encode() if not isinstance(value, str) else value.encode()
-        return type(value).__name__.encode() + b"%d:" % len(text) + text
-    raise TypeError(f"{type(value).__name__} cannot be part of a key")
+    else:
+        raise TypeError(f"{type(value).__name__} cannot be part of a key")
+    return type(value).__name__.encode() + b"%d:" % len(text) + text
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

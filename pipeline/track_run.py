@@ -62,6 +62,7 @@ class RunWriter:
     def __init__(self, settings: TrackingSettings, storage: str, place: Place):
         self.settings, self.storage, self.place = settings, storage, place
         self.record: Mapping[str, Any] = {}
+        self.stages: dict[str, Mapping[str, Any]] = {}
         self.graph_svg = ""
         self.calls: Calls | None = None
         self.known: dict[str, Artefact] = {}
@@ -72,6 +73,7 @@ class RunWriter:
 
     def begin(self, record: Mapping[str, Any], graph_svg: str = "") -> None:
         self.record, self.graph_svg = record, graph_svg
+        self.stages = {s["id"]: s for s in record["stages"]}
 
     def forget(self) -> None:
         """Nothing that was learned from MLflow is believed any more."""
@@ -149,7 +151,7 @@ class RunWriter:
     def stage(self, stage_id: str) -> None:
         """Records a stage, if it is finished and was not recorded before."""
         self.ready()
-        stage = next(s for s in self.record["stages"] if s["id"] == stage_id)
+        stage = self.stages[stage_id]
         artefact = self._artefact(stage)
         if artefact is None or stage_id in self.recorded:
             return
@@ -173,7 +175,7 @@ class RunWriter:
         self.ready().points(run, points, {**(tags or {}), tag_of(stage): stage["key"]})
 
     def _data(self, stage_id: str, context: str) -> Data:
-        stage = next(s for s in self.record["stages"] if s["id"] == stage_id)
+        stage = self.stages[stage_id]
         artefact = self._artefact(stage)
         content = str(artefact.manifest.get("content", stage["key"]) if artefact else stage["key"])[:24]
         return Data(stage_id.removeprefix("data/"), f"{content}-{context}"[:36], join(self.storage, "stages", stage["key"]), context)

@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import threading
 
 import pytest
 from pyarrow import fs
 
-from pipeline.graph import Stage
-from pipeline.store import Store, key_of, why
+from pipeline.graph import Graph, Stage
+from pipeline.run import look_up_all
+from pipeline.store import Lookup, Store, key_of, why
 from workers.artefact import Artefact, Attempt, join, parent, resolve, write_bytes
 from workers.errors import DamagedArtefact, UserError
 from workers.job import DataSettings
@@ -181,3 +183,19 @@ def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path):
     store.remember("card", "abc")
     assert Store(str(tmp_path)).remembered("card") == "abc"
     assert join(store.storage, "sources").startswith(str(tmp_path))
+
+
+def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_has_its_own_reason(monkeypatch):
+    """No look-up answers before eight are under way."""
+    graph = Graph.of("g", [Stage(f"s{i}", "train", f"key-{i}", {"lambda": i}) for i in range(32)])
+    previous = {"stages": [{"id": s.id, "key": "old", "inputs": {"lambda": 7}} for s in graph if s.id != "s31"]}
+    together = threading.Barrier(8)
+
+    def look_up(self, stage, before, verify):
+        together.wait(timeout=60)
+        return Lookup(False, why(stage, before))
+
+    monkeypatch.setattr(Store, "look_up", look_up)
+    found = look_up_all(graph, Store("s3://bucket/storage"), previous)
+    assert list(found) == [f"s{i}" for i in range(32)]
+    assert (found["s3"].reason, found["s7"].reason, found["s31"].reason) == ("changed lambda: 7 -> 3", "an earlier stage changed", "new")

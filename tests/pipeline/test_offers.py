@@ -1,7 +1,11 @@
 """Promises of the queue between driver and worker groups, stepped by hand."""
 
+import random
+
+import pytest
+
 from pipeline.graph import Stage
-from pipeline.offers import Offer, Queue, take
+from pipeline.offers import Offer, Offers, Queue
 from pipeline.run import Event
 
 
@@ -11,8 +15,8 @@ def stage(name: str, *parents: str) -> Stage:
 
 def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group():
     a, b, child = stage("a"), stage("b"), stage("child", "last")
-    assert take([Offer(1, a), Offer(3, b), Offer(2, child)]) is b
-    assert take([Offer(2, a), Offer(2, child)], stage("last")) is child
+    assert Offers([Offer(1, a), Offer(3, b), Offer(2, child)]).take() is b
+    assert Offers([Offer(2, a), Offer(2, child)]).take(stage("last")) is child
 
 
 def test_each_stage_is_given_to_one_group():
@@ -96,3 +100,53 @@ def test_a_closed_queue_stops_every_group():
     queue.offer([Offer(0, stage("a"))])
     queue.close()
     assert queue.next(0) == "stop"
+
+
+def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
+    """Groups that have run a stage each, and have asked for another one in vain."""
+    for group, name in groups:
+        queue.offer([Offer(0, stage(name))])
+        assert queue.next(group).id == name
+        queue.post(group, Event("done", name))
+    assert not any(queue.next(group) for group, _ in groups)
+
+
+def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first():
+    queue = Queue()
+    idle_after(queue, (0, "a"), (1, "b"))
+    queue.offer([Offer(2, stage("after-a", "a")), Offer(1, stage("evaluate-a", "a"))])
+    assert queue.next(1).id == "evaluate-a"
+    assert queue.next(0).id == "after-a"
+
+
+def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one():
+    queue = Queue()
+    idle_after(queue, (0, "a"), (1, "b"))
+    queue.offer([Offer(2, stage("after-a", "a"))])
+    taken = [queue.next(1) for _ in range(6)]
+    assert taken[0] is None
+    assert [t.id for t in taken if t] == ["after-a"]
+
+
+def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once():
+    queue = Queue()
+    idle_after(queue, (0, "a"), (1, "b"))
+    queue.offer([Offer(2, stage("after-a", "a"))])
+    queue.abandon(0, "node lost")
+    assert queue.next(1).id == "after-a"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed):
+    rng = random.Random(seed)
+    offers, there, last = Offers(), list[Offer](), None
+    for number in range(200):
+        if there and rng.random() < 0.5:
+            best = max(there, key=lambda o: (o.depth, last is not None and last.id in o.stage.parents))
+            there.remove(best)
+            last = offers.take(last)
+            assert last is best.stage
+        else:
+            there.append(Offer(rng.randrange(3), stage(f"s{number}", *(f"s{rng.randrange(number)}" for _ in range(3) if number))))
+            offers.append(there[-1])
+        assert len(offers) == len(there)

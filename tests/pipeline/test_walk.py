@@ -119,6 +119,48 @@ def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_pare
     assert all(s in ENDED for s in walk.states.values())
 
 
+def looked_over(walk: Walk) -> list[tuple[str, str]]:
+    """What `decide` has to say, by a look at the whole graph."""
+    states, blocked, ready = dict(walk.states), [], []
+    busy = {s.key for s in walk.graph if states[s.id] is State.RUNNING}
+    for stage in walk.graph:
+        if states[stage.id] is not State.WAITING:
+            continue
+        if any(states[p] in (State.FAILED, State.BLOCKED) for p in stage.parents):
+            states[stage.id] = State.BLOCKED
+            blocked.append(("block", stage.id))
+        elif all(states[p] in (State.DONE, State.REUSED) for p in stage.parents) and stage.key not in busy:
+            busy.add(stage.key)
+            ready.append(stage)
+    depth: dict[str, int] = {}
+    for stage in reversed(list(walk.graph)):
+        depth[stage.id] = max((depth[c.id] + 1 for c in walk.graph if stage.id in c.parents), default=0)
+    return blocked + [("launch", s.id) for s in sorted(ready, key=lambda s: -depth[s.id])]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_decide(seed):
+    """Losses, failures, damage found late, and stages that are the same work, in any order."""
+    rng = random.Random(seed)
+    names = [f"s{i}" for i in range(14)]
+    stages = [Stage(n, "train", f"key-{rng.randrange(10)}", {}, tuple(p for p in names[:i] if rng.random() < 0.2)) for i, n in enumerate(names)]
+    walk = Walk.over(Graph.of("g", stages), rng.sample(names, 2), 2)
+    for _ in range(300):
+        decisions = walk.decide()
+        assert [(d.kind, d.stage) for d in decisions] == looked_over(walk)
+        assert walk.decide() == decisions, "deciding changes nothing"
+        for decision in decisions:
+            walk.carry_out(decision)
+        running = [i for i, s in walk.states.items() if s is State.RUNNING]
+        if not running:
+            break
+        stage = rng.choice(running)
+        damaged = Event("damaged", stage, "z", key=walk.graph[rng.choice(walk.graph[stage].parents or (stage,))].key)
+        walk.apply(rng.choice([*[Event("done", stage)] * 5, Event("lost", stage, "x"), damaged, damaged, Event("failed", stage, "y", final=True)]))
+        assert {s: walk.count(s) for s in State} == {s: [*walk.states.values()].count(s) for s in State}
+    assert walk.ended
+
+
 def look_up(edges, hits):
     return {i: Lookup(i in hits, "") for i in edges}
 
@@ -149,6 +191,13 @@ def test_a_circle_and_equal_names_are_refused_in_a_sentence():
 def test_order_of_stages_given_does_not_matter():
     for order in itertools.islice(itertools.permutations(STAR.items()), 0, 700, 37):
         assert needed(graph(dict(order)), look_up(STAR, ["data", "base"])) == {"a", "b", "c", "report"}
+
+
+def test_a_parent_that_is_named_twice_is_waited_for_once():
+    walk = Walk.over(graph({"data": (), "a": ("data", "data")}), [], 0)
+    launch_all(walk)
+    walk.apply(Event("done", "data"))
+    assert launch_all(walk) == ["a"]
 
 
 def test_two_readers_of_one_damaged_result_have_it_computed_once():

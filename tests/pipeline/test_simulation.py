@@ -1,0 +1,124 @@
+"""Promises of the scheduler on clusters that exist on paper: the real graph, walk and queue; see tests/simulation.py."""
+
+import gc
+import tracemalloc
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from pipeline.graph import Graph
+from pipeline.run import Outcome, State, Walk, look_up_all, run_graph
+from tests import simulation
+from tests.simulation import Cluster, Span, Weather
+
+SHAPES = {1_000: (10, 20, 20, 5), 10_000: (50, 40, 40, 10)}  # stages -> tasks; methods that are stars, chains, chains of three steps per task
+STORMY = Weather(life_s=3600, failing=0.02)
+RETRIES = 6
+
+
+def simulate(folder, nodes: int, stages: int = 1_000, weather: Weather | None = None, seed: int = 0) -> tuple[Graph, Cluster, Outcome]:
+    store, graph, _ = simulation.graph(folder, *SHAPES[stages])
+    cluster = Cluster(nodes, simulation.deal(graph, seed), seed, weather or Weather())
+    return graph, cluster, run_graph(graph, store, lambda todo: cluster, RETRIES, [], look_up_all(graph, store, None))
+
+
+def check_spans(graph: Graph, spans: list[Span]) -> None:
+    """Order respects parents, no stage and no group does two things at a time, and what is done is done once."""
+    done = {s.stage: s.end for s in spans if s.how == "done"}
+    assert len(done) == sum(s.how == "done" for s in spans)
+    for span in spans:
+        assert all(done[p] <= span.begin for p in graph[span.stage].parents), span
+        assert span.end <= done.get(span.stage, span.end), "it was run again after it was done"
+    for of in (lambda s: s.stage, lambda s: s.group):
+        mine: dict[object, list[Span]] = {}
+        for span in sorted(spans, key=lambda s: (s.begin, s.end)):
+            if span.group >= 0 or of(span) != span.group:
+                mine.setdefault(of(span), []).append(span)
+        assert all(a.end <= b.begin for some in mine.values() for a, b in pairwise(some))
+
+
+def kept(graph: Graph, spans: list[Span]) -> float:
+    """Share of the stages of chains that ran on the group of the stage before them."""
+    group = {s.stage: s.group for s in spans if s.how == "done"}
+    same = [any(group[stage.id] == group[p] for p in before) for stage in graph if stage.method and stage.step != "evaluate"
+            and (before := [p for p in stage.parents if graph[p].method == stage.method])]
+    return sum(same) / len(same)
+
+
+@pytest.mark.parametrize(("nodes", "bound"), [(100, 1.01), (10, 1.02)])
+def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(tmp_path, nodes, bound):
+    """With many nodes the longest chain decides, with few the sum of all work."""
+    graph, cluster, outcome = simulate(tmp_path, nodes)
+    check_spans(graph, cluster.spans)
+    assert outcome.ran == len(graph)
+    assert cluster.now <= bound * simulation.least(graph, cluster.seconds, nodes)
+
+
+@pytest.mark.parametrize("nodes", [100, 10])
+def test_nodes_that_come_and_go_and_stages_that_fail_cost_little_and_lose_nothing(tmp_path, nodes):
+    graph, cluster, outcome = simulate(tmp_path, nodes, weather=STORMY)
+    check_spans(graph, cluster.spans)
+    how = Counter(s.how for s in cluster.spans)
+    assert how["lost"] > 10
+    assert how["failed"] > 10
+    assert outcome.ran == len(graph)
+    assert not outcome.failures
+    assert cluster.now <= 1.15 * simulation.least(graph, cluster.seconds, nodes)
+
+
+def test_a_chain_keeps_its_group_where_there_is_one_for_each(tmp_path):
+    graph, cluster, _ = simulate(tmp_path, 100)
+    assert kept(graph, cluster.spans) > 0.7
+    graph, cluster, _ = simulate(tmp_path / "storm", 100, weather=STORMY)
+    assert kept(graph, cluster.spans) > 0.6
+
+
+def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_else(tmp_path):
+    doomed = "finetune-020/t-4/train"
+    graph, cluster, outcome = simulate(tmp_path, 100, weather=Weather(life_s=3600, failing=0.02, doomed=frozenset({doomed})))
+    after = {doomed}
+    for stage in graph:
+        after |= {stage.id} if after & set(stage.parents) else set()
+    assert outcome.failures == {doomed: "it broke"}
+    assert outcome.states == {s.id: State.FAILED if s.id == doomed else State.BLOCKED if s.id in after else State.DONE for s in graph}
+    assert {s.stage for s in cluster.spans} == {s.id for s in graph if s.id not in after or s.id == doomed}
+
+
+def test_slow_nodes_cost_at_most_what_they_are_slower(tmp_path):
+    """A chain may keep a slow group: at half the speed it takes twice as long, and no longer."""
+    graph, cluster, _ = simulate(tmp_path, 100, weather=Weather(slow=0.1))
+    assert cluster.now <= 2.0 * simulation.least(graph, cluster.seconds, 100)
+
+
+def test_two_simulations_from_one_seed_are_the_same(tmp_path):
+    first, second = (simulate(tmp_path / name, 10, weather=STORMY)[1].spans for name in "ab")
+    assert first == second
+
+
+def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path):
+    """Bytes per stage of chains of ten tasks: 90 of them against 9. Edges count as well: the report waits for every evaluation."""
+    sizes = []
+    for chains in (9, 90):
+        _, graph, _ = simulation.graph(tmp_path / str(chains), 10, 0, chains, 0)
+        assert graph.depths, graph.children("backbone")
+        gc.collect()
+        tracemalloc.start()
+        walk = Walk.over(graph, [], 0)
+        walk.decide()
+        sizes.append(tracemalloc.get_traced_memory()[0] / len(graph))
+        tracemalloc.stop()
+        assert not walk.ended
+    assert sizes[1] < 1.2 * sizes[0]
+    assert sizes[1] < 2_000
+
+
+@pytest.mark.slow
+def test_ten_thousand_stages_on_a_thousand_nodes(tmp_path):
+    graph, cluster, outcome = simulate(tmp_path, 1_000, 10_000, STORMY)
+    assert len(graph) > 10_000
+    check_spans(graph, cluster.spans)
+    assert outcome.ran == len(graph)
+    assert Counter(s.how for s in cluster.spans)["lost"] > 100
+    assert kept(graph, cluster.spans) > 0.85
+    assert cluster.now <= 1.15 * simulation.least(graph, cluster.seconds, 1_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ipaddress
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ from workers.errors import UserError
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+LOOPBACK = "127.0.0.1"
 UP_S = 60.0  # a server that has not answered by then is given up
 MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
 
@@ -58,6 +61,26 @@ def server_command(uri: str, storage: str, host: str, port: int) -> list[str]:
             "--host", host, "--port", str(port), "--workers", "1"]
 
 
+def address_options(parser: argparse.ArgumentParser) -> None:
+    """Where a server listens: for this machine alone unless a person says otherwise."""
+    parser.add_argument("--host", default=LOOPBACK, help=f"address to listen on (default: {LOOPBACK}, for this machine alone; nobody is asked for a password)")
+    parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def warn_if_exposed(host: str, port: int, what: str) -> None:
+    """One line on stderr where other machines can reach a server. what: what whoever reaches it can do, and that nothing stops them."""
+    if not is_loopback(host):
+        print(f"accrete: anyone who reaches {host}:{port} can {what}; put it behind a proxy that asks for a password, or leave out --host and tunnel: "
+              f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}", file=sys.stderr, flush=True)
+
+
 def free_port(host: str, port: int = 0) -> int:
     """`port`, or a free one for 0. Raises UserError where it is taken."""
     with socket.socket() as probe:
@@ -70,7 +93,7 @@ def free_port(host: str, port: int = 0) -> int:
         return probe.getsockname()[1]
 
 
-def serve(storage: str, host: str = "127.0.0.1", port: int = 0, uri: str = "", experiment: str = "accrete") -> int:
+def serve(storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete") -> int:
     """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs. Returns its exit code."""
     from pipeline.track_mlflow import ENVIRONMENT, open_store
 
@@ -79,6 +102,7 @@ def serve(storage: str, host: str = "127.0.0.1", port: int = 0, uri: str = "", e
         print_links(client, address.rstrip("/"), number)
         return 0
     port = free_port(host, port)
+    warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated `ui` takes its server with it
     server = subprocess.Popen(server_command(address, storage, host, port), env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL,
                               stderr=subprocess.PIPE, text=True)

@@ -16,6 +16,7 @@ from workers.errors import UserError
 from workers.job import Frozen
 
 Split = Literal["train", "test"]
+LONGEST_CLASS = 200  # characters
 CARDS = Path(__file__).resolve().parent.parent / "datasets"
 
 
@@ -98,6 +99,9 @@ def load(name: str, memory: Memory | None = None) -> Card:
     except ValidationError as error:
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
     twice = sorted(c for c, count in Counter(card.classes).items() if count > 1)
+    odd = next((c for c in card.classes if not (c.isprintable() and 0 < len(c) <= LONGEST_CLASS)), None)
+    if odd is not None:
+        raise UserError(f"{path}: class {odd!r:.60} is no name that can be shown and filed; give 1 to {LONGEST_CLASS} printable characters")
     if twice:
         raise UserError(f"{path}: class {twice[0]!r} is listed twice; every class has one place in the order")
     if card.source.label is None and len(card.classes) != 1:

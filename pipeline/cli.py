@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.store import Lookup, Store
     from workers.job import Task
 
+MOST_SAID = 4000  # characters of an error; a worker's own may be long
 MOST_MAPS = 32  # test images of a task over which maps are drawn; a page shows no more
 
 
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parser().parse_args(argv)
         return args.command(args) or 0
     except UserError as error:
-        print(f"accrete: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"accrete: {shown(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read our output has seen enough
         sys.stderr.close()
@@ -48,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)
         return 130
+
+
+def shown(text: str) -> str:
+    """One line for a terminal, whatever names of files and classes are in it: no escape sequences, no page of one value."""
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    return line if len(line) <= MOST_SAID else f"{line[: MOST_SAID // 2]} ... {line[-MOST_SAID // 2 :]}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     compare_parser.add_argument("--out", metavar="FILE", help="also write the page here")
     ui_parser = command("ui", ui, "serve MLflow on this machine and print links to the runs", config=False)
     ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
-    ui_parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    browse.address_options(ui_parser)
     gc = command("gc", collect_garbage, "delete stage results that no named run needs; asks first", config=False)
     gc.add_argument("--storage", default="storage", help="storage folder (default: storage)")
     gc.add_argument("--yes", action="store_true", help="do not ask")
@@ -343,7 +350,7 @@ def ui(args: argparse.Namespace) -> int:
     storage = config.absolute(args.storage)
     if "://" not in storage and not os.path.isdir(storage):
         raise UserError(f"storage {args.storage!r} does not exist; give the folder that holds the runs with --storage")
-    return browse.serve(storage, port=args.port)
+    return browse.serve(storage, args.host, args.port)
 
 
 def collect_garbage(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+MOST_TEXT, MOST_VALUES, MOST_LEVELS = 16 << 20, 200_000, 50  # of a YAML file: characters, values with each alias counted in full, nesting
 PLAIN = {r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values", r"^dictionary": "this mapping", r"a valid (list|tuple)": "a list",
          r"^(list|tuple)": "this list", r"^string": "this text", r"a valid string": "text"}  # pydantic's words for Python's types
 
@@ -346,11 +347,33 @@ def _item(values: list[Any], part: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `1e-3` is a number and a key that stands twice is an error."""
+    """Safe YAML in which `1e-3` is a number and a key that stands twice is an error. A file may come from a stranger: what it says once and means
+    a billion times by aliases, or nests without end, is refused before it is made."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.values, self.levels, self.sizes = 0, 0, dict[str, int]()
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        alias, name, before = isinstance(event, yaml.AliasEvent), getattr(event, "anchor", None), self.values
+        place: Any = event.start_mark
+        if alias and name in self.anchors and name not in self.sizes:
+            raise yaml.MarkedYAMLError(problem=f"alias {name!r:.80} stands inside what it stands for", problem_mark=place)
+        self.values += self.sizes.get(name or "", 1) if alias else 1
+        self.levels += 1
+        if self.values > MOST_VALUES or self.levels > MOST_LEVELS:
+            said = f"more than {MOST_VALUES} values, each alias counted in full" if self.values > MOST_VALUES else f"more than {MOST_LEVELS} levels"
+            raise yaml.MarkedYAMLError(problem=said, problem_mark=place)
+        node = super().compose_node(parent, index)
+        self.levels -= 1
+        if name and not alias:
+            self.sizes[name] = self.values - before
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else None
             if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key_node.value!r} stands twice", problem_mark=key_node.start_mark)
@@ -364,7 +387,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9
 def read_yaml(file: Path, kind: str) -> dict[str, Any]:
     """The mapping in a YAML file. Raises UserError where it is none."""
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(MOST_TEXT + 1)
+        if len(text) > MOST_TEXT:
+            raise UserError(f"{file}: longer than {MOST_TEXT} characters, too long for {kind}; mend the file")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise UserError(f"{file}: not readable as text ({reason}); give the path of a .yaml file") from None
@@ -382,6 +408,8 @@ def parse_yaml(text: str, where: str) -> Any:
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         raise UserError(f"{where}{place}: not readable as YAML ({reason}); mend its brackets, quotes or indentation") from None
+    except (ValueError, TypeError) as error:  # a date in month 13, a number of thousands of digits, `!!set` on a list
+        raise UserError(f"{where}: not readable as YAML ({error}); write the value in quotes, or mend it") from None
 
 
 def dump(config: Config) -> dict[str, Any]:

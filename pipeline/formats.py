@@ -30,6 +30,10 @@ IMAGES = {".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 SPLITS: tuple[Split, ...] = ("train", "test")
 CHUNK = 256  # files, members or images per unit
 LABEL_MEMBER = "cls"
+LONGEST_LABEL = 4096  # bytes of a class name in a source
+MOST_BYTES = 512 << 20  # of one encoded image: without compression, 16 bits a channel, they are 400 MB at the default max_pixels
+LONGEST_KEY = 255  # characters of a part of a key, as many as a file system gives a name
+MOST_HEADER = 1 << 20  # of one header in a tar
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,15 @@ def _folder(card: Card, map_fn: MapFn) -> list[Unit]:
             parts = PurePosixPath(name).relative_to(folder).parts if folder and name.startswith(f"{folder}/") else ()
             if parts:
                 stem, suffix = os.path.splitext(parts[-1])
-                problem = None if suffix.lower() in IMAGES else f"other file: {suffix or 'no extension'}"
+                problem = too_large(size) if suffix.lower() in IMAGES else f"other file: {suffix or 'no extension'}"
                 label = parts[0] if len(parts) > 1 else None
                 items.append(Item(split, name, stem, label, problem, f"{base}/{name}", 0, size))
     return _chunks(items)
+
+
+def too_large(size: int) -> str | None:
+    """Why an image of so many bytes is not read."""
+    return f"corrupt: {size} bytes are more than {MOST_BYTES}" if size > MOST_BYTES else None
 
 
 def _chunks(items: list[Item]) -> list[Unit]:
@@ -192,17 +201,21 @@ def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, str] = {}
     try:
-        with system.open_input_file(path) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        with system.open_input_file(path) as stream, tarfile.open(fileobj=_Headers(stream), mode="r:") as tar:  # type: ignore[call-overload]
             for member in tar:
                 if member.isdir():
                     continue
                 key, suffix = _key_of(uri, member)
                 samples.setdefault(key, {})[suffix] = member
+                if not 0 <= member.size <= stream.size() - member.offset_data:
+                    raise tarfile.ReadError(f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow")
                 if suffix == extension:
-                    labels[key] = stream.read_at(member.size, member.offset_data).decode("utf-8", "replace").strip()
+                    labels[key] = stream.read_at(min(member.size, LONGEST_LABEL), member.offset_data).decode("utf-8", "replace").strip()
             if stream.size() < tar.offset + tarfile.BLOCKSIZE:
                 raise tarfile.ReadError("it ends without an end mark")
-    except (tarfile.TarError, EOFError) as error:
+    except UserError:
+        raise
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # the last two from headers that no program writes
         raise UserError(f"{uri} is cut short or no uncompressed tar ({error}); fetch it again, or unpack its compression") from None
     items = []
     for key, members in samples.items():
@@ -210,14 +223,26 @@ def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
         label, stem = _name_of(labels.get(key), classes), key.rsplit("/", 1)[-1]
         where = f"{os.path.basename(path)}:{key}"
         items.append(Item(split, where, stem, label, "corrupt: no image in the sample") if image is None else
-                     Item(split, where, stem, label, None, uri, image.offset_data, image.size))
+                     Item(split, where, stem, label, too_large(image.size), uri, image.offset_data, image.size))
     return items
+
+
+class _Headers:
+    """A file as `tarfile` reads headers from it; one that says that it is huge would be given so much memory."""
+
+    def __init__(self, stream: pa.NativeFile):
+        self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
+
+    def read(self, size: int) -> bytes:
+        if size > MOST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self.stream.read(size)
 
 
 def _key_of(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
     """WebDataset's key (all up to the first dot of the file name) and extension of a member."""
-    if member.name.startswith("/") or ".." in member.name.split("/") or not member.isreg():
-        raise UserError(f"{uri}: member {member.name!r} is a link, or points outside the archive; shards hold plain files with "
+    if member.name.startswith("/") or ".." in member.name.split("/") or not member.isreg() or member.issparse():
+        raise UserError(f"{uri}: member {member.name!r:.200} is a link, or points outside the archive; shards hold plain files with "
                         "relative names, write this one anew")
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.partition(".")
@@ -226,10 +251,16 @@ def _key_of(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
 
 def _name_of(label: Any, classes: tuple[str, ...]) -> str | None:
     """The class that a label means: a name, or a place in the list as the card writes it."""
+    if isinstance(label, bytes):
+        label = label.decode("utf-8", "replace")
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
     if label is None or label in classes:
         return label
-    if isinstance(label, str) and not label.isdecimal():
-        return label or None
+    if isinstance(label, str) and (not label.isdecimal() or len(label) > 18):
+        return label[:LONGEST_LABEL] or None
+    if not isinstance(label, (str, int)):
+        return None
     return classes[int(label)] if 0 <= int(label) < len(classes) else f"number {label}"
 
 
@@ -259,17 +290,24 @@ def _parquet_file(uri: str) -> pq.ParquetFile:
 
 def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[str, ...],
                  classes: tuple[str, ...]) -> Iterator[tuple[Item, bytes | None]]:
-    """One row group, read once and in slices, so that a group of any size needs little memory. columns: of the image, and of the label if there is one."""
-    with _parquet_file(uri) as file:
-        row = first
-        for batch in file.iter_batches(CHUNK, row_groups=[group], columns=list(columns)):
-            for image, *label in zip(*(batch[column].to_pylist() for column in columns), strict=True):
-                path = (image.get("path") if isinstance(image, dict) else None) or f"{row:08d}"
+    """One row group, read once and row after row, so that a group of any size needs little memory, and so do rows that all say the same huge value,
+    which a file holds once. columns: of the image, and of the label if there is one. Raises UserError where it cannot be read to its end."""
+    row = first
+    try:
+        with _parquet_file(uri) as file:
+            for batch in file.iter_batches(1, row_groups=[group], columns=list(columns)):
+                image, *label = (batch[column][0].as_py() for column in columns)
+                if label and isinstance(label[0], (str, bytes)) and len(label[0]) > LONGEST_LABEL:
+                    raise UserError(f"{uri}: the label of row {row} has {len(label[0])} characters, and no class has a name of more than {LONGEST_LABEL}; "
+                                    "fetch the file again, or name another column in source.label")
+                path = image.get("path") if isinstance(image, dict) else None
                 data = image.get("bytes") if isinstance(image, dict) else image
-                problem = None if isinstance(data, bytes) else "corrupt: the row holds no bytes"
-                name = f"{uri.rsplit('/', 1)[-1]}:{row}"
-                yield Item(split, name, PurePosixPath(path).stem, _name_of(label[0] if label else None, classes), problem), data
+                problem = too_large(len(data)) if isinstance(data, bytes) else "corrupt: the row holds no bytes"
+                stem = PurePosixPath(path).stem if isinstance(path, str) and path else f"{row:08d}"
+                yield Item(split, f"{uri.rsplit('/', 1)[-1]}:{row}", stem, _name_of(label[0] if label else None, classes), problem), data
                 row += 1
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{uri} is not readable as Parquet beyond row {row} ({str(error).splitlines()[0]}); fetch it again") from None
 
 
 def _sklearn(card: Card, map_fn: MapFn) -> list[Unit]:
@@ -328,5 +366,5 @@ def png(image: Image.Image) -> bytes:
 
 
 def safe(text: str) -> str:
-    """A name without dots, slashes and blanks: WebDataset ends a key at the first dot."""
-    return re.sub(r"[^\w\-]+", "_", text) or "_"
+    """A name without dots, slashes and blanks, and not without end: WebDataset ends a key at the first dot."""
+    return re.sub(r"[^\w\-]+", "_", text)[:LONGEST_KEY] or "_"

@@ -98,7 +98,7 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
         label = item.label if card.source.label is not None else card.classes[0]
         record = Record(item.split, item.name, item.stem, label, item.problem, uri=item.uri, offset=item.offset, size=item.size)
         if not record.problem and label not in card.classes:
-            why = "it has no label" if label is None else f"class {label!r} is not on the card"
+            why = "it has no label" if label is None else f"class {label!r:.80} is not on the card"
             record = replace(record, problem=f"unlabelled: {why}")
         if not record.problem and data is not None:
             problem = problem_of(data, card.max_pixels)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pipeline import browse
 from workers.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     make = command("bundle", bundle, "write all that serves a method of a finished run into a folder of its own")
     make.add_argument("--out", required=True, metavar="DIR", help="a new folder, or a URI such as s3://bucket/model")
     start = command("serve", serve, "answer requests over HTTP on this machine, by Ray Serve; the config may be a model folder")
-    start.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    browse.address_options(start)
     for each in (ask, make, start):
         each.add_argument("--method", metavar="LABEL", help="label of the method, where the run has several")
     states = command("tasks", tasks, "list, export, import or remove the tasks of a model folder", config=False)
@@ -155,14 +156,13 @@ def tasks(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Until it is interrupted."""
-    from pipeline import browse
-
-    port = browse.free_port("127.0.0.1", args.port)
+    port = browse.free_port(args.host, args.port)
+    browse.warn_if_exposed(args.host, port, "ask it, at your expense: it asks for no password")
     found = chosen(args)
     with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
         place = os.path.join(folder, "model")
         found.write(place)  # the replica reads it, wherever it came from
-        with running(place, port) as address:
+        with running(place, port, args.host) as address:
             stop = threading.Event()
             for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own there
                 signal.signal(number, lambda *_: stop.set())
@@ -172,8 +172,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def running(folder: str, port: int) -> Iterator[str]:
-    """Serves the bundle in `folder` on 127.0.0.1 while inside, on a Ray of its own; gives the address."""
+def running(folder: str, port: int, host: str = browse.LOOPBACK) -> Iterator[str]:
+    """Serves the bundle in `folder` while inside, on a Ray of its own; gives the address."""
     from pipeline.cluster import connect
     from pipeline.config import ClusterSettings
 
@@ -186,9 +186,9 @@ def running(folder: str, port: int) -> Iterator[str]:
     from pipeline.deployment import Deployment
 
     try:
-        ray_serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
+        ray_serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config={"log_level": "ERROR"})
         ray_serve.run(Deployment.bind(folder), name="accrete", route_prefix="/")  # type: ignore[attr-defined]
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://{host}:{port}"
     finally:
         with suppress(Exception):  # whatever it is, closing does not hide why serving ended
             ray_serve.shutdown()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from pipeline import space as spaces
 from pipeline.report.trials import load as load_trials
 from pipeline.space import Space
 from pipeline.trial import folder, now, with_history
-from workers.artefact import exists, join, read_bytes, write_bytes
+from workers.artefact import exists, join, read_json, write_bytes
 from workers.errors import UserError
 from workers.job import Frozen
 
@@ -201,12 +200,14 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
 def _check_same(search: Search) -> None:
     """Raises UserError where a search of this name stands in the storage that was another one."""
     place = folder(search.storage, search.name)
-    with suppress(FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
-        found = json.loads(read_bytes(join(place, "search.json")))
-        if found.get("digest") != search.digest:
-            raise UserError(f"search {search.name!r} stands in {search.storage} with another space, base, data or code, so its trials cannot be gone on with; "
-                            f"give this one another name with --set name=NAME, or remove {place} (stages in the store are reused all the same)")
-        search.sessions = [session for session in found.get("sessions", []) if "wall_s" in session]
+    try:
+        found = read_json(join(place, "search.json"))
+    except (FileNotFoundError, ValueError):
+        return
+    if not isinstance(found, dict) or found.get("digest") != search.digest:
+        raise UserError(f"search {search.name!r} stands in {search.storage} with another space, base, data or code, so its trials cannot be gone on with; "
+                        f"give this one another name with --set name=NAME, or remove {place} (stages in the store are reused all the same)")
+    search.sessions = [session for session in found.get("sessions", []) if "wall_s" in session]
 
 
 def write_state(search: Search) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -14,10 +15,11 @@ from pyarrow import fs
 
 from pipeline.config import Config, dump
 from pipeline.graph import Graph, Stage
-from workers.artefact import MANIFEST, Artefact, exists, join, read_bytes, resolve, withdraw, write_bytes
+from workers.artefact import MANIFEST, Artefact, exists, join, read_json, resolve, withdraw, write_bytes
 from workers.errors import UserError
 from workers.job import Task
 
+PLAIN = re.compile(r"[\w-]+")  # a key names a folder: a record from elsewhere must not lead out of the store
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
 
 
@@ -100,11 +102,12 @@ class Store:
     def record(self, name: str) -> dict[str, Any] | None:
         """What the named run consisted of when it was last started."""
         try:
-            record = json.loads(read_bytes(self.record_path(name)))
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            record = read_json(self.record_path(name))
+        except (FileNotFoundError, ValueError):
             return None
         whole = isinstance(record, dict) and record.get("name") == name and isinstance(record.get("stages"), list)
-        return record if whole and all(isinstance(s, dict) and "key" in s for s in record["stages"]) else None
+        keys = [s.get("key") if isinstance(s, dict) else None for s in record["stages"]] if whole else []
+        return record if whole and all(isinstance(key, str) and PLAIN.fullmatch(key) for key in keys) else None
 
     def save_record(self, record: dict[str, Any]) -> None:
         write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
@@ -168,8 +171,8 @@ class Store:
 
     def remembered(self, identity: str) -> Any:
         try:
-            return json.loads(read_bytes(join(self.storage, "sources", f"{identity}.json")))["seen"]
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            return read_json(join(self.storage, "sources", f"{identity}.json"))["seen"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
 

@@ -25,7 +25,7 @@ from pipeline.track import Say, answers, close, to_stderr
 from pipeline.track_mlflow import Calls, transient
 from pipeline.track_outbox import Outbox
 from pipeline.track_run import OPENED, Place, RunWriter, keys_of, tags_of
-from workers.artefact import join, read_bytes, resolve
+from workers.artefact import join, read_bytes, read_json, resolve
 from workers.errors import UserError
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class SearchRecorder:
 def read_record(path: str) -> dict[str, Any] | None:
     """A record in the store; None where it is absent or damaged."""
     try:
-        found = json.loads(read_bytes(path))
+        found = read_json(path)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

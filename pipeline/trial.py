@@ -15,7 +15,7 @@ from pipeline.report.tables import RunTables
 from pipeline.run import Decision, Event, Executor, Walk, look_up_all, run_graph
 from pipeline.space import Params
 from pipeline.store import Lookup, Store, record_of
-from workers.artefact import join, read_bytes, write_bytes
+from workers.artefact import join, read_json, write_bytes
 from workers.errors import UserError
 
 ENDED = ("finished", "stopped", "failed")
@@ -77,8 +77,8 @@ def record_path(storage: str, name: str, number: int) -> str:
 def read_record(storage: str, name: str, number: int) -> dict[str, Any] | None:
     """What is known of a trial; None where it never began, or the file is damaged, which begins it anew."""
     try:
-        record = json.loads(read_bytes(record_path(storage, name, number)))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        record = read_json(record_path(storage, name, number))
+    except (FileNotFoundError, ValueError):
         return None
     return record if isinstance(record, dict) and record.get("number") == number and "status" in record else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,16 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
 
     dytox = {"memory": 8, "steps": {"finetune": {"epochs": 4}}}
     return Reference.made_in(tmp_path_factory.mktemp("chain"), ("a", "b"), methods={"dytox": dytox}, scenario="class")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[object]:
+    """See `hostile.Site`: a place of a test's own; what lies beside it is as it was after the test."""
+    from hostile import Site
+
+    found = Site(tmp_path)
+    yield found
+    found.untouched()
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from workers.errors import DamagedArtefact, UserError
 MANIFEST = "manifest.json"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # from filesystems that know no hard links
 LARGE_BYTES = 64 << 20
+MOST_JSON = 64 << 20
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
@@ -74,6 +75,20 @@ def read_bytes(uri: str) -> bytes:
     system, path = resolve(uri)
     with system.open_input_stream(path) as stream:
         return stream.read()
+
+
+def read_json(uri: str) -> Any:
+    """What a JSON file holds. Raises OSError where it is not there, ValueError where it is no JSON, or larger or more deeply nested than any that is
+    written here."""
+    system, path = resolve(uri)
+    with system.open_input_stream(path) as stream:
+        data = stream.read(MOST_JSON + 1)
+    if len(data) > MOST_JSON:
+        raise ValueError(f"it is larger than {MOST_JSON} bytes")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_bytes(uri: str, data: bytes) -> None:
@@ -170,6 +185,16 @@ def digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+def stays_inside(manifest: dict[str, Any]) -> bool:
+    """Whether the files that a manifest names lie in the folder of its attempt: its digest says that nothing changed, not who wrote it."""
+    attempt, files = manifest.get("attempt"), manifest.get("files")
+    if not isinstance(attempt, str) or "/" in attempt or not isinstance(files, dict):
+        return False
+    parts = {part for name in (attempt, *files) for part in name.split("/")}
+    sound = all(isinstance(info, dict) and type(info.get("bytes")) is int and isinstance(info.get("sha256"), str) for info in files.values())
+    return sound and not parts & {"", ".", ".."} and not any("\0" in part for part in parts)
+
+
 @dataclass(frozen=True)
 class Artefact:
     """A published artefact: every read is checked against the manifest."""
@@ -182,10 +207,10 @@ class Artefact:
     def open(cls, root: str, key: str) -> Artefact | None:
         """The artefact, or None where no manifest stands that is as it was written."""
         try:
-            manifest = json.loads(read_bytes(join(root, key, MANIFEST)))
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            manifest = read_json(join(root, key, MANIFEST))
+        except (FileNotFoundError, ValueError):
             return None
-        whole = isinstance(manifest, dict) and manifest.get("sha256") == digest_of(manifest)
+        whole = isinstance(manifest, dict) and manifest.get("sha256") == digest_of(manifest) and stays_inside(manifest)
         return cls(root, key, manifest) if whole else None
 
     @classmethod

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from workers.artefact import Artefact, digest_of, file_info, join, read_bytes, resolve, write_bytes
+from workers.artefact import Artefact, digest_of, file_info, join, read_bytes, read_json, resolve, write_bytes
 from workers.data.draw import seed_of
 from workers.data.shards import MAX_PIXELS
 from workers.errors import UserError
@@ -34,6 +34,7 @@ MODEL, BACKBONE = "model.json", "backbone.safetensors"
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
+Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
 File = Annotated[str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")]  # nothing outside the folder
 COMMON = ("method", "settings", "scenario", "seed", "backbone_digest")  # what a task's state means nothing without
 
@@ -45,7 +46,7 @@ class FileBody(Frozen):
 
 class TaskBody(Frozen):
     name: Plain
-    classes: tuple[str, ...] = Field(min_length=1)
+    classes: tuple[Shown, ...] = Field(min_length=1)
     card: str
     data: str
     role: Literal["task", "base"]
@@ -98,8 +99,8 @@ class Bundle:
     def open(cls, uri: str) -> Bundle:
         """A folder, or any URI that pyarrow knows. Raises UserError where it is none, or not as it was written."""
         try:
-            body = json.loads(read_bytes(join(uri, MODEL)))
-        except (OSError, ValueError, RecursionError):
+            body = read_json(join(uri, MODEL))
+        except (OSError, ValueError):
             raise UserError(f"{uri!r} is no model folder: it has no readable {MODEL}; make one with `python -m pipeline bundle`") from None
         if not isinstance(body, dict) or body.get("sha256") != digest_of(body) or body.get("format") != FORMAT:
             version = body.get("format") if isinstance(body, dict) else None
@@ -111,6 +112,10 @@ class Bundle:
             first = error.errors()[0]
             raise UserError(f"{join(uri, MODEL)}: {'.'.join(map(str, first['loc']))} is {first['input']!r:.80} ({first['msg']}); make the folder anew with "
                             "`python -m pipeline bundle`") from None
+        needed = {BACKBONE, *body["carried"].values(), *(state_file(task["name"]) for task in body["tasks"])}
+        if needed != body["files"].keys():
+            raise UserError(f"{join(uri, MODEL)}: its files are not those of its tasks ({', '.join(sorted(needed ^ body['files'].keys()))[:200]}); make the "
+                            "folder anew with `python -m pipeline bundle`")
         return cls(body, lambda name: read_bytes(join(uri, name)), uri)
 
     @classmethod

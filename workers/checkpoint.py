@@ -7,6 +7,7 @@ every rank: a resumed stage meets exactly what the uninterrupted one would have 
 from __future__ import annotations
 
 import json
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,8 +17,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from workers.artefact import delete_dir, file_info, join, parent, read_bytes, resolve, write_bytes
+from workers.artefact import delete_dir, file_info, join, parent, read_bytes, read_json, resolve, write_bytes
+from workers.errors import UserError
 from workers.taskstate import load_tensors
+
+FILE = re.compile(r"e\d{5,}-s\d{6,}-[0-9a-f]{8}\.safetensors")
 
 
 @dataclass
@@ -91,8 +95,11 @@ def load(root: str, key: str) -> Checkpoint | None:
         return None
     if {"file": latest["file"], **file_info(data)} != latest:
         return None
-    tensors, where = load_tensors(data, f"checkpoint {latest['file']}")
-    return Checkpoint(**where, tensors=tensors)
+    try:
+        tensors, where = load_tensors(data, f"checkpoint {latest['file']}")
+        return Checkpoint(**where, tensors=tensors)
+    except (UserError, TypeError):
+        return None
 
 
 def age_s(root: str, key: str) -> float | None:
@@ -109,8 +116,8 @@ def drop(root: str, key: str) -> None:
 
 def _latest(folder: str) -> dict[str, Any] | None:
     try:
-        latest = json.loads(read_bytes(join(folder, "latest.json")))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        latest = read_json(join(folder, "latest.json"))
+    except (FileNotFoundError, ValueError):
         return None
     whole = isinstance(latest, dict) and latest.keys() == {"file", "bytes", "sha256"} and isinstance(latest["file"], str)
-    return latest if whole else None
+    return latest if whole and FILE.fullmatch(latest["file"]) else None  # else `save` would delete what a stranger names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,11 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `pack`: uint8 tensor -> boolean mask of `shape`."""
-    count = int(np.prod(shape))
+    """The inverse of `pack`: uint8 tensor -> boolean mask of `shape`. Raises ValueError where there are more or fewer bits: a few bytes that say
+    they are a mask of billions would else become one."""
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or bits.numel() != (count + 7) // 8:
+        raise ValueError(f"{bits.numel()} bytes are no mask of shape {shape}")
     return torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=count).astype(bool).reshape(shape))
 
 

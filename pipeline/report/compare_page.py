@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from pipeline.report import plots
 from pipeline.report.compare import NUMBERS, Comparison, Entry, Spread
 from pipeline.report.figures import Picture
-from pipeline.report.page import STYLE, picture, table_html, written
+from pipeline.report.page import SOFT, STYLE, picture, table_html, written
 
 SIDE_BY_SIDE = 4  # matrices in one row of a picture
 DIVERGING = "RdBu"  # red: worse than the first, blue: better
-SOFT = '<span class=soft>-</span>'
 
 
 def page(found: Comparison) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.report.figures import Picture
 from pipeline.report.page import picture, table_html
 from pipeline.store import Store
-from workers.artefact import join, read_bytes
+from workers.artefact import join, read_bytes, read_json
 
 NAME = "analysis.json"
 ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # of the parts on the page
@@ -50,7 +50,7 @@ def written(parts: Mapping[str, Part], records: Sequence[Mapping[str, Any]], sto
 def listed(store: Store, run: str) -> dict[str, Any]:
     """The parts that stand in the folder of a run; none where the list is absent or damaged."""
     try:
-        found = json.loads(read_bytes(join(store.storage, "runs", run, NAME)))
+        found = read_json(join(store.storage, "runs", run, NAME))
     except (OSError, ValueError):
         return {}
     return {name: part for name, part in found.items() if isinstance(part, dict) and part.get("analysis-of")} if isinstance(found, dict) else {}

@@ -18,6 +18,7 @@ from pipeline.report.plots import bytes_text
 from pipeline.report.tables import RunTables
 
 FITS = 1500  # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
+SOFT = "<span class=soft>-</span>"  # no value
 STYLE = """
 :root { color-scheme: light; --ink: #1f2328; --soft: #59636e; --line: #d8dee4; --band: #f6f8fa; --blue: #0072B2; }
 * { box-sizing: border-box; }
@@ -148,7 +149,7 @@ def summary(tables: RunTables) -> str:
 
 def written(value: Any, kind: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        return '<span class=soft>-</span>'
+        return SOFT
     if kind == "rate":
         return f"{100 * value:.1f} %".replace("-0.0", "0.0")
     return {"bytes": bytes_text, "times": lambda v: f"{v:.2f}x", "count": lambda v: f"{v:,.0f}", "seconds": seconds_text}[kind](value)
@@ -244,8 +245,8 @@ def plain(value: Any) -> Any:
 
 
 def table_html(heading: Sequence[str], rows: Sequence[Sequence[Any]], left: int, safe: bool = False) -> str:
-    """A table whose first `left` columns are aligned to the left. safe: cells are HTML already."""
+    """A table whose first `left` columns are aligned to the left. safe: cells are HTML already; else only what stands for no value is."""
     def line(cells: Sequence[Any], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}{' class=left' if i < left else ''}>{cell}</{tag}>" for i, cell in enumerate(cells)) + "</tr>"
-    body = "".join(line([cell if safe or str(cell).startswith("<span class=soft>") else escape(str(cell)) for cell in row], "td") for row in rows)
+    body = "".join(line([cell if safe or cell == SOFT else escape(str(cell)) for cell in row], "td") for row in rows)
     return f'<div class="scroll"><table>{line([escape(h) for h in heading], "th")}{body}</table></div>'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from workers.artefact import exists, join, read_bytes, resolve
+from workers.artefact import exists, join, read_json, resolve
 from workers.errors import UserError
 
 Trial = dict[str, Any]
@@ -143,8 +142,8 @@ def _names(folder: str) -> list[str]:
 def _read(path: str, problems: list[str]) -> dict[str, Any] | None:
     """A JSON object; None, with a sentence among the problems, where it cannot be read."""
     try:
-        body = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError) as error:
+        body = read_json(path)
+    except (OSError, ValueError) as error:
         problems.append(f"{path} cannot be read ({' '.join(str(error).split())}); it is left out")
         return None
     if not isinstance(body, dict):

@@ -21,6 +21,8 @@ from workers.errors import DamagedArtefact, UserError
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
+READ = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of all that Pillow knows: PostScript is a program, and others are seldom looked after
+TILE = (322, 323)  # TIFF's tags of a tile's sides
 SCHEMA = pa.schema([(name, pa.int64() if name in ("offset", "bytes") else pa.string())
                     for name in ("split", "key", "class", "shard", "offset", "bytes", "sha256", "ext")])
 Image.MAX_IMAGE_PIXELS = None  # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
@@ -43,7 +45,7 @@ class Shards:
     def open(cls, root: str, key: str) -> Shards:
         """Raises DamagedArtefact where the stage result is missing or its index is not what was written."""
         artefact = Artefact.need(root, key)
-        return cls(artefact, pq.read_table(io.BytesIO(artefact.read(INDEX))))
+        return cls(artefact, sound(artefact))
 
     @property
     def key(self) -> str:
@@ -100,12 +102,33 @@ class Shards:
             raise DamagedArtefact(self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew") from None
 
 
-def open_image(data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] | None = None) -> Image.Image:
-    """An image whose header was read and whose pixels were not; of any format that Pillow knows, or of these. Raises ValueError or OSError
-    where it is none, or too big."""
+def sound(artefact: Artefact) -> pa.Table:
+    """The index of an ingest stage. Raises DamagedArtefact where it is none, or points to bytes that its shards do not have."""
+    try:
+        table = pq.read_table(io.BytesIO(artefact.read(INDEX)))
+        if table.schema != SCHEMA:
+            raise pa.ArrowInvalid(f"its columns are {', '.join(f'{c.name}: {c.type}' for c in table.schema)[:200]}")
+        shards = table["shard"].combine_chunks().dictionary_encode()
+        if any(column.null_count for column in table.columns) or not {*shards.dictionary.to_pylist()} <= artefact.manifest["files"].keys():
+            raise pa.ArrowInvalid("it leaves out values, or names shards that are not there")
+        sizes = pa.array([artefact.manifest["files"][name]["bytes"] for name in shards.dictionary.to_pylist()], pa.int64())
+        after = pc.subtract(sizes.take(shards.indices), pc.add_checked(table["offset"], table["bytes"]))  # bytes of the shard behind the image
+        if min(pc.min(column).as_py() or 0 for column in (table["offset"], table["bytes"], after)) < 0:
+            raise pa.ArrowInvalid("it points outside its shards")
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedArtefact(artefact.key, f"{artefact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); run the same command again "
+                                            "to ingest anew") from None
+    return table
+
+
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = READ) -> Image.Image:
+    """An image whose header was read and whose pixels were not. Raises ValueError or OSError where it is none, or too big. A small TIFF may be a
+    corner of one huge tile, which is decoded whole."""
     image = Image.open(io.BytesIO(data), formats=formats)
-    if image.width * image.height > max_pixels:
-        raise ValueError(f"{image.width} x {image.height} is more than max_pixels = {max_pixels}")
+    tags = getattr(image, "tag_v2", {})
+    for width, height in (image.size, [tags.get(tag, 0) for tag in TILE]):
+        if width * height > max_pixels:
+            raise ValueError(f"{width} x {height} is more than max_pixels = {max_pixels}")
     return image
 
 

@@ -1,0 +1,256 @@
+"""The files of configs/cluster are what they say: Ray's versions as pinned, a token on every node and in no file, nothing open by default."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import config
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CLUSTER = REPOSITORY / "configs" / "cluster"
+RAY = next(line.partition("==")[2] for line in (REPOSITORY / "constraints.txt").read_text().split() if line.startswith("ray=="))
+MANIFESTS = ("kuberay-cluster.yaml", "kuberay-job.yaml")
+
+
+def body(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CLUSTER / name).read_text())
+
+
+def cluster_spec(name: str) -> dict[str, Any]:
+    spec = body(name)["spec"]
+    return spec.get("rayClusterSpec", spec)
+
+
+def pods(name: str) -> dict[str, dict[str, Any]]:
+    """Group -> spec of its pods, of all that a manifest starts."""
+    cluster = cluster_spec(name)
+    found = {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster["workerGroupSpecs"]}}
+    specs = {group: spec["template"]["spec"] for group, spec in found.items()}
+    submitter = body(name)["spec"].get("submitterPodTemplate")
+    return {**specs, "submitter": submitter["spec"]} if submitter else specs
+
+
+def containers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for group, pod in pods(name).items():
+        for container in pod["containers"]:
+            yield group, container
+
+
+# ---- Ray's launcher --------------------------------------------------------------------------------------------------------
+def test_the_launchers_file_has_rays_schema():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(body("ray-cluster.yaml")))
+
+
+def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages():
+    found = body("ray-cluster.yaml")
+    assert re.search(rf":{re.escape(RAY)}-py3\d\d$", found["docker"]["image"])
+    assert found["head_node_type"] in found["available_node_types"]
+    assert found["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert all((REPOSITORY / place).exists() for place in found["file_mounts"].values() if not place.startswith("~"))
+    assert "--env RAY_AUTH_MODE=token" in found["docker"]["run_options"]
+    assert "chmod 600 ~/.ray/auth_token" in found["setup_commands"]
+    assert any("pip install" in line and "-r ~/constraints.txt" in line for line in found["setup_commands"])
+    starts = [line for key in ("head_start_ray_commands", "worker_start_ray_commands") for line in found[key] if "ray start" in line]
+    assert len(starts) == 2
+    assert all("RAY_AUTH_MODE=token" in line for line in starts)
+    assert "--dashboard-host=127.0.0.1" in starts[0]
+
+
+# ---- KubeRay ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_has_what_kuberay_requires(name):
+    found, cluster = body(name), cluster_spec(name)
+    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", {"kuberay-cluster.yaml": "RayCluster", "kuberay-job.yaml": "RayJob"}[name])
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", found["metadata"]["name"])
+    assert cluster["rayVersion"] == RAY
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "KubeRay takes texts alone"
+    for group in cluster["workerGroupSpecs"]:
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    if name == "kuberay-job.yaml":
+        assert found["spec"]["shutdownAfterJobFinishes"] is True
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_container_has_the_token_the_pinned_image_and_limits(name):
+    assert [group for group, _ in containers(name)] == ["head", "gpu", "submitter"][: len(pods(name))]
+    for group, container in containers(name):
+        env = {entry["name"]: entry for entry in container["env"]}
+        assert env["RAY_AUTH_MODE"]["value"] == "token", group
+        assert env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "accrete-ray-token", "key": "auth_token"}, group
+        assert "value" not in env["RAY_AUTH_TOKEN"]
+        assert container["image"].endswith(f":ray{RAY}-py311"), group
+        assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
+        assert container["resources"]["requests"].keys() == container["resources"]["limits"].keys()
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert pods(name)[group]["securityContext"]["runAsNonRoot"] is True
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name):
+    for group in ("head", "gpu"):
+        pod = pods(name)[group]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {"storage": "/storage", "cache": "/tmp"}
+        assert volumes["storage"]["persistentVolumeClaim"]["claimName"]
+        assert re.fullmatch(r"\d+Gi", volumes["cache"]["emptyDir"]["sizeLimit"])
+        assert pod["terminationGracePeriodSeconds"] >= 60
+    assert pods(name)["gpu"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+def test_the_page_of_the_cluster_that_stays_is_on_loopback():
+    assert cluster_spec("kuberay-cluster.yaml")["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+
+
+def test_the_image_is_of_the_pinned_ray_and_a_python_that_is_supported_and_not_root():
+    lines = [line for line in (CLUSTER / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    base = re.fullmatch(rf"FROM rayproject/ray:{re.escape(RAY)}-py3(\d+)", lines[0])
+    assert base
+    least = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert int(base[1]) >= int(least.rpartition(".")[2])
+    assert lines[-1] == "USER ray"
+    assert any("-r /home/ray/accrete/constraints.txt" in line for line in lines)
+    copied = [words[-2] for line in lines if (words := line.split())[0] == "COPY"]
+    assert all((REPOSITORY / place).exists() for place in copied)
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------------
+def commands() -> list[list[str]]:
+    """Every run that README.md, slurm.sh and the job's manifest speak of, as words after `pipeline run` or the script."""
+    texts = [(CLUSTER / "README.md").read_text(), (CLUSTER / "slurm.sh").read_text(), "run ".join(("", body("kuberay-job.yaml")["spec"]["entrypoint"]))]
+    found = re.findall(r"(?:pipeline run|slurm\.sh) (\S*configs/\S+\.yaml(?: --set \S+)*)", "\n".join(texts))
+    return [shlex.split(line) for line in found]
+
+
+def test_every_command_names_a_config_and_settings_that_there_are():
+    assert len(commands()) >= 6
+    for path, *rest in commands():
+        settings = [word for word in rest if word != "--set"]
+        loaded = config.load(str(REPOSITORY / path.removeprefix("/home/ray/accrete/")), settings)
+        assert loaded.cluster.workers >= 1
+        assert loaded.storage != "storage", "a place that all nodes see"
+
+
+def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody():
+    for path in CLUSTER.iterdir():
+        text = path.read_text()
+        assert "0.0.0.0" not in text, path
+        assert not re.search(r"\b[0-9a-f]{32,}\b|BEGIN [A-Z ]*PRIVATE KEY|AKIA[0-9A-Z]{16}", text), path
+
+
+# ---- Slurm -----------------------------------------------------------------------------------------------------------------
+FAKES = {
+    "scontrol": 'echo "scontrol $*" >> "$SAID"; printf "node1\\nnode2\\nnode3\\n"',
+    "hostname": 'echo "10.0.0.7 fe80::1"',
+    "srun": 'echo "srun $* mode=$RAY_AUTH_MODE" >> "$SAID"; trap "echo stopped >> $SAID; exit 0" TERM; [ -z "$RAY_FAILS" ] || exit 1; '
+            "while :; do sleep 0.05; done",
+    "python": """case "$1" in
+-c) case "$2" in
+    *secrets*) echo faketoken;;
+    *probes*) echo "7001 7002 7003";;
+    *ray.nodes*) echo "nodes $3 $4" >> "$SAID"; [ "$(grep -c '^nodes' "$SAID")" -ge 2 ];;
+    esac;;
+-m) echo "driver $* address=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=$(cat "$RAY_AUTH_TOKEN_PATH") rights=$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" >> "$SAID"
+    trap 'echo "driver was asked to end" >> "$SAID"; exit 3' TERM
+    [ -z "$STAYS" ] || while :; do sleep 0.05; done
+    exit "${DRIVER_CODE:-0}";;
+esac""",
+    "sleep": 'exec /bin/sleep 0.02',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on three nodes whose programs only say what they were called with."""
+    place = tmp_path / "bin"
+    place.mkdir()
+    for name, text in FAKES.items():
+        (place / name).write_text(f"#!/bin/bash\n{text}\n")
+        (place / name).chmod(0o755)
+    return {"PATH": f"{place}:{os.environ['PATH']}", "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[1-3]",
+            "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "8", "ACCRETE_PYTHON": "python", "ACCRETE_RAY": "ray", "HOME": str(tmp_path)}
+
+
+def job(env: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(["bash", str(CLUSTER / "slurm.sh"), *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def said(env: dict[str, str]) -> list[str]:
+    return Path(env["SAID"]).read_text().splitlines()
+
+
+def test_the_script_is_bash():
+    assert subprocess.run(["bash", "-n", str(CLUSTER / "slurm.sh")], check=False).returncode == 0
+    assert (CLUSTER / "slurm.sh").stat().st_mode & stat.S_IXUSR
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_job_starts_every_node_waits_for_them_runs_the_driver_and_stops_everything(slurm, code, tmp_path):
+    process = job({**slurm, "DRIVER_CODE": str(code)}, "configs/a b.yaml", "--set", "seed=1")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, out + err
+    lines = said(slurm)
+    head, others = sorted(line for line in lines if line.startswith("srun"))
+    for words in ("--nodelist=node1", "--head", "--node-ip-address=10.0.0.7", "--port=7001", "--dashboard-host=127.0.0.1", "--dashboard-port=7002",
+                  "--ray-client-server-port=7003", "--num-cpus=8", "--block", "mode=token"):
+        assert words in (head if "--head" in head else others)
+    workers = others if "--head" in head else head
+    for words in ("--nodes=2", "--ntasks=2", "--exclude=node1", "--address=10.0.0.7:7001", "--num-cpus=8", "--block", "mode=token"):
+        assert words in workers
+    assert lines.count("nodes 10.0.0.7:7001 3") == 2, "it asks until all three are there"
+    driver = next(i for i, line in enumerate(lines) if line.startswith("driver"))
+    assert lines[driver] == "driver -m pipeline run configs/a b.yaml --set seed=1 address=10.0.0.7:7001 mode=token token=faketoken rights=600"
+    assert driver > max(i for i, line in enumerate(lines) if line.startswith("nodes"))
+    assert lines.count("stopped") == 2
+    assert not list(tmp_path.glob(".ray-*")), "the token is gone"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_driver_is_asked_to_end_when_the_nodes_are_taken_away(slurm, number, tmp_path):
+    process = job({**slurm, "STAYS": "1"}, "configs/demo.yaml")
+    while not any(line.startswith("driver") for line in (said(slurm) if Path(slurm["SAID"]).exists() else [])):
+        assert process.poll() is None, process.communicate()
+        os.sched_yield()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3, out + err
+    lines = said(slurm)
+    assert lines.count("driver was asked to end") == 1
+    assert lines.count("stopped") == 2
+    assert not list(tmp_path.glob(".ray-*"))
+
+
+def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(slurm, tmp_path):
+    process = job({**slurm, "RAY_FAILS": "1"}, "configs/demo.yaml")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "accrete: Ray did not start on a node" in err
+    assert not any(line.startswith("driver") for line in said(slurm))
+    assert not list(tmp_path.glob(".ray-*"))
+
+
+def test_the_scripts_own_python_is_sound(slurm):
+    """What the stand-in for Python swallows."""
+    codes = re.findall(r"-c '([^']*)'", (CLUSTER / "slurm.sh").read_text())
+    assert len(codes) == 3
+    token = subprocess.run([sys.executable, "-c", codes[0]], capture_output=True, text=True, check=True).stdout.strip()
+    assert re.fullmatch(r"[0-9a-f]{64}", token)
+    ports = subprocess.run([sys.executable, "-c", codes[1]], capture_output=True, text=True, check=True).stdout.split()
+    assert len({*ports}) == 3
+    compile(codes[2], "slurm.sh", "exec")

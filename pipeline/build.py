@@ -87,7 +87,8 @@ class Builder:
             backbone_settings=c.backbone.model_copy(update={"weights": weights_path(c)}),
             data=data, train=train, task=task, tasks=tasks,
             backbone=self.keys["backbone"] if label else None, provenance=self.provenance,
-            checkpoint_s=c.cluster.checkpoint_s, loader_workers=c.cluster.loader_workers, cache=cache_folder(self.store.storage), **rest)
+            checkpoint_s=c.cluster.checkpoint_s, loader_workers=c.cluster.loader_workers,
+            cache=cache_folder(c.cluster.cache, self.store.storage), cache_gb=c.cluster.cache_gb, **rest)
 
 
 def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None, split: Literal["test", "val"] = "test") -> tuple[Graph, list[Task]]:
@@ -351,8 +352,10 @@ def _evaluate_stage(builder: Builder, label: str, stages: dict[Task, str], shown
     return builder.stage(stage_id, "evaluate", inputs, parents, method=label, task=task.name, job=job)
 
 
-def cache_folder(storage: str) -> str:
-    """Node-local folder of decoded images: in the storage where that is a disk, else below the temporary folder."""
+def cache_folder(named: str, storage: str) -> str:
+    """Node-local folder of shards and decoded images: in the one that is named, else in the storage where that is a disk, else below the temporary folder."""
+    if named:
+        return os.path.join(os.path.abspath(os.path.expanduser(named)), "accrete-cache")  # one of our own: what else lies there is never deleted
     if "://" not in storage:
         return os.path.join(os.path.abspath(storage), "cache")
     import tempfile

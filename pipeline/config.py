@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, PositiveFloat, ValidationError, field_val
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
+from workers.secrets import refuse_secrets
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 MOST_TEXT, MOST_VALUES, MOST_LEVELS = 16 << 20, 200_000, 50  # of a YAML file: characters, values with each alias counted in full, nesting
@@ -59,6 +60,8 @@ class ClusterSettings(Frozen):
     retries: int = Field(2, ge=0, description="how often a stage that was interrupted or failed is tried again")
     checkpoint_s: float = Field(60.0, ge=0, description="seconds between checkpoints inside a stage")
     loader_workers: int = Field(2, ge=0, description="decoding threads of a rank")
+    cache: str = Field("", description="folder of each node for shards and decoded images; empty: in the storage where that is a disk, else a temporary one")
+    cache_gb: float = Field(50.0, gt=0, description="what it may hold before what was not used for longest is deleted")
 
     @model_validator(mode="after")
     def _elastic(self) -> ClusterSettings:
@@ -175,6 +178,7 @@ def load(path: str, overrides: list[str] | None = None) -> Config:
     body = read_with_bases(file)
     for override in overrides or []:
         apply_override(body, override)
+    refuse_secrets(body, f"{path}: ")
     return check(body, path)
 
 
@@ -397,6 +401,7 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
     body = parse_yaml(text, str(file))
     if not isinstance(body, dict):
         raise UserError(f"{file}: {kind} is a mapping of keys to values, this is {body!r:.40}; mend the file")
+    refuse_secrets(body, f"{file}: ")
     return body
 
 
@@ -429,8 +434,12 @@ def expand(text: str) -> str:
         if not found:
             raise UserError(f"{text!r} needs the environment variable {name}, which is not set; export it or write the path out")
         return found
-    return re.sub(r"\$\{([^}]+)\}", value, text)
+    expanded = re.sub(r"\$\{([^}]+)\}", value, text)
+    refuse_secrets(expanded, f"what {text!r} stands for")
+    return expanded
 
 
 def absolute(uri: str) -> str:
+    """Raises UserError where it is a URI with a secret in it."""
+    refuse_secrets(uri)
     return uri if "://" in uri else os.path.abspath(uri)

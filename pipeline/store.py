@@ -15,11 +15,13 @@ from pyarrow import fs
 
 from pipeline.config import Config, dump
 from pipeline.graph import Graph, Stage
-from workers.artefact import MANIFEST, Artefact, exists, join, read_json, resolve, withdraw, write_bytes
+from workers.artefact import MANIFEST, Artefact, exists, join, listing, read_json, resolve, withdraw, write_bytes
 from workers.errors import UserError
+from workers.filesystem import patience
 from workers.job import Task
 
 PLAIN = re.compile(r"[\w-]+")  # a key names a folder: a record from elsewhere must not lead out of the store
+FIRST_CONTACT_S = 20.0  # how long a storage may fail to answer before the run has begun: its address may be wrong
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
 
 
@@ -72,9 +74,10 @@ class Store:
         resolve(self.storage)
         probe = join(self.storage, f".probe-{uuid.uuid4().hex[:8]}")  # of its own: two runs may start at the same moment
         try:
-            write_bytes(probe, b"accrete")
-            system, path = resolve(probe)
-            system.delete_file(path)
+            with patience(FIRST_CONTACT_S):
+                write_bytes(probe, b"accrete")
+                system, path = resolve(probe)
+                system.delete_file(path)
         except OSError as error:
             raise UserError(f"storage {self.storage!r} cannot be written ({error}); choose another folder with --set storage=PATH "
                             "or mend its permissions") from None
@@ -131,10 +134,11 @@ class Store:
                                 f"remove {join(self.storage, 'runs', name)}")
             needed |= {s["key"] for s in record["stages"]} if record else set()
         needed |= self._searched()
-        standing = {key: found.manifest["attempt"] for key in needed if (found := Artefact.open(self.root, key))}
+        there = {place: listing(join(self.storage, place)) for place in ("stages", "checkpoints")}
+        standing = {key: found.manifest["attempt"] for key in unclear(there) & needed if (found := Artefact.open(self.root, key))}
         sizes: dict[str, int] = {}
-        for place in ("stages", "checkpoints"):
-            for path, size in self._files(place):
+        for place, files in there.items():
+            for path, size in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
                 if key not in needed or (place == "checkpoints" and key in standing):
@@ -159,12 +163,6 @@ class Store:
             keys |= {stage["key"] for trial in found.trials for stage in (trial.get("graph") or {"stages": []})["stages"]}
         return keys
 
-    def _files(self, place: str) -> list[tuple[str, int]]:
-        """(path below `place`, bytes) of every file."""
-        system, path = resolve(join(self.storage, place))
-        infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-        return [(i.path[len(path):].strip("/"), i.size or 0) for i in infos if i.type == fs.FileType.File]
-
     # ---- what a source looked like when it was last seen, so that results stand after the raw data is gone -------------
     def remember(self, identity: str, value: Any) -> None:
         write_bytes(join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode())
@@ -174,6 +172,16 @@ class Store:
             return read_json(join(self.storage, "sources", f"{identity}.json"))["seen"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
+
+
+def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
+    """Keys whose manifest has to be read to know what is left over: those with files of several attempts, or with checkpoints."""
+    attempts: dict[str, set[str]] = {}
+    for path in there["stages"]:
+        key, _, rest = path.partition("/")
+        if "/" in rest:
+            attempts.setdefault(key, set()).add(rest.partition("/")[0])
+    return {key for key, names in attempts.items() if len(names) > 1} | {path.partition("/")[0] for path in there["checkpoints"]}
 
 
 def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:

@@ -17,6 +17,7 @@ from pipeline.track_outbox import Outbox
 from pipeline.track_run import Place, RunWriter
 from workers.artefact import Artefact, join
 from workers.errors import UserError
+from workers.secrets import shown
 
 if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
@@ -107,7 +108,7 @@ class Recorder:
         if self.writer.where is None:
             return []
         uri, experiment, parent, methods = self.writer.where
-        base = base or (uri.rstrip("/") if uri.startswith("http") else "")
+        base = base or (shown(uri).rstrip("/") if uri.startswith("http") else "")
         if not base:
             return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
         return [f"record: {run_link(base, experiment, parent)}",

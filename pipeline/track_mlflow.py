@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from pipeline.report.entries import Point, key_name
 from workers.artefact import join
@@ -60,8 +61,20 @@ def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tupl
     artefacts = None  # a tracking server has its own place
     if not address.startswith(("http://", "https://")):
         local = "://" not in storage or storage.startswith("file://")
-        artefacts = Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri() if local else join(storage, "mlartifacts")
+        artefacts = Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri() if local else bucket_folder(storage)
     return client, address, client.create_experiment(experiment, artifact_location=artefacts)
+
+
+def bucket_folder(storage: str) -> str:
+    """Where MLflow keeps its artefacts in a storage that is no disk. It finds the server in the environment alone, so what the URI says goes there."""
+    place, _, query = join(storage, "mlartifacts").partition("?")
+    options = dict(parse_qsl(query))
+    if endpoint := options.get("endpoint_override"):
+        address = endpoint if "://" in endpoint else f"{options.get('scheme', 'https')}://{endpoint}"
+        os.environ.setdefault("MLFLOW_S3_ENDPOINT_URL", address)
+    if region := options.get("region"):
+        os.environ.setdefault("AWS_DEFAULT_REGION", region)
+    return place
 
 
 def transient(error: Exception) -> bool:
@@ -72,6 +85,8 @@ def transient(error: Exception) -> bool:
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
         return status >= 500 or status in BUSY
+    if type(error).__module__.partition(".")[0] in ("boto3", "botocore"):  # of artefacts in a bucket
+        return not any(code in str(error) for code in ("AccessDenied", "NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Credentials"))
     return isinstance(error, (OSError, OperationalError))
 
 

@@ -59,3 +59,29 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.report import page
 
     monkeypatch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[int]:
+    """The port of an S3-compatible server of this session."""
+    from tests import s3
+
+    with s3.server() as port:
+        yield port
+
+
+@pytest.fixture
+def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """A bucket of its own behind a proxy that can make requests fail (see `s3.Proxy`); the environment of this process leads there."""
+    import uuid
+
+    from tests import s3
+    from workers import filesystem
+
+    with s3.Proxy(s3_server, bucket=f"bucket-{uuid.uuid4().hex[:8]}").served() as proxy:
+        for name, value in s3.environment(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        filesystem.opened.cache_clear()  # it leads to the proxy of another test
+        s3.client_of(s3_server).create_bucket(Bucket=proxy.bucket)
+        yield proxy
+    filesystem.opened.cache_clear()

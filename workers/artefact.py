@@ -7,14 +7,14 @@ Layout of one artefact, `<root>/<key>/`:
 
 Files are written below a name that only one attempt uses, and the manifest is a single atomic write, so two runs that
 compute the same artefact at the same time can never mix their files, on a disk and on an object store alike: whichever
-manifest stands decides. On a disk the first one stands and the other attempt's files are dropped at once; an object store has no
-exclusive write, so there the last one stands, with equal results, and `gc` finds the other files.
+manifest stands decides. On a disk the first one stands and the other attempt's files are dropped at once. S3 knows a conditional PUT
+(If-None-Match), which pyarrow 25 does not offer; so on an object store of two at the same moment the last one stands, with equal
+results, and `gc` finds the other files.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -28,6 +28,8 @@ from urllib.parse import urlsplit, urlunsplit
 from pyarrow import fs
 
 from workers.errors import DamagedArtefact, UserError
+from workers.filesystem import opened, put
+from workers.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # from filesystems that know no hard links
@@ -36,22 +38,18 @@ MOST_JSON = 64 << 20
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
-    """The filesystem and the path inside it of an absolute path or a URI (`s3://`, `gs://`, `hdfs://`, `file://`)."""
+    """The filesystem and the path inside it of an absolute path or a URI (`s3://`, `gs://`, `hdfs://`, `file://`); see filesystem.py. Raises
+    UserError where it is none, or holds a secret."""
     if "://" not in uri:
         return fs.LocalFileSystem(), os.path.abspath(uri)
+    refuse_secrets(uri)
     parts = urlsplit(uri)
     try:
-        system, top = _opened(urlunsplit(parts._replace(path="/")))
+        system, top = opened(urlunsplit(parts._replace(path="/")))
     except (ValueError, OSError, NotImplementedError) as error:
         raise UserError(f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI pyarrow knows "
                         "(file, s3, gs, hdfs) with its credentials in the environment") from None
     return system, posixpath.normpath(posixpath.join(top, parts.path.lstrip("/")))
-
-
-@functools.lru_cache(maxsize=64)
-def _opened(uri: str) -> tuple[fs.FileSystem, str]:
-    """The filesystem of a URI without its path: opened once, since an object store may ask for its region each time."""
-    return fs.FileSystem.from_uri(uri)
 
 
 def join(uri: str, *parts: str) -> str:
@@ -73,8 +71,8 @@ def exists(uri: str) -> bool:
 
 def read_bytes(uri: str) -> bytes:
     system, path = resolve(uri)
-    with system.open_input_stream(path) as stream:
-        return stream.read()
+    with system.open_input_file(path) as file:
+        return file.read()
 
 
 def read_json(uri: str) -> Any:
@@ -92,7 +90,8 @@ def read_json(uri: str) -> Any:
 
 
 def write_bytes(uri: str, data: bytes) -> None:
-    """One atomic write: a temporary name and a move on a disk, a single PUT on an object store."""
+    """One atomic write: a temporary name and a move on a disk; on an object store a PUT, or above 10 MB an upload in parts, which is visible
+    once its end was asked for, and not if any part failed. Raises StorageAway where the storage does not answer."""
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -108,18 +107,24 @@ def write_bytes(uri: str, data: bytes) -> None:
                 os.unlink(part)
             raise
     else:
-        with system.open_output_stream(path) as stream:
-            stream.write(data)
+        put(system, path, data)
+
+
+def listing(uri: str) -> dict[str, int]:
+    """Path below `uri` -> bytes, of every file there, in one listing; nothing where it is not there."""
+    system, path = resolve(uri)
+    infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    return {i.path[len(path):].strip("/"): i.size or 0 for i in infos if i.type == fs.FileType.File}
 
 
 def delete_dir(uri: str) -> None:
     """Deletes a folder and all in it. No error where it is not there, or another process deletes it or writes there too."""
     system, path = resolve(uri)
     try:
-        if system.get_file_info(path).type == fs.FileType.Directory:
-            system.delete_dir(path)
+        system.get_file_info(fs.FileSelector(path))  # one request where there is nothing, in place of five
+        system.delete_dir(path)
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
 
 
@@ -144,11 +149,17 @@ class Attempt:
         return self.files[name]
 
     def commit(self, manifest: dict[str, Any]) -> bool:
-        """Publishes. Returns False, with this attempt's files dropped, where another attempt was there first."""
+        """Publishes. Returns False, with this attempt's files dropped, where another attempt was there first. Raises OSError where the storage
+        has a file of another size than was written."""
         target = join(self.root, self.key, MANIFEST)
-        if exists(target):
+        there = listing(join(self.root, self.key))
+        if MANIFEST in there:
             self.discard()
             return False
+        for name, info in self.files.items():
+            if there.get(f"{self.name}/{name}") != info["bytes"]:
+                raise OSError(f"{join(self.root, self.key, self.name, name)} has {there.get(f'{self.name}/{name}', 'no')} bytes in the storage, "
+                              f"{info['bytes']} were written")
         body = json.loads(json.dumps({**manifest, "key": self.key, "attempt": self.name, "files": self.files}, default=str))
         data = json.dumps({**body, "sha256": digest_of(body)}, indent=1, sort_keys=True).encode()
         system, path = resolve(target)

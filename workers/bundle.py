@@ -100,6 +100,8 @@ class Bundle:
         """A folder, or any URI that pyarrow knows. Raises UserError where it is none, or not as it was written."""
         try:
             body = read_json(join(uri, MODEL))
+        except UserError:  # of the storage
+            raise
         except (OSError, ValueError):
             raise UserError(f"{uri!r} is no model folder: it has no readable {MODEL}; make one with `python -m pipeline bundle`") from None
         if not isinstance(body, dict) or body.get("sha256") != digest_of(body) or body.get("format") != FORMAT:

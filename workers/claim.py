@@ -20,8 +20,9 @@ def claimed(root: str, key: str, group: dist.Group | None = None, wait: bool = T
     """Holds the claim on the result `key` below `root`, which is freed when this process ends in whatever way. Ranks of a group hold it together.
     wait: else BlockingIOError where another process has it.
 
-    It saves work and decides nothing: where the storage is no disk, and between machines whose disks know no common locks, two may compute the
-    same result, and one of them is discarded (see artefact.py).
+    It saves work and decides nothing: between machines whose disks know no common locks two may compute the same result, and one of them is
+    discarded (see artefact.py). On an object store nothing is claimed: it has no lock that is freed when whoever held it dies, and one that
+    runs out after a time would need clocks that agree and a writer that never stops; computing twice, now and then, costs less.
     """
     if "://" in root and not root.startswith("file://"):
         yield

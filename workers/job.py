@@ -143,4 +143,5 @@ class StageJob:
     # What cannot change the result:
     checkpoint_s: float = 60.0
     loader_workers: int = 2
-    cache: str = ""  # node-local folder of decoded images
+    cache: str = ""  # node-local folder of shards and decoded images
+    cache_gb: float = 50.0

@@ -179,7 +179,7 @@ def matching(keys: dict[str, str], *patterns: str) -> set[str]:
 
 FREE = {
     "cluster": {"workers": 3, "groups": 2, "cpus_per_worker": 4, "gpus_per_worker": 1.0, "address": "host:1", "retries": 7, "checkpoint_s": 5.0,
-                "loader_workers": 9},
+                "loader_workers": 9, "cache": "/elsewhere", "cache_gb": 0.5},
     "tracking": {"enabled": True, "uri": "sqlite:///x.db", "experiment": "y", "patience_s": 5.0, "models": False, "system_metrics": True}}
 
 

@@ -173,7 +173,7 @@ def test_places_below_a_uri_keep_its_query_at_the_end():
     assert join(uri, "stages", "k") == "s3://bucket/runs/stages/k?region=eu-west-1&scheme=http"
     assert parent(join(uri, "stages")) == uri
     system, path = resolve(join(uri, "stages", "k"))
-    assert (path, system.region) == ("bucket/runs/stages/k", "eu-west-1")
+    assert (path, system.handler.system.region) == ("bucket/runs/stages/k", "eu-west-1")
     assert parent("/a/b/") == "/a"
 
 

@@ -308,7 +308,7 @@ def test_the_cache_is_written_once_and_mended_when_cut_short(root, tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(root, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="decoded images cannot be kept in"):
+    with pytest.raises(UserError, match="shards and decoded images cannot be kept in"):
         feed_of(root, "resident", cache=str(tmp_path / "file"))
 
 

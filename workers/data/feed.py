@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.augment import Augment, partner_of
+from workers.data.cache import Cache
 from workers.data.draw import Draw, seed_of
 from workers.data.rows import select
 from workers.data.sources import Pixels, Resident, Source, Streamed
@@ -47,12 +48,13 @@ class Feed:
         space = tasks if len(tasks) == 1 else job.tasks
         self.num_classes = sum(task.num_classes for task in space) if len(tasks) == 1 or job.scenario == "class" else None
         self.first = torch.tensor([sum(t.num_classes for t in space[: space.index(task)]) for task in tasks])
-        self.rows = select(job.root, tasks, split, job.data.val_fraction, memory or {})
+        cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
+        self.rows = select(job.root, tasks, split, job.data.val_fraction, memory or {}, cache)
         side = self.augment.size_in
         self.resident = len(self.rows) * side * side * 3 <= job.data.resident_mb << 20
         self.source: Source
         if self.resident:
-            self.source = Resident(self.rows, side, self.seed, job.loader_workers, job.cache, group.device, job.data.repeats)
+            self.source = Resident(self.rows, side, self.seed, job.loader_workers, cache, group.device, job.data.repeats)
         else:
             self.source = Streamed(self.rows, side, self.seed, job.loader_workers, group.device, job.data.repeats)
 

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from workers.data.cache import Cache
 from workers.data.shards import Shards
 from workers.errors import UserError
 from workers.job import Task
@@ -65,11 +66,11 @@ def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
 
 
 def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float,
-           memory: Mapping[str, Collection[str]] | None = None) -> Rows:
-    """The rows of `tasks` in `split` (`train`, `val`, `test`); of a task in `memory`, those of the named keys alone.
+           memory: Mapping[str, Collection[str]] | None = None, cache: Cache | None = None) -> Rows:
+    """The rows of `tasks` in `split` (`train`, `val`, `test`); of a task in `memory`, those of the named keys alone. cache: see `Shards.open`.
     Raises UserError where a split is empty, or a class in train, or where a remembered key is not in the split."""
     keys = list(dict.fromkeys(task.data for task in tasks))
-    shards = tuple(Shards.open(root, key) for key in keys)
+    shards = tuple(Shards.open(root, key, cache) for key in keys)
     parts = []
     for index, task in enumerate(tasks):
         data = keys.index(task.data)

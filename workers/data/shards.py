@@ -7,7 +7,7 @@ import io
 import tarfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from workers.artefact import Artefact, resolve
+from workers.data.cache import Cache, Kept
 from workers.errors import DamagedArtefact, UserError
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
 READ = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of all that Pillow knows: PostScript is a program, and others are seldom looked after
 TILE = (322, 323)  # TIFF's tags of a tile's sides
+PIECE = 16 << 20  # bytes of a shard that are asked for at a time
 SCHEMA = pa.schema([(name, pa.int64() if name in ("offset", "bytes") else pa.string())
                     for name in ("split", "key", "class", "shard", "offset", "bytes", "sha256", "ext")])
 Image.MAX_IMAGE_PIXELS = None  # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
@@ -35,17 +37,19 @@ class Shards:
     sha256, ext. Rows stand in the order in which the shards hold them.
     """
 
-    def __init__(self, artefact: Artefact, index: pa.Table):
+    def __init__(self, artefact: Artefact, index: pa.Table, cache: Cache | None = None):
         self.artefact = artefact
         self.index = index
+        self.cache = cache if "://" in artefact.root and not artefact.root.startswith("file://") else None
         self.max_pixels = int(artefact.manifest.get("max_pixels", MAX_PIXELS))
-        self._file = lru_cache(maxsize=64)(self._open)  # a large data set has more shards than a process may open files
+        self._file = lru_cache(maxsize=8)(self._open)  # rows are read shard after shard; of those that are open none can leave the cache
 
     @classmethod
-    def open(cls, root: str, key: str) -> Shards:
-        """Raises DamagedArtefact where the stage result is missing or its index is not what was written."""
+    def open(cls, root: str, key: str, cache: Cache | None = None) -> Shards:
+        """cache: where whole shards are kept that lie on no disk; without it they are read piece by piece from where they lie.
+        Raises DamagedArtefact where the stage result is missing or its index is not what was written."""
         artefact = Artefact.need(root, key)
-        return cls(artefact, sound(artefact))
+        return cls(artefact, sound(artefact), cache)
 
     @property
     def key(self) -> str:
@@ -67,6 +71,7 @@ class Shards:
     def verify(self, record: str, data: bytes, sha256: str) -> bytes:
         """`data` itself, where it is what ingest wrote. Raises DamagedArtefact otherwise."""
         if hashlib.sha256(data).hexdigest() != sha256:
+            self._forget(record)
             raise DamagedArtefact(self.key, f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
                                             "(sha256 differs from the index); run the same command again to ingest anew")
         return data
@@ -88,18 +93,45 @@ class Shards:
     def _opened(self, sources: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         # WebDataset's own opener knows neither s3:// nor our credentials: every shard is opened through pyarrow.
         for source in sources:
-            with self._found(source["url"], "open_input_stream") as stream:
+            with self._open(source["url"]) as stream:
                 yield {"url": source["url"], "stream": stream}
 
-    def _open(self, shard: str) -> pa.NativeFile:
-        return self._found(shard, "open_input_file")
-
-    def _found(self, shard: str, opener: str) -> pa.NativeFile:
-        system, path = resolve(self.uri(shard))
+    def _open(self, shard: str) -> pa.NativeFile | Kept:
+        """A shard where it lies, or the copy that this node keeps of one that lies on no disk."""
         try:
-            return getattr(system, opener)(path)
+            if self.cache is not None:
+                info = self.artefact.manifest["files"][shard]
+                return self.cache.kept(_kept_as(info), info["bytes"], lambda stream: self._download(shard, info, stream))
+            system, path = resolve(self.uri(shard))
+            return system.open_input_file(path)
         except FileNotFoundError:
             raise DamagedArtefact(self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew") from None
+
+    def _download(self, shard: str, info: dict[str, Any], stream: BinaryIO) -> None:
+        """A whole shard. Raises DamagedArtefact where it is not what ingest wrote."""
+        system, path = resolve(self.uri(shard))
+        found = hashlib.sha256()
+        try:
+            with system.open_input_file(path) as file:
+                while piece := file.read(PIECE):
+                    found.update(piece)
+                    stream.write(piece)
+        except FileNotFoundError:
+            raise DamagedArtefact(self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew") from None
+        if found.hexdigest() != info["sha256"]:
+            raise DamagedArtefact(self.key, f"{self.uri(shard)} is not what ingest wrote (its sha256 differs from the manifest); run the same command again "
+                                            "to ingest anew")
+
+    def _forget(self, record: str) -> None:
+        """Takes the shard that holds a damaged record out of the cache: what lies in the storage may be whole."""
+        if self.cache is not None:
+            for shard in self.index.filter(pc.equal(self.index["key"], record))["shard"].to_pylist():
+                self.cache.forget(_kept_as(self.artefact.manifest["files"][shard]))
+                self._file.cache_clear()
+
+
+def _kept_as(info: dict[str, Any]) -> str:
+    return f"shards/{info['sha256']}"
 
 
 def sound(artefact: Artefact) -> pa.Table:

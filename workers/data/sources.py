@@ -6,28 +6,27 @@ batch to their pixels. The order of rows is a pure function of (seed, epoch): no
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
+import io
+import math
 import random
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.data.cache import Cache
 from workers.data.draw import seed_of
 from workers.data.rows import Rows
 from workers.data.shards import decode
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtefact
 
 WINDOW = 4096  # records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
 AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
@@ -50,7 +49,7 @@ class Resident:
     """All pixels decoded once to uint8 (n, side, side, 3): on the GPU where there is one with room, else a memory map
     that the ranks of a node share, else (no `cache` folder) plain memory."""
 
-    def __init__(self, rows: Rows, side: int, seed: int, workers: int, cache: str, device: torch.device, repeats: int = 1):
+    def __init__(self, rows: Rows, side: int, seed: int, workers: int, cache: Cache | None, device: torch.device, repeats: int = 1):
         self.rows, self.side, self.seed, self.workers, self.device, self.repeats = rows, side, seed, workers, device, repeats
         self.shape = (len(rows), side, side, 3)
         self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
@@ -91,50 +90,19 @@ class Resident:
             pixels[row] = decoded
         return pixels
 
-    def _mapped(self, folder: str) -> NDArray[np.uint8]:
-        """The memory map `<folder>/<hash of rows and side>.npy`, written first where it is not there yet."""
-        name = hashlib.sha256(f"{DECODING}|{self.rows.digest()}|{self.side}".encode()).hexdigest()[:32]
-        path = os.path.join(folder, f"{name}.npy")
-        with self._kept_in(folder):
-            os.makedirs(folder, exist_ok=True)
-            lock = open(f"{path}.lock", "w")  # noqa: SIM115
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this node wait and find it done; freed if this one dies
-            found = self._map_of(path)
-            if found is None:
-                self._write(path, folder)
-                found = np.load(path, mmap_mode="r")
-        return found
+    def _mapped(self, cache: Cache) -> NDArray[np.uint8]:
+        """The memory map `<cache>/<hash of rows and side>.npy`, written first where it is not there yet."""
+        name = hashlib.sha256(f"{DECODING}|{self.rows.digest()}|{self.side}".encode()).hexdigest()[:32] + ".npy"
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": self.shape})
 
-    def _map_of(self, path: str) -> NDArray[np.uint8] | None:
-        try:
-            found = np.load(path, mmap_mode="r")
-        except (FileNotFoundError, ValueError, EOFError):
-            return None  # not there, or cut short by a machine that went down
-        return found if found.shape == self.shape and found.dtype == np.uint8 else None
+        def write(stream: BinaryIO) -> None:
+            stream.write(header.getvalue())
+            for pixels in self._decoded():
+                stream.write(np.ascontiguousarray(pixels).data)
 
-    def _write(self, path: str, folder: str) -> None:
-        # Written as a file, not through the map: a full disk is then an error and not a SIGBUS.
-        part = f"{path}.{uuid.uuid4().hex[:8]}.part"
-        try:
-            with self._kept_in(folder), open(part, "wb") as stream:
-                header = {"descr": "|u1", "fortran_order": False, "shape": self.shape}
-                np.lib.format.write_array_header_1_0(stream, header)
-                for pixels in self._decoded():
-                    stream.write(np.ascontiguousarray(pixels).data)
-            os.replace(part, path)
-        finally:
-            if os.path.exists(part):
-                os.unlink(part)
-
-    @contextmanager
-    def _kept_in(self, folder: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            size = np.prod(self.shape) / 2**30
-            raise UserError(f"decoded images cannot be kept in {folder!r} ({error}); they need {size:.2f} GiB there: free the "
-                            "space, or lower data.resident_mb so that they are streamed") from None
+        self.kept = cache.kept(name, header.tell() + math.prod(self.shape), write)  # in use for as long as this source is
+        return np.memmap(self.kept, np.uint8, "r", header.tell(), self.shape)
 
 
 class Streamed:

@@ -1,0 +1,109 @@
+"""The whole way through an S3-compatible server that makes requests fail: the same numbers as on a disk, and no secret anywhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import s3, small_run
+from tests.recovery import Reference
+from workers.artefact import listing
+
+DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
+
+
+def config_of(reference: Reference, bucket: s3.Proxy, place: Path, **changes: Any) -> str:
+    body = small_run.make_body(place, reference.cards, storage=bucket.uri)
+    body["cluster"]["cache"] = str(place / "cache")
+    return small_run.write_config(place / "config.yaml", body | changes)
+
+
+def through(argv: list[str], bucket: s3.Proxy, place: Path, stop_before: int = 0) -> tuple[int, str]:
+    """Exit code, and what it said."""
+    process = s3.start(argv, place / "out.txt", s3.environment(bucket.port), stop_before)
+    process.join(300)
+    return process.exitcode, (place / "out.txt").read_text()
+
+
+def judge(reference: Reference, bucket: s3.Proxy, place: Path) -> None:
+    storage = s3.fetched(bucket.upstream, bucket.bucket, place / "bucket") / "storage"
+    assert small_run.results(storage) == reference.expected
+    assert not list(storage.glob("checkpoints/*/*"))
+    assert not s3.leaks(place)
+
+
+def test_a_run_through_errors_that_pass_has_the_same_numbers(reference, bucket, tmp_path):
+    bucket.share = 0.05
+    config = config_of(reference, bucket, tmp_path)
+    code, said = through(["run", config], bucket, tmp_path)
+    assert code == 0, said
+    assert sum(bool(fault) for _, _, fault in bucket.seen) > 10
+    judge(reference, bucket, tmp_path)
+    stages = len(reference.expected) + 1
+    for argv, expected in ((["run", config], "nothing to do"), (["plan", config], f"{stages} stand, 0 to run"), (["report", config], "report: s3://"),
+                           (["gc", "--storage", bucket.uri, "--yes"], "nothing to delete")):
+        code, said = through(argv, bucket, tmp_path)
+        assert code == 0, said
+        assert expected in said
+
+
+@pytest.mark.parametrize("call", [9, 31])
+def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(call, reference, bucket, tmp_path):
+    bucket.share = 0.05
+    config = config_of(reference, bucket, tmp_path)
+    code, _ = through(["run", config], bucket, tmp_path, stop_before=call)
+    assert code == -9
+    before = {name for name in listing(bucket.uri) if name.endswith("manifest.json")}
+    code, said = through(["run", config], bucket, tmp_path)
+    assert code == 0, said
+    assert f"{len(before)} reused" in said or not before
+    judge(reference, bucket, tmp_path)
+
+
+def test_few_requests_are_made_of_each_stage(reference, bucket, tmp_path):
+    """Without checkpoints; most are the manifests of stages that a stage starts from."""
+    body = small_run.make_body(tmp_path, reference.cards, storage=bucket.uri, cluster={"checkpoint_s": 1e6, "cache": str(tmp_path / "cache")})
+    config = small_run.write_config(tmp_path / "config.yaml", body)
+    code, said = through(["run", config], bucket, tmp_path)
+    assert code == 0, said
+    stages = len(reference.expected) + 1
+    assert len(bucket.seen) < 30 * stages
+    assert bucket.counts(".tar")["GET"] == 6  # three cards, train and test: once each
+
+
+@pytest.mark.slow
+def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(reference, bucket, tmp_path):
+    config = config_of(reference, bucket, tmp_path, tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "models": False})
+    bucket.share = 0.02
+    code, said = through(["run", config], bucket, tmp_path)
+    assert code == 0, said
+    assert "warning" not in said.lower(), said
+    judge(reference, bucket, tmp_path)
+    found = [name for name in listing(bucket.uri) if name.startswith("mlartifacts/")]
+    assert any(name.endswith("report.html") for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not (DATA / "real7").exists(), reason="real7 is not below ACCRETE_DATA")
+def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(bucket, tmp_path):
+    """A star and a chain on the pretrained ViT-Ti, at 32 px, in little shards."""
+    bucket.share = 0.05
+    methods = ["linear", "hat"]
+    body = {"extends": str(Path("configs/streams/real7-64px.yaml").resolve()), "name": "small", "tracking": False,
+            "backbone": {"img_size": 32}, "train": {"epochs": 1, "batch_size": 64}, "methods": {name: {} for name in methods},
+            "cluster": {"workers": 0, "checkpoint_s": 2, "cache": str(tmp_path / "cache")}}
+    local = small_run.write_config(tmp_path / "local.yaml", {**body, "storage": str(tmp_path / "local")})
+    small_run.run(["run", local], tmp_path / "local.txt", timeout=1500)
+    remote = small_run.write_config(tmp_path / "remote.yaml", {**body, "storage": bucket.uri})
+    process = s3.start(["run", remote], tmp_path / "remote.txt", s3.environment(bucket.port))
+    process.join(1500)
+    assert process.exitcode == 0, (tmp_path / "remote.txt").read_text()
+    storage = s3.fetched(bucket.upstream, bucket.bucket, tmp_path / "bucket") / "storage"
+    found = small_run.results(storage)
+    assert found == small_run.results(tmp_path / "local")
+    assert len(found) == 7 + 1 + 2 * 14
+    assert not s3.leaks(tmp_path)

@@ -1,0 +1,199 @@
+"""The cache of a node: shards come once and whole, room is made of what was used longest ago, and never of what is in use."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from pipeline import cards, ingest
+from tests import s3, small_run
+from tests.s3 import Fault
+from workers import filesystem
+from workers.artefact import join, write_bytes
+from workers.data.cache import Cache
+from workers.data.shards import Shards
+from workers.errors import DamagedArtefact, UserError
+
+
+def written(data: bytes):
+    def write(stream: BinaryIO) -> None:
+        stream.write(data)
+    return write
+
+
+def keep(cache: Cache, name: str, size: int = 100) -> None:
+    cache.kept(name, size, written(b"x" * size)).close()
+
+
+def names(cache: Cache) -> set[str]:
+    return {path.name for path in Path(cache.folder).rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def test_what_was_used_longest_ago_makes_room(tmp_path):
+    cache = Cache(str(tmp_path), 300)
+    for name in ("shards/a", "shards/b", "c.npy", "shards/a", "shards/d"):  # `a` twice: `b` is then the oldest
+        keep(cache, name)
+    assert names(cache) == {"a", "c.npy", "d"}
+    keep(cache, "shards/e", 250)
+    assert names(cache) == {"e"}
+    keep(cache, "shards/f", 1000)  # more than the limit
+    assert names(cache) == {"f"}
+
+
+def test_what_is_in_use_is_not_deleted(tmp_path):
+    cache = Cache(str(tmp_path), 100)
+    for name in ("b", "c"):  # when it was just made, and when it was found
+        first = cache.kept("a", 100, written(b"x" * 100))
+        keep(cache, name)
+        assert names(cache) == {"a", name}
+        assert first.read_at(5, 95) == b"xxxxx"
+        first.close()
+    keep(cache, "d")
+    assert names(cache) == {"d"}
+
+
+def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(tmp_path):
+    cache = Cache(str(tmp_path), 1000)
+    keep(cache, "a", 4)
+    keep(cache, "a", 4)
+    with cache.kept("a", 4, written(b"1234")) as found:
+        assert found.read() == b"xxxx"
+    (tmp_path / "a").write_bytes(b"xx")
+    with cache.kept("a", 4, written(b"1234")) as found:
+        assert found.read() == b"1234"
+
+
+@pytest.mark.parametrize("error", [DamagedArtefact("k", "damaged"), KeyboardInterrupt(), OSError("AWS Error ACCESS_DENIED")])
+def test_what_could_not_be_made_leaves_nothing(error, tmp_path):
+    def fails(stream: BinaryIO) -> None:
+        stream.write(b"12")
+        raise error
+
+    with pytest.raises(type(error)):
+        Cache(str(tmp_path), 1000).kept("a", 4, fails)
+    with pytest.raises(OSError, match="2 bytes were made of 4"):
+        Cache(str(tmp_path), 1000).kept("a", 4, written(b"12"))
+    assert not names(Cache(str(tmp_path), 1000))
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    def full(stream: BinaryIO) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=r"cannot be kept in .*No space left.*cluster\.cache"):
+        Cache(str(tmp_path), 1000).kept("a", 4, full)
+
+
+def dies(folder: str) -> None:
+    def write(stream: BinaryIO) -> None:
+        stream.write(b"12")
+        stream.flush()
+        os._exit(9)
+    Cache(folder, 1000).kept("a", 4, write)
+
+
+def test_what_a_process_left_behind_that_died_is_deleted(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=dies, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    cache = Cache(str(tmp_path), 1000)
+    assert [name.rsplit(".")[-1] for name in names(cache)] == ["part"]
+    keep(cache, "a", 4)
+    assert names(cache) == {"a"}
+
+
+def test_of_several_one_makes_it_and_the_others_wait(tmp_path):
+    cache, made, begun, go = Cache(str(tmp_path), 1000), [], threading.Event(), threading.Event()
+
+    def write(stream: BinaryIO) -> None:
+        made.append(1)
+        begun.set()
+        go.wait()
+        stream.write(b"1234")
+
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(cache.kept("a", 4, write).read())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert (found, made) == ([b"1234"] * 3, [1])
+
+
+# ---- shards on an object store ------------------------------------------------------------------------------------------
+@pytest.fixture
+def shards(bucket, tmp_path, monkeypatch) -> Shards:
+    """40 images in shards of 15, and a cache."""
+    monkeypatch.setattr(filesystem, "FIRST_S", 0.01)
+    monkeypatch.setattr(filesystem, "TRIES", 1)
+    card = small_run.make_card(tmp_path, "a", "01", train=20, test=1, shard_images=15)
+    ingest.ingest(cards.load(card), bucket.uri, "data", map, {})
+    return Shards.open(bucket.uri, "data", Cache(str(tmp_path / "cache"), 10**9))
+
+
+def read_all(shards: Shards) -> list[bytes]:
+    rows = shards.select("train", "01").to_pylist()
+    return [shards.verify(r["key"], shards.read(r["shard"], r["offset"], r["bytes"]), r["sha256"]) for r in rows]
+
+
+def tars(shards: Shards) -> list[str]:
+    return sorted({name for name in shards.index["shard"].to_pylist() if name.startswith("train")})
+
+
+def test_a_shard_is_fetched_once_and_never_image_by_image(shards, bucket):
+    bucket.seen.clear()
+    assert len(read_all(shards)) == 40
+    assert bucket.counts(".tar") == {"HEAD": 3, "GET": 3}
+    again = Shards.open(bucket.uri, "data", shards.cache)
+    assert len(read_all(again)) == len(list(again.stream(tars(again), seed=1))) == 40
+    assert bucket.counts(".tar") == {"HEAD": 3, "GET": 3}
+
+
+def test_without_room_shards_come_again_and_the_images_are_the_same(shards, bucket):
+    expected = read_all(shards)
+    tight = Shards.open(bucket.uri, "data", Cache(shards.cache.folder + "-2", 1))
+    assert read_all(tight) == expected
+    assert sorted(image for _, image in tight.stream(tars(tight))) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["503", "cut download", "done, unsaid"])
+def test_a_shard_arrives_through_errors_that_pass(kind, shards, bucket):
+    bucket.faults[:] = [Fault(kind, "GET", ".tar", times=2)]
+    assert len(read_all(shards)) == 40
+    assert bucket.faults[0].times == 0
+
+
+@pytest.mark.parametrize("place", ["storage", "cache"])
+def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(place, shards, bucket):
+    expected = read_all(shards)
+    names = {name: info["sha256"] for name, info in shards.artefact.manifest["files"].items()}
+    path = Path(shards.cache.folder, "shards", names["train-00001.tar"])
+    data = bytearray(path.read_bytes())
+    data[data.find(b"IDAT") + 9] ^= 1
+    if place == "cache":
+        path.write_bytes(data)
+        with pytest.raises(DamagedArtefact):
+            read_all(shards)
+        assert read_all(shards) == expected
+    else:
+        shards.cache.forget(f"shards/{names['train-00001.tar']}")
+        write_bytes(shards.uri("train-00001.tar"), bytes(data))
+        again = Shards.open(bucket.uri, "data", shards.cache)
+        for _ in range(2):
+            with pytest.raises(DamagedArtefact, match=r"train-00001\.tar is not what ingest wrote"):
+                read_all(again)
+        assert not path.exists()
+
+
+def test_a_shard_that_is_gone_is_damage(shards, bucket):
+    s3.client_of(bucket.upstream).delete_object(Bucket=bucket.bucket, Key=join("storage", *shards.uri("train-00000.tar").split("/")[4:]))
+    for read in (read_all, lambda shards: list(shards.stream(tars(shards)))):
+        with pytest.raises(DamagedArtefact, match=r"train-00000\.tar is missing"):
+            read(shards)

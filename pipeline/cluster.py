@@ -53,9 +53,6 @@ def connect(cluster: ClusterSettings) -> Any:
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
         raise UserError(f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or set cluster.address=local") from None
-    from ray._private.ray_logging import global_worker_stdstream_dispatcher
-
-    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")  # of a node that is lost the driver tells itself, in one line
     return ray
 
 

@@ -78,6 +78,7 @@ class OnRay:
             check_nodes(ray, self.around.nodes, store.storage)
         self.groups: dict[int, Running] = {}
         self.places: dict[int, list[str]] = {}  # of the ranks of groups that are up
+        self.used: set[str] = set()  # nodes that any of them has been on
         self.stages: dict[str, Stage] = {}  # that were submitted, by id
         self.outbox: list[Offer] = []
         self.local_waiting: deque[Stage] = deque()
@@ -117,6 +118,7 @@ class OnRay:
         if self.groups:
             outbox, self.outbox = self.outbox, []
             news, self.places = self._answer(self.queue.offer.remote(outbox))
+            self.used |= {node for nodes in self.places.values() for node in nodes}
             self._mind_groups()
             if time.monotonic() - self.looked > LOOK_S or any(event.kind == "lost" for event in news):
                 self._look_around()
@@ -201,7 +203,8 @@ class OnRay:
                 if address_of(self.cluster) != "local":
                     check_nodes(self.ray, {node.id: node}, self.store.storage)
             elif not node.alive and old is not None and old.alive:
-                self._say(f"node {node} was lost; " + ("what ran on it goes on from its last checkpoint" if groups else "nothing of this run was on it"))
+                here = "has gone on elsewhere" if node.id in self.used and not groups else "goes on from its last checkpoint"
+                self._say(f"node {node} was lost; " + (f"what ran on it {here}" if node.id in self.used else "nothing of this run was on it"))
                 for index in groups:  # not when its workers are found dead: another group may have time for its stage at once
                     self._answer(self.queue.abandon.remote(index, f"node {node} was lost", True))
                     del self.places[index]

@@ -78,6 +78,8 @@ def attempt(stage: Stage, run: Callable[[], dict[str, Any]]) -> Event:
     except UserError as error:
         return Event("failed", stage.id, str(error), final=True)
     except Exception as error:
+        if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
+            return Event("lost", stage.id, "a worker of its group is gone")  # what the others hear of it
         return Event("failed", stage.id, own_error(error))
 
 

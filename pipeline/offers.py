@@ -131,7 +131,9 @@ class Queue:
 
     def post(self, group: int, event: Event) -> bool:
         """From a rank: how a stage goes or ended. Of several ranks that fail together the first one is heard. Returns whether it is to leave."""
-        if event.kind == "progress" or self.held.pop(group, None) is not None:
+        if event.kind == "lost":
+            self._lose(group, event.message)
+        elif event.kind == "progress" or self.held.pop(group, None) is not None:
             self.events.append(event)
         return self.going.get(group, False)
 

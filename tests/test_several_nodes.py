@@ -60,18 +60,19 @@ def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_proces
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(references, tmp_path):
+def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path):
     """Checkpoints by the clock are turned off, so what is saved was saved because of the notice; the stage has no try to lose."""
-    reference = references["chain"]
+    reference = Reference.made_in(tmp_path / "one", ("base", "a"), methods={"hat": {}}, train={"epochs": 600})
     with nodes_up([1, 1]) as nodes:
         process = small_run.start(["run", on(nodes, reference, tmp_path, checkpoint_s=0, retries=0, groups=1)], tmp_path / "out.txt")
-        [node] = wait_for(lambda: working(nodes), 200, process)
-        wait_for(lambda: "hat/base/evaluate" in standing(tmp_path), 200, process)  # the group trains what follows, or soon will
+        wait_for(lambda: "hat/base/train" in standing(tmp_path), 200, process)  # then the next task is trained
+        [node] = working(nodes)
         nodes.announce(node)
         process.join(240)
         said = (tmp_path / "out.txt").read_text()
         assert process.exitcode == 0, said
     assert "is going to be taken away; what runs on it is saved and moved" in said
+    assert "hat/a/train: it is told to leave, its state is saved; it goes on from there" in said
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 

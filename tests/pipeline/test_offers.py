@@ -95,6 +95,16 @@ def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once():
     assert queue.next(1).id == "c", "started anew it is not dismissed"
 
 
+def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group():
+    queue = Queue()
+    queue.offer([Offer(0, stage("a"))])
+    queue.joined(0, ["node-1", "node-2"])
+    queue.next(0)
+    queue.post(0, Event("lost", "a", "a worker of its group is gone"))
+    queue.post(0, Event("lost", "a", "a worker of its group is gone"))
+    assert [(e.kind, e.body["nodes"]) for e in queue.offer([])[0]] == [("lost", ["node-1", "node-2"])]
+
+
 def test_a_closed_queue_stops_every_group():
     queue = Queue()
     queue.offer([Offer(0, stage("a"))])

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
               "command again", file=sys.stderr)
         return 2
     except notice.Leaving:
-        print("accrete: told to stop; what was under way is saved, run the same command again to go on", file=sys.stderr)
+        print("accrete: told to stop; what was under way is saved as far as its last checkpoint, run the same command again to go on", file=sys.stderr)
         return 143
     except KeyboardInterrupt:
         print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)

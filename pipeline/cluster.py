@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.config import ClusterSettings
 from workers.artefact import exists, join, resolve, write_bytes
 from workers.errors import UserError
+from workers.filesystem import bare
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
@@ -49,7 +50,7 @@ def connect(cluster: ClusterSettings) -> Any:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     code = {"working_dir": root, "excludes": LEFT_AT_HOME, "env_vars": ENVIRONMENT}
     try:
-        ray.init(address=address, runtime_env=None if is_submitted_job() else code, **quiet)
+        ray.init(address=address, runtime_env={"env_vars": ENVIRONMENT} if is_submitted_job() else code, **quiet)
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
         raise UserError(f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or set cluster.address=local") from None
@@ -162,6 +163,12 @@ def registered(ray: Any, actor: type, name: str) -> Any:
     return ray.remote(num_cpus=0, resources=HEAD, name=name, namespace=NAMESPACE, scheduling_strategy="DEFAULT")(actor).remote()
 
 
+def where_ray_writes(uri: str) -> dict[str, Any]:
+    """A place for the books that Ray keeps of its own, as its RunConfig wants it. It knows no patience but its own."""
+    system, path = resolve(uri)
+    return {"storage_path": path, "storage_filesystem": bare(system)}
+
+
 # ---- how much of it is ours ----------------------------------------------------------------------------------------------
 def needs(cluster: ClusterSettings) -> dict[str, float]:
     """What one worker takes, in Ray's words."""
@@ -171,9 +178,14 @@ def needs(cluster: ClusterSettings) -> dict[str, float]:
 
 def positions(around: Surroundings, cluster: ClusterSettings) -> int:
     """How many workers the nodes hold that are there and stay."""
-    wanted = needs(cluster)
-    return sum(int(min(node.resources.get(name, 0.0) / amount + 1e-9 for name, amount in wanted.items()))
-               for node in around.nodes.values() if node.alive and not node.leaves)
+    wanted, least = needs(cluster), cluster.min_workers or cluster.workers
+    each = [int(min(node.resources.get(name, 0.0) / amount + 1e-9 for name, amount in wanted.items()))
+            for node in around.nodes.values() if node.alive and not node.leaves]
+    if cluster.placement == "STRICT_PACK":
+        each = [count for count in each if count >= least]
+    if cluster.placement == "STRICT_SPREAD" and sum(count > 0 for count in each) < least:
+        return 0
+    return sum(each)
 
 
 def slice_of(total: int, mine: str, all_: tuple[str, ...]) -> int:

@@ -48,7 +48,8 @@ class ClusterSettings(Frozen):
     """Where it runs. None of this can change a result."""
 
     workers: int = Field(0, ge=0, description="ranks per worker group; 0 runs everything in this process, without Ray")
-    groups: int = Field(0, ge=0, description="most worker groups side by side; 0 means as many as there is room for")
+    groups: int = Field(0, ge=0, description="most worker groups side by side; 0: as many as there is room for. Set it where nodes are started on "
+                        "demand: then groups are asked for although there is no room yet")
     min_workers: int = Field(0, ge=0, description="fewest ranks that a group goes on with when nodes are lost; it grows again between stages. 0: always "
                              "`workers`")
     cpus_per_worker: int = Field(1, gt=0, description="also the number of threads of a rank")
@@ -58,7 +59,7 @@ class ClusterSettings(Frozen):
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="ranks of a group: on few nodes, or on many")
     address: str = Field("", description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: always private")
     retries: int = Field(2, ge=0, description="how often a stage that was interrupted or failed is tried again")
-    checkpoint_s: float = Field(60.0, ge=0, description="seconds between checkpoints inside a stage")
+    checkpoint_s: float = Field(60.0, ge=0, description="seconds between checkpoints inside a stage; 0: only when told to leave")
     loader_workers: int = Field(2, ge=0, description="decoding threads of a rank")
     cache: str = Field("", description="folder of each node for shards and decoded images; empty: in the storage where that is a disk, else a temporary one")
     cache_gb: float = Field(50.0, gt=0, description="what it may hold before what was not used for longest is deleted")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import platform
 import sys
 import threading
 import time
@@ -29,12 +31,12 @@ from pipeline.cluster import (
 )
 from pipeline.config import ClusterSettings
 from pipeline.graph import Stage
-from pipeline.launch import Local, attempt, own_error, run_ingest, run_segment
+from pipeline.launch import NO_ROOM, Local, attempt, own_error, run_ingest, run_segment
 from pipeline.offers import Offer, Queue
 from pipeline.run import Event
 from pipeline.store import Store
 from workers import checkpoint, notice
-from workers.artefact import join
+from workers.artefact import delete_dir, join
 from workers.errors import UserError
 
 LOOK_S = 5.0  # how often the driver looks what has become of the cluster
@@ -55,6 +57,7 @@ class Running:
     workers: int
     starts: int
     since: float | None
+    cancelled: bool = False
 
 
 class OnRay:
@@ -69,11 +72,11 @@ class OnRay:
         ray = connect(cluster)
         self.ray, self.store, self.cluster, self.local, self.progress = ray, store, cluster, local, progress
         self.width = width  # most stages that can run side by side
-        self.listening = notice.listen()  # after Ray, which listens too
         self.name = name_in(ray)
         self.queue = registered(ray, Watching, self.name)
         self.around: Surroundings = ray.get(self.queue.look_around.remote())
         self.looked = time.monotonic()
+        sweep(store)
         if not self.joined and address_of(cluster) != "local":
             check_nodes(ray, self.around.nodes, store.storage)
         self.groups: dict[int, Running] = {}
@@ -82,6 +85,7 @@ class OnRay:
         self.stages: dict[str, Stage] = {}  # that were submitted, by id
         self.outbox: list[Offer] = []
         self.local_waiting: deque[Stage] = deque()
+        self.listening = notice.listen()  # after Ray, which listens too
         self.left_since: float | None = None
         self.broken = False
         self.map = RayMap(ray, max(1, int(ray.cluster_resources().get("CPU", 1))))
@@ -112,7 +116,7 @@ class OnRay:
 
     def _poll(self) -> list[Event]:
         events = self._ingested()
-        if self.outbox and not self.groups:
+        if self.outbox and not self.groups and not notice.given.is_set():
             check_fits(self.around, self.cluster)
             self._adjust()
         if self.groups:
@@ -144,15 +148,20 @@ class OnRay:
                 self._start(index, workers)
         for index, group in self.groups.items():
             if index not in self.places and index < len(sizes) and group.workers > sizes[index]:  # it would wait for a node that is gone
-                self.ray.cancel(group.task, force=True)
-        outgrown = [i for i in self.places if i >= len(sizes) or (i in self.groups and self.groups[i].workers < sizes[i])]
+                self._cancel(group)
+        outgrown = [i for i in self.places if i >= len(sizes) or (i in self.groups and self.groups[i].workers != sizes[i])]
         if outgrown:
             self.queue.dismiss.remote(outgrown, False)
 
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
         fn = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")(run_segment)  # not within what a trial of a search has reserved
-        task = fn.remote(self.queue, index, self.cluster, workers, join(self.store.storage, "ray"))
+        books = f"{books_of(os.getpid())}{index}-{time.time_ns()}"
+        task = fn.remote(self.queue, index, self.cluster, workers, join(self.store.storage, "ray"), books)
         self.groups[index] = Running(task, workers, starts + 1, time.monotonic())
+
+    def _cancel(self, group: Running) -> None:
+        group.cancelled = True
+        self.ray.cancel(group.task, force=True)
 
     def _mind_groups(self) -> None:
         """Groups that ended before the queue was closed are started anew where there is room for them, and what they held is offered again.
@@ -173,10 +182,10 @@ class OnRay:
             group.since = None  # told once
 
     def _replace(self, index: int, group: Running) -> None:
-        message, moved = "its worker group ended", False
+        message, moved = "its worker group ended", group.cancelled
         try:
-            self.ray.get(group.task)
-        except (self.ray.exceptions.NodeDiedError, self.ray.exceptions.TaskCancelledError):
+            moved |= self.ray.get(group.task) == NO_ROOM
+        except self.ray.exceptions.NodeDiedError:
             message, moved = "its node was lost", True
         except Exception as error:
             message = own_error(error)
@@ -184,8 +193,9 @@ class OnRay:
             raise UserError(f"worker group {index} could not be started in {group.starts} tries: {message}; mend what it says, "
                             "or use fewer workers with --set cluster.workers=N")
         self._answer(self.queue.abandon.remote(index, message, moved))
-        self.around = self._answer(self.queue.look_around.remote())
-        sizes = sizes_of_groups(self.around, self.cluster, self.name, self.width)
+        self.places.pop(index, None)
+        self.looked = 0.0  # what was lost with it is told at the next look
+        sizes = sizes_of_groups(self._answer(self.queue.look_around.remote()), self.cluster, self.name, self.width)
         del self.groups[index]
         if self.left_since is None and index < len(sizes):
             self._start(index, sizes[index], group.starts)
@@ -233,6 +243,9 @@ class OnRay:
         if self.left_since is None:
             self.left_since = time.monotonic()
             self.queue.dismiss.remote([*self.groups], True)
+            for index, group in self.groups.items():
+                if index not in self.places:
+                    self._cancel(group)
             self._say("told to leave; saving what is under way")
         if not self.groups or time.monotonic() - self.left_since > GRACE_S:
             raise notice.Leaving
@@ -250,8 +263,34 @@ class OnRay:
             if self.groups:
                 self.ray.get(self.queue.close.remote())
                 self.ray.wait([group.task for group in self.groups.values()], num_returns=len(self.groups), timeout=10)
+        sweep(self.store, own=True)
         if not self.joined:
             self.ray.shutdown()
+
+
+def books_of(pid: int) -> str:
+    """How the names of folders begin in which Ray keeps the books of a driver's groups."""
+    return f"group-{platform.node()}-{pid}-"
+
+
+def sweep(store: Store, own: bool = False) -> None:
+    """Deletes the books of drivers of this machine that were killed; and with `own` those of this one."""
+    for folder in store.folders("ray"):
+        driver = "".join(folder.rsplit("-", 3)[1:2])
+        if not driver.isdigit() or not folder.startswith(books_of(int(driver))):
+            continue
+        if own if int(driver) == os.getpid() else is_gone(int(driver)):
+            delete_dir(join(store.storage, "ray", folder))
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 class RayMap:

@@ -13,20 +13,21 @@ import torch
 
 from pipeline import ingest
 from pipeline.build import IngestJob
-from pipeline.cluster import needs
+from pipeline.cluster import needs, where_ray_writes
 from pipeline.config import ClusterSettings
 from pipeline.graph import Graph, Stage
 from pipeline.offers import Offer, Offers
 from pipeline.run import Event, Executor
 from pipeline.store import Store
 from workers import dist, notice
-from workers.artefact import Artefact, delete_dir, join, resolve
+from workers.artefact import Artefact, delete_dir, join
 from workers.claim import claimed
 from workers.errors import DamagedArtefact, UserError
 from workers.loop import run_stage
 
 QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
 IDLE_S = 10.0  # how long the ranks of an idle group wait for each other at a time
+NO_ROOM = "no room"
 Local = Callable[[Stage], dict[str, Any]]  # stages that the driver runs itself (the report)
 
 
@@ -171,8 +172,9 @@ class Told:
         self.answer = self.queue.post.remote(self.index, Event("progress", self.stage.id, body=body))
 
 
-def run_segment(queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str) -> None:
-    """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task. workers: its ranks.
+def run_segment(queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str) -> str:
+    """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task. workers: its ranks; name: of
+    the folder below `storage` where Ray keeps its own books. Returns NO_ROOM where a group that may have fewer ranks did not come up.
 
     A worker that dies while its group comes up leaves the group's resources reserved for as long as the trainer lives: Ray's own retries
     would wait for them for ever. So the first such failure ends the trainer, and another one is started. Waiting for resources that others
@@ -185,24 +187,24 @@ def run_segment(queue: Any, group: int, cluster: ClusterSettings, workers: int, 
     from ray.train.v2.api.exceptions import ControllerError  # type: ignore[import-not-found,unused-ignore]
 
     gpu, shared = bool(cluster.gpus_per_worker), cluster.gpus_per_worker % 1 > 0
-    system, place = resolve(storage)
     while True:
-        name = f"group-{os.getpid()}-{group}-{time.time_ns()}"
         trainer = TorchTrainer(
             train_loop_per_worker,
             train_loop_config={"queue": queue, "group": group, "gpu": gpu, "threads": cluster.cpus_per_worker},
             torch_config=TorchConfig(backend="nccl" if gpu and not shared else "gloo"),
             scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpu, resources_per_worker=needs(cluster), placement_strategy=cluster.placement),
-            run_config=RunConfig(name=name, storage_path=place, storage_filesystem=system,
+            run_config=RunConfig(name=name, **where_ray_writes(storage),
                                  failure_config=FailureConfig(max_failures=0 if cluster.min_workers else cluster.retries,
                                                               controller_failure_limit=0),  # type: ignore[call-arg]
                                  logging_config=LoggingConfig("ERROR")),
         )
         try:
             trainer.fit()
-            return
+            return ""
         except ControllerError as error:
-            if cluster.min_workers or not isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+            if not isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
                 raise
+            if cluster.min_workers:
+                return NO_ROOM
         finally:
             delete_dir(join(storage, name))  # Ray's own bookkeeping; what counts is in the store

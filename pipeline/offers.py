@@ -99,6 +99,7 @@ class Queue:
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
         self.places: dict[int, list[str]] = {}  # group whose workers have come up -> the nodes of its ranks
+        self.gone: set[int] = set()  # groups that were given up and have not come up again: what is left of one gets no stage
         self.going: dict[int, bool] = {}  # group that is to end -> whether at once; else when it has done what it holds
         self.closed = False
 
@@ -112,6 +113,7 @@ class Queue:
         """From rank 0 of a group that has come up: the nodes of its ranks. What the group held is lost: its workers died."""
         self._lose(group, "its workers died")
         self.places[group] = places
+        self.gone.discard(group)
 
     def dismiss(self, groups: list[int], at_once: bool) -> None:
         """From the driver: these groups are to end, when they have done what they hold, or when they have saved it."""
@@ -124,6 +126,8 @@ class Queue:
         self._lose(group, "its workers died")
         if self.closed or group in self.going:
             return "stop"
+        if group in self.gone:
+            return None
         chosen = self.offers.take(self.last.get(group))
         if chosen is not None:
             self.held[group] = self.last[group] = chosen
@@ -131,9 +135,15 @@ class Queue:
 
     def post(self, group: int, event: Event) -> bool:
         """From a rank: how a stage goes or ended. Of several ranks that fail together the first one is heard. Returns whether it is to leave."""
-        if event.kind == "lost":
+        held = self.held.get(group)
+        if event.kind == "progress":
+            self.events.append(event)
+        elif held is None or held.id != event.stage:
+            pass  # of a group that was given up, and is not quite gone
+        elif event.kind == "lost":
             self._lose(group, event.message)
-        elif event.kind == "progress" or self.held.pop(group, None) is not None:
+        else:
+            del self.held[group]
             self.events.append(event)
         return self.going.get(group, False)
 
@@ -144,6 +154,7 @@ class Queue:
             self.offers.release(self.last[group].id)
         self.places.pop(group, None)
         self.going.pop(group, None)
+        self.gone.add(group)
 
     def _lose(self, group: int, message: str, moved: bool = False) -> None:
         held = self.held.pop(group, None)

@@ -116,9 +116,10 @@ class Store:
         write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
 
     def run_names(self) -> list[str]:
-        return self._folders("runs")
+        return self.folders("runs")
 
-    def _folders(self, place: str) -> list[str]:
+    def folders(self, place: str) -> list[str]:
+        """Names of the folders that lie directly below a place of the storage."""
         system, path = resolve(join(self.storage, place))
         found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
@@ -155,7 +156,7 @@ class Store:
         from pipeline.report import trials
 
         keys: set[str] = set()
-        for name in self._folders("searches"):
+        for name in self.folders("searches"):
             found = trials.load(self.storage, name)
             if found.problems:
                 raise UserError(f"search {name!r}: {found.problems[0]}; so what it needs is not known: start the search again, or remove "

@@ -27,6 +27,7 @@ from pipeline.track_outbox import Outbox
 from pipeline.track_run import OPENED, Place, RunWriter, keys_of, tags_of
 from workers.artefact import join, read_bytes, read_json, resolve
 from workers.errors import UserError
+from workers.secrets import shown
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -87,7 +88,7 @@ class SearchRecorder:
         if self.where is None:
             return []
         uri, experiment, run = self.where
-        base = base or (uri.rstrip("/") if uri.startswith("http") else "")
+        base = base or (shown(uri).rstrip("/") if uri.startswith("http") else "")
         return [f"record: {run_link(base, experiment, run)}" if base else f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
 
     @classmethod

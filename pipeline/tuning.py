@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster import Presence, Surroundings, check_fits, name_in, needs, registered, sizes_of_groups
+from pipeline.cluster import Presence, Surroundings, check_fits, name_in, needs, registered, sizes_of_groups, where_ray_writes
 from pipeline.config import ClusterSettings
 from pipeline.searchfile import Search
 from pipeline.space import Params
@@ -146,7 +146,7 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
             search_alg=None if pbt else Asking(), num_samples=1 if pbt else most or -1, max_concurrent_trials=side_by_side,
             scheduler=scheduler, time_budget_s=budget_s, reuse_actors=True,
             metric=None if scheduler else "accuracy", mode=None if scheduler else "max"),
-        run_config=tune.RunConfig(name=place, storage_path=join(search.storage, "ray"), verbose=0, callbacks=[Watch(), tune.logger.JsonLoggerCallback()],
+        run_config=tune.RunConfig(name=place, **where_ray_writes(join(search.storage, "ray")), verbose=0, callbacks=[Watch(), tune.logger.JsonLoggerCallback()],
                                   failure_config=tune.FailureConfig(max_failures=cluster.retries)))
     try:
         tuner.fit()

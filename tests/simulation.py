@@ -151,6 +151,7 @@ class Cluster:
 
     def _return(self, node: int) -> None:
         self._expect_death(node)
+        self.queue.joined(node, [str(node)])
         if not self._ask(node):
             self.idle.append(node)
 

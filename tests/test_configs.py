@@ -13,7 +13,7 @@ from workers.methods import METHODS
 from workers.methods.base import Method
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-RUNNABLE = sorted(p for p in CONFIGS.rglob("*.yaml") if p.parent.name not in ("streams", "search"))
+RUNNABLE = sorted(p for p in CONFIGS.rglob("*.yaml") if p.parent.name not in ("streams", "search", "cluster"))
 SPACES = sorted((CONFIGS / "search").glob("*.yaml"))
 SETTINGS = ("demo", "real7", "paper")
 HEADER = ("command", "machine", "time", "expected")

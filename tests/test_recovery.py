@@ -85,7 +85,7 @@ def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_s
     process.join(240)
     assert process.exitcode == 143
     said = (tmp_path / "out.txt").read_text()
-    assert said.splitlines()[-1] == "accrete: told to stop; what was under way is saved, run the same command again to go on"
+    assert said.splitlines()[-1] == "accrete: told to stop; what was under way is saved as far as its last checkpoint, run the same command again to go on"
     assert "Traceback" not in said
     saved = [*(tmp_path / "storage" / "checkpoints").rglob("latest.json")]
     assert len(saved) == 1

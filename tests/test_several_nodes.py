@@ -90,6 +90,7 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, t
         assert process.exitcode == 0, said
     manifests = small_run.manifests(tmp_path / "storage")
     assert manifests["hat/a/train"]["workers"] == 1
+    assert manifests["hat/b/evaluate"]["workers"] == 2, "it has grown again"
     found = small_run.results(tmp_path / "storage")
     for stage_id, expected in reference.expected.items():
         if stage_id.endswith("/evaluate"):
@@ -109,10 +110,9 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(re
         said = [(tmp_path / f"{name}.txt").read_text() for name in ("inside", "outside")]
         assert (inside.exitcode, outside.exitcode) == (0, 0), said
     assert small_run.results(tmp_path / "storage") == reference.expected
-    trained = [line for text in said for line in text.splitlines() if ": trained, " in line]
     assert not [*(tmp_path / "storage").rglob("*.part")]
     attempts = [folder for stage in (tmp_path / "storage" / "stages").iterdir() for folder in stage.iterdir() if folder.is_dir()]
-    assert len(attempts) == len(reference.expected) + 1, (attempts, trained)  # and the report's
+    assert len(attempts) == len(reference.expected) + 1, attempts  # and the report's
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder")

@@ -91,6 +91,11 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
         connect_timeout=CONNECT_S, request_timeout=SILENT_S, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=TRIES), **rest)
 
 
+def bare(system: fs.FileSystem) -> fs.FileSystem:
+    """The filesystem that `opened` made patient, for those who write through streams of their own."""
+    return system.handler.system if isinstance(system, fs.PyFileSystem) else system
+
+
 def put(system: fs.FileSystem, path: str, data: bytes) -> None:
     """One whole object on a filesystem that `opened` gave, or nothing: an upload in parts is visible once all of them are there."""
     system.handler.put(path, data)

@@ -9,9 +9,9 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from workers.errors import UserError
 
-URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*$")
+URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 NAMES = re.compile(r"key|secret|token|pass|credential|signature|^sig$", re.IGNORECASE)
-NOBODY = {"s3": "", "gs": "anonymous", "gcs": "anonymous"}  # schemes whose user is an account, and the one that is nobody
+NOBODY = {"s3": "", "gs": "anonymous", "gcs": "anonymous", "http": "", "https": ""}  # schemes whose user is an account, and the one that is nobody
 
 
 def refuse_secrets(value: Any, where: str = "") -> None:
@@ -23,9 +23,9 @@ def refuse_secrets(value: Any, where: str = "") -> None:
     elif isinstance(value, (list, tuple)):
         for part in value:
             refuse_secrets(part, where)
-    elif isinstance(value, str) and URI.match(value) and _has_secret(value):
-        raise UserError(f"{where or 'a URI'} begins with {value.partition('://')[0][:12]}:// and has a user, a password or a key in it, which would be written "
-                        "into records; take it out of the URI and give it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    elif isinstance(value, str) and URI.match(value) and _has_secret(value.strip()):
+        raise UserError(f"{where or 'a URI'} begins with {value.strip().partition('://')[0][:12]}:// and has a user, a password or a key in it, which would "
+                        "be written into records; take it out of the URI and give it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
                         "GOOGLE_APPLICATION_CREDENTIALS, MLFLOW_TRACKING_URI), or use the role of the machine")
 
 

@@ -92,7 +92,22 @@ def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once():
     queue.post(1, Event("moved", second.id))
     assert queue.next(0) == queue.next(1) == "stop"
     queue.abandon(1, "")
+    assert queue.next(1) is None, "what is left of it gets nothing"
+    queue.joined(1, ["node-1"])
     assert queue.next(1).id == "c", "started anew it is not dismissed"
+
+
+def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard():
+    queue = Queue()
+    queue.offer([Offer(1, stage("a")), Offer(0, stage("b"))])
+    queue.next(0)
+    queue.abandon(0, "given up")
+    queue.joined(0, ["node-1"])
+    assert queue.next(0).id == "b"
+    for kind in ("done", "lost", "failed"):
+        queue.post(0, Event(kind, "a"))
+    queue.post(0, Event("done", "b"))
+    assert [(e.kind, e.stage) for e in queue.offer([])[0]] == [("lost", "a"), ("done", "b")]
 
 
 def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group():

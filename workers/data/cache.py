@@ -66,6 +66,8 @@ class Cache:
                 write(stream)
                 if stream.tell() != size:
                     raise OSError(f"{stream.tell()} bytes were made of {size}")
+                stream.flush()
+                os.fsync(stream.fileno())  # its size was set before: after a machine went down nothing else tells that it is whole
             os.replace(part, path)
         except BaseException:
             found.close()
@@ -124,7 +126,7 @@ def _in_use(path: str, size: int) -> Kept | None:
 
 def _deleted(path: str) -> bool:
     """Deletes a file unless somebody uses it."""
-    with suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
+    with suppress(FileNotFoundError, BlockingIOError), open(path, "r+b") as file:  # a network disk locks only what may be written
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
         return True

@@ -75,6 +75,17 @@ def test_few_requests_are_made_of_each_stage(reference, bucket, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(reference, bucket, tmp_path):
+    bucket.share = 0.05
+    body = small_run.make_body(tmp_path, reference.cards, storage=bucket.uri)
+    body["cluster"] |= {"workers": 1, "groups": 1, "address": "local", "cache": str(tmp_path / "cache")}
+    code, said = through(["run", small_run.write_config(tmp_path / "config.yaml", body)], bucket, tmp_path)
+    assert code == 0, said
+    judge(reference, bucket, tmp_path)
+    assert not [name for name in listing(bucket.uri) if name.startswith("ray/")], "what Ray wrote of its own is taken away"
+
+
+@pytest.mark.slow
 def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(reference, bucket, tmp_path):
     config = config_of(reference, bucket, tmp_path, tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "models": False})
     bucket.share = 0.02

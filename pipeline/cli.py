@@ -114,6 +114,7 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]
         raise UserError(f"storage {config.storage!r} is relative, and the folder of a submitted job goes when it ends; give a place that all nodes share "
                         "with --set storage=PLACE")
     store.check_writable()
+    store.sweep()
     from pipeline import build
 
     graph, tasks = build.graph_of(config, store, provenance())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import ClusterSettings
-from workers.artefact import exists, join, resolve, write_bytes
+from workers.artefact import exists, join, passing_name, resolve, write_bytes
 from workers.errors import UserError
 from workers.filesystem import bare
 
@@ -248,7 +248,7 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
     """Raises UserError where a node has other versions than this machine, or does not see the storage."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    probe = join(storage, f".probe-{uuid.uuid4().hex[:8]}")
+    probe = join(storage, f".probe-{passing_name()}")
     write_bytes(probe, b"accrete")
     try:
         asked = {ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))(facts).remote(probe): node

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
-import platform
 import sys
 import threading
 import time
@@ -36,7 +34,7 @@ from pipeline.offers import Offer, Queue
 from pipeline.run import Event
 from pipeline.store import Store
 from workers import checkpoint, notice
-from workers.artefact import delete_dir, join
+from workers.artefact import delete_dir, is_remains, join, passing_name
 from workers.errors import UserError
 
 LOOK_S = 5.0  # how often the driver looks what has become of the cluster
@@ -72,11 +70,11 @@ class OnRay:
         ray = connect(cluster)
         self.ray, self.store, self.cluster, self.local, self.progress = ray, store, cluster, local, progress
         self.width = width  # most stages that can run side by side
-        self.name = name_in(ray)
+        self.name, self.own, self.books = name_in(ray), passing_name(), 0
         self.queue = registered(ray, Watching, self.name)
         self.around: Surroundings = ray.get(self.queue.look_around.remote())
         self.looked = time.monotonic()
-        sweep(store)
+        sweep(store, self.own)
         if not self.joined and address_of(cluster) != "local":
             check_nodes(ray, self.around.nodes, store.storage)
         self.groups: dict[int, Running] = {}
@@ -155,8 +153,8 @@ class OnRay:
 
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
         fn = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")(run_segment)  # not within what a trial of a search has reserved
-        books = f"{books_of(os.getpid())}{index}-{time.time_ns()}"
-        task = fn.remote(self.queue, index, self.cluster, workers, join(self.store.storage, "ray"), books)
+        self.books += 1
+        task = fn.remote(self.queue, index, self.cluster, workers, join(self.store.storage, "ray"), f"group-{self.own}-{self.books}")
         self.groups[index] = Running(task, workers, starts + 1, time.monotonic())
 
     def _cancel(self, group: Running) -> None:
@@ -263,34 +261,16 @@ class OnRay:
             if self.groups:
                 self.ray.get(self.queue.close.remote())
                 self.ray.wait([group.task for group in self.groups.values()], num_returns=len(self.groups), timeout=10)
-        sweep(self.store, own=True)
+        sweep(self.store, self.own)
         if not self.joined:
             self.ray.shutdown()
 
 
-def books_of(pid: int) -> str:
-    """How the names of folders begin in which Ray keeps the books of a driver's groups."""
-    return f"group-{platform.node()}-{pid}-"
-
-
-def sweep(store: Store, own: bool = False) -> None:
-    """Deletes the books of drivers of this machine that were killed; and with `own` those of this one."""
+def sweep(store: Store, own: str) -> None:
+    """Deletes the books that Ray keeps of groups, of this driver and of those of this machine that were killed."""
     for folder in store.folders("ray"):
-        driver = "".join(folder.rsplit("-", 3)[1:2])
-        if not driver.isdigit() or not folder.startswith(books_of(int(driver))):
-            continue
-        if own if int(driver) == os.getpid() else is_gone(int(driver)):
+        if folder.startswith("group-") and (own in folder or is_remains(folder)):
             delete_dir(join(store.storage, "ray", folder))
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
 
 
 class RayMap:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import posixpath
 import re
 import time
-import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, dump
 from pipeline.graph import Graph, Stage
-from workers.artefact import MANIFEST, Artefact, exists, join, listing, read_json, resolve, withdraw, write_bytes
+from workers.artefact import MANIFEST, Artefact, exists, is_remains, join, listing, passing_name, read_json, resolve, withdraw, write_bytes
 from workers.errors import UserError
 from workers.filesystem import patience
 from workers.job import Task
@@ -62,6 +64,11 @@ class Lookup:
     damaged: bool = False
 
 
+def remove(path: str) -> None:
+    with suppress(FileNotFoundError):  # another driver sweeps too
+        os.unlink(path)
+
+
 class Store:
     """`<storage>/stages/<key>/` and the records of named runs."""
 
@@ -72,7 +79,7 @@ class Store:
     def check_writable(self) -> None:
         """Raises UserError where the storage cannot be written."""
         resolve(self.storage)
-        probe = join(self.storage, f".probe-{uuid.uuid4().hex[:8]}")  # of its own: two runs may start at the same moment
+        probe = join(self.storage, f".probe-{passing_name()}")  # of its own: two runs may start at the same moment
         try:
             with patience(FIRST_CONTACT_S):
                 write_bytes(probe, b"accrete")
@@ -81,6 +88,19 @@ class Store:
         except OSError as error:
             raise UserError(f"storage {self.storage!r} cannot be written ({error}); choose another folder with --set storage=PATH "
                             "or mend its permissions") from None
+
+    def sweep(self) -> None:
+        """Deletes what processes of this machine that were killed have left, where nobody else comes by: files half written, probes, Ray's books."""
+        system, top = resolve(self.storage)
+        if not isinstance(system, fs.LocalFileSystem):
+            return
+        for place in ("runs", "sources", "searches"):
+            for path in listing(join(self.storage, place)):
+                if path.endswith(".part") and is_remains(posixpath.basename(path)):
+                    remove(join(top, place, path))
+        for entry in os.scandir(top):
+            if entry.name.startswith(".probe-") and is_remains(entry.name):
+                remove(entry.path)
 
     def look_up(self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True) -> Lookup:
         """Is the result of `stage` there? With `verify`, every file is compared with its digest.

@@ -12,7 +12,7 @@ from tests import small_run
 from tests.recovery import Reference, judge, standing, steps
 
 CALLS = 4  # that make a checkpoint durable: a write and a move of the tensors, a write and a move of what names them
-CACHES = {"train": 2, "herd": 1, "finetune": 1}  # calls before: decoded images
+CACHES = {"train": 4, "herd": 2, "finetune": 2}  # calls before: decoded images, each kept by a write and a move
 TRAINING = {"train": 2 * 3, "finetune": 4 * 1}  # epochs, each of so many batches of 16: of 36 images and 8 exemplars, and of 8
 
 

@@ -28,8 +28,9 @@ def both(tmp_path_factory) -> Reference:
 
 
 def leftovers(storage: Path, before: set[str]) -> list[str]:
-    """Files that only a process under way may have."""
-    parts = [str(path) for path in storage.rglob("*") if path.suffix == ".part" or path.parent.name in ("claims", "ray") or path.name.startswith(".probe")]
+    """Files that only a process under way may have, and attempts beside the one that stands."""
+    parts = [str(path) for path in storage.rglob("*") if path.suffix == ".part" or path.parent.name == "ray" or path.name.startswith(".probe")]
+    parts += [str(stage) for stage in (storage / "stages").iterdir() if sum(path.is_dir() for path in stage.iterdir()) != 1]
     return parts + [name for name in {path.name for path in Path(tempfile.gettempdir()).iterdir()} - before if "accrete" in name]
 
 

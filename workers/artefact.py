@@ -18,7 +18,9 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import posixpath
+import re
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -95,7 +97,7 @@ def write_bytes(uri: str, data: bytes) -> None:
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+        part = f"{path}.{passing_name()}.part"
         try:
             with open(part, "wb") as stream:
                 stream.write(data)
@@ -108,6 +110,25 @@ def write_bytes(uri: str, data: bytes) -> None:
             raise
     else:
         put(system, path, data)
+
+
+def passing_name() -> str:
+    """What the name of a file has in it that only a process under way needs: when its process is gone, `is_remains` tells."""
+    return f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def is_remains(name: str) -> bool:
+    """Whether a file or folder is named after a process of this machine that is gone."""
+    found = re.search(rf"{re.escape(platform.node())}-(\d+)-", name)
+    if found is None:
+        return False
+    try:
+        os.kill(int(found.group(1)), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def listing(uri: str) -> dict[str, int]:
@@ -164,14 +185,15 @@ class Attempt:
         data = json.dumps({**body, "sha256": digest_of(body)}, indent=1, sort_keys=True).encode()
         system, path = resolve(target)
         if isinstance(system, fs.LocalFileSystem):
-            part = f"{path}.{self.name}.part"
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            part = os.path.join(os.path.dirname(path), self.name, MANIFEST)
+            os.makedirs(os.path.dirname(part), exist_ok=True)
             try:
                 with open(part, "wb") as stream:
                     stream.write(data)
                     stream.flush()
                     os.fsync(stream.fileno())
                 os.link(part, path)  # fails when another attempt was faster: exactly one wins
+                self._sweep(os.path.dirname(path))
             except FileExistsError:
                 self.discard()
                 return False
@@ -185,6 +207,13 @@ class Attempt:
             return True
         write_bytes(target, data)
         return True
+
+    def _sweep(self, folder: str) -> None:
+        """Of a result that has just come to stand on a disk: deletes what attempts that were killed have left beside it. One that is still under
+        way finds the manifest, and is dropped anyway."""
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False) and entry.name != self.name:
+                delete_dir(entry.path)
 
     def discard(self) -> None:
         delete_dir(join(self.root, self.key, self.name))

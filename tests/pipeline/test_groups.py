@@ -14,13 +14,14 @@ import ray.exceptions
 from pipeline import groups
 from pipeline.config import ClusterSettings
 from pipeline.graph import Stage
-from pipeline.groups import OnRay, Running, books_of, sweep
+from pipeline.groups import OnRay, Running, sweep
 from pipeline.launch import NO_ROOM
 from pipeline.offers import Queue
 from pipeline.run import Event
 from pipeline.store import Store
 from tests.pipeline.nodes import nodes_of
 from workers import notice
+from workers.artefact import passing_name
 from workers.errors import UserError
 
 
@@ -197,15 +198,15 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
         notice.given.clear()
 
 
-def test_the_books_of_a_driver_that_was_killed_are_swept_and_those_of_others_stay(tmp_path):
+def test_the_books_of_drivers_that_were_killed_are_swept_and_those_of_others_stay(tmp_path, monkeypatch):
     dead = os.fork()
     if not dead:
         os._exit(0)
     os.waitpid(dead, 0)
-    names = [f"{books_of(pid)}0-123" for pid in (dead, os.getpid(), 1)] + ["search-small", "group-elsewhere-9-0-1"]
+    mine = passing_name()
+    others = [passing_name(), "elsewhere-9-0", mine.replace(f"-{os.getpid()}-", "-1-")]
+    names = [f"group-{name}-0" for name in (mine, mine.replace(f"-{os.getpid()}-", f"-{dead}-"), *others)] + ["search-small"]
     for name in names:
         (tmp_path / "ray" / name).mkdir(parents=True)
-    sweep(Store(str(tmp_path)))
-    assert {path.name for path in (tmp_path / "ray").iterdir()} == {*names[1:]}
-    sweep(Store(str(tmp_path)), own=True)
+    sweep(Store(str(tmp_path)), mine)
     assert {path.name for path in (tmp_path / "ray").iterdir()} == {*names[2:]}

@@ -72,7 +72,10 @@ class OnRay:
         self.width = width  # most stages that can run side by side
         self.name, self.own, self.books = name_in(ray), passing_name(), 0
         self.queue = registered(ray, Watching, self.name)
-        self.around: Surroundings = ray.get(self.queue.look_around.remote())
+        try:
+            self.around: Surroundings = ray.get(self.queue.look_around.remote())
+        except ray.exceptions.RayError as error:
+            raise broke_down(ray, error) from None
         self.looked = time.monotonic()
         sweep(store, self.own)
         if not self.joined and address_of(cluster) != "local":
@@ -104,9 +107,7 @@ class OnRay:
             return self._poll()
         except self.ray.exceptions.RayError as error:
             self.broken = True
-            unanswered = isinstance(error, self.ray.exceptions.GetTimeoutError)
-            why = f"its head node has not answered for {ANSWER_S:.0f} s" if unanswered else str(error).strip().splitlines()[0]
-            raise UserError(f"Ray itself broke down ({why}); what finished is kept, run the same command again") from None
+            raise broke_down(self.ray, error) from None
 
     def _answer(self, call: Any) -> Any:
         """What the queue says, which is on the head node. Raises GetTimeoutError before Ray gives up on a dead one, and ends this process."""
@@ -264,6 +265,13 @@ class OnRay:
         sweep(self.store, self.own)
         if not self.joined:
             self.ray.shutdown()
+
+
+def broke_down(ray: Any, error: Exception) -> UserError:
+    """What is said where not a worker is lost but what the driver itself needs."""
+    unanswered = isinstance(error, ray.exceptions.GetTimeoutError)
+    why = f"its head node has not answered for {ANSWER_S:.0f} s" if unanswered else str(error).strip().splitlines()[0]
+    return UserError(f"Ray itself broke down ({why}); what finished is kept, run the same command again")
 
 
 def sweep(store: Store, own: str) -> None:

@@ -11,7 +11,7 @@
 #
 # A run on Slurm: a Ray cluster over the job's nodes, the driver on the first, everything stopped at the end. From the checkout, in a folder
 # that all nodes see, after `make setup`:
-#   sbatch configs/cluster/slurm.sh configs/real7-vit-tiny.yaml --set storage=/shared/accrete --set cluster.workers=2 --set cluster.gpus_per_worker=1
+#   sbatch configs/cluster/slurm.sh configs/real7-vit-tiny.yaml --set storage=/shared/accrete --set cluster.cache=/tmp --set cluster.workers=2 --set cluster.gpus_per_worker=1
 # What finished is kept: submit the same again to go on. Written for this; tried with stand-ins for srun, ray and the driver, not on Slurm yet.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"

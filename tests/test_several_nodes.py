@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tests.recovery import Reference, standing
 from tests.several_nodes import Nodes, nodes_up, wait_for
 from tests.test_recovery_on_ray import until_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
 LONGER = {"train": {"epochs": 60}}
 KINDS = {"star": ("meat", "piggyback"), "chain": ("hat",)}
@@ -101,7 +103,7 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, t
 def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(references, tmp_path):
     """The same config and store at the same moment: one driver on a node, one through Ray's client server, which stands on no node."""
     reference = references["star"]
-    with nodes_up([1, 1], free_port()) as nodes:
+    with nodes_up([1, 1], client_port=free_port()) as nodes:
         config = on(nodes, reference, tmp_path)
         inside = small_run.start(["run", config], tmp_path / "inside.txt")
         outside = small_run.start(["run", config, "--set", f"cluster.address={nodes.client}"], tmp_path / "outside.txt")
@@ -117,7 +119,6 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(re
 
 @pytest.mark.skipif(not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder")
 @pytest.mark.parametrize("method", ["meat", "hat"])
-@pytest.mark.timeout(1800)
 def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(method, tmp_path, capsys):
     """A star and a chain; a node is killed while it trains, another one is added. Says how long it took until the lost stage was further than
     before, and what had to be done again."""
@@ -161,6 +162,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_a_submitted_job_brings_its_code_and_makes_the_same_numbers(references, tmp_path):
+    reference, port = references["star"], free_port()
+    root = Path(__file__).parent.parent
+    with nodes_up([1, 1], dashboard_port=port):
+        config = reference.config(tmp_path, cluster={"workers": 1, "groups": 1})
+        submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", f"http://127.0.0.1:{port}", "--working-dir", str(root),
+                  "--runtime-env-json", json.dumps({"excludes": [".git", ".venv", "storage"]}), "--", sys.executable, "-m", "pipeline", "run", config]
+        done = wait_for(lambda: taken(submit, tmp_path), 500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert small_run.results(tmp_path / "storage") == reference.expected
+
+
+def taken(submit: list[str], place: Path) -> subprocess.CompletedProcess[str] | None:
+    """None where the cluster has just begun and takes no jobs yet."""
+    done = subprocess.run(submit, capture_output=True, text=True, timeout=400, check=False, cwd=place)
+    return None if "No available agent" in done.stderr else done
 
 
 def test_what_the_storage_of_a_submitted_job_must_be_is_said(references, tmp_path, monkeypatch, capsys):

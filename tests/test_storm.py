@@ -15,7 +15,7 @@ from tests import small_run
 from tests.recovery import MOMENTS, Reference, judge, standing
 from tests.several_nodes import Nodes, nodes_up, title
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 IN_PROCESS, ON_RAY = 120, 80
 KINDS = {"worker": "TrainWorker", "controller": "TrainController", "segment": "run_segment", "queue": "Watching", "driver": "", "node": ""}
 OURS = [name for name in KINDS.values() if name]
@@ -57,9 +57,9 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both, tmp_path):
         assert leftovers(place / "storage", before) == []
 
 
-def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(both, tmp_path):
+def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(both, tmp_path, capsys):
     rng, kills, storages, before = random.Random(MOMENTS + 1), dict.fromkeys(KINDS, 0), 0, names_in_tmp()
-    with nodes_up([1, 1]) as nodes:
+    with nodes_up([1, 1]) as nodes, capsys.disabled():
         while sum(kills.values()) < ON_RAY:
             place, storages = tmp_path / str(storages), storages + 1
             config = both.config(place, cluster={"workers": 1, "address": nodes.address, "retries": 100, "checkpoint_s": 1e-6})
@@ -67,6 +67,7 @@ def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_s
             driver = small_run.start(["run", config], place / "out.txt")
             while sum(kills.values()) < ON_RAY and (kind := struck(rng, nodes, driver)):
                 kills[kind] += 1
+                print(kills, flush=True)
                 if not driver.is_alive():
                     driver.join()
                     assert done.items() <= (done := standing(place)).items()

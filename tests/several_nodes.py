@@ -13,10 +13,10 @@ import psutil
 
 
 class Nodes:
-    """A head without CPUs, and nodes of some. address: host:port of the cluster; client: what a driver outside of it gives. client_port,
-    dashboard_port: where Ray's client server and its dashboard listen, if they are wanted."""
+    """A head without CPUs, and nodes of some. address: host:port of the cluster; client: what a driver outside of it gives. client_port:
+    where Ray's client server listens, if it is wanted."""
 
-    def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0):
+    def __init__(self, cpus: list[int], client_port: int = 0):
         from pipeline.cluster import ENVIRONMENT
 
         self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")  # short: sockets lie below
@@ -24,9 +24,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         more: dict[str, Any] = {"ray_client_server_port": client_port} if client_port else {}
-        more |= {"dashboard_port": dashboard_port} if dashboard_port else {}
-        self.cluster = Cluster(initialize_head=True, head_node_args={
-            "num_cpus": 0, "object_store_memory": 100_000_000, "include_dashboard": bool(dashboard_port), **more})
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100_000_000, "include_dashboard": False, **more})
         self.address, self.client = self.cluster.address, f"ray://127.0.0.1:{client_port}"
         self.nodes: list[Any] = [self.add(count) for count in cpus]
 
@@ -77,9 +75,9 @@ def title(process: psutil.Process) -> str:
 
 
 @contextlib.contextmanager
-def nodes_up(cpus: list[int], **ports: int) -> Iterator[Nodes]:
+def nodes_up(cpus: list[int], client_port: int = 0) -> Iterator[Nodes]:
     before = dict(os.environ)
-    nodes = Nodes(cpus, **ports)
+    nodes = Nodes(cpus, client_port)
     try:
         yield nodes
     finally:

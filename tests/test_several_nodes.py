@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -162,24 +160,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def test_a_submitted_job_brings_its_code_and_makes_the_same_numbers(references, tmp_path):
-    reference, port = references["star"], free_port()
-    root = Path(__file__).parent.parent
-    with nodes_up([1, 1], dashboard_port=port):
-        config = reference.config(tmp_path, cluster={"workers": 1, "groups": 1})
-        submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", f"http://127.0.0.1:{port}", "--working-dir", str(root),
-                  "--runtime-env-json", json.dumps({"excludes": [".git", ".venv", "storage"]}), "--", sys.executable, "-m", "pipeline", "run", config]
-        done = wait_for(lambda: taken(submit, tmp_path), 500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert small_run.results(tmp_path / "storage") == reference.expected
-
-
-def taken(submit: list[str], place: Path) -> subprocess.CompletedProcess[str] | None:
-    """None where the cluster has just begun and takes no jobs yet."""
-    done = subprocess.run(submit, capture_output=True, text=True, timeout=400, check=False, cwd=place)
-    return None if "No available agent" in done.stderr else done
 
 
 def test_what_the_storage_of_a_submitted_job_must_be_is_said(references, tmp_path, monkeypatch, capsys):

@@ -44,7 +44,22 @@ GRACE_S = 60.0  # how long a driver that was told to leave waits for its groups 
 
 
 class Watching(Presence, Queue):
-    """The queue as an actor."""
+    """The queue as an actor, which also gives back what a group that is gone had reserved: its controller may have been killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reserved: dict[int, Any] = {}  # group -> its placement group
+
+    def joined(self, group: int, places: list[str], reserved: Any = None) -> None:
+        super().joined(group, places)
+        self.reserved[group] = reserved
+
+    def abandon(self, group: int, message: str, moved: bool = False) -> None:
+        super().abandon(group, message, moved)
+        if (reserved := self.reserved.pop(group, None)) is not None:
+            from ray.util import remove_placement_group
+
+            remove_placement_group(reserved)
 
 
 @dataclass

@@ -137,7 +137,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     group, queue, index = dist.Group(rank, world, device), config["queue"], config["group"]
     places = group.gather(ray.get_runtime_context().get_node_id())
     if rank == 0:
-        ray.get(queue.joined.remote(index, places))
+        ray.get(queue.joined.remote(index, places, ray.util.get_current_placement_group()))
     while True:
         stage: Any = None
         until = time.monotonic() + IDLE_S
@@ -172,6 +172,19 @@ class Told:
         self.answer = self.queue.post.remote(self.index, Event("progress", self.stage.id, body=body))
 
 
+def trainer_class() -> Any:
+    """Ray's, without the actor that gives back what a killed controller had reserved: where the cluster has no dashboard it never hears of the
+    end, and stays for ever. Our queue gives it back instead."""
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback  # type: ignore[import-not-found,unused-ignore]
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            return [c for c in super()._create_default_callbacks() if not isinstance(c, PlacementGroupCleanerCallback)]  # type: ignore[misc]
+
+    return Trainer
+
+
 def run_segment(queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str) -> str:
     """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task. workers: its ranks; name: of
     the folder below `storage` where Ray keeps its own books. Returns NO_ROOM where a group that may have fewer ranks did not come up.
@@ -181,14 +194,14 @@ def run_segment(queue: Any, group: int, cluster: ClusterSettings, workers: int, 
     have goes on. A group that may have fewer ranks is never restarted by Ray: the driver does it, with as many as there is room for.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError  # type: ignore[import-not-found,unused-ignore]
     from ray.train.v2.api.config import LoggingConfig  # type: ignore[import-not-found,unused-ignore]
     from ray.train.v2.api.exceptions import ControllerError  # type: ignore[import-not-found,unused-ignore]
 
     gpu, shared = bool(cluster.gpus_per_worker), cluster.gpus_per_worker % 1 > 0
     while True:
-        trainer = TorchTrainer(
+        trainer = trainer_class()(
             train_loop_per_worker,
             train_loop_config={"queue": queue, "group": group, "gpu": gpu, "threads": cluster.cpus_per_worker},
             torch_config=TorchConfig(backend="nccl" if gpu and not shared else "gloo"),

@@ -36,6 +36,9 @@ class Nodes:
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
         return [raylet, *raylet.children(recursive=True)]
 
+    def everything(self) -> list[psutil.Process]:
+        return [process for node in self.cluster.list_all_nodes() for process in self.processes(node)]
+
     def holding(self, what: str) -> list[Any]:
         """Nodes on which a process runs whose command line has `what` in it."""
         found = []

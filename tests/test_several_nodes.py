@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from tests import small_run
 from tests.recovery import Reference, standing
-from tests.several_nodes import Nodes, nodes_up, wait_for
+from tests.several_nodes import Nodes, nodes_up, title, wait_for
 from tests.test_recovery_on_ray import until_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -74,6 +75,21 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path):
     assert "is going to be taken away; what runs on it is saved and moved" in said
     assert "hat/a/train: it is told to leave, its state is saved; it goes on from there" in said
     assert small_run.results(tmp_path / "storage") == reference.expected
+
+
+def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(references, tmp_path):
+    """One CPU: were it still reserved, no other group could start."""
+    reference = references["chain"]
+    with nodes_up([1]) as nodes:
+        process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
+        until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
+        [controller] = [found for found in nodes.everything() if "TrainController" in title(found)]
+        controller.kill()
+        process.join(240)
+        assert process.exitcode == 0, (tmp_path / "out.txt").read_text()
+        wait_for(lambda: not [found for found in nodes.everything() if re.search("Train|Cleaner|Watching|DatasetManager|run_segment", title(found))], 60)
+    assert small_run.results(tmp_path / "storage") == reference.expected
+    assert not [*(tmp_path / "storage" / "ray").iterdir()]
 
 
 def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, tmp_path):

@@ -18,7 +18,7 @@ from tests.several_nodes import Nodes, nodes_up, title
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 IN_PROCESS, ON_RAY = 120, 80
 KINDS = {"worker": "TrainWorker", "controller": "TrainController", "segment": "run_segment", "queue": "Watching", "driver": "", "node": ""}
-OURS = [name for name in KINDS.values() if name]
+OURS = [*filter(None, KINDS.values()), "PlacementGroupCleaner", "DatasetManager", "SynchronizationActor"]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,7 @@ def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_s
 
 
 def ours(nodes: Nodes) -> list[psutil.Process]:
-    every = [process for node in nodes.cluster.list_all_nodes() for process in nodes.processes(node)]
-    return [process for process in every if any(name in title(process) for name in OURS)]
+    return [process for process in nodes.everything() if any(name in title(process) for name in OURS)]
 
 
 def struck(rng: random.Random, nodes: Nodes, driver: Any) -> str:

@@ -40,8 +40,9 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Two processes that share nothing; those tests of a file that share what was run once stay together.
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest

@@ -221,7 +221,7 @@ class OnRay:
         self.looked = time.monotonic()
         for node in self.around.nodes.values():
             old = before.nodes.get(node.id)
-            groups = [index for index, nodes in self.places.items() if node.id in nodes]
+            groups = [index for index, nodes in self.places.items() if node.id in nodes and index in self.groups]
             if node.alive and old is None:
                 self._say(f"node {node} joined ({in_words({n: node.resources[n] for n in ('CPU', 'GPU') if n in node.resources})})")
                 if address_of(self.cluster) != "local":

@@ -64,6 +64,11 @@ class Lookup:
     damaged: bool = False
 
 
+def is_stage(entry: Any) -> bool:
+    """Whether an entry of a record names a stage, by a key that leads nowhere else."""
+    return isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in ("id", "key", "step")) and bool(PLAIN.fullmatch(entry["key"]))
+
+
 def remove(path: str) -> None:
     with suppress(FileNotFoundError):  # another driver sweeps too
         os.unlink(path)
@@ -90,7 +95,7 @@ class Store:
                             "or mend its permissions") from None
 
     def sweep(self) -> None:
-        """Deletes what processes of this machine that were killed have left, where nobody else comes by: files half written, probes, Ray's books."""
+        """Deletes what processes of this machine that were killed have left, where nobody else comes by: files half written, and probes."""
         system, top = resolve(self.storage)
         if not isinstance(system, fs.LocalFileSystem):
             return
@@ -129,8 +134,7 @@ class Store:
         except (FileNotFoundError, ValueError):
             return None
         whole = isinstance(record, dict) and record.get("name") == name and isinstance(record.get("stages"), list)
-        keys = [s.get("key") if isinstance(s, dict) else None for s in record["stages"]] if whole else []
-        return record if whole and all(isinstance(key, str) and PLAIN.fullmatch(key) for key in keys) else None
+        return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
     def save_record(self, record: dict[str, Any]) -> None:
         write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import resource
 import tarfile
 from collections.abc import Callable
@@ -68,8 +67,7 @@ def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 
 def costs(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     """(what it gave or said as UserError, megabytes by which it grew the memory of its process)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(small_run.PRELOAD)
+    context = small_run.processes()
     mine, other = context.Pipe()
     process = context.Process(target=measured, args=(other, function, arguments))
     process.start()

@@ -25,6 +25,7 @@ from torch import Tensor
 from pipeline import config, launch
 from pipeline.build import IngestJob, graph_of
 from pipeline.store import Store
+from tests import small_run
 from workers import evaluate, loop
 from workers.artefact import Artefact
 from workers.data.feed import Feed
@@ -235,7 +236,8 @@ def on_ranks(jobs: list[StageJob], world: int, folder: Path, stop_after: dict[st
     """Runs stages on `world` processes joined by gloo. Returns what each rank did in each stage; stop_after: stage key -> the
     number of steps after which all ranks break off."""
     folder.mkdir()
-    torch.multiprocessing.spawn(_rank, (world, jobs, str(folder), stop_after or {}), nprocs=world)
+    small_run.processes()
+    torch.multiprocessing.start_processes(_rank, (world, jobs, str(folder), stop_after or {}), nprocs=world, start_method="forkserver")
     return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world)]
 
 

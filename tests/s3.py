@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -232,9 +231,7 @@ def leaks(folder: Path) -> list[str]:
 def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0) -> Any:
     """As `small_run.start`, with these variables in the environment and short pauses between tries, all of them ours. stop_before: SIGKILL
     before the n-th object that it writes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(small_run.PRELOAD)
-    process = context.Process(target=main_into, args=(argv, str(out), env, stop_before))
+    process = small_run.processes().Process(target=main_into, args=(argv, str(out), env, stop_before))
     process.start()
     return process
 

@@ -73,17 +73,22 @@ def write_config(path: Path, body: Mapping[str, Any]) -> str:
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------------
+def processes() -> Any:
+    """What starts processes forked from one that has imported everything: they are there at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 def start(argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL, within: str = "") -> Any:
-    """`python -m pipeline ARGV` in a process of its own, forked from one that has imported everything: it starts at once.
+    """`python -m pipeline ARGV` in a process of its own (see `processes`).
     What it says goes to the file `out`; the report has no pictures, which take longer than all the rest.
 
     kill_before: the process sends itself the signal `by` before its n-th system call that makes something durable.
     within: the id of a stage; only calls while this process runs that stage are counted.
     Returns a multiprocessing.Process, whose `kill` is SIGKILL.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=main_into, args=(argv, str(out), kill_before, by, within))
+    process = processes().Process(target=main_into, args=(argv, str(out), kill_before, by, within))
     process.start()
     return process
 

@@ -148,9 +148,16 @@ def test_a_checkpoint_of_other_words_starts_the_stage_anew(site):
 @pytest.mark.parametrize("key", ["../../../outside", "/etc", "a/b", "..", "<script>", "", None, 3.5, ["x"]])
 def test_a_record_whose_keys_lead_out_of_the_store_is_none(key, site):
     store = Store(str(site.own))
-    store.save_record({"name": "r", "stages": [{"id": "x", "key": "0" * 32}]})
+    store.save_record({"name": "r", "stages": [{"id": "x", "key": "0" * 32, "step": "train"}]})
     assert store.record("r") is not None
-    store.save_record({"name": "r", "stages": [{"id": "x", "key": key}]})
+    store.save_record({"name": "r", "stages": [{"id": "x", "key": key, "step": "train"}]})
+    assert store.record("r") is None
+
+
+@pytest.mark.parametrize("stage", [{"key": "0" * 32, "step": "train"}, {"id": "x", "key": "0" * 32}, {"id": 3, "key": "0" * 32, "step": "train"}, "x", None])
+def test_a_record_with_less_than_a_stage_is_none(stage, site):
+    store = Store(str(site.own))
+    store.save_record({"name": "r", "stages": [stage]})
     assert store.record("r") is None
 
 

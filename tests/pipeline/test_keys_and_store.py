@@ -138,7 +138,7 @@ def test_garbage_is_what_no_named_run_needs(tmp_path):
     store = Store(str(tmp_path))
     publish(store, "kept", {"a": b"1"})
     publish(store, "lost", {"a": b"12345"})
-    store.save_record({"name": "r", "stages": [{"key": "kept"}, {"key": "unfinished"}]})
+    store.save_record({"name": "r", "stages": [{"id": "a", "key": "kept", "step": "train"}, {"id": "b", "key": "unfinished", "step": "train"}]})
     Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
     assert [path for path, _ in store.garbage()] == ["stages/lost"]
     assert store.garbage()[0][1] > 5
@@ -152,7 +152,7 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     damaged.commit({})
     store.withdraw("k")
     write_bytes(join(str(tmp_path), "checkpoints", "k", "latest.json"), b"{}")
-    store.save_record({"name": "r", "stages": [{"key": "k"}]})
+    store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
     assert store.garbage() == []
     publish(store, "k", {"a": b"1"})
     assert not {interrupted.name, damaged.name} & {path.name for path in (tmp_path / "stages" / "k").iterdir()}, "on a disk they go with it"
@@ -164,7 +164,7 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
 def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path):
     store = Store(str(tmp_path))
     publish(store, "k", {"a": b"1"})
-    store.save_record({"name": "r", "stages": [{"key": "k"}]})
+    store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
     (tmp_path / "runs" / "r" / "run.json").write_text("{")
     with pytest.raises(UserError, match="what run 'r' needs is not known"):
         store.garbage()

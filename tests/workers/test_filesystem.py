@@ -181,7 +181,7 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket):
         attempt = Attempt(store.root, key)
         attempt.write("state", b"1")
         attempt.commit({})
-    store.save_record({"name": "r", "stages": [{"key": f"{n:032d}"} for n in range(5)]})
+    store.save_record({"name": "r", "stages": [{"id": f"s{n}", "key": f"{n:032d}", "step": "train"} for n in range(5)]})
     interrupted = Attempt(store.root, f"{0:032d}")
     interrupted.write("state", b"22")
     unneeded = sum(listing(join(store.root, f"{5:032d}")).values())

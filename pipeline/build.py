@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline import cards, ingest
-from pipeline.config import Config, TaskEntry, expand, place_of
+from pipeline.config import Config, TaskEntry, place_of
 from pipeline.graph import Graph, Stage
+from pipeline.plain_yaml import expand
 from pipeline.store import Store, key_of
 from workers import evaluate, loop
 from workers.artefact import Artefact

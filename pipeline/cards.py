@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, ValidationError
 
-from pipeline.config import expand, read_yaml, sentence_of
+from pipeline.config import sentence_of
+from pipeline.plain_yaml import expand, read_yaml
 from workers.errors import UserError
 from workers.job import Frozen
 

@@ -106,10 +106,11 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]
     """Config, store and graph; paths are absolute from here on."""
     from pipeline import config as config_module
     from pipeline.cluster import is_submitted_job
+    from pipeline.plain_yaml import absolute
     from pipeline.store import Store
 
     config = config_module.load(args.config, args.overrides)
-    store = Store(config_module.absolute(config.storage))
+    store = Store(absolute(config.storage))
     if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
         raise UserError(f"storage {config.storage!r} is relative, and the folder of a submitted job goes when it ends; give a place that all nodes share "
                         "with --set storage=PLACE")
@@ -346,16 +347,16 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def ui(args: argparse.Namespace) -> int:
-    from pipeline import config
+    from pipeline.plain_yaml import absolute
 
-    storage = config.absolute(args.storage)
+    storage = absolute(args.storage)
     if "://" not in storage and not os.path.isdir(storage):
         raise UserError(f"storage {args.storage!r} does not exist; give the folder that holds the runs with --storage")
     return browse.serve(storage, args.host, args.port)
 
 
 def collect_garbage(args: argparse.Namespace) -> int:
-    from pipeline.config import absolute
+    from pipeline.plain_yaml import absolute
     from pipeline.store import Store
     from workers.artefact import delete_dir, join
 

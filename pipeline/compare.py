@@ -25,7 +25,7 @@ def compare(args: Namespace) -> int:
     """Writes the page and its tables, and prints a short table."""
     if len(args.run) < 2:
         raise UserError(f"compare: {args.run[0]!r} is one run; give two or more")
-    from pipeline.config import absolute
+    from pipeline.plain_yaml import absolute
 
     runs = [load(run, absolute(args.storage)) for run in args.run]
     names = [str(run.record["name"]) for run in runs]
@@ -54,13 +54,14 @@ def compare(args: Namespace) -> int:
 def load(run: str, storage: str) -> RunTables:
     """A run by its name in the storage, or by the path of its config, whose storage then counts. Raises UserError where there is no record of it."""
     from pipeline import config
+    from pipeline.plain_yaml import absolute
     from pipeline.report.tables import RunTables
     from pipeline.store import Store
 
     name, place = run, storage
     if run.endswith((".yaml", ".yml")) or os.path.isfile(run):
         settings = config.load(run)
-        name, place = settings.name, config.absolute(settings.storage)
+        name, place = settings.name, absolute(settings.storage)
     store = Store(place)
     record = store.record(name)
     if record is None:

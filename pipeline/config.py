@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, Field, PositiveFloat, ValidationError, field_validator, model_validator
 
+from pipeline.plain_yaml import apply_override, merge, read_with_bases
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
 from workers.secrets import refuse_secrets
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-MOST_TEXT, MOST_VALUES, MOST_LEVELS = 16 << 20, 200_000, 50  # of a YAML file: characters, values with each alias counted in full, nesting
 PLAIN = {r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values", r"^dictionary": "this mapping", r"a valid (list|tuple)": "a list",
          r"^(list|tuple)": "this list", r"^string": "this text", r"a valid string": "text"}  # pydantic's words for Python's types
 
@@ -145,7 +143,7 @@ class Config(Frozen):
         """A method as the steps of a task have it: with what stands under `tasks` for this one. None: as all tasks are served."""
         entry = self.methods[label]
         own = entry.tasks.get(task or "", OwnEntry())
-        return entry.model_copy(update={"train": entry.train | own.train, "steps": _merge(entry.steps, own.steps), "settings": entry.settings | own.settings})
+        return entry.model_copy(update={"train": entry.train | own.train, "steps": merge(entry.steps, own.steps), "settings": entry.settings | own.settings})
 
     def train_of(self, label: str, step: str = "train", where: str = "", task: str | None = None) -> TrainSettings:
         """The training settings of one step of one method: `train`, then the method's, then the task's, then the step's."""
@@ -181,30 +179,6 @@ def load(path: str, overrides: list[str] | None = None) -> Config:
         apply_override(body, override)
     refuse_secrets(body, f"{path}: ")
     return check(body, path)
-
-
-def read_with_bases(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A config's values over those of the files that it `extends` (one or a list, relative to its own folder, later ones first):
-    mappings merge, anything else replaces. Raises UserError where a file extends itself or one that is not there."""
-    body = read_yaml(file, "a config")
-    bases = body.pop("extends", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(f"{file}: extends is {bases!r}, it must be the name of a config file or a list of such; change it")
-    merged: dict[str, Any] = {}
-    for base in bases:
-        path = file.parent / base
-        if path.resolve() in [p.resolve() for p in (*above, file)]:
-            raise UserError(f"{file}: extends {base!r}, which extends this file in turn; take one of the two out")
-        if not path.exists():
-            raise UserError(f"{file}: extends {base!r}, which does not exist beside it; mend the path")
-        merged = _merge(merged, read_with_bases(path, (*above, file)))
-    return _merge(merged, body)
-
-
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {k: _merge(below[k] or {}, v or {}) for k, v in above.items() if isinstance(below.get(k), dict) and isinstance(v, (dict, type(None)))}
-    return {**below, **above, **both}
 
 
 def check(body: dict[str, Any], where: str) -> Config:
@@ -317,107 +291,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def apply_override(body: dict[str, Any], override: str) -> None:
-    """`a.b.0.c=value` into nested YAML values; the value is read as YAML."""
-    path, sign, text = override.partition("=")
-    if not sign or not path:
-        raise UserError(f"--set {override!r} is not of the form key=value; write for example --set train.epochs=3")
-    put(body, path, parse_yaml(text, f"--set {override!r}"), f"--set {override!r}")
-
-
-def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
-    """`value` at the dotted `path` in nested plain values. Raises UserError where the path goes through a value."""
-    *parents, last = path.split(".")
-    here: Any = body
-    for part in parents:
-        if isinstance(here, list):
-            here = _item(here, part, where)
-        else:
-            if here.get(part) is None:
-                here[part] = {}
-            here = here[part]
-        if not isinstance(here, (dict, list)):
-            raise UserError(f"{where}: {part!r} holds the value {here!r} and has no keys below it; check the path")
-    if isinstance(here, list):
-        _item(here, last, where)
-        here[int(last)] = value
-    else:
-        here[last] = value
-
-
-def _item(values: list[Any], part: str, where: str) -> Any:
-    if not part.isdigit() or int(part) >= len(values):
-        raise UserError(f"{where}: {part!r} is not a position in a list of {len(values)}; count from 0")
-    return values[int(part)]
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `1e-3` is a number and a key that stands twice is an error. A file may come from a stranger: what it says once and means
-    a billion times by aliases, or nests without end, is refused before it is made."""
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.values, self.levels, self.sizes = 0, 0, dict[str, int]()
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        alias, name, before = isinstance(event, yaml.AliasEvent), getattr(event, "anchor", None), self.values
-        place: Any = event.start_mark
-        if alias and name in self.anchors and name not in self.sizes:
-            raise yaml.MarkedYAMLError(problem=f"alias {name!r:.80} stands inside what it stands for", problem_mark=place)
-        self.values += self.sizes.get(name or "", 1) if alias else 1
-        self.levels += 1
-        if self.values > MOST_VALUES or self.levels > MOST_LEVELS:
-            said = f"more than {MOST_VALUES} values, each alias counted in full" if self.values > MOST_VALUES else f"more than {MOST_LEVELS} levels"
-            raise yaml.MarkedYAMLError(problem=said, problem_mark=place)
-        node = super().compose_node(parent, index)
-        self.levels -= 1
-        if name and not alias:
-            self.sizes[name] = self.values - before
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else None
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key_node.value!r} stands twice", problem_mark=key_node.start_mark)
-            seen |= {key} - {None}
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
-
-
-def read_yaml(file: Path, kind: str) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError where it is none."""
-    try:
-        with file.open(encoding="utf-8") as stream:
-            text = stream.read(MOST_TEXT + 1)
-        if len(text) > MOST_TEXT:
-            raise UserError(f"{file}: longer than {MOST_TEXT} characters, too long for {kind}; mend the file")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise UserError(f"{file}: not readable as text ({reason}); give the path of a .yaml file") from None
-    body = parse_yaml(text, str(file))
-    if not isinstance(body, dict):
-        raise UserError(f"{file}: {kind} is a mapping of keys to values, this is {body!r:.40}; mend the file")
-    refuse_secrets(body, f"{file}: ")
-    return body
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)  # a subclass of SafeLoader: builds plain values only
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-        raise UserError(f"{where}{place}: not readable as YAML ({reason}); mend its brackets, quotes or indentation") from None
-    except (ValueError, TypeError) as error:  # a date in month 13, a number of thousands of digits, `!!set` on a list
-        raise UserError(f"{where}: not readable as YAML ({error}); write the value in quotes, or mend it") from None
-
-
 def dump(config: Config) -> dict[str, Any]:
     """The resolved config as plain values, in the layout of a config file."""
     body = config.model_dump(mode="json", by_alias=True)
@@ -425,22 +298,3 @@ def dump(config: Config) -> dict[str, Any]:
         for part in (entry, *entry.get("tasks", {}).values()):
             part.update(part.pop("settings"))
     return body
-
-
-def expand(text: str) -> str:
-    """Replaces ${NAME} and ${NAME:-default} from the environment."""
-    def value(match: re.Match[str]) -> str:
-        name, _, default = match.group(1).partition(":-")
-        found = os.environ.get(name) or default
-        if not found:
-            raise UserError(f"{text!r} needs the environment variable {name}, which is not set; export it or write the path out")
-        return found
-    expanded = re.sub(r"\$\{([^}]+)\}", value, text)
-    refuse_secrets(expanded, f"what {text!r} stands for")
-    return expanded
-
-
-def absolute(uri: str) -> str:
-    """Raises UserError where it is a URI with a secret in it."""
-    refuse_secrets(uri)
-    return uri if "://" in uri else os.path.abspath(uri)

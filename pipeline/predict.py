@@ -121,7 +121,7 @@ def limits_of(bundle: Bundle) -> Any:
 
 
 def bundle(args: argparse.Namespace) -> int:
-    from pipeline.config import absolute
+    from pipeline.plain_yaml import absolute
 
     found, out = chosen(args), absolute(args.out)
     found.write(out)
@@ -130,8 +130,8 @@ def bundle(args: argparse.Namespace) -> int:
 
 
 def tasks(args: argparse.Namespace) -> int:
-    from pipeline.config import absolute
     from pipeline.console import table_text
+    from pipeline.plain_yaml import absolute
     from workers import bundle as bundles
 
     model = absolute(args.model)

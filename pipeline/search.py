@@ -16,6 +16,7 @@ import yaml
 from pipeline import config as configs
 from pipeline import space as spaces
 from pipeline.console import SearchScreen
+from pipeline.plain_yaml import read_yaml
 from pipeline.report.trials import best, pareto
 from pipeline.report.trials import load as load_trials
 from pipeline.searchfile import Search, prepare, state_of, write_state
@@ -185,7 +186,7 @@ def searched(search: Search, screen: SearchScreen, said: str, remedy: str) -> in
 
 def is_search(path: str) -> bool:
     """Whether a file is a search, and no config to run."""
-    return Path(path).exists() and "space" in configs.read_yaml(Path(path), "a config")
+    return Path(path).exists() and "space" in read_yaml(Path(path), "a config")
 
 
 def report(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline import config as configs
+from pipeline import plain_yaml
 from pipeline import space as spaces
 from pipeline.report.trials import load as load_trials
 from pipeline.space import Space
@@ -135,18 +136,18 @@ def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any
     if not file.exists():
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1) if file.parent.exists() else []
         raise UserError(f"search {path!r} does not exist" + (f"; did you mean {str(file.parent / near[0])!r}?" if near else "; give the path of a .yaml file"))
-    raw = configs.read_yaml(file, "a search")
+    raw = plain_yaml.read_yaml(file, "a search")
     for override in overrides:
-        configs.apply_override(raw, override)
+        plain_yaml.apply_override(raw, override)
     if "space" not in raw and "methods" in raw:
         raise UserError(f"{path}: this is a config to run, with no `space`; use `python -m pipeline run`, or write a search that has it as `base`")
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
     base = file.parent / settings.base
     if not base.exists():
         raise UserError(f"{path}: base {settings.base!r} does not exist beside it; mend the path")
-    body = configs.read_with_bases(base)
+    body = plain_yaml.read_with_bases(base)
     for key, value in settings.set.items():
-        configs.put(body, key, value, f"{path}: set.{key}")
+        plain_yaml.put(body, key, value, f"{path}: set.{key}")
     own = body.get("stream")
     searched = {**body, "stream": {**(own if isinstance(own, dict) else {}), **settings.stream}} if settings.stream is not None else body
     return settings, searched, body
@@ -168,7 +169,7 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
         raise UserError(f"{path}: the grid has up to {space.size} points, more than {MOST_POINTS}; give fewer values, or use algorithm random")
     points = [*space.corners()]
     config = configs.check(spaces.with_params(body, points[0]), path)
-    storage = configs.absolute(config.storage)
+    storage = plain_yaml.absolute(config.storage)
     for params in points:
         point = configs.check(spaces.with_params(body, params), path)
         label = next(iter(point.methods))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from pipeline import config as configs
+from pipeline.plain_yaml import put
 from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import Frozen
@@ -257,7 +258,7 @@ def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str,
         found["methods"] = {params[METHOD]: (found.get("methods") or {}).get(params[METHOD])}
     for key, value in params.items():
         if key != METHOD:
-            configs.put(found, key, copy.deepcopy(value), f"space.{key}")
+            put(found, key, copy.deepcopy(value), f"space.{key}")
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline import build, config, launch, space
 from pipeline.graph import Graph
+from pipeline.plain_yaml import put
 from pipeline.report.tables import RunTables
 from pipeline.run import Decision, Event, Executor, Walk, look_up_all, run_graph
 from pipeline.space import Params
@@ -61,7 +62,7 @@ def with_history(body: Mapping[str, Any], params: Mapping[str, Any], history: Ma
             if key != space.METHOD:
                 _, label, rest = key.split(".", 2)
                 alone = found["methods"][label] = found["methods"][label] or {}
-                config.put(alone.setdefault("tasks", {}).setdefault(task, {}), rest, value, f"space.{key}")
+                put(alone.setdefault("tasks", {}).setdefault(task, {}), rest, value, f"space.{key}")
     return found
 
 

@@ -24,7 +24,7 @@ from hostile import Site, costs, member, parquet, png, source
 from PIL import Image
 from test_bad_inputs import sentence
 
-from pipeline import cli, config, formats, ingest
+from pipeline import cli, formats, ingest, plain_yaml
 from tests import small_run
 from workers.errors import UserError
 from workers.taskstate import TaskState, load_tensors
@@ -248,7 +248,7 @@ YAMLS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("case", YAMLS)
 def test_hostile_yaml_is_refused(case, kind, site, capfd, monkeypatch):
     monkeypatch.chdir(site.outside)
-    monkeypatch.setattr(config, "MOST_VALUES", 2000)
+    monkeypatch.setattr(plain_yaml, "MOST_VALUES", 2000)
     text, says = YAMLS[case]
     (site.own / "bad.yaml").write_text(text)
     path = str(site.own / "bad.yaml") if kind == "config" else site.config(str(site.own / "bad.yaml"))
@@ -258,7 +258,7 @@ def test_hostile_yaml_is_refused(case, kind, site, capfd, monkeypatch):
 
 
 def whole(text: str) -> str:
-    return str(len(repr(config.parse_yaml(text, "x.yaml"))))
+    return str(len(repr(plain_yaml.parse_yaml(text, "x.yaml"))))
 
 
 @pytest.mark.parametrize("text", [LAUGHS, MERGES, "[" * 1_000_000], ids=["laughs", "merges", "deep"])
@@ -269,7 +269,7 @@ def test_hostile_yaml_takes_no_memory(text):
 
 
 def test_aliases_that_people_write_are_read():
-    assert config.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")["b"] == {"x": 3, "y": [2]}
+    assert plain_yaml.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")["b"] == {"x": 3, "y": [2]}
 
 
 def test_a_text_of_many_megabytes_is_no_config(site, capfd):

@@ -15,7 +15,7 @@ import torch
 from hostile import ROW, costs, ingested, member, parquet, png, source
 from test_bad_inputs import sentence
 
-from pipeline import cards, cli, config
+from pipeline import cards, cli, plain_yaml
 from pipeline.report import page
 from pipeline.store import Store
 from tests import small_run
@@ -244,5 +244,5 @@ def test_cards_of_the_repository_are_read():
     names = sorted(path.parent.name for path in cards.CARDS.glob("*/card.yaml"))
     assert len(names) > 5
     for name in names:
-        classes = config.read_yaml(cards.CARDS / name / "card.yaml", "a card")["classes"]
+        classes = plain_yaml.read_yaml(cards.CARDS / name / "card.yaml", "a card")["classes"]
         assert all(c.isprintable() and 0 < len(c) <= cards.LONGEST_CLASS for c in classes if classes != "from_source")

@@ -11,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline import build
-from pipeline.config import ClusterSettings, Config, TrackingSettings, absolute, apply_override, check, dump, expand, load, parse_yaml
+from pipeline.config import ClusterSettings, Config, TrackingSettings, check, dump, load
+from pipeline.plain_yaml import absolute, apply_override, expand, parse_yaml
 from pipeline.store import Store
 from workers import evaluate, loop
 from workers.data import sources

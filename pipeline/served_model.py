@@ -7,7 +7,6 @@ ACCRETE_ALLOW_PATHS is 1 also the path of a file), and if wanted a column `task`
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import mlflow
@@ -23,8 +22,6 @@ from workers.serve import Served
 
 PATHS = "ACCRETE_ALLOW_PATHS"
 
-warnings.filterwarnings("ignore", message=".*type hints")  # MLflow would take them for a schema, and they cannot say what the signature says
-
 
 class Refused(MlflowException):
     """Status 400, and one sentence that stays: MLflow's server would put the whole input in front of it."""
@@ -37,10 +34,12 @@ class Refused(MlflowException):
 class ServedModel(PythonModel):
     """Answers with a row per image: class, probability, task, confidence, probabilities."""
 
+    _skip_type_hint_validation = True  # MLflow would ask for type hints, take them for a schema, and they cannot say what the signature says
+
     def load_context(self, context: Any) -> None:
         self.served = Served.open(context.artifacts["bundle"])
 
-    def predict(self, context, model_input, params=None):  # hints would be taken for a schema
+    def predict(self, context, model_input, params=None):
         limits = Limits(self.served.bundle.body["max_pixels"], paths=os.environ.get(PATHS) == "1")
         given = {"rule": "refuse", "top": 0, **(params or {})}
         try:

@@ -11,12 +11,14 @@ from typing import Any
 
 import psutil
 
+SMALL = {"object_store_memory": 100_000_000}
+
 
 class Nodes:
     """A head without CPUs, and nodes of some. address: host:port of the cluster; client: what a driver outside of it gives. client_port:
-    where Ray's client server listens, if it is wanted."""
+    where Ray's client server listens, if it is wanted. dashboard_port: where jobs are submitted, if any are."""
 
-    def __init__(self, cpus: list[int], client_port: int = 0):
+    def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0):
         from pipeline.cluster import ENVIRONMENT
 
         self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")  # short: sockets lie below
@@ -24,12 +26,14 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         more: dict[str, Any] = {"ray_client_server_port": client_port} if client_port else {}
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100_000_000, "include_dashboard": False, **more})
+        if dashboard_port:  # jobs go through the agent of the head, whose own port is that of any other Ray on this machine unless it is asked for
+            more |= {"include_dashboard": True, "dashboard_port": dashboard_port, "dashboard_agent_listen_port": 0}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL, **more})
         self.address, self.client = self.cluster.address, f"ray://127.0.0.1:{client_port}"
         self.nodes: list[Any] = [self.add(count) for count in cpus]
 
     def add(self, cpus: int) -> Any:
-        return self.cluster.add_node(num_cpus=cpus, object_store_memory=100_000_000)
+        return self.cluster.add_node(num_cpus=cpus, **SMALL)
 
     def processes(self, node: Any) -> list[psutil.Process]:
         """Everything that runs on a node: its raylet first."""
@@ -78,9 +82,9 @@ def title(process: psutil.Process) -> str:
 
 
 @contextlib.contextmanager
-def nodes_up(cpus: list[int], client_port: int = 0) -> Iterator[Nodes]:
+def nodes_up(cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> Iterator[Nodes]:
     before = dict(os.environ)
-    nodes = Nodes(cpus, client_port)
+    nodes = Nodes(cpus, client_port, dashboard_port)
     try:
         yield nodes
     finally:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,28 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(re
     assert not [*(tmp_path / "storage").rglob("*.part")]
     attempts = [folder for stage in (tmp_path / "storage" / "stages").iterdir() for folder in stage.iterdir() if folder.is_dir()]
     assert len(attempts) == len(reference.expected) + 1, attempts  # and the report's
+
+
+def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_with_one_that_was_stopped(references, tmp_path):
+    """By Ray's own command, twice: the first job is stopped once a stage stands. The head has no CPUs, so the driver is not where the workers are."""
+    reference = references["chain"]
+    port = free_port()
+    with nodes_up([1, 1], dashboard_port=port):
+        config = reference.config(tmp_path, cluster={"workers": 1, "retries": 0, "checkpoint_s": 1e-6})
+        ray = [str(Path(sys.executable).with_name("ray")), "job"]
+        where = ["--address", f"http://127.0.0.1:{port}"]
+        run = ["--working-dir", str(Path(__file__).parents[1]), "--", sys.executable, "-m", "pipeline", "run", config]
+        wait_for(lambda: subprocess.run([*ray, "list", *where], capture_output=True).returncode == 0, 60)
+        subprocess.run([*ray, "submit", *where, "--submission-id", "first", "--no-wait", *run], check=True, capture_output=True, timeout=120)
+        wait_for(lambda: standing(tmp_path), 240)
+        stopped = subprocess.run([*ray, "stop", *where, "first"], capture_output=True, text=True, timeout=120)
+        assert "was stopped" in stopped.stdout + stopped.stderr
+        before = standing(tmp_path)
+        done = subprocess.run([*ray, "submit", *where, *run], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(reference.expected) + 1 - len(before)} stages run" in done.stdout + done.stderr
+    assert before.items() <= small_run.attempts(tmp_path / "storage").items(), "what stood was computed again"
+    assert small_run.results(tmp_path / "storage") == reference.expected
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder")

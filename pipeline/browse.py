@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from workers.artefact import join
 from workers.errors import UserError
+from workers.secrets import shown
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -95,12 +96,13 @@ def free_port(host: str, port: int = 0) -> int:
 
 def serve(storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete") -> int:
     """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs. Returns its exit code."""
-    from pipeline.track_mlflow import ENVIRONMENT, open_store
+    from pipeline.track_mlflow import ENVIRONMENT, open_store, refusals_told
 
-    client, address, number = open_store(storage, uri, experiment)
-    if address.startswith(("http://", "https://")):
-        print_links(client, address.rstrip("/"), number)
-        return 0
+    with refusals_told(storage, uri):
+        client, address, number = open_store(storage, uri, experiment)
+        if address.startswith(("http://", "https://")):
+            print_links(client, shown(address).rstrip("/"), number)
+            return 0
     port = free_port(host, port)
     warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated `ui` takes its server with it

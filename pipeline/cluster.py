@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import socket
@@ -23,6 +24,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per group; the driver looks once for all
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
 }
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 NAMESPACE = "accrete"
 HEAD = {"node:__internal_head__": 1e-3}  # what only the head node has: losing it is the end of the cluster anyway
 PACKAGES = ("torch", "torchvision", "timm", "ray", "webdataset", "pyarrow", "numpy", "pillow", "safetensors", "pydantic")  # what workers compute with
@@ -48,9 +50,9 @@ def connect(cluster: ClusterSettings) -> Any:
         return ray
     check_reachable(address)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    code = {"working_dir": root, "excludes": LEFT_AT_HOME, "env_vars": ENVIRONMENT}
+    code: dict[str, Any] = {} if is_submitted_job() else {"working_dir": root, "excludes": LEFT_AT_HOME}
     try:
-        ray.init(address=address, runtime_env={"env_vars": ENVIRONMENT} if is_submitted_job() else code, **quiet)
+        ray.init(address=address, runtime_env={**code, "env_vars": variables()}, **quiet)
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
         raise UserError(f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or set cluster.address=local") from None
@@ -64,7 +66,13 @@ def address_of(cluster: ClusterSettings) -> str:
 
 def is_submitted_job() -> bool:
     """Whether this process was started by `ray job submit`, which has brought the code along."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    return JOB in os.environ
+
+
+def variables() -> dict[str, str]:
+    """What workers get of this environment. What a job was submitted with, Ray brings along, and refuses to be told again."""
+    submitted = json.loads(os.environ.get(JOB, "{}")).get("runtime_env") or {}
+    return {name: os.environ[name] for name in ENVIRONMENT if name not in submitted.get("env_vars", {})}
 
 
 def refusal(error: Exception) -> str:
@@ -87,20 +95,21 @@ def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
         except Exception as error:  # Ray raises bare ones
             ray.shutdown()
             if not tries_left:
-                raise UserError(f"Ray did not start on this machine ({str(error).strip().splitlines()[0]}); run the same command again when it "
-                                "is less busy, or without Ray by --set cluster.workers=0") from None
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UserError(f"Ray did not start on this machine ({said}); run the same command again when it is less busy, "
+                                "or without Ray by --set cluster.workers=0") from None
 
 
 def check_reachable(address: str) -> None:
     """A dead address takes Ray two minutes to give up on; a plain connection tells in two seconds."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         if address == "auto":
             return
         raise UserError(f"cluster address {address!r} is not of the form host:port; mend cluster.address or RAY_ADDRESS, or set cluster.address=local")
     try:
         socket.create_connection((host, int(port)), timeout=2).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name of a host that cannot be one
         raise UserError(f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address or RAY_ADDRESS, "
                         "or set cluster.address=local") from None
 

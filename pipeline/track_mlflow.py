@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -13,6 +14,7 @@ from urllib.parse import parse_qsl
 from pipeline.report.entries import Point, key_name
 from workers.artefact import join
 from workers.errors import UserError
+from workers.secrets import shown
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 # Calls are not repeated by MLflow itself: whoever makes them knows how long it wants to try.
 ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-               "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+               "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}  # it would print the password too
 BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
 BUSY = (408, 409, 429)  # refusals of a server that it may not repeat
 
@@ -63,6 +65,20 @@ def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tupl
         local = "://" not in storage or storage.startswith("file://")
         artefacts = Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri() if local else bucket_folder(storage)
     return client, address, client.create_experiment(experiment, artifact_location=artefacts)
+
+
+@contextmanager
+def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
+    """For a person who asks MLflow something: what it answers instead is a UserError of one sentence."""
+    try:
+        yield
+    except Exception as error:
+        from mlflow.exceptions import MlflowException  # not before the environment is set
+
+        if not isinstance(error, MlflowException):
+            raise
+        reason = " ".join(shown(str(error)).split())[:300]
+        raise UserError(f"MLflow at {shown(tracking_uri(storage, uri))} does not show its runs ({reason}); start it, or mend MLFLOW_TRACKING_URI") from None
 
 
 def bucket_folder(storage: str) -> str:

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from workers.secrets import shown
+
 FIRST_S, LONGEST_S = 1.0, 30.0  # pauses between tries: each is twice the one before
 TRIES = 5  # of an action that fails although the server answers
 
@@ -80,7 +82,7 @@ class Outbox:
                 return True
             except Exception as error:  # whatever it is, it is never worth more than this action
                 self.forget()
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                reason = f"{type(error).__name__}: {' '.join(shown(str(error)).split())[:300]}"  # MLflow repeats its address
                 if self.transient(error) and not self.answers():
                     self._wait_for_answer(reason)
                     continue

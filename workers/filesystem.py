@@ -101,9 +101,9 @@ def put(system: fs.FileSystem, path: str, data: bytes) -> None:
     system.handler.put(path, data)
 
 
-def patiently(call: Callable[[], T], where: str, doing: str, gone: T | None = None, may_be_gone: bool = False) -> T:
+def patiently(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = False) -> T:
     """`call()`, made again with growing pauses while its error is one that passes. may_be_gone: a path that is not there after a try that
-    failed was taken away by that try, and the answer is `gone`. Raises StorageAway when patience is over, and any other error at once."""
+    failed was taken away by that try, and the answer is None. Raises StorageAway when patience is over, and any other error at once."""
     started, pause, said, failed = time.monotonic(), FIRST_S, False, False
     limit = PATIENCE_S if _patience.get() is None else _patience.get()
     while True:
@@ -112,12 +112,12 @@ def patiently(call: Callable[[], T], where: str, doing: str, gone: T | None = No
         except FileNotFoundError:
             if not (failed and may_be_gone):
                 raise
-            return gone  # type: ignore[return-value]
+            return None  # type: ignore[return-value]
         except OSError as error:
-            reason = " ".join(str(error).split())[:300]
-            if not TRANSIENT.search(reason):
+            text = " ".join(str(error).split())  # it may begin with a long name
+            if not TRANSIENT.search(text):
                 raise
-            waited, failed = time.monotonic() - started, True
+            reason, waited, failed = text[:300], time.monotonic() - started, True
             if waited + pause > (limit or 0):
                 raise StorageAway(f"storage {where} does not answer ({reason}); what finished is kept, run the same command again when it does") from None
             if waited > SAY_S and not said:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from workers.errors import UserError
 
+USER = re.compile(r"(?<=://)[^\s/?#]*@")
 URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 NAMES = re.compile(r"key|secret|token|pass|credential|signature|^sig$", re.IGNORECASE)
 NOBODY = {"s3": "", "gs": "anonymous", "gcs": "anonymous", "http": "", "https": ""}  # schemes whose user is an account, and the one that is nobody
@@ -41,7 +42,6 @@ def _has_secret(uri: str) -> bool:
     return any(NAMES.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
 
 
-def shown(uri: str) -> str:
-    """A URI of the environment as people may see it: without the user and the password."""
-    parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def shown(text: str) -> str:
+    """A URI of the environment, or an error that repeats it, as people may see it: without the user and the password."""
+    return USER.sub("", text)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+from pyarrow import fs
 
 from pipeline import cluster
 from pipeline.config import ClusterSettings
@@ -97,13 +106,224 @@ def test_a_node_says_whether_it_sees_the_storage(tmp_path):
 @pytest.mark.parametrize(("raised", "said"), [
     ("Authentication failed: Authentication token is missing", "get-auth-token"),
     ("this node has an IP address of 1.2.3.4, but we cannot find a local Raylet with the same address", "ray://"),
+    ("Could not connect to the raylet socket", "10001"), ("", "RuntimeError"),
     ("Version mismatch: The cluster was started with: Ray 1.0", "Version mismatch")])
 def test_why_a_cluster_lets_nobody_in_is_one_line(raised, said):
     assert said in cluster.refusal(RuntimeError(raised))
     assert "\n" not in cluster.refusal(RuntimeError(raised + "\n at line 3"))
+    assert len(cluster.refusal(RuntimeError(raised + " more" * 1000))) <= 300
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "ray://x"])
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "ray://x", "no..host:6379", f"{'x' * 70}:6379", "here:\N{SUPERSCRIPT TWO}"])
 def test_an_address_where_nothing_answers_is_told_at_once(address):
     with pytest.raises(UserError, match=r"cluster\.address=local"):
         cluster.check_reachable(address)
+
+
+def test_an_address_that_answers_is_good(listening):
+    for address in (listening, f"ray://{listening}", "auto"):
+        cluster.check_reachable(address)
+
+
+# ---- joined or started ------------------------------------------------------------------------------------------------------
+class FakeRay:
+    """What it is started with; each start fails with the next of `errors`, as long as there are any."""
+
+    def __init__(self, *errors: Exception, up: bool = False):
+        self.errors, self.up, self.started, self.ended = [*errors], up, [], 0
+
+    def is_initialized(self) -> bool:
+        return self.up
+
+    def init(self, **how) -> None:
+        self.started.append(how)
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def bare_environment(monkeypatch):
+    """None of the variables that we set or read is there; what a test sets in it is gone after it."""
+    for name in (*cluster.ENVIRONMENT, "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def listening():
+    """The address of a port that answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def connected(monkeypatch, ray: FakeRay, **own):
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert cluster.connect(ClusterSettings(**own)) is ray
+    return ray.started
+
+
+def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(bare_environment, listening, monkeypatch):
+    (how,) = connected(monkeypatch, FakeRay(), address=listening)
+    assert how["address"] == listening
+    assert how["log_to_driver"] is False
+    brought = how["runtime_env"]
+    assert brought["env_vars"] == cluster.ENVIRONMENT == {name: os.environ[name] for name in cluster.ENVIRONMENT}
+    root = Path(brought["working_dir"])
+    assert root == Path(cluster.__file__).parent.parent
+    assert {".git", ".venv", "storage"} <= {*brought["excludes"]}
+    needed = [path.relative_to(root) for folder in ("pipeline", "workers", "configs", "datasets") for path in (root / folder).rglob("*.*")]
+    assert not [path for path in needed if not {*brought["excludes"], "__pycache__"}.isdisjoint(path.parts) and path.suffix != ".pyc"]
+
+
+def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(bare_environment, listening, monkeypatch):
+    """Ray refuses a variable that is given twice, in a sentence that repeats all of them: credentials too."""
+    from ray.runtime_env.runtime_env import _merge_runtime_env
+
+    job = {"runtime_env": {"working_dir": "gcs://code.zip", "env_vars": {"RAY_DEDUP_LOGS": "1", "AWS_SECRET_ACCESS_KEY": "hush"}}, "metadata": {}}
+    for submitted, expected in ((job, cluster.ENVIRONMENT.keys() - {"RAY_DEDUP_LOGS"}), ({"runtime_env": {}}, cluster.ENVIRONMENT.keys()),
+                                ({}, cluster.ENVIRONMENT.keys())):
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(submitted))
+        (how,) = connected(monkeypatch, FakeRay(), address=listening)
+        assert how["runtime_env"].keys() == {"env_vars"}
+        assert how["runtime_env"]["env_vars"].keys() == expected
+        merged = _merge_runtime_env(submitted.get("runtime_env"), how["runtime_env"])
+        assert merged is not None, "Ray would refuse it"
+
+
+def test_a_submitted_job_is_known_by_what_ray_gives_it(bare_environment, monkeypatch):
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    assert not cluster.is_submitted_job()
+    monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")
+    assert cluster.is_submitted_job()
+
+
+def test_what_a_person_has_exported_holds_here_and_on_the_workers(bare_environment, listening, monkeypatch):
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
+    (how,) = connected(monkeypatch, FakeRay(), address=listening)
+    assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "300"
+    assert how["runtime_env"]["env_vars"] == {**cluster.ENVIRONMENT, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
+
+
+def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_captures_no_run(bare_environment, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for own, cpus in (({}, 4), ({"workers": 3, "cpus_per_worker": 2}, 6)):
+        (how,) = connected(monkeypatch, FakeRay(), **own)
+        assert (how["address"], how["num_cpus"], how["include_dashboard"]) == ("local", cpus, False)
+        assert "runtime_env" not in how, "its workers have this environment, and this code"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert [how["address"] for how in connected(monkeypatch, FakeRay(), address="local")] == ["local"]
+    assert cluster.address_of(ClusterSettings()) == "10.0.0.1:6379"
+    assert cluster.address_of(ClusterSettings(address="ray://h:10001")) == "ray://h:10001"
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert cluster.address_of(ClusterSettings()) == "local"
+
+
+def test_a_ray_that_is_up_is_used_as_it_is(bare_environment, monkeypatch):
+    assert connected(monkeypatch, FakeRay(up=True), address="127.0.0.1:1") == []
+
+
+def test_a_cluster_that_lets_nobody_in_is_a_sentence_and_nothing_of_it_stays(bare_environment, listening, monkeypatch):
+    ray = FakeRay(RuntimeError("Version mismatch: Ray 1.0\n  at line 3"))
+    with pytest.raises(UserError, match=rf"cluster at '{listening}' cannot be joined \(Version mismatch: Ray 1\.0 at line 3\); .*cluster\.address=local"):
+        connected(monkeypatch, ray, address=listening)
+    assert (len(ray.started), ray.ended) == (1, 1), "it is not asked twice, and the next one starts from nothing"
+    away = FakeRay()
+    with pytest.raises(UserError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
+        connected(monkeypatch, away, address="127.0.0.1:1")
+    assert away.started == [], "Ray would try for two minutes"
+
+
+@pytest.mark.parametrize(("error", "said"), [(RuntimeError("took too long\nmore"), r"\(took too long\)"), (TimeoutError(), r"\(TimeoutError\)")])
+def test_a_private_cluster_has_a_second_try(error, said, bare_environment, monkeypatch):
+    ray = FakeRay(error)
+    assert len(connected(monkeypatch, ray)) == 2
+    assert ray.ended == 1
+    ray = FakeRay(error, error)
+    with pytest.raises(UserError, match=rf"Ray did not start on this machine {said}; .*--set cluster\.workers=0"):
+        connected(monkeypatch, ray)
+    assert (len(ray.started), ray.ended) == (2, 2)
+
+
+# ---- its nodes ----------------------------------------------------------------------------------------------------------------
+class Asked:
+    """A Ray on which functions run here; `answers`: what a node says instead, by id, or raises. Who was asked stands in `nodes`."""
+
+    def __init__(self, answers=None):
+        import ray.exceptions
+
+        self.exceptions, self.answers, self.nodes = ray.exceptions, answers or {}, []
+
+    def remote(self, **how):
+        node = how["scheduling_strategy"].node_id
+        assert how["num_cpus"] == 0, "a full node answers too"
+        assert how["scheduling_strategy"].soft is False, "no other one answers for it"
+        self.nodes.append(node)
+        return lambda function: SimpleNamespace(remote=lambda *args: partial(self.said, node, function(*args)))
+
+    def said(self, node, found):
+        found = self.answers.get(node, found)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def get(self, answer):
+        return answer()
+
+
+@pytest.fixture
+def affinity(monkeypatch):
+    """Ray's own wants ids of nodes that are its own."""
+    monkeypatch.setattr("ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy", lambda node, soft: SimpleNamespace(node_id=node, soft=soft))
+
+
+def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(affinity, tmp_path):
+    ray = Asked()
+    cluster.check_nodes(ray, nodes_of(THREE, lost=[1]).nodes, str(tmp_path))
+    assert ray.nodes == ["0", "2"]
+    lost = Asked({"0": ray.exceptions.NodeDiedError("gone")})
+    cluster.check_nodes(lost, nodes_of(THREE).nodes, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("answer", "said"), [
+    (lambda ray: ray.exceptions.RuntimeEnvSetupError("bad\nno timm"), r"cannot run this project's code \(no timm\); .*constraints\.txt"),
+    (lambda ray: ({**cluster.versions(), "torch": "1.0"}, ""), "has torch 1.0"),
+    (lambda ray: (cluster.versions(), "it is not there"), r"does not see storage '.*' \(it is not there\); .*--set storage=PLACE")])
+def test_a_node_that_cannot_do_the_work_is_named(answer, said, affinity, tmp_path):
+    ray = Asked()
+    ray.answers["1"] = answer(ray)
+    with pytest.raises(UserError, match=rf"node 10\.0\.0\.1 \(1\) {said}"):
+        cluster.check_nodes(ray, nodes_of(THREE).nodes, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_registers_takes_nothing_and_lives_on_the_head():
+    made = []
+
+    class Registry:
+        def get_runtime_context(self):
+            return SimpleNamespace(get_job_id=lambda: "01")
+
+        def remote(self, **how):
+            made.append(how)
+            return lambda actor: SimpleNamespace(remote=actor)
+
+    assert cluster.name_in(Registry(), search=True) == "01-search"
+    name, other = (cluster.name_in(Registry()) for _ in range(2))
+    assert name != other, "trials of a search are drivers of one job"
+    assert name.startswith("01-")
+    assert isinstance(cluster.registered(Registry(), cluster.Presence, name), cluster.Presence)
+    assert made == [{"num_cpus": 0, "resources": cluster.HEAD, "name": name, "namespace": cluster.NAMESPACE, "scheduling_strategy": "DEFAULT"}]
+
+
+def test_ray_writes_by_streams_of_its_own(tmp_path):
+    found = cluster.where_ray_writes(str(tmp_path))
+    assert found["storage_path"] == str(tmp_path)
+    assert isinstance(found["storage_filesystem"], fs.LocalFileSystem)
+    found = cluster.where_ray_writes("s3://bucket/runs/ray?region=eu-west-1")
+    assert found["storage_path"] == "bucket/runs/ray"
+    assert isinstance(found["storage_filesystem"], fs.S3FileSystem), "a stream is never closed half-way there: ours offers none"

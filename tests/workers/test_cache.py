@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import BinaryIO
@@ -11,6 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from pipeline import cards, ingest
+from pipeline.build import cache_folder
 from tests import s3, small_run
 from tests.s3 import Fault
 from workers import filesystem
@@ -125,6 +128,91 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path):
     for thread in threads:
         thread.join()
     assert (found, made) == ([b"1234"] * 3, [1])
+
+
+# ---- between processes, and what is promised of the folder ---------------------------------------------------------------
+def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(tmp_path):
+    cache = Cache(str(tmp_path), 250)
+    keep(cache, "old")
+
+    def write(stream: BinaryIO) -> None:
+        keep(cache, "second")  # while nothing of the first is written
+        assert len(names(cache) - {"second"}) == 1, "`old` made room, and the part that somebody writes stays"
+        stream.write(b"x" * 100)
+
+    cache.kept("first", 100, write).close()
+    assert names(cache) == {"first", "second"}
+
+
+@pytest.mark.parametrize("end", ["done", "killed"])
+def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_that_is_killed(end, tmp_path, monkeypatch):
+    cache, waiting = Cache(str(tmp_path), 1000), threading.Event()
+    (begun, go), made = [multiprocessing.get_context("fork").Event() for _ in range(2)], []
+
+    def first(stream: BinaryIO) -> None:
+        begun.set()
+        go.wait()
+        stream.write(b"1234")
+
+    def second(stream: BinaryIO) -> None:
+        waiting.set()  # it does not wait
+        made.append(1)
+        stream.write(b"5678")
+
+    process = multiprocessing.get_context("fork").Process(target=cache.kept, args=("a", 4, first))
+    process.start()
+    begun.wait()
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: (waiting.set(), flock(file, how)))
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(cache.kept("a", 4, second).read()))
+    thread.start()
+    waiting.wait()
+    go.set() if end == "done" else process.kill()
+    thread.join()
+    process.join()
+    assert (found, made) == (([b"1234"], []) if end == "done" else ([b"5678"], [1]))
+    assert names(cache) == {"a"}, "and nothing is left of who was killed"
+
+
+def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(tmp_path, monkeypatch):
+    cache, flock, path = Cache(str(tmp_path), 1000), fcntl.flock, tmp_path / "a"
+    keep(cache, "a")
+
+    def late(file, how):
+        if how == fcntl.LOCK_SH and path.exists():
+            path.unlink()  # by a process that makes room
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with cache.kept("a", 100, written(b"y" * 100)) as found:
+        assert found.read() == b"y" * 100
+    assert names(cache) == {"a"}
+
+
+def test_a_file_has_its_name_only_when_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
+    calls: list[str] = []
+
+    def noted(name, real):
+        return lambda *args: (calls.append(name), real(*args))
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    keep(Cache(str(tmp_path), 1000), "a")
+    assert calls == ["fsync", "replace"], "its size was set before, so that after a machine went down nothing else tells that it is whole"
+
+
+def test_nobody_else_reads_what_is_kept(tmp_path):
+    keep(Cache(str(tmp_path / "cache"), 1000), "shards/a")
+    assert [oct(os.stat(tmp_path / "cache" / name).st_mode & 0o777) for name in ("shards", "shards/a")] == ["0o700", "0o600"]
+
+
+def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_folder("~/scratch", "s3://bucket/x") == cache_folder("~/scratch", "/storage") == "/home/me/scratch/accrete-cache"
+    assert cache_folder("", "/storage") == "/storage/cache"
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    assert cache_folder("", "s3://bucket/x") == f"/scratch/accrete-cache-{os.getuid()}", "of each user: nobody deletes what is another's"
 
 
 # ---- shards on an object store ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import tarfile
@@ -72,12 +73,12 @@ AUGMENTED = {"crop": "pad", "flip": 0.5, "erase": 0.5}
 
 def feed_of(root: Path, place: str, rank: int = 0, world: int = 1, split: str = "train", training: bool = True,
             tasks: tuple[Task, ...] = (COLOURS,), workers: int = 2, batch: int = 4, accumulate: int = 1, cache: str = "",
-            data: dict | None = None) -> Feed:
+            data: dict | None = None, cache_gb: float = 1.0) -> Feed:
     job = StageJob(
         "id", "key", "train", str(root), "linear", {}, BackboneSettings(img_size=SIDE, crop_pct=1.0),
         DataSettings(**{"val_fraction": 0.25, "resident_mb": PLACES[place], **AUGMENTED, **(data or {})}),
         TrainSettings(batch_size=batch, accumulate=accumulate),
-        "task", 7, COLOURS, tasks, loader_workers=workers, cache=cache)
+        "task", 7, COLOURS, tasks, loader_workers=workers, cache=cache, cache_gb=cache_gb)
     feed = Feed(job, tasks, split, Group(rank, world), training)
     assert feed.resident == (place == "resident")
     return feed
@@ -304,6 +305,16 @@ def test_the_cache_is_written_once_and_mended_when_cut_short(root, tmp_path):
     assert not list(cache.glob("*.part"))
     feed_of(root, "resident", cache=str(cache), split="val")
     assert len(list(cache.glob("*.npy"))) == 2
+
+
+@pytest.mark.parametrize(("limit", "count"), [(4000, 1), (10_000, 2)])
+def test_the_cache_holds_no_more_than_it_may(limit, count, root, tmp_path):
+    for split in ("train", "val"):
+        feed_of(root, "resident", cache=str(tmp_path / "cache"), split=split, cache_gb=limit / 2**30)
+        gc.collect()  # in use for as long as there is a feed of it
+    files = [*(tmp_path / "cache").glob("*.npy")]
+    assert len(files) == count
+    assert sum(file.stat().st_size for file in files) <= limit
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(root, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+from types import SimpleNamespace
 
 import pytest
 from pyarrow import fs
@@ -17,7 +19,6 @@ from workers import checkpoint, filesystem
 from workers.artefact import Artefact, Attempt, delete_dir, join, listing, read_bytes, resolve, withdraw, write_bytes
 from workers.claim import claimed
 from workers.errors import UserError
-from workers.secrets import refuse_secrets, shown
 
 SMALL, LARGE = os.urandom(100_000), os.urandom(12_000_000)  # one PUT, and an upload in two parts
 
@@ -111,6 +112,175 @@ def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(kind, bu
     assert said.count("\n") == 1
 
 
+# ---- how long it is waited, and for what ----------------------------------------------------------------------------------
+class Clock:
+    """In place of `time`: nobody sleeps, and how long somebody would have stands in `slept`."""
+
+    def __init__(self):
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(filesystem, "time", clock)
+    return clock
+
+
+def fails(*errors: Exception, forever: bool = False):
+    """A call that raises these one after the other, and then answers."""
+    left = [*errors]
+
+    def call() -> str:
+        if left:
+            raise left[0] if forever else left.pop(0)
+        return "answer"
+    return call
+
+
+PASSES = OSError("AWS Error SLOW_DOWN (HTTP status 503)")
+
+
+def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is_told_once(clock, monkeypatch):
+    lines: list[tuple[float, str]] = []
+    monkeypatch.setattr(filesystem, "say", lambda line: lines.append((clock.monotonic(), line)))
+    state = random.getstate()
+    with pytest.raises(filesystem.StorageAway, match="storage s3://b does not answer"):
+        filesystem.patiently(fails(PASSES, forever=True), "s3://b", "reading a")
+    assert 120 - filesystem.LONGEST_S <= clock.monotonic() <= 120
+    for number, pause in enumerate(clock.slept):
+        most = min(filesystem.FIRST_S * 2**number, filesystem.LONGEST_S)
+        assert most / 2 <= pause <= most, "many that wait for one storage do not all come back at the same moment"
+    assert len({*clock.slept}) == len(clock.slept)
+    ((when, line),) = lines
+    assert filesystem.SAY_S < when < 2 * filesystem.LONGEST_S + filesystem.SAY_S, "not of every hiccup"
+    assert line.endswith("reading a is tried again for up to 120 s")
+    assert random.getstate() == state, "what is drawn for a pause changes no result"
+
+
+def test_patience_is_shorter_where_it_is_said_and_only_there(clock):
+    call = fails(PASSES, forever=True)
+    with pytest.raises(filesystem.StorageAway), filesystem.patience(1.0):
+        filesystem.patiently(call, "s3://b", "reading a")
+    assert 0 < clock.monotonic() <= 1.0
+    with filesystem.patience(0), pytest.raises(filesystem.StorageAway):
+        filesystem.patiently(call, "s3://b", "reading a")
+    assert clock.monotonic() <= 1.0
+    with pytest.raises(filesystem.StorageAway):
+        filesystem.patiently(call, "s3://b", "reading a")
+    assert clock.monotonic() > 100
+
+
+@pytest.mark.parametrize("text", [
+    *(f"AWS Error {name} during PutObject operation" for name in ("SLOW_DOWN", "SERVICE_UNAVAILABLE", "INTERNAL_FAILURE", "INTERNAL_ERROR", "THROTTLING",
+      "REQUEST_TIMEOUT", "REQUEST_LIMIT_EXCEEDED", "NETWORK_CONNECTION", "NO_SUCH_UPLOAD")),
+    *(f"AWS Error UNKNOWN (HTTP status {code}) during HeadObject operation" for code in (408, 429, 500, 502, 503, 504)),
+    "curlCode: 28, Timeout was reached", *(f"google::cloud::Status({name}: x)" for name in (
+      "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "INTERNAL")),
+    "503 ServerBusy", "InternalError", "OperationTimedOut", "the read Timed out", "it timed out", "Connection reset by peer", "connection was closed",
+    "Connection refused"])
+def test_what_may_pass_is_asked_again(text, clock):
+    assert filesystem.patiently(fails(OSError(text), OSError(f"{text}\nonce more")), "s3://b", "reading a") == "answer"
+    assert len(clock.slept) == 2
+
+
+@pytest.mark.parametrize("error", [
+    *(OSError(f"AWS Error {text})") for text in ("ACCESS_DENIED (HTTP status 403", "NO_SUCH_BUCKET (HTTP status 404", "UNKNOWN (HTTP status 400")),
+    OSError("google::cloud::Status(PERMISSION_DENIED: no)"), OSError("google::cloud::Status(NOT_FOUND: no)"), PermissionError(13, "Permission denied"),
+    FileNotFoundError("SLOW_DOWN"), ValueError("HTTP status 503"), UserError("HTTP status 503")])
+def test_what_does_not_pass_is_not_asked_again(error, clock):
+    with pytest.raises(type(error)) as caught:
+        filesystem.patiently(fails(error), "s3://b", "reading a")
+    assert caught.value is error
+    assert clock.slept == []
+
+
+def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock):
+    text = f"When reading information for key '{'folder/' * 60}a' in bucket 'b': AWS Error SLOW_DOWN during HeadObject operation"
+    assert filesystem.patiently(fails(OSError(text)), "s3://b", "reading a") == "answer"
+    with filesystem.patience(0), pytest.raises(UserError) as caught:
+        filesystem.patiently(fails(OSError(text * 50)), "s3://b", "reading a")
+    assert len(str(caught.value)) < 500, "a sentence"
+
+
+def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_deletes_believes_that(clock):
+    def call():
+        return fails(PASSES, FileNotFoundError("a"))
+
+    filesystem.patiently(call(), "s3://b", "deleting a", may_be_gone=True)
+    with pytest.raises(FileNotFoundError):
+        filesystem.patiently(call(), "s3://b", "reading a")
+    with pytest.raises(FileNotFoundError):
+        filesystem.patiently(fails(FileNotFoundError("a")), "s3://b", "deleting a", may_be_gone=True)
+
+
+# ---- every operation ------------------------------------------------------------------------------------------------------
+class Stumbles:
+    """A disk whose every operation fails once in a way that passes, and then does what it is asked."""
+
+    def __init__(self):
+        self.disk, self.failed = fs.LocalFileSystem(), []
+
+    def __getattr__(self, name: str):
+        def call(*args, **how):
+            if name not in self.failed:
+                self.failed.append(name)
+                raise PASSES
+            return getattr(self.disk, name)(*args, **how)
+        return call
+
+
+@pytest.mark.parametrize(("name", "call"), [
+    ("get_file_info", lambda system, place: system.get_file_info(f"{place}/a").size == 4),
+    ("get_file_info", lambda system, place: [info.size for info in system.get_file_info(fs.FileSelector(place))] == [4]),
+    ("open_input_file", lambda system, place: system.open_input_file(f"{place}/a").read() == b"1234"),
+    ("open_input_file", lambda system, place: system.open_input_stream(f"{place}/a").read() == b"1234"),
+    ("open_output_stream", lambda system, place: filesystem.put(system, f"{place}/b", b"12") or listing(place) == {"a": 4, "b": 2}),
+    ("create_dir", lambda system, place: system.create_dir(f"{place}/b/c") or os.path.isdir(f"{place}/b/c")),
+    ("copy_file", lambda system, place: system.copy_file(f"{place}/a", f"{place}/b") or listing(place) == {"a": 4, "b": 4}),
+    ("copy_file", lambda system, place: system.move(f"{place}/a", f"{place}/b") or listing(place) == {"b": 4}),
+    ("delete_file", lambda system, place: system.delete_file(f"{place}/a") or listing(place) == {}),
+    ("delete_dir", lambda system, place: system.delete_dir(place) or not os.path.exists(place)),
+    ("delete_dir_contents", lambda system, place: system.delete_dir_contents(place) or listing(place) == {})])
+def test_every_operation_is_made_again(name, call, clock, tmp_path):
+    (tmp_path / "a").write_bytes(b"1234")
+    below = Stumbles()
+    assert call(fs.PyFileSystem(filesystem.Patient(below, "s3://b")), str(tmp_path))
+    assert name in below.failed
+    assert len(clock.slept) == len(below.failed)
+
+
+def test_a_file_is_read_from_any_place_in_it(tmp_path):
+    (tmp_path / "a").write_bytes(b"0123456789")
+    system = fs.PyFileSystem(filesystem.Patient(fs.LocalFileSystem(), "s3://b"))
+    with system.open_input_file(str(tmp_path / "a")) as file:
+        assert (file.size(), file.read(3), file.tell(), file.read(), file.read(5)) == (10, b"012", 3, b"3456789", b"")
+        assert (file.seek(-4, os.SEEK_END), file.read(2), file.seek(-1, os.SEEK_CUR), file.read(1)) == (6, b"67", 7, b"7")
+        assert file.seek(12) == 12
+        assert file.read(1) == b""
+        assert file.read_at(2, 9) == b"9"
+    below = fs.LocalFileSystem().open_input_file(str(tmp_path / "a"))
+    reading = filesystem.Reading(below, "s3://b", "a")
+    assert (reading.seek(3), reading.seek(2, os.SEEK_CUR), reading.tell(), reading.read(100)) == (3, 5, 5, b"56789")
+    below.close()
+    assert reading.read(1) == b"", "nothing is asked for behind the end"
+
+
+def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path):
+    (tmp_path / "a").write_bytes(b"1")
+    patient = filesystem.Patient(fs.LocalFileSystem(), "s3://b")
+    for call in (patient.delete_root_dir_contents, lambda: patient.open_append_stream(str(tmp_path / "a"), None)):
+        with pytest.raises(NotImplementedError):
+            call()
+    assert (tmp_path / "a").read_bytes() == b"1"
+
+
 # ---- what was done although nobody heard --------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "POST"])
 def test_deleting_and_moving_are_done_once(method, bucket, patience_of_ours):
@@ -192,52 +362,6 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket):
 
 
 # ---- where it is, and who may -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("uri", [
-    "s3://AKIA:hush/hush@bucket/x", "s3://AKIA:hush@bucket/x", "s3://hush@bucket/x", "gs://hush@bucket", "https://me:hush@host/x", "abfs://me:hush@account/x",
-    "s3://bucket/x?access_key=AKIA&secret_key=hush", "s3://bucket/x?region=a&session_token=hush", "https://host/x?sig=hush", "s3://bucket/x?X-Amz-Signature=hush"])
-def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
-    from tests import small_run
-
-    for call in (resolve, refuse_secrets, lambda uri: refuse_secrets({"a": [{"b": uri}]}, "c.yaml: ")):
-        with pytest.raises(UserError, match="give it in the environment") as caught:
-            call(uri)
-        assert "hush" not in str(caught.value)
-        assert "AKIA:" not in str(caught.value)
-    card = small_run.make_card(tmp_path, "a", "01")
-    bad_card = small_run.make_card(tmp_path, "b", "01", source={"format": "folder", "path": uri})
-    body = small_run.make_body(tmp_path, {"a": card})
-    config = small_run.write_config(tmp_path / "good.yaml", body)
-    for change in ({"storage": uri}, {"tracking": {"uri": uri}}, {"backbone": {"weights": uri}}, {"stream": {"tasks": [{"card": bad_card}]}}):
-        bad = small_run.write_config(tmp_path / "bad.yaml", body | change)
-        assert cli.main(["plan", bad]) == 2
-    for argv in (["plan", config, "--set", f"storage={uri}"], ["gc", "--storage", uri], ["compare", "a", "b", "--storage", uri], ["ui", "--storage", uri],
-                 ["predict", uri, "--task", "a", "image.png"]):
-        assert cli.main(argv) == 2
-    said = "".join(capsys.readouterr())
-    assert "hush" not in said
-    assert "Traceback" not in said
-    assert said.count("give it in the environment") == 9
-
-
-def test_a_uri_that_names_a_secret_of_the_environment_is_refused(monkeypatch):
-    from pipeline.plain_yaml import expand
-
-    monkeypatch.setenv("PLACE", "s3://AKIA:hush@bucket")
-    with pytest.raises(UserError, match=r"what '\$\{PLACE\}/x' stands for") as caught:
-        expand("${PLACE}/x")
-    assert "hush" not in str(caught.value)
-
-
-@pytest.mark.parametrize("uri", ["s3://bucket/a:b@c", "hdfs://me@host:8020/x", "gs://anonymous@bucket/x", "s3://bucket/x?region=eu-west-1", "/a:b@c",
-                                 "sqlite:////x/mlflow.db", "see https://host/?key=1 for more", "http://host:${PORT}/"])
-def test_a_uri_without_a_secret_is_not(uri):
-    refuse_secrets(uri)
-
-
-def test_addresses_are_shown_without_their_user():
-    assert shown("https://me:hush@host:5000/x?a=1") == "https://host:5000/x?a=1"
-
-
 def test_the_uri_goes_before_the_environment(monkeypatch):
     made: list[dict] = []
     monkeypatch.setattr(filesystem.fs, "S3FileSystem", lambda **options: made.append(options))
@@ -258,21 +382,36 @@ def test_the_uri_goes_before_the_environment(monkeypatch):
     assert place({"region": "c", "endpoint_override": "here:3", "scheme": "http"}) == ("c", "http", "here:3")
     assert "access_key" not in made[-1]
     assert made[-1]["retry_strategy"].max_attempts == filesystem.TRIES
+    assert (made[-1]["connect_timeout"], made[-1]["request_timeout"]) == (filesystem.CONNECT_S, filesystem.SILENT_S)
+    flags = "allow_bucket_creation", "force_virtual_addressing"
+    assert [made[-1][flag] for flag in flags] == [False, False]
+    for flag in flags:
+        filesystem.s3({flag: "true"})
+        assert [made[-1][name] for name in flags] == [name == flag for name in flags]
     with pytest.raises(UserError, match=r"'regoin' is no option; there are .*region"):
         resolve("s3://bucket/x?regoin=a")
 
 
-def test_google_gives_up_in_time():
+def test_google_gives_up_in_time(monkeypatch):
     system, path = resolve("gs://anonymous@bucket/x")
     assert isinstance(system, fs.PyFileSystem)
     assert path == "bucket/x"
     for text in ("google::cloud::Status(UNAVAILABLE: Retry policy exhausted in ReadObject", "AWS Error UNKNOWN (HTTP status 503) during HeadObject"):
         assert filesystem.TRANSIENT.search(text)
     assert not filesystem.TRANSIENT.search("google::cloud::Status(PERMISSION_DENIED: no)")
+    made: list[str] = []
+    monkeypatch.setattr(filesystem.fs, "FileSystem", SimpleNamespace(from_uri=lambda uri: (made.append(uri), (fs.LocalFileSystem(), ""))[1]))
+    filesystem.opened.cache_clear()
+    for uri in ("gs://one/", "gcs://two/?a=b", "gs://three/?retry_limit_seconds=3", "hdfs://four/"):
+        filesystem.opened(uri)
+    filesystem.opened.cache_clear()
+    assert made == ["gs://one/?retry_limit_seconds=20", "gcs://two/?a=b&retry_limit_seconds=20", "gs://three/?retry_limit_seconds=3", "hdfs://four/"]
 
 
 def test_a_stream_that_an_exception_may_close_is_not_offered(bucket):
     system, path = resolve(join(bucket.uri, "a"))
+    assert isinstance(filesystem.bare(system), fs.S3FileSystem), "but by what it is made of"
+    assert filesystem.bare(resolve("/a")[0]) == resolve("/a")[0]
     with pytest.raises(NotImplementedError):
         system.open_output_stream(path)
     assert not bucket.seen

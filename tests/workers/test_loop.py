@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +290,56 @@ def test_blocks_run_compiled_whichever_way_a_method_runs_them(lab: Lab, method: 
         assert want.keys() == got.keys()
         assert all(torch.allclose(want[name].float(), got[name].float(), atol=1e-4) for name in want)
     assert any("scaled_dot_product_attention" in graph for graph in seen)
+
+
+# ---- the notice itself -------------------------------------------------------------------------------------------------------
+def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_again_afterwards():
+    heard: list[int] = []
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    end = notice.listen()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert notice.given.is_set()
+        assert heard == []
+        end()
+        assert not notice.given.is_set(), "the next run in this process was told nothing"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert not notice.given.is_set()
+    finally:
+        notice.given.clear()
+        signal.signal(signal.SIGTERM, usual)
+
+
+def test_a_second_sigterm_ends_the_process_at_once():
+    child = os.fork()
+    if not child:
+        notice.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        if notice.given.is_set():  # else it has died of the first
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
+def test_the_first_sigterm_does_not_end_the_process():
+    child = os.fork()
+    if not child:
+        notice.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_beside_the_main_thread_nobody_listens():
+    before, notes = signal.getsignal(signal.SIGTERM), []
+    thread = threading.Thread(target=lambda: notes.append(notice.listen()))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+    notice.given.set()  # heard by who listens in the main thread
+    try:
+        notes[0]()
+        assert notice.given.is_set()
+    finally:
+        notice.given.clear()

@@ -1,0 +1,71 @@
+"""Credentials are refused wherever a URI may be written, and shown nowhere: the sentences do not repeat them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline import cli
+from workers.artefact import resolve
+from workers.errors import UserError
+from workers.secrets import refuse_secrets, shown
+
+
+@pytest.mark.parametrize("uri", [
+    "s3://AKIA:hush/hush@bucket/x", "s3://AKIA:hush@bucket/x", "s3://hush@bucket/x", "gs://hush@bucket", "https://me:hush@host/x", "abfs://me:hush@account/x",
+    "s3://bucket/x?access_key=AKIA&secret_key=hush", "s3://bucket/x?region=a&session_token=hush", "https://host/x?sig=hush", "s3://bucket/x?X-Amz-Signature=hush",
+    "s3://AKIA:12/hush@bucket/x", "gs://hush@bucket/x", " \n S3://AKIA:hush@bucket/x", "postgresql+psycopg2://me:hush@host/db", "https://hush@host/x", "http://:hush@host/x",
+    "https://host/x?PASSWORD=hush", "https://host/x?a=1&awscredential=hush", "s3://bucket/x?secret%5Fkey=hush", "s3://bucket/x?secret_key="])
+def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
+    from tests import small_run
+
+    for call in (resolve, refuse_secrets, lambda uri: refuse_secrets({"a": [{"b": uri}]}, "c.yaml: ")):
+        with pytest.raises(UserError, match="give it in the environment") as caught:
+            call(uri)
+        assert "hush" not in str(caught.value)
+        assert "AKIA:" not in str(caught.value)
+    card = small_run.make_card(tmp_path, "a", "01")
+    bad_card = small_run.make_card(tmp_path, "b", "01", source={"format": "folder", "path": uri})
+    body = small_run.make_body(tmp_path, {"a": card})
+    config = small_run.write_config(tmp_path / "good.yaml", body)
+    for change in ({"storage": uri}, {"tracking": {"uri": uri}}, {"backbone": {"weights": uri}}, {"stream": {"tasks": [{"card": bad_card}]}}):
+        bad = small_run.write_config(tmp_path / "bad.yaml", body | change)
+        assert cli.main(["plan", bad]) == 2
+    for argv in (["plan", config, "--set", f"storage={uri}"], ["gc", "--storage", uri], ["compare", "a", "b", "--storage", uri], ["ui", "--storage", uri],
+                 ["predict", uri, "--task", "a", "image.png"]):
+        assert cli.main(argv) == 2
+    said = "".join(capsys.readouterr())
+    assert "hush" not in said
+    assert "Traceback" not in said
+    assert said.count("give it in the environment") == 9
+
+
+def test_a_uri_that_names_a_secret_of_the_environment_is_refused(monkeypatch):
+    from pipeline.plain_yaml import expand
+
+    monkeypatch.setenv("PLACE", "s3://AKIA:hush@bucket")
+    with pytest.raises(UserError, match=r"what '\$\{PLACE\}/x' stands for") as caught:
+        expand("${PLACE}/x")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/a:b@c", "hdfs://me@host:8020/x", "gs://anonymous@bucket/x", "s3://bucket/x?region=eu-west-1", "/a:b@c",
+                                 "sqlite:////x/mlflow.db", "see https://host/?key=1 for more", "http://host:${PORT}/",
+                                 "https://host/x?design=1&n=2", "abfs://container@account/x"])
+def test_a_uri_without_a_secret_is_not(uri):
+    refuse_secrets(uri)
+
+
+def test_addresses_are_shown_without_their_user():
+    assert shown("https://me:hush@host:5000/x?a=1") == "https://host:5000/x?a=1"
+    assert shown("API request to https://me:hush@host/x and s3://a/b@c, me@here failed") == "API request to https://host/x and s3://a/b@c, me@here failed"
+    for text in ("https://host/x@y", "https://host?a=b@c", "https://host#a@b", "sqlite:////x@y/mlflow.db", "http://[::1]:5000", "http://[", ""):
+        assert shown(text) == text
+
+
+def test_a_sentence_names_the_setting_that_holds_the_secret():
+    uri = "s3://hush@b"
+    for value, named in ((uri, "a URI begins with s3://"), ({"a": ["x", {"b": uri}]}, r"a\.b begins"), ({"a": (uri,)}, "a begins")):
+        with pytest.raises(UserError, match=rf"^{named}"):
+            refuse_secrets(value)
+    with pytest.raises(UserError, match=r"^c\.yaml: a\.b begins with s3://"):
+        refuse_secrets({"a": {"b": uri, "c": 1, "d": None}}, "c.yaml: ")

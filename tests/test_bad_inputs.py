@@ -449,7 +449,7 @@ def test_a_cluster_without_the_accelerators_asked_for_is_refused(site):
     site.set(cluster__workers=1, cluster__gpus_per_worker=64, train__epochs=1)
     said = in_a_process(["run", site.config()])
     assert "do not fit into this cluster" in said
-    assert "lower them or add nodes" in said
+    assert "lower cluster.workers or what each takes, add nodes" in said
 
 
 # ---- as people call it ---------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def table_text(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _rate(value: Any) -> str:
-    return "-" if value is None or value != value else f"{100 * value:.2f} %"
+    return "-" if value is None or value != value else f"{100 * value:z.2f} %"
 
 
 def _number(value: Any, spec: str) -> str:

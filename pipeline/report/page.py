@@ -151,7 +151,7 @@ def written(value: Any, kind: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return SOFT
     if kind == "rate":
-        return f"{100 * value:.1f} %".replace("-0.0", "0.0")
+        return f"{100 * value:z.1f} %"
     return {"bytes": bytes_text, "times": lambda v: f"{v:.2f}x", "count": lambda v: f"{v:,.0f}", "seconds": seconds_text}[kind](value)
 
 

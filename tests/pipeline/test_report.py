@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import metrics
+from pipeline import console, metrics
 from pipeline.report import entries, figures, inside, maskplots, page, plots
 from pipeline.report.masks import BINS, MaskView, capacity, kinds, overlap
 from pipeline.report.tables import RunTables
@@ -274,6 +274,11 @@ def test_the_same_store_gives_the_same_report(storage, report, tmp_path):
                                              (1234, "1.23 kB"), (999_600, "1 MB"), (123_456_789, "123 MB"), (None, "-"), (math.nan, "-")])
 def test_bytes_are_written_with_three_digits(value, text):
     assert plots.bytes_text(value) == text
+
+
+def test_nothing_is_written_as_less_than_nothing():
+    assert [page.written(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == ["0.0 %", "0.0 %", "-1.6 %"]
+    assert [console._rate(value) for value in (-1e-6, 0.0, -0.0155)] == ["0.00 %", "0.00 %", "-1.55 %"]
 
 
 def test_loss_terms_and_measures_are_told_apart_in_the_order_the_train_loop_writes():

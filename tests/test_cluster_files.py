@@ -59,6 +59,9 @@ def test_the_launchers_file_has_rays_schema():
 def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages():
     found = body("ray-cluster.yaml")
     assert re.search(rf":{re.escape(RAY)}-py3\d\d$", found["docker"]["image"])
+    assert found["docker"]["worker_image"] == found["docker"]["image"] + "-gpu"
+    assert found["docker"]["worker_run_options"] == ["--gpus all"]
+    assert not any("gpus" in option for option in found["docker"]["run_options"]), "the head has none"
     assert found["head_node_type"] in found["available_node_types"]
     assert found["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     assert all((REPOSITORY / place).exists() for place in found["file_mounts"].values() if not place.startswith("~"))
@@ -87,13 +90,21 @@ def test_a_manifest_has_what_kuberay_requires(name):
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_container_has_the_token_the_pinned_image_and_limits(name):
+def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(name):
+    """The operator asks the cluster with the token of `authOptions`; another one in a container would
+    lock it out. It gives a token to the first container of a pod only."""
+    assert cluster_spec(name)["authOptions"] == {"mode": "token"}
+    assert tuple(map(int, RAY.split("."))) >= (2, 52, 0), "KubeRay refuses a token with older ones"
+    assert [len(pod["containers"]) for pod in pods(name).values()] == [1] * len(pods(name))
+    for group, container in containers(name):
+        names = {entry["name"] for entry in container.get("env", ())}
+        assert not names & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}, group
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_container_has_the_pinned_image_and_limits(name):
     assert [group for group, _ in containers(name)] == ["head", "gpu", "submitter"][: len(pods(name))]
     for group, container in containers(name):
-        env = {entry["name"]: entry for entry in container["env"]}
-        assert env["RAY_AUTH_MODE"]["value"] == "token", group
-        assert env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "accrete-ray-token", "key": "auth_token"}, group
-        assert "value" not in env["RAY_AUTH_TOKEN"]
         assert container["image"].endswith(f":ray{RAY}-py311"), group
         assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
         assert container["resources"]["requests"].keys() == container["resources"]["limits"].keys()
@@ -156,22 +167,38 @@ def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody():
 
 # ---- Slurm -----------------------------------------------------------------------------------------------------------------
 FAKES = {
-    "scontrol": 'echo "scontrol $*" >> "$SAID"; printf "node1\\nnode2\\nnode3\\n"',
-    "hostname": 'echo "10.0.0.7 fe80::1"',
-    "srun": 'echo "srun $* mode=$RAY_AUTH_MODE" >> "$SAID"; trap "echo stopped >> $SAID; exit 0" TERM; [ -z "$RAY_FAILS" ] || exit 1; '
-            "while :; do sleep 0.05; done",
+    "scontrol": """echo "scontrol $*" >> "$SAID"
+[ "$1" = requeue ] || printf 'node1\\nnode2\\nnode3\\n' """,
+    "hostname": """case "$1" in
+--ip-address) echo "${HOST_ADDRESS:-10.0.0.7 fe80::1}";;
+--all-ip-addresses) echo "10.0.0.7 fe80::1";;
+esac""",
+    # Runs the task of one node, and says what the real one says of a task that fails or is signalled.
+    "srun": """words="srun $* mode=$RAY_AUTH_MODE"
+echo "${words//[[:space:]]/ }" >> "$SAID"
+while [[ "$1" == --* ]]; do shift; done
+"$@" & task=$!
+trap 'echo "srun: error: Killed" >&2; kill "$task"' TERM
+wait "$task" || { echo "srun: error: exit code $?" >&2; exit 1; }""",
+    "ray": """case "$1" in
+health-check) echo "health-check $3" >> "$SAID"; [ "$(grep -c '^health-check' "$SAID")" -ge 3 ];;
+start) [ -z "$RAY_FAILS" ] || exit 1
+    trap 'echo stopped >> "$SAID"; exit 1' TERM
+    while :; do sleep 0.05; done;;
+esac""",
     "python": """case "$1" in
 -c) case "$2" in
     *secrets*) echo faketoken;;
     *probes*) echo "7001 7002 7003";;
     *ray.nodes*) echo "nodes $3 $4" >> "$SAID"; [ "$(grep -c '^nodes' "$SAID")" -ge 2 ];;
     esac;;
--m) echo "driver $* address=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=$(cat "$RAY_AUTH_TOKEN_PATH") rights=$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" >> "$SAID"
-    trap 'echo "driver was asked to end" >> "$SAID"; exit 3' TERM
+-m) token=$(cat "$RAY_AUTH_TOKEN_PATH") rights=$(stat -c %a "$RAY_AUTH_TOKEN_PATH")
+    echo "driver $* address=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=$token rights=$rights" >> "$SAID"
+    trap 'echo "driver was asked to end" >> "$SAID"; exit "${ENDS_WITH:-143}"' TERM
     [ -z "$STAYS" ] || while :; do sleep 0.05; done
     exit "${DRIVER_CODE:-0}";;
 esac""",
-    "sleep": 'exec /bin/sleep 0.02',
+    "sleep": "exec /bin/sleep 0.02",
 }
 
 
@@ -201,39 +228,70 @@ def test_the_script_is_bash():
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_job_starts_every_node_waits_for_them_runs_the_driver_and_stops_everything(slurm, code, tmp_path):
+def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everything(
+    slurm, code, tmp_path
+):
     process = job({**slurm, "DRIVER_CODE": str(code)}, "configs/a b.yaml", "--set", "seed=1")
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
+    assert "srun: error" not in err, "every task has ended by itself"
     lines = said(slurm)
-    head, others = sorted(line for line in lines if line.startswith("srun"))
-    for words in ("--nodelist=node1", "--head", "--node-ip-address=10.0.0.7", "--port=7001", "--dashboard-host=127.0.0.1", "--dashboard-port=7002",
+    starts = [i for i, line in enumerate(lines) if line.startswith("srun")]
+    head, others = (lines[i] for i in starts)
+    for words in ("--nodelist=node1", "--head", "--node-ip-address=10.0.0.7", "--port=7001",
+                  "--dashboard-host=127.0.0.1", "--dashboard-port=7002", "--cpus-per-task=8",
                   "--ray-client-server-port=7003", "--num-cpus=8", "--block", "mode=token"):
-        assert words in (head if "--head" in head else others)
-    workers = others if "--head" in head else head
-    for words in ("--nodes=2", "--ntasks=2", "--exclude=node1", "--address=10.0.0.7:7001", "--num-cpus=8", "--block", "mode=token"):
-        assert words in workers
+        assert words in head
+    for words in ("--nodes=2", "--ntasks=2", "--exclude=node1", "--address=10.0.0.7:7001",
+                  "--cpus-per-task=8", "--num-cpus=8", "--block", "mode=token"):
+        assert words in others
+    asked = [i for i, line in enumerate(lines) if line == "health-check 10.0.0.7:7001"]
+    assert len(asked) == 3
+    assert starts[0] < max(asked) < starts[1], "the others join a head that answers"
     assert lines.count("nodes 10.0.0.7:7001 3") == 2, "it asks until all three are there"
     driver = next(i for i, line in enumerate(lines) if line.startswith("driver"))
-    assert lines[driver] == "driver -m pipeline run configs/a b.yaml --set seed=1 address=10.0.0.7:7001 mode=token token=faketoken rights=600"
+    assert lines[driver] == (
+        "driver -m pipeline run configs/a b.yaml --set seed=1 address=10.0.0.7:7001 mode=token "
+        "token=faketoken rights=600"
+    )
     assert driver > max(i for i, line in enumerate(lines) if line.startswith("nodes"))
     assert lines.count("stopped") == 2
+    assert not any("requeue" in line for line in lines)
     assert not list(tmp_path.glob(".ray-*")), "the token is gone"
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_the_driver_is_asked_to_end_when_the_nodes_are_taken_away(slurm, number, tmp_path):
-    process = job({**slurm, "STAYS": "1"}, "configs/demo.yaml")
-    while not any(line.startswith("driver") for line in (said(slurm) if Path(slurm["SAID"]).exists() else [])):
+def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm):
+    process = job({**slurm, "HOST_ADDRESS": "127.0.1.1"}, "configs/demo.yaml")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert any("--node-ip-address=10.0.0.7" in line for line in said(slurm))
+
+
+@pytest.mark.parametrize(
+    ("number", "ends_with", "requeues"),
+    [(signal.SIGUSR1, 143, 1), (signal.SIGTERM, 143, 0), (signal.SIGUSR1, 0, 0)],
+    ids=["preempted", "cancelled", "preempted when it had finished"],
+)
+def test_a_preempted_job_saves_and_goes_back_into_the_queue(
+    slurm, number, ends_with, requeues, tmp_path
+):
+    process = job({**slurm, "STAYS": "1", "ENDS_WITH": str(ends_with)}, "configs/demo.yaml")
+    log = Path(slurm["SAID"])
+    while not (log.exists() and any(line.startswith("driver") for line in said(slurm))):
         assert process.poll() is None, process.communicate()
         os.sched_yield()
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 3, out + err
+    assert process.returncode == ends_with, out + err
     lines = said(slurm)
     assert lines.count("driver was asked to end") == 1
     assert lines.count("stopped") == 2
+    assert lines.count("scontrol requeue 42") == requeues
     assert not list(tmp_path.glob(".ray-*"))
+
+
+def test_slurm_may_put_the_job_back_into_the_queue():
+    assert "#SBATCH --requeue" in (CLUSTER / "slurm.sh").read_text().splitlines()
 
 
 def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(slurm, tmp_path):
@@ -247,7 +305,7 @@ def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(slurm, 
 
 def test_the_scripts_own_python_is_sound(slurm):
     """What the stand-in for Python swallows."""
-    codes = re.findall(r"-c '([^']*)'", (CLUSTER / "slurm.sh").read_text())
+    codes = re.findall(r"'(import [^']*)'", (CLUSTER / "slurm.sh").read_text())
     assert len(codes) == 3
     token = subprocess.run([sys.executable, "-c", codes[0]], capture_output=True, text=True, check=True).stdout.strip()
     assert re.fullmatch(r"[0-9a-f]{64}", token)

@@ -20,7 +20,7 @@ from workers import evaluate, loop
 from workers.artefact import Artefact
 from workers.data import sources
 from workers.errors import UserError
-from workers.job import DataSettings, StageJob, Task, TrainSettings
+from workers.job import DataSettings, StageJob, Task, TrainSettings, key_inputs
 from workers.methods import METHODS
 from workers.methods.base import MethodSettings, Step
 from workers.model import vit
@@ -237,10 +237,10 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
             METHODS[entry.method].fits(builder.settings(label), copy.deepcopy(empty), tuple(tasks))
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None
-    settings = {**c.backbone.model_dump(exclude={"weights"}), "weights": _weights_digest(c, builder.store)}
+    settings = {**key_inputs(c.backbone), "weights": _weights_digest(c, builder.store)}
     inputs: dict[str, Any] = {"backbone": settings, "seed": c.seed, "revision": BACKBONE_REVISION}
     if base:
-        inputs |= {"task": base.name, "classes": base.classes, "train": c.train.model_dump(), "data": c.data.model_dump(),
+        inputs |= {"task": base.name, "classes": base.classes, "train": key_inputs(c.train), "data": key_inputs(c.data),
                    "finetune": METHODS["finetune"].revision, **shared_revisions()}
     job = builder.job("backbone", "backbone", None, base, (base,) if base else ())
     builder.add("backbone", "backbone", inputs, [f"data/{base.card}"] if base else [], task=base.name if base else None, job=job)
@@ -307,8 +307,8 @@ def _add_steps(builder: Builder, label: str, task: Task, seen: tuple[Task, ...],
         parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in reads), *start.values(), *loaded]))
         stage_id = f"{label}/{task.name}/{step.name}"
         inputs = {"method": entry.method, "revision": method.revision, "task": task.name, "seen": [[t.name, list(t.classes)] for t in reads],
-                  "settings": settings.model_dump(by_alias=True, exclude=set(method.unread(step.name))), "scenario": c.stream.scenario, "seed": c.seed,
-                  "train": train.model_dump() if step.trains else {}, "data": data.model_dump(),
+                  "settings": key_inputs(settings, method.unread(step.name)), "scenario": c.stream.scenario, "seed": c.seed,
+                  "train": key_inputs(train) if step.trains else {}, "data": key_inputs(data),
                   **shared_revisions()}
         job = builder.job(stage_id, step.name, label, task, seen, previous={name: builder.keys[stage] for name, stage in start.items()},
                           states={name: builder.keys[stage] for name, stage in states.items()})
@@ -343,7 +343,7 @@ def _evaluate_stage(builder: Builder, label: str, stages: dict[Task, str], shown
     parents = list(dict.fromkeys(["backbone", *(f"data/{t.card}" for t in shown), *stages.values(), *start.values()]))
     stage_id = f"{label}/{task.name}/evaluate"
     inputs = {"method": entry.method, "revision": [method.revision, evaluate.EVALUATE_REVISION, sources.DECODING], "task": task.name,
-              "settings": builder.settings(label).model_dump(by_alias=True), "seed": builder.config.seed,
+              "settings": key_inputs(builder.settings(label)), "seed": builder.config.seed,
               "seen": [[t.name, list(t.classes)] for t in shown], "scenario": builder.config.stream.scenario}
     if builder.split == "val":
         inputs |= {"split": "val", "val_fraction": builder.config.data_of(label).val_fraction}

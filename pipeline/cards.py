@@ -7,14 +7,14 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, ValidationError
 
 from pipeline.config import sentence_of
 from pipeline.plain_yaml import expand, read_yaml
 from workers.errors import UserError
-from workers.job import Frozen
+from workers.job import Frozen, Neutral, key_inputs
 
 Split = Literal["train", "test"]
 LONGEST_CLASS = 200  # characters
@@ -55,7 +55,7 @@ class Card(Frozen):
     counts: Counts | None = Field(None, description="images that must be found, after rejections")
     content: str | None = Field(None, description="sha256 of the ingested index; what is found must equal it")
     duplicates: Literal["keep", "drop"] = Field("keep", description="exact copies inside a split are listed; `drop` leaves them out")
-    per_class: Counts | None = Field(None, exclude_if=lambda counts: counts is None, description="at most so many images of each class, by hash of the key")
+    per_class: Annotated[Counts | None, Neutral(None)] = Field(None, description="at most so many images of each class, by hash of the key")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="largest share of corrupt or unlabelled images")
     max_pixels: int = Field(50_000_000, gt=0, description="an image with more pixels is refused as corrupt")
     shard_images: int = Field(1000, gt=0, description="images per shard")
@@ -71,7 +71,7 @@ class Card(Frozen):
     def identity(self) -> str:
         """Hash of everything on the card that can change what ingest writes. Not the place of the source: data may move, and
         its fingerprint stands for what is there."""
-        body = self.model_dump(exclude={"title": True, "licence": True, "cite": True, "source": {"path"}}, mode="json")
+        body = key_inputs(self, ("title", "licence", "cite")) | {"source": key_inputs(self.source, ("path",))}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

@@ -19,7 +19,7 @@ from pipeline.space import Space
 from pipeline.trial import folder, now, with_history
 from workers.artefact import exists, join, read_json, write_bytes
 from workers.errors import UserError
-from workers.job import Frozen
+from workers.job import Frozen, key_inputs
 
 MOST_POINTS = 10_000  # of a grid
 FREE = ("budget", "seeds", "tolerance", "concurrent")  # what may change when a search goes on
@@ -184,7 +184,7 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
         raise UserError(f"{path}: first_tasks is {settings.first_tasks}, and the stream has {len(names)} tasks; give fewer, or use protocol end_of_stream")
     if settings.stream is not None:
         build.graph_of(configs.check(spaces.with_params(report_body, points[0]), path), store, provenance)
-    asked = {key: value for key, value in settings.model_dump(mode="json").items() if key not in FREE}
+    asked = key_inputs(settings, FREE)
     if settings.protocol == "per_task":
         asked["trials"] = settings.budget.trials  # of each task: a number of a trial says which task it is for
     digest = hashlib.sha256(json.dumps([asked, body, [s.key for s in graph]], sort_keys=True, default=str).encode()).hexdigest()

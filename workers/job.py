@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -12,6 +13,51 @@ class Frozen(BaseModel):
     """Base of all settings: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """Marks a setting that came later than the first stored results: `Annotated[int, Neutral(1)]`.
+
+    value: the one that gives the results of the code before the setting existed. At this value the
+    setting is in no key, so that older results stay valid. It never changes; the default may, and
+    then the keys change with it.
+    """
+
+    value: Any
+
+
+def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
+    """The part of some settings that belongs into a key: all values, defaults too, by their names in
+    a config; without those that are at their neutral value, at any depth of nested settings.
+
+    exclude: names of fields that the result does not depend on.
+    """
+    inputs = settings.model_dump(by_alias=True)
+    for name, info in type(settings).model_fields.items():
+        value, key = getattr(settings, name), info.alias or name
+        neutral = next((mark for mark in info.metadata if isinstance(mark, Neutral)), None)
+        is_neutral = neutral is not None and _same(value, neutral.value)
+        if name in exclude or is_neutral:
+            del inputs[key]
+        else:
+            inputs[key] = _nested_inputs(value, inputs[key])
+    return inputs
+
+
+def _nested_inputs(value: Any, dumped: Any) -> Any:
+    """What `key_inputs` makes of a field's value. dumped: the value as plain data."""
+    if isinstance(value, BaseModel):
+        return key_inputs(value)
+    if isinstance(value, dict):
+        return {key: _nested_inputs(part, dumped[key]) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(dumped)(map(_nested_inputs, value, dumped))
+    return dumped
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return type(value) is type(neutral) and bool(value == neutral)
 
 
 class ContextSettings(Frozen):
@@ -52,7 +98,7 @@ class BackboneSettings(Frozen):
     crop_pct: float = Field(0.9, gt=0, le=1, description="share of the resized image that evaluation crops")
     drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth while training, linear over depth")
     options: dict[str, Any] = Field(default_factory=dict, description="passed to timm (patch_size, depth, embed_dim, ...)")
-    context: ContextSettings | None = Field(None, exclude_if=lambda none: none is None, description="Context Broadcasting; null, which is in no key: none")
+    context: Annotated[ContextSettings | None, Neutral(None)] = Field(None, description="Context Broadcasting; null: none")
 
 
 class DataSettings(Frozen):
@@ -69,8 +115,8 @@ class DataSettings(Frozen):
     erase: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing")
     resident_mb: NonNegativeInt = Field(2048, description="a task whose decoded images need more is streamed, in another order")
-    repeats: PositiveInt = Field(1, exclude_if=lambda times: times == 1, description="repeated augmentation: how often an image comes, one copy after the "
-                                 "other, in an epoch of as many samples; 1, which is in no key, turns it off")
+    repeats: Annotated[PositiveInt, Neutral(1)] = Field(1, description="repeated augmentation: how often an image comes, one copy after the "
+                                                        "other, in an epoch of as many samples; 1 turns it off")
 
 
 class TrainSettings(Frozen):
@@ -83,11 +129,11 @@ class TrainSettings(Frozen):
     lr: PositiveFloat = Field(1e-3, description="peak learning rate of weights and heads")
     weight_decay: NonNegativeFloat = 0.05
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
-    schedule: Literal["step", "epoch"] = Field("step", exclude_if=lambda way: way == "step", description="whether the rate changes with every step, or "
-                                               "with every epoch as timm's cosine does; `step` is in no key")
+    schedule: Annotated[Literal["step", "epoch"], Neutral("step")] = Field("step", description="whether the rate changes with every step, or with every "
+                                                                           "epoch as timm's cosine does")
     warmup: float = Field(0.1, ge=0, lt=1, description="share of all steps with a linearly rising rate")
-    warmup_start: float | None = Field(None, ge=0, lt=1, exclude_if=lambda rate: rate is None, description="where the rise starts, relative to the peak; "
-                                       "null: at 0, and by epochs, of which two stay there, at 0.01")
+    warmup_start: Annotated[float | None, Neutral(None)] = Field(None, ge=0, lt=1, description="where the rise starts, relative to the peak; null: at 0, and "
+                                                                 "by epochs, of which two stay there, at 0.01")
     floor: float = Field(0.01, ge=0, le=1, description="last learning rate of the cosine, relative to the peak")
     clip: NonNegativeFloat = Field(0.0, description="largest gradient norm; 0 turns clipping off")
     precision: Literal["fp32", "bf16"] = "fp32"

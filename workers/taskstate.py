@@ -93,10 +93,11 @@ class Carried:
 
 
 def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and JSON header of safetensors bytes. Raises UserError where they are not."""
+    """Tensors, sorted by name, and JSON header of safetensors bytes. Raises UserError where they are not."""
     try:
         length = struct.unpack("<Q", data[:8])[0]
         metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        return safetensors.torch.load(data), json.loads(metadata.get("accrete", "{}"))
+        tensors = safetensors.torch.load(data)  # in another order in every process
+        return dict(sorted(tensors.items())), json.loads(metadata.get("accrete", "{}"))
     except Exception as error:
         raise UserError(f"{where}: not readable as safetensors ({error}); give a file that a finished stage wrote") from None

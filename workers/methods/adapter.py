@@ -6,14 +6,14 @@ AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting Vision Transformers
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import DataSettings, Neutral, Task, TrainSettings, key_inputs
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, plan
@@ -25,10 +25,10 @@ Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
 
 class AdapterSettings(MethodSettings):
     width: PositiveInt = Field(24, description="m, units of a bottleneck; AdaptFormer's paper has 64")
-    kind: Kind = Field("houlsby", exclude_if=lambda kind: kind == "houlsby", description="`houlsby`: behind attention and behind the FFN; `pfeiffer`: "
-                       "behind the FFN; `adaptformer`: beside the FFN. `houlsby` is in no key")
-    dropout: float = Field(0.0, ge=0, lt=1, exclude_if=lambda rate: rate == 0, description="of a bottleneck's units while training, for `adaptformer`, "
-                           "whose paper has 0.1; 0 is in no key")
+    kind: Annotated[Kind, Neutral("houlsby")] = Field("houlsby", description="`houlsby`: behind attention and behind the FFN; `pfeiffer`: behind the FFN; "
+                                                      "`adaptformer`: beside the FFN")
+    dropout: Annotated[float, Neutral(0.0)] = Field(0.0, ge=0, lt=1, description="of a bottleneck's units while training, for `adaptformer`, whose paper "
+                                                    "has 0.1")
 
 
 class Adapter(Method):
@@ -88,7 +88,8 @@ class Adapter(Method):
 
     def finish(self) -> tuple[TaskState, Carried]:
         copies = {name: t.detach().clone() for name, t in self.adapters.tensors().items()}
-        return self.state(copies=copies, meta=self.settings.model_dump(include={"kind"})), Carried()
+        kind = key_inputs(self.settings).get("kind")
+        return self.state(copies=copies, meta={"kind": kind} if kind else {}), Carried()
 
     def load(self, state: TaskState) -> None:
         """Keeps the task's adapters beside those of other tasks. A base task has none."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workers.data.draw import Draw
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import DataSettings, Task, TrainSettings, key_inputs
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
 from workers.model.masks import GumbelHard
 from workers.model.sites import Sites, sites_of
@@ -151,7 +151,7 @@ class Meat(Method):
                 if self.task is not None and masks and names and _share([masks[n] for n in names]) == 1]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        meta = {"settings": self.settings.model_dump(by_alias=True, mode="json"), **self.sites.meta}
+        meta = {"settings": key_inputs(self.settings), **self.sites.meta}
         return self.state(masks={name: m.cpu() for name, m in self.hard().items()}, meta=meta), Carried()
 
     # ---- serving -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workers.data.draw import seed_of
 from workers.dist import Group
-from workers.job import Task
+from workers.job import Task, key_inputs
 from workers.methods.base import Progress, Rates
 from workers.methods.supsup import SupSup, SupSupSettings
 from workers.model.superposition import Judge, Weights, shares
@@ -157,7 +157,7 @@ class SupSupNN(SupSup):
         self.keep()
         known, current = self.counter.tolist()
         steps = {str(mask): count for mask, count in enumerate(self.trained.tolist()) if count}
-        meta = {"settings": self.settings.model_dump(mode="json"), "mask": current, "masks": known, "steps": steps,
+        meta = {"settings": key_inputs(self.settings), "mask": current, "masks": known, "steps": steps,
                 "shapes": {site: list(weight.shape) for site, weight in self.sites.items()}}
         return self.state(meta=meta), Carried({"masks": self.bank[:known].cpu().clone()})
 

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import DataSettings, Task, TrainSettings, key_inputs
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
 from workers.model.weights import Copies, weight_sites
 from workers.taskstate import Carried, TaskState
@@ -91,7 +91,7 @@ class WeightMasks(Method):
     def finish(self) -> tuple[TaskState, Carried]:
         masks, floats = self.packed({site: mask.cpu() for site, mask in self.hard().items()})
         copies = {name: t.detach().clone() for name, t in self.copies.tensors().items()}
-        return self.state(masks=masks, copies=floats | copies, meta={"settings": self.settings.model_dump(mode="json")}), Carried()
+        return self.state(masks=masks, copies=floats | copies, meta={"settings": key_inputs(self.settings)}), Carried()
 
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Masks by site -> boolean masks and floats as they are stored: under the name of their site, or of `SITE.SUFFIX`."""

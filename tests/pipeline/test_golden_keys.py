@@ -1,0 +1,161 @@
+"""Promises of keys over the years: a new setting orphans no stored result, a changed default never
+answers for another, and both are noticed before they are released."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import pytest
+from pydantic import Field
+
+from pipeline.store import key_of
+from tests import golden_keys
+from workers.job import BackboneSettings, ContextSettings, DataSettings, Frozen, Neutral, TrainSettings, key_inputs
+from workers.methods.meat import MeatSettings
+from workers.taskstate import Carried, TaskState, load_tensors
+
+
+def key(settings: Frozen) -> str:
+    return key_of(key_inputs(settings), [])
+
+
+class Newer(TrainSettings):
+    """A version with one more setting."""
+
+    lookahead: Annotated[int, Neutral(0)] = 0
+
+
+class Tuned(TrainSettings):
+    """A version with another default of it: not the neutral value."""
+
+    lookahead: Annotated[int, Neutral(0)] = 5
+
+
+class Faster(TrainSettings):
+    """A version in which a default changed."""
+
+    epochs: int = 11
+
+
+def test_keys_and_defaults_are_those_that_are_written_down():
+    old = json.loads(golden_keys.FILE.read_text())
+    new = golden_keys.pinned()
+    assert old == new, "\n".join([*golden_keys.differences(old, new), f"see {golden_keys.__file__}"])
+
+
+def test_a_new_setting_with_a_neutral_value_changes_no_key():
+    assert key(Newer()) == key(TrainSettings())
+    assert key(Newer(epochs=3)) == key(TrainSettings(epochs=3))
+    assert key(Newer(lookahead=2)) != key(Newer())
+
+
+def test_a_default_that_is_not_neutral_is_in_the_key():
+    assert key_inputs(Tuned())["lookahead"] == 5
+    assert key(Tuned()) == key(Newer(lookahead=5)) != key(TrainSettings())
+    assert key(Tuned(lookahead=0)) == key(TrainSettings()), "the results of the code before"
+
+
+def test_a_changed_default_changes_keys_and_old_values_keep_theirs():
+    assert key(Faster()) != key(TrainSettings())
+    assert key(Faster(epochs=10)) == key(TrainSettings())
+
+
+def test_values_that_are_equal_but_of_another_type_are_not_neutral():
+    class Either(Frozen):
+        value: Annotated[bool | int | None, Neutral(0)] = None
+
+    assert [key_inputs(Either(value=v)) for v in (0, False, None)] == [{}, {"value": False}, {"value": None}]
+
+
+def test_nested_settings_leave_out_theirs_too():
+    class Inner(Frozen):
+        old: int = 1
+        new: Annotated[int, Neutral(2)] = 2
+
+    class Outer(Frozen):
+        one: Inner = Inner()
+        many: tuple[Inner, ...] = (Inner(), Inner(new=3))
+        named: dict[str, Inner] = Field({"a": Inner()}, alias="by_name")
+
+    assert key_inputs(Outer()) == {
+        "one": {"old": 1}, "many": ({"old": 1}, {"old": 1, "new": 3}), "by_name": {"a": {"old": 1}}}
+
+
+def test_settings_that_came_later_leave_the_keys_of_before():
+    assert key(DataSettings()) == "6a906f7e9952c4e2a390cdaef6ab21f4"
+    assert key(BackboneSettings()) == "7658907c31e404a95275872880bb4bce"
+    assert key_inputs(BackboneSettings(context=ContextSettings()))["context"]["kind"] == "cb"
+    assert "lambda" in key_inputs(MeatSettings())
+    assert "lambda" not in key_inputs(MeatSettings(), ("lambda_",))
+
+
+def test_what_is_left_out_of_a_key_is_still_in_the_record():
+    """A value that is left out of a record would come back as the default, which may change."""
+    assert Tuned.model_validate(Tuned(lookahead=0).model_dump()).lookahead == 0
+    assert DataSettings().model_dump()["repeats"] == 1
+
+
+# ---- what the golden file says -------------------------------------------------------------------
+def edited(pinned: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """The same with one value changed; None takes it away."""
+    changed = copy.deepcopy(pinned)
+    parent = changed
+    for part in path[:-1]:
+        parent = parent[part]
+    if value is None:
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = value
+    return changed
+
+
+TRAIN = ("settings", "TrainSettings")
+
+
+@pytest.mark.parametrize(("path", "value", "sentence"), [
+    ((*TRAIN, "fresh"), {"default": 3}, "TrainSettings.fresh is new and has no neutral value"),
+    ((*TRAIN, "fresh"), {"default": 3, "neutral": 0}, "fresh is new, and no key changes"),
+    ((*TRAIN, "clip"), {"default": 1.0}, "TrainSettings.clip: its default 0.0 became 1.0"),
+    ((*TRAIN, "clip"), None, "TrainSettings.clip is gone"),
+    ((*TRAIN, "clip"), {"default": 0.0, "neutral": 0.0}, "neutral value is for new settings"),
+    ((*TRAIN, "schedule", "neutral"), "epoch", "a neutral value never changes"),
+    ((*TRAIN, "schedule", "neutral"), None, "a neutral value never changes"),
+    (("settings", "methods.meat", "lambda", "default"), 0.8, "meat.lambda: its default 0.9 became"),
+    (("revisions", "methods.meat"), 99, r"revision of methods.meat: \d+ -> 99"),
+    (("key_version",), 99, "KEY_VERSION: 1 -> 99: every stored result is computed anew"),
+    (("demo", "backbone"), "0" * 32, "the key of stage backbone of configs/demo.yaml changed .1 st")])
+def test_every_change_is_told_in_one_sentence(path: tuple[str, ...], value: Any, sentence: str):
+    pinned = json.loads(golden_keys.FILE.read_text())
+    sentences = golden_keys.differences(pinned, edited(pinned, path, value))
+    assert len(sentences) == 1
+    assert re.search(sentence, sentences[0])
+    assert re.search(f"{golden_keys.COMMAND}|put it back|take it away", sentences[0])
+
+
+# ---- files ---------------------------------------------------------------------------------------
+ORDER = """
+import sys
+from workers.taskstate import Carried, TaskState
+data = sys.stdin.buffer.read()
+print(*Carried.from_bytes(data).tensors)
+"""
+
+
+def test_tensors_come_back_in_the_same_order_in_every_process():
+    import torch
+
+    names = [f"t{number:02d}" for number in range(40)]
+    data = Carried({name: torch.zeros(1) for name in reversed(names)}).to_bytes()
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", ORDER], input=data, capture_output=True, check=True)
+        assert done.stdout.decode().split() == names
+    state = TaskState("a", ("x",), "m", "d", masks={n: torch.ones(3, dtype=torch.bool) for n in reversed(names)},
+                      copies={n: torch.zeros(1) for n in reversed(names)})
+    again = TaskState.from_bytes(state.to_bytes())
+    assert [*again.masks] == [*again.copies] == names
+    assert [*load_tensors(data, "")[0]] == names

@@ -7,11 +7,11 @@ import difflib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline import cards, ingest
+from pipeline import cards, raw_data
 from pipeline.config import Config, TaskEntry, place_of
 from pipeline.graph import Graph, Stage
 from pipeline.plain_yaml import expand
@@ -53,9 +53,10 @@ class Builder:
 
     def stage(self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any) -> Stage:
         """A stage with its key, which its job is told too."""
-        key = key_of({"step": step, **inputs}, [self.keys[p] for p in parents])
+        parent_keys = tuple(self.keys[p] for p in parents)
+        key = key_of({"step": step, **inputs}, parent_keys)
         if isinstance(rest.get("job"), StageJob):
-            rest["job"] = replace(rest["job"], key=key)
+            rest["job"] = replace(rest["job"], key=key, parents=parent_keys)
         return Stage(stage_id, step, key, inputs, tuple(parents), **rest)
 
     def keep(self, stage: Stage) -> Stage:
@@ -150,11 +151,18 @@ def add_tasks(builder: Builder) -> list[Task]:
     return bases + [t for t in tasks if t.role != "base"]
 
 
+def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
+    """Before a graph is built that is to be run: settles the content of raw data that was written
+    again in place (see raw_data.py)."""
+    for name in dict.fromkeys(entry.card for entry in config.stream.tasks):
+        raw_data.read_again(store, cards.load(name, store), say)
+
+
 def _add_card(builder: Builder, card: cards.Card) -> None:
-    found = ingest.fingerprint(card)
-    inputs = {"card": card.identity(), "source": _seen(builder.store, card, found), "revision": ingest.REVISION}
-    stage = builder.add(f"data/{card.name}", "ingest", inputs, [], job=IngestJob(card))
-    if found is None and Artefact.open(builder.store.root, stage.key) is None:
+    source = raw_data.source_of(builder.store, card)
+    inputs = raw_data.stage_inputs(card, source)
+    stage = builder.add(f"data/{card.name}", inputs.pop("step"), inputs, [], job=IngestJob(card), note=source.note)
+    if not source.present and Artefact.open(builder.store.root, stage.key) is None:
         builder.gone.add(card.name)
 
 
@@ -189,19 +197,6 @@ def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
         raise UserError(f"stream.tasks: {len(chosen)} classes of {name!r} cannot be split into {entry.split} equal tasks; choose a divisor")
     size, width = len(chosen) // entry.split, len(str(entry.split - 1))
     return [Task(f"{name}-{i:0{width}d}", card.name, key, tuple(chosen[i * size : (i + 1) * size]), entry.role) for i in range(entry.split)]
-
-
-def _seen(store: Store, card: cards.Card, found: str | None) -> str:
-    """The fingerprint of the raw data; where it is gone, the one that was last seen, so that results stand."""
-    if found is not None:
-        if store.remembered(card.identity()) != found:
-            store.remember(card.identity(), found)
-        return found
-    seen = store.remembered(card.identity())
-    if seen is None:
-        raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist and was never "
-                        "ingested into this storage; put the data there or mend `source.path` on the card")
-    return seen
 
 
 def weights_path(config: Config) -> str:

@@ -102,8 +102,8 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]:
-    """Config, store and graph; paths are absolute from here on."""
+def prepare(args: argparse.Namespace, to_run: bool = False) -> tuple[Config, Store, Graph, list[Task]]:
+    """Config, store and graph; paths are absolute from here on. to_run: raw data that was written again in place is read first."""
     from pipeline import config as config_module
     from pipeline.cluster import is_submitted_job
     from pipeline.plain_yaml import absolute
@@ -118,13 +118,15 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Store, Graph, list[Task]]
     store.sweep()
     from pipeline import build
 
+    if to_run:
+        build.read_sources_again(config, store, print)
     graph, tasks = build.graph_of(config, store, provenance())
     return config, store, graph, tasks
 
 
 def run(args: argparse.Namespace) -> int:
     """The main path: config -> graph -> stages -> records."""
-    execute(*prepare(args), command_of(args), command_of(args, "report"))
+    execute(*prepare(args, to_run=True), command_of(args), command_of(args, "report"))
     return 0
 
 
@@ -173,13 +175,14 @@ def search(args: argparse.Namespace) -> int:
 def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """The report stage: pages, pictures and tables of the whole run, from the store alone."""
     from pipeline.report import page
-    from workers.artefact import Attempt
+    from workers.artefact import Attempt, contents
 
     started = time.monotonic()
+    made_of = contents(store.root, [graph[parent].key for parent in stage.parents])
     attempt = Attempt(store.root, stage.key)
     for name, data in page.build(store.storage, record, draw.to_svg(graph, {})).items():
         attempt.write(name, data)
-    manifest = {"kind": "report", "stage": stage.id, "step": "report", "wall_s": round(time.monotonic() - started, 3)}
+    manifest = {"kind": "report", "stage": stage.id, "step": "report", "wall_s": round(time.monotonic() - started, 3), "made_of": made_of}
     attempt.commit(manifest)
     return manifest
 
@@ -203,15 +206,19 @@ def export(store: Store, name: str, files: dict[str, bytes]) -> str:
 
 def plan(args: argparse.Namespace) -> int:
     from pipeline.run import look_up_all, needed
+    from pipeline.store import version_notes
 
     config, store, graph, tasks = prepare(args)
-    lookups = look_up_all(graph, store, store.record(config.name), verify=False)
+    previous = store.record(config.name)
+    lookups = look_up_all(graph, store, previous, verify=False)
     todo = needed(graph, lookups)
     status = {s.id: "miss" if s.id in todo else "hit" for s in graph}
     width = max(len(s.id) for s in graph)
     for stage in graph:
-        print(f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  {note(stage.id, lookups, todo)}")
+        print(f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  {note(stage, lookups, todo)}")
     print(f"\n{len(graph)} stages: {len(graph) - len(todo)} stand, {len(todo)} to run (marked * below)\n")
+    for line in version_notes(lookups, previous, provenance()):
+        print(f"{line}\n")
     print(draw.to_text(graph, status))
     if args.cost:
         from pipeline import forecast
@@ -227,16 +234,19 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def note(stage_id: str, lookups: dict[str, Lookup], todo: set[str]) -> str:
-    if stage_id in todo:
-        return lookups[stage_id].reason
-    return "" if lookups[stage_id].hit else "result is gone, and nothing that is missing waits for it"
+def note(stage: Stage, lookups: dict[str, Lookup], todo: set[str]) -> str:
+    """What plan says beside a stage."""
+    if stage.id in todo:
+        text = lookups[stage.id].reason
+    else:
+        text = "" if lookups[stage.id].hit else "result is gone, and nothing that is missing waits for it"
+    return "; ".join(filter(None, (text, stage.note)))
 
 
 def ingest(args: argparse.Namespace) -> int:
     from pipeline.graph import Graph
 
-    config, store, graph, _ = prepare(args)
+    config, store, graph, _ = prepare(args, to_run=True)
     part = Graph.of(graph.name, [s for s in graph if s.step == "ingest"])
     bring(part, config, store, command_of(args))
     for stage in part:

@@ -29,7 +29,7 @@ class Console:
         self.done = 0
         self.said: dict[str, float] = {}
         for stage_id, lookup in lookups.items():
-            if lookup.reason.startswith("damaged"):
+            if lookup.damaged:
                 self.say(f"{stage_id}: {lookup.reason}")
 
     def decision(self, walk: Walk, decision: Decision) -> None:
@@ -54,6 +54,8 @@ class Console:
             self.progress(event)
         elif event.kind == "done":
             self.say(f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}")
+            if event.body.get("note"):
+                self.say(f"{event.stage}: {event.body['note']}")
 
     def progress(self, event: Event) -> None:
         if event.kind == "note":

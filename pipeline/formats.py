@@ -96,11 +96,17 @@ def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
 def listing(uri: str) -> list[tuple[str, int]] | None:
     """(path below `uri`, bytes) of all files, sorted, hidden ones left out; None where `uri` does not exist. A single file
     is listed under its own name."""
+    files = listing_with_times(uri)
+    return None if files is None else [(name, size) for name, size, _ in files]
+
+
+def listing_with_times(uri: str) -> list[tuple[str, int, int]] | None:
+    """The same with the modification time of each file in nanoseconds; 0 where it is not known."""
     system, path = open_fs(uri)
     try:
         found = system.get_file_info(path)
         if found.type == fs.FileType.File:
-            return [(found.base_name, found.size)]
+            return [(found.base_name, found.size, found.mtime_ns or 0)]
         if found.type == fs.FileType.NotFound:
             return None
         infos = system.get_file_info(fs.FileSelector(path, recursive=True))
@@ -108,8 +114,8 @@ def listing(uri: str) -> list[tuple[str, int]] | None:
         raise UserError(f"source {uri!r} cannot be listed ({str(error).splitlines()[0]}); check the path, the network and your "
                         "permissions") from None
     base = path.rstrip("/") + "/"
-    files = sorted((i.path.removeprefix(base), i.size) for i in infos if i.type == fs.FileType.File)
-    return [(name, size) for name, size in files if not any(part.startswith(".") for part in name.split("/"))]
+    files = sorted((i.path.removeprefix(base), i.size, i.mtime_ns or 0) for i in infos if i.type == fs.FileType.File)
+    return [file for file in files if not any(part.startswith(".") for part in file[0].split("/"))]
 
 
 def need_listing(card: Card) -> list[tuple[str, int]]:
@@ -139,10 +145,21 @@ def units(card: Card, map_fn: MapFn) -> list[Unit]:
 
 def fingerprint(card: Card) -> str | None:
     """A cheap hash that changes when the source does: of paths and sizes. None where the source is absent."""
+    found = look(card)
+    return found[0] if found else None
+
+
+def look(card: Card) -> tuple[str, str] | None:
+    """The fingerprint of a source, and a digest of the modification times of its files: a hint that
+    they may have been edited in place, and no more. None where the source is absent."""
     if card.source.format in ("sklearn", "torchvision"):
-        return f"{card.source.format}:{card.source.name}"
-    files = listing(place(card))
-    return hashlib.sha256("\n".join(f"{name}\t{size}" for name, size in files).encode()).hexdigest() if files else None
+        return f"{card.source.format}:{card.source.name}", "-"
+    files = listing_with_times(place(card))
+    if not files:
+        return None
+    sizes = "\n".join(f"{name}\t{size}" for name, size, _ in files)
+    times = "\n".join(str(time) for *_, time in files)
+    return hashlib.sha256(sizes.encode()).hexdigest(), hashlib.sha256(times.encode()).hexdigest()[:32]
 
 
 def _folder(card: Card, map_fn: MapFn) -> list[Unit]:

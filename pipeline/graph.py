@@ -17,7 +17,7 @@ class Stage:
 
     id: readable and unique inside the graph, `label/task/step` (`data/CARD` for ingest, `backbone`, `report`).
     key: content address of its result. inputs: what the key was made of, flat, for explaining a miss.
-    job: what a worker is told (a StageJob, or ingest's own job).
+    job: what a worker is told (a StageJob, or ingest's own job). note: what `plan` says of it beside hit or miss.
     """
 
     id: str
@@ -28,6 +28,7 @@ class Stage:
     method: str | None = None
     task: str | None = None
     job: Any = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import io
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cards import Card
-from pipeline.formats import MapFn, Unit, fingerprint, png, read_at, safe, units
+from pipeline.formats import Item, MapFn, Unit, fingerprint, look, png, read_at, safe, units
 from workers.artefact import Artefact, Attempt, delete_dir, join, write_bytes
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, open_image, rgb
 from workers.errors import UserError
 
-__all__ = ["REVISION", "fingerprint", "ingest"]
+__all__ = ["REVISION", "fingerprint", "ingest", "look"]
 
 REVISION = 1  # raise it when the same source gives other shards
 KEPT = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # formats whose bytes are kept as they are
@@ -47,6 +47,7 @@ class Record:
     offset: int = 0
     size: int | None = None
     key: str = ""
+    raw: str = ""  # see `raw_row`
 
 
 def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any], progress: Report | None = None) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any]
     staged = join(root, key, f"{attempt.name}-staged")
     try:
         records = _examined(units(card, map_fn), card, staged, map_fn, report)
+        raw = digest_of_rows(r.raw for r in records if r.raw)
         records, rejected = judge(card, records)
         table = _written(records, card, attempt, map_fn, report)
         counts = {split: table["split"].to_pylist().count(split) for split in ("train", "test")}
@@ -70,7 +72,7 @@ def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any]
         attempt.commit({
             **extra, "kind": "ingest", "card": card.name, "classes": list(card.order()), "counts": counts, "content": content,
             "rejected": dict(sorted(Counter(row[3].split(":")[0] for row in rejected).items())),
-            "fingerprint": fingerprint(card), "max_pixels": card.max_pixels})
+            "fingerprint": fingerprint(card), "raw_content": raw, "max_pixels": card.max_pixels})
     except BaseException:
         attempt.discard()
         raise
@@ -97,6 +99,8 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
     for item, data in unit.read(*unit.args):
         label = item.label if card.source.label is not None else card.classes[0]
         record = Record(item.split, item.name, item.stem, label, item.problem, uri=item.uri, offset=item.offset, size=item.size)
+        if data is not None:
+            record = replace(record, raw=raw_row(item, data))
         if not record.problem and label not in card.classes:
             why = "it has no label" if label is None else f"class {label!r:.80} is not on the card"
             record = replace(record, problem=f"unlabelled: {why}")
@@ -114,6 +118,24 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
     if blob.tell():
         write_bytes(staged, blob.getvalue())
     return records
+
+
+def raw_row(item: Item, data: bytes) -> str:
+    """What an image of a source is before anything is made of it: split, name, label and digest of its bytes."""
+    return f"{item.split}\t{item.name}\t{item.label}\t{hashlib.sha256(data).hexdigest()}"
+
+
+def raw_content(card: Card, map_fn: MapFn) -> str:
+    """Digest of all images of a source as they are now. They are read, and not decoded."""
+    return digest_of_rows(row for rows in map_fn(_raw_rows, units(card, map_fn)) for row in rows)
+
+
+def _raw_rows(unit: Unit) -> list[str]:
+    return [raw_row(item, data) for item, data in unit.read(*unit.args) if data is not None]
+
+
+def digest_of_rows(rows: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(rows)).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def problem_of(data: bytes, max_pixels: int) -> str | None:

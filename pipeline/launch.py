@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline import ingest
+from pipeline import ingest, raw_data
 from pipeline.build import IngestJob
 from pipeline.cluster import needs, where_ray_writes
 from pipeline.config import ClusterSettings
@@ -99,6 +99,7 @@ def run_ingest(store: Store, stage: Stage, map_fn: Callable[..., Iterable[Any]],
             return {**found.manifest, "reused": True}
         manifest = ingest.ingest(stage.job.card, store.root, stage.key, map_fn, extra,
                                  lambda body: progress(Event("progress", stage.id, body=body)))
+        raw_data.ingested(store, stage.job.card, stage.inputs["source"], manifest["raw_content"])
     return {**manifest, "wall_s": round(time.monotonic() - started, 3)}
 
 

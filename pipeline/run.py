@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from pipeline.graph import Graph, Stage
-from pipeline.store import Lookup, Store
+from pipeline.store import Lookup, Store, outdated
 from workers.errors import UserError
 
 
@@ -145,6 +145,11 @@ class Walk:
         self._become(event.stage, State.FAILED, event.message)
         return Decision("fail", event.stage, event.message)
 
+    def run_again(self, stage_id: str, reason: str) -> Decision:
+        """A finished stage whose result no longer goes with those of its parents."""
+        self._become(stage_id, State.WAITING)
+        return Decision("recompute", stage_id, reason)
+
     def _move(self, stage_id: str) -> bool:
         self.moves[stage_id] = self.moves.get(stage_id, 0) + 1
         return self.moves[stage_id] <= MOST_MOVES
@@ -210,15 +215,22 @@ class Watcher(Protocol):
 def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
     """A look-up per stage; with `verify`, every file is compared with its digest. On an object store, where each is some round trips, in
     threads; on a disk they would cost more than they save."""
-    before = {s["id"]: {"stages": [s]} for s in previous["stages"]} if previous else {}
+    before = {s["id"]: {**previous, "stages": [s]} for s in previous["stages"]} if previous else {}
 
     def look_up(stage: Stage) -> Lookup:
         return store.look_up(stage, before.get(stage.id), verify)
 
     if "://" not in store.storage:
-        return {stage.id: look_up(stage) for stage in graph}
-    with ThreadPoolExecutor(LOOK_UP_THREADS, "look-up") as pool:
-        return dict(zip(graph.stages, pool.map(look_up, graph), strict=True))
+        lookups = {stage.id: look_up(stage) for stage in graph}
+    else:
+        with ThreadPoolExecutor(LOOK_UP_THREADS, "look-up") as pool:
+            lookups = dict(zip(graph.stages, pool.map(look_up, graph), strict=True))
+    manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
+    for stage in graph:
+        reason = outdated(graph, stage, manifests)
+        if reason:
+            lookups[stage.id] = Lookup(False, reason, damaged=True)
+    return lookups
 
 
 def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
@@ -240,6 +252,7 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
     for stage_id in todo:
         if lookups[stage_id].damaged:
             store.withdraw(graph[stage_id].key)
+    manifests: dict[str, Mapping[str, Any] | None] = {i: lookups[i].manifest for i in graph.stages}
     executor = executor_of(todo)
     try:
         while not walk.ended:
@@ -253,6 +266,11 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
                 follow_up = walk.apply(event)
                 for watcher in watchers:
                     watcher.event(walk, event)
+                if event.kind == "done":
+                    manifests[event.stage] = event.body
+                    for decision in overtaken(graph, walk, manifests, event.stage):
+                        store.withdraw(graph[decision.stage].key)
+                        tell(watchers, walk, decision)
                 if follow_up:
                     if follow_up.kind == "recompute" and store.look_up(graph[follow_up.stage]).damaged:
                         store.withdraw(graph[follow_up.stage].key)
@@ -263,6 +281,17 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
         executor.close()
     failures = {i: walk.messages[i] for i, s in walk.states.items() if s is State.FAILED}
     return Outcome(walk.states, failures, time.monotonic() - started)
+
+
+def overtaken(graph: Graph, walk: Walk, manifests: Mapping[str, Mapping[str, Any] | None], stage_id: str) -> list[Decision]:
+    """Stages to run again since `stage_id` has just finished: the stage itself, where a parent got
+    another content while it ran; else those finished children that were made of another content of it."""
+    reason = outdated(graph, graph[stage_id], manifests)
+    if reason:
+        return [walk.run_again(stage_id, reason)]
+    children = [child for child in graph.children(stage_id) if walk.states[child.id] in FINISHED]
+    reasons = {child.id: outdated(graph, child, manifests) for child in children}
+    return [walk.run_again(child_id, text) for child_id, text in reasons.items() if text]
 
 
 def tell(watchers: list[Watcher], walk: Walk, decision: Decision) -> None:

@@ -178,6 +178,8 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
                             "set: {data.val_fraction: 0.1}")
     store = Store(storage)
     store.check_writable()
+    for plain in [body] if settings.stream is None else [body, report_body]:
+        build.read_sources_again(configs.check(spaces.with_params(plain, points[0]), path), store, print)
     graph, tasks = build.graph_of(config, store, provenance, "val")
     names = tuple(task.name for task in tasks if f"{next(iter(config.methods))}/{task.name}/evaluate" in graph.stages)
     if settings.first_tasks is not None and settings.first_tasks >= len(names):

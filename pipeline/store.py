@@ -8,6 +8,7 @@ import os
 import posixpath
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from pyarrow import fs
 
 from pipeline.config import Config, dump
 from pipeline.graph import Graph, Stage
-from workers.artefact import MANIFEST, Artefact, exists, is_remains, join, listing, passing_name, read_json, resolve, withdraw, write_bytes
+from workers.artefact import MANIFEST, Artefact, content_of, exists, is_remains, join, listing, passing_name, read_json, resolve, withdraw, write_bytes
 from workers.errors import UserError
 from workers.filesystem import patience
 from workers.job import Task
 
 PLAIN = re.compile(r"[\w-]+")  # a key names a folder: a record from elsewhere must not lead out of the store
 FIRST_CONTACT_S = 20.0  # how long a storage may fail to answer before the run has begun: its address may be wrong
+MOST_CHANGES = 4  # versions that a note names
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
 
 
@@ -56,7 +58,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Lookup:
-    """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is not as it was written."""
+    """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is not as it was written, or was made of
+    other contents of its parents than stand now."""
 
     hit: bool
     reason: str
@@ -209,6 +212,22 @@ def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
     return {key for key, names in attempts.items() if len(names) > 1} | {path.partition("/")[0] for path in there["checkpoints"]}
 
 
+def outdated(graph: Graph, stage: Stage, manifests: Mapping[str, Mapping[str, Any] | None]) -> str | None:
+    """Why the result of `stage` no longer goes with its parents' results, in words: one of them was
+    made again under its key with another content. None where it does, or where that is not known: a
+    parent's result is gone, or one of the two was made before contents were noted.
+
+    manifests: stage id -> manifest of the result that stands.
+    """
+    made_of = (manifests.get(stage.id) or {}).get("made_of") or {}
+    for parent in stage.parents:
+        before, manifest = made_of.get(graph[parent].key), manifests.get(parent)
+        now = content_of(dict(manifest)) if manifest else ""
+        if before and now and before != now:
+            return f"made of another content of {parent} ({before[:12]}, and now it is {now[:12]})"
+    return None
+
+
 def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
     """The reason of a miss: what changed since the run of the same name, old -> new."""
     before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
@@ -216,6 +235,9 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
         return "new"
     if before["key"] == stage.key:
         return "not finished"
+    version = previous.get("key_version", 1) if previous else KEY_VERSION
+    if version != KEY_VERSION:
+        return f"key version {version} -> {KEY_VERSION}"
     old, new = flatten(before["inputs"]), flatten(stage.inputs)
     changes = [f"{k}: {old.get(k, 'absent')!r} -> {new.get(k, 'absent')!r}" for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     if changes:
@@ -224,10 +246,38 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
     return "an earlier stage changed"
 
 
+def version_notes(lookups: Mapping[str, Lookup], previous: Mapping[str, Any] | None, provenance: Mapping[str, Any]) -> list[str]:
+    """What an upgrade means for the results of a run, a sentence each: none stand under another key
+    version; those that stand and were made by other versions of the code or of packages stay valid."""
+    notes = []
+    version = previous.get("key_version", 1) if previous else KEY_VERSION
+    if version != KEY_VERSION:
+        notes.append(f"the last run of this name had key version {version}, this code has {KEY_VERSION}: its results are not found under the new keys, and "
+                     "are computed anew")
+    manifests = [lookup.manifest for lookup in lookups.values() if lookup.hit and lookup.manifest]
+    made_by = [_versions(manifest["provenance"]) for manifest in manifests if isinstance(manifest.get("provenance"), dict)]
+    now = _versions(provenance)
+    changes = Counter(f"{name} {versions.get(name) or 'unknown'} -> {now.get(name) or 'unknown'}"
+                      for versions in made_by for name in sorted(now) if versions.get(name) != now[name])
+    others = sum(versions != now for versions in made_by)
+    if changes:
+        listed = ", ".join(text for text, _ in changes.most_common(MOST_CHANGES)) + (", ..." if len(changes) > MOST_CHANGES else "")
+        notes.append(f"{others} of {len(manifests)} results that stand were made by other versions ({listed}); they stay valid: code that gives other "
+                     "results has another revision, which is in the key")
+    return notes
+
+
+def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> version, of what can have a hand in a result."""
+    packages = provenance.get("packages")
+    versions = {**packages} if isinstance(packages, dict) else {}
+    return {**versions, "git commit": str(provenance.get("git_commit", ""))}
+
+
 def record_of(graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]) -> dict[str, Any]:
     """The record of a named run: its config, its tasks and the keys of all its stages."""
     stages = [{"id": s.id, "key": s.key, "step": s.step, "label": s.method, "task": s.task, "parents": list(s.parents),
                "method": config.methods[s.method].method if s.method else None, "inputs": dict(s.inputs)} for s in graph]
-    return {"name": graph.name, "config": dump(config), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stages": stages,
+    return {"name": graph.name, "key_version": KEY_VERSION, "config": dump(config), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stages": stages,
             "tasks": [{"name": t.name, "card": t.card, "role": t.role, "classes": list(t.classes), "data": t.data} for t in tasks],
             "provenance": provenance}

@@ -22,6 +22,7 @@ import platform
 import posixpath
 import re
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,6 +224,24 @@ def digest_of(manifest: dict[str, Any]) -> str:
     """sha256 of a manifest as JSON gives it back, without its own `sha256`: it holds counts, which nothing else guards."""
     body = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def content_of(manifest: dict[str, Any]) -> str:
+    """Digest of what a result is, apart from when and how fast it was made: the images of an ingest,
+    the numbers of an evaluation, the states that training leaves; empty where a result has none of
+    these. Equal for all results of one key, unless what they were made of, or the machine, differs."""
+    if isinstance(manifest.get("content"), str):
+        return manifest["content"]
+    files = manifest.get("files") or {}
+    states = {name: info["sha256"] for name, info in files.items() if name.endswith(".safetensors")}
+    parts = manifest.get("result") or states
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest() if parts else ""
+
+
+def contents(root: str, keys: Iterable[str]) -> dict[str, str]:
+    """Key -> content, of the results among `keys` that stand."""
+    artefacts = {key: Artefact.open(root, key) for key in keys}
+    return {key: content_of(found.manifest) for key, found in artefacts.items() if found}
 
 
 def stays_inside(manifest: dict[str, Any]) -> bool:

@@ -164,7 +164,7 @@ class StageJob:
     backbone: key of the backbone stage. previous: step name -> key of each stage whose carried state this one starts from.
     states: task name -> key of the stage that holds that task's state, in stream order: for `evaluate` all that it serves
     (`tasks` are the same), for training in a chain the earlier ones. measured: the tasks whose data `evaluate` reads, of `split`: a search
-    looks at validation images, and at nothing else.
+    looks at validation images, and at nothing else. parents: keys of all stages whose results this one may read.
     """
 
     id: str
@@ -186,6 +186,7 @@ class StageJob:
     measured: tuple[str, ...] = ()
     split: Literal["test", "val"] = "test"
     provenance: dict[str, Any] = field(default_factory=dict)
+    parents: tuple[str, ...] = ()
     # What cannot change the result:
     checkpoint_s: float = 60.0
     loader_workers: int = 2

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from workers import checkpoint, dist, notice, optim
-from workers.artefact import Artefact, Attempt
+from workers.artefact import Artefact, Attempt, content_of, contents
 from workers.checkpoint import Checkpoint
 from workers.claim import claimed
 from workers.data.draw import seed_of
@@ -55,17 +55,23 @@ def standing(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
 
 def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
+    made_of = contents(job.root, job.parents) if group.rank == 0 else {}  # before they are read
     run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
     files, manifest = run(job, group, report)
     manifest |= {"stage": job.id, "step": job.step, "method": job.method, "task": job.task.name if job.task else None,
                  "wall_s": round(time.perf_counter() - started, 3), "workers": group.world,
+                 "made_of": made_of,
                  "provenance": {**job.provenance, "seed": job.seed, "device": device_name(group.device), "threads": torch.get_num_threads()}}
     if group.rank == 0:
         attempt = Attempt(job.root, job.key)
         for name, data in files.items():
             attempt.write(name, data)
-        attempt.commit(manifest)
+        is_first = attempt.commit(manifest)
         checkpoint.drop(job.root, job.key)
+        own_content = content_of({**manifest, "files": attempt.files})
+        manifest = Artefact.need(job.root, job.key).manifest  # of two attempts, the one that stands
+        if not is_first and content_of(manifest) != own_content:
+            manifest = {**manifest, "note": "another process was faster and got another content, which stands"}
     return manifest
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import build, draw
+from pipeline import build, draw, ingest
 from pipeline.config import check
 from pipeline.graph import Graph
 from pipeline.store import Store
@@ -271,7 +271,7 @@ def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_
     second_card(monkeypatch)
     stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
     graph_of(tmp_path, "finetune", stream=stream)
-    monkeypatch.setattr(build.ingest, "fingerprint", lambda card, f=build.ingest.fingerprint: None if card.name == "roots" else f(card))
+    monkeypatch.setattr(ingest, "look", lambda card, f=ingest.look: None if card.name == "roots" else f(card))
     graph, _ = graph_of(tmp_path, "finetune", stream=stream)
     job = graph["finetune/b/evaluate"].job
     assert ([t.name for t in job.tasks], job.measured) == (["a", "b"], ("b",))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import cli, console
+from pipeline import cli, console, store
 from pipeline.graph import Graph, Stage
 from pipeline.report import page
 from pipeline.run import Event, Walk
@@ -283,3 +283,23 @@ def test_the_record_of_a_run_says_what_it_consisted_of(finished):
     assert {s["id"] for s in record["stages"]} == set(small_run.attempts(finished.storage))
     assert [t["name"] for t in record["tasks"]] == ["a", "b"]
     assert record["config"]["methods"]["meat"]["method"] == "meat"
+
+
+# ---- upgrades ------------------------------------------------------------------------------------
+def test_plan_says_which_results_other_versions_made_and_that_they_stay(own, monkeypatch, capsys):
+    assert "other versions" not in output(capsys, "plan", own.config())
+    now = cli.provenance()
+    newer = {**now, "packages": {**now["packages"], "torch": "99.0"}}
+    monkeypatch.setattr(cli, "provenance", lambda: newer)
+    said = output(capsys, "plan", own.config())
+    change = f"torch {now['packages']['torch']} -> 99.0"
+    assert f"5 of {STAGES} results that stand were made by other versions ({change})" in said
+    assert "they stay valid" in said
+    assert set(table(said).values()) == {("hit", "")}
+
+
+def test_plan_says_that_a_key_version_was_raised(own, monkeypatch, capsys):
+    monkeypatch.setattr(store, "KEY_VERSION", 2)
+    said = output(capsys, "plan", own.config())
+    assert "the last run of this name had key version 1, this code has 2" in said
+    assert set(table(said).values()) == {("miss", "key version 1 -> 2")}

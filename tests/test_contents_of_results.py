@@ -1,0 +1,202 @@
+"""One key, one content: raw images that were edited in place, and results that come out otherwise
+when they are made again, are noticed and said, and no result stands beside another's data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageOps
+
+from pipeline import build, cli, config, launch
+from pipeline.store import Store
+from tests import small_run
+from tests.recovery import spoil
+from workers import loop
+from workers.artefact import content_of, digest_of
+from workers.dist import Group
+from workers.job import StageJob
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A finished run of `meat` on two cards whose images have equal sizes, whatever they show."""
+    cards = {name: card_of_equal_sizes(tmp_path, name) for name in "ab"}
+    write(tmp_path, cards, ["meat"])
+    assert cli.main(["run", str(tmp_path / "config.yaml")]) == 0
+    return tmp_path
+
+
+def card_of_equal_sizes(folder: Path, name: str) -> str:
+    path = small_run.make_card(folder, name, small_run.TASKS[name], train=12, test=6)
+    for file in (folder / "raw" / name).rglob("*.png"):
+        Image.open(file).save(file, compress_level=0)
+    return path
+
+
+def write(folder: Path, cards: dict[str, str], methods: list[str]) -> None:
+    small_run.write_config(folder / "config.yaml", small_run.make_body(folder, cards, methods))
+
+
+def cards_of(folder: Path) -> dict[str, str]:
+    return {name: str(folder / "cards" / f"{name}.yaml") for name in "ab"}
+
+
+def edit(folder: Path, name: str, keep_times: bool = False) -> None:
+    """Other images, in files of the same names and sizes."""
+    for file in (folder / "raw" / name).rglob("*.png"):
+        info = file.stat()
+        ImageOps.invert(Image.open(file)).save(file, compress_level=0)
+        assert file.stat().st_size == info.st_size
+        time = info.st_mtime_ns + (0 if keep_times else 10**9)
+        os.utime(file, ns=(time, time))
+
+
+def say(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    assert cli.main([*argv]) == 0
+    return capsys.readouterr().out
+
+
+def keys(folder: Path) -> dict[str, str]:
+    return {i: m["key"] for i, m in small_run.manifests(folder / "storage").items()}
+
+
+B = {"data/b", "meat/b/train", "meat/b/evaluate", "report"}
+
+
+# ---- raw data ------------------------------------------------------------------------------------
+def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(site, quick, capsys):
+    path, before = str(site / "config.yaml"), keys(site)
+    old = small_run.results(site / "storage")
+    edit(site, "b")
+    plan = say(capsys, "plan", path)
+    assert "its raw files were written again since they were ingested (same paths and sizes)" in plan
+    assert keys(site) == before
+    output = say(capsys, "run", path)
+    assert "data/b: they are other images; results of them get keys of their own" in output
+    after = keys(site)
+    assert {i for i in after if after[i] != before[i]} == B
+    assert small_run.results(site / "storage")["data/b"] != old["data/b"]
+    assert all((site / "storage" / "stages" / key / "manifest.json").exists() for key in before.values())
+    assert "nothing to do" in say(capsys, "run", path)
+    assert "written again" not in say(capsys, "plan", path)
+    edit(site, "b")  # inverted twice: as they were
+    assert "nothing to do" in say(capsys, "run", path)
+    assert keys(site) == before
+    assert small_run.results(site / "storage") == old
+
+
+def test_files_that_were_only_written_again_run_nothing(site, quick, capsys):
+    for file in (site / "raw" / "b").rglob("*.png"):
+        os.utime(file)
+    output = say(capsys, "run", str(site / "config.yaml"))
+    assert "data/b: they are the same images" in output
+    assert "nothing to do" in output
+    assert "written again" not in say(capsys, "run", str(site / "config.yaml"))
+
+
+def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew(site, quick, capsys):
+    """Times were put back; then a shard is damaged, and a method is added that reads it."""
+    storage, old = site / "storage", small_run.results(site / "storage")
+    edit(site, "b", keep_times=True)
+    assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
+    spoil(small_run.artefact(storage, "data/b", "train-00000.tar"), "flip")
+    before = small_run.attempts(storage)
+    write(site, cards_of(site), ["meat", "linear"])
+    output = say(capsys, "run", str(site / "config.yaml"))
+    assert "meat/b/train: made of another content of data/b" in output
+    after = small_run.attempts(storage)
+    assert {i for i in before if after[i] != before[i]} == B
+    assert small_run.results(storage)["meat/b/evaluate"] != old["meat/b/evaluate"]
+    content = small_run.manifests(storage)["data/b"]["content"]
+    for stage in ("meat/b/train", "meat/b/evaluate", "linear/b/train"):
+        assert small_run.manifests(storage)[stage]["made_of"][keys(site)["data/b"]] == content
+    assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
+
+
+def test_data_that_is_gone_leaves_its_results_alone(site, quick, capsys):
+    before = small_run.attempts(site / "storage")
+    shutil.rmtree(site / "raw")
+    for name in "ab":
+        shutil.rmtree(site / "storage" / "stages" / keys(site)[f"data/{name}"])
+        before.pop(f"data/{name}")
+    assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
+    assert small_run.attempts(site / "storage") == before
+
+
+def test_a_store_of_before_says_that_it_cannot_tell(site, quick, capsys):
+    """Contents were not noted then: neither of raw data, nor what results were made of."""
+    strip(site / "storage", "made_of", "raw_content")
+    shutil.rmtree(site / "storage" / "sources")
+    path = str(site / "config.yaml")
+    assert "nothing to do" in say(capsys, "run", path)
+    edit(site, "b")
+    output = say(capsys, "run", path)
+    assert "data/b: its raw files were written again; whether they are the same images" in output
+    assert "nothing to do" in output
+    assert "written again" not in say(capsys, "run", path)
+
+
+def strip(storage: Path, *names: str) -> None:
+    for path in (storage / "stages").glob("*/manifest.json"):
+        body = {k: v for k, v in json.loads(path.read_text()).items() if k not in names}
+        path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+
+
+# ---- results that are made again -----------------------------------------------------------------
+def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
+    """From now on `stage_id` is computed with another seed, as if by a machine that rounds otherwise."""
+    run_stage = launch.run_stage
+
+    def run(job, *rest):
+        return run_stage(dataclasses.replace(job, seed=job.seed + 1) if job.id == stage_id else job, *rest)
+
+    monkeypatch.setattr(launch, "run_stage", run)
+
+
+def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(site, quick, monkeypatch, capsys):
+    storage, before = site / "storage", small_run.attempts(site / "storage")
+    spoil(small_run.artefact(storage, "meat/a/train", "task.safetensors"), "flip")
+    other_bits(monkeypatch, "meat/a/train")
+    output = say(capsys, "run", str(site / "config.yaml"))
+    assert "meat/a/evaluate: made of another content of meat/a/train" in output
+    after = small_run.attempts(storage)
+    assert {i for i in after if after[i] != before[i]} >= {"meat/a/train", "meat/a/evaluate", "meat/b/evaluate"}
+    assert "meat/b/train" not in {i for i in after if after[i] != before[i]}
+    assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
+
+
+def test_a_look_up_compares_what_a_result_was_made_of(site, quick, monkeypatch, capsys):
+    """Another process made the parent again, and nothing else."""
+    storage, stage = site / "storage", "meat/a/train"
+    key = keys(site)[stage]
+    shutil.rmtree(storage / "stages" / key)
+    other_bits(monkeypatch, stage)
+    launch.run_stage(job_of(site, stage), Group(), lambda body: None)
+    plan = say(capsys, "plan", str(site / "config.yaml"))
+    assert "made of another content of meat/a/train" in plan
+    say(capsys, "run", str(site / "config.yaml"))
+    made_of = small_run.manifests(storage)["meat/a/evaluate"]["made_of"]
+    assert made_of[key] == content_of(small_run.manifests(storage)[stage])
+
+
+def job_of(site: Path, stage_id: str) -> StageJob:
+    settings = config.load(str(site / "config.yaml"))
+    graph, _ = build.graph_of(settings, Store(settings.storage))
+    return graph[stage_id].job
+
+
+def test_of_two_attempts_with_different_contents_the_loser_says_so(site, quick, monkeypatch):
+    """Both computed the same stage at the same time, and their bits differ."""
+    job = job_of(site, "meat/a/train")
+    first = loop._run_stage(job, Group(), lambda body: None)
+    assert "note" not in first
+    second = loop._run_stage(dataclasses.replace(job, seed=job.seed + 1), Group(), lambda body: None)
+    assert second["note"] == "another process was faster and got another content, which stands"
+    assert second["attempt"] == first["attempt"]
+

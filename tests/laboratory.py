@@ -80,6 +80,7 @@ class Lab:
     it handed out at the end; `opened`, the splits whose images were looked up."""
 
     folder: Path
+    group: Group = field(default_factory=Group)  # whose one rank runs every stage
     live: dict[str, Method] = field(default_factory=dict)
     finished: dict[str, tuple[TaskState, Carried]] = field(default_factory=dict)
     opened: dict[str, set[str]] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class Lab:
             return select(shards, split, classes)
 
         with mock.patch.object(loop, "fit", watched), mock.patch.object(Shards, "select", noted):
-            loop.run_stage(job, group or Group(), lambda event: None)
+            loop.run_stage(job, group or self.group, lambda event: None)
         return Artefact.need(job.root, job.key)
 
 
@@ -207,7 +208,7 @@ class Run:
     def served(self, after: int) -> Method:
         """The method as it stands after a task, with all tasks up to it loaded, as `evaluate` and `predict` load it."""
         self.prepare(self.evaluate_job(after))
-        return evaluate.served(self.evaluate_job(after), Group())
+        return evaluate.served(self.evaluate_job(after), self.lab.group)
 
     def fresh(self, task: int = 0) -> Method:
         """A method as a stage of `task` starts with it: the common backbone and nothing else."""
@@ -219,7 +220,7 @@ class Run:
         """Test images of a task (n, 3, 16, 16)."""
         job = self.stages(task)[0]
         assert job.task is not None
-        return next(iter(Feed(job, (job.task,), "test", Group(), training=False).evaluate())).images
+        return next(iter(Feed(job, (job.task,), "test", self.lab.group, training=False).evaluate())).images
 
 
 @dataclass

@@ -180,8 +180,10 @@ class Bundle:
             write_bytes(join(uri, name), self.read(name))
         write_model(uri, self.body)
 
-    def method(self) -> Method:
-        """The method with all tasks loaded, in evaluation mode. Raises UserError where what the bundle says does not fit together."""
+    def method(self, device: torch.device | None = None) -> Method:
+        """The method with all tasks loaded, on `device` (None: the CPU), in evaluation mode.
+
+        Raises UserError where what the bundle says does not fit together."""
         body = self.body
         try:
             backbone_settings = BackboneSettings.model_validate(body["backbone"])
@@ -197,6 +199,8 @@ class Bundle:
                                 "`python -m pipeline bundle`")
             torch.manual_seed(seed_of(body["seed"], "begin", self.tasks[-1].name if self.tasks else "", "evaluate"))
             method = METHODS[body["method"]](backbone, settings, body["seed"])
+        device = device or torch.device("cpu")
+        method.to(device)
         method.scenario, method.stream = body["scenario"], self.tasks
         for task in self.tasks:
             state = self.state(task.name)
@@ -206,8 +210,8 @@ class Bundle:
             method.load(state)
         if body["carried"]:
             parts = {step: Carried.from_bytes(self.read(file), f"{file} of {self.where}") for step, file in body["carried"].items()}
-            method.attach(merged(self.where, body["method"], parts))
-        return method.requires_grad_(False).eval()
+            method.attach(merged(self.where, body["method"], parts).to(device))
+        return method.to(device).requires_grad_(False).eval()
 
     def but(self, tasks: Sequence[Task], files: Mapping[str, bytes] | None = None, carried: Mapping[str, str] | None = None) -> Bundle:
         """The same with these tasks alone. files: the bytes of what is new. carried: step -> file, where another one takes its place."""

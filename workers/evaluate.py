@@ -73,11 +73,11 @@ def served(job: StageJob, group: dist.Group) -> Method:
     """The method with its finished tasks loaded, as it stands after this job's stage."""
     from workers.loop import load_carried, load_states, new_method
 
-    method = new_method(job)
+    method = new_method(job).to(group.device)
     load_states(job, method)
     carried = load_carried(job)
     if carried is not None:
-        method.attach(carried)
+        method.attach(carried.to(group.device))
     return method.to(group.device).eval()
 
 

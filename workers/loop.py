@@ -78,7 +78,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
 def train_task(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
     """One step of one task: the method on a fresh copy of the backbone, from the state that the step before carried on."""
     assert job.task is not None
-    method = new_method(job)
+    method = new_method(job).to(group.device)
     if method.loads_states(job.scenario):
         load_states(job, method)
     history = fit(job, method, load_carried(job), group, report)
@@ -130,6 +130,7 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     per_epoch = feed.steps_per_epoch if feed else 0
     total = epochs * per_epoch
     method.to(group.device)
+    carried = carried and carried.to(group.device)
     rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(total, per_epoch, job.train))
     groups = method.begin(job.task, job.step, carried, rates, tasks)
     method.to(group.device)

@@ -92,7 +92,7 @@ class Served:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        self.method = self.bundle.method().to(self.device)
+        self.method = self.bundle.method(self.device)
         self.tasks = self.bundle.tasks
         self.classes = {t.name: [(t.name, c) for c in t.classes] for t in self.tasks}
         self.augment = Augment(DataSettings(), BackboneSettings.model_validate(self.bundle.body["backbone"]), training=False)

@@ -83,6 +83,10 @@ class Carried:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def to(self, device: torch.device) -> Carried:
+        """The same with its tensors on `device`. What a method is given lies where its backbone does."""
+        return Carried({name: t.to(device) for name, t in self.tensors.items()}, self.meta)
+
     def to_bytes(self) -> bytes:
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
         return safetensors.torch.save(tensors, {"accrete": json.dumps(self.meta, sort_keys=True)})

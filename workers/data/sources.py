@@ -53,7 +53,7 @@ class Resident:
         self.rows, self.side, self.seed, self.workers, self.device, self.repeats = rows, side, seed, workers, device, repeats
         self.shape = (len(rows), side, side, 3)
         self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
-        if device.type == "cuda" and 2 * self.pixels.nbytes < torch.cuda.mem_get_info(device)[0]:
+        if device.type != "cpu" and 2 * self.pixels.nbytes < torch.get_device_module(device).mem_get_info(device)[0]:
             self.pixels = torch.from_numpy(np.array(self.pixels)).to(device)
 
     def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:

@@ -67,7 +67,7 @@ class Adapter(Method):
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
-        device = next(self.backbone.parameters()).device
+        device = self.device
         self.adapters = Bottlenecks(len(self.sites), self.sites.width, self.settings.width, device=device)
         return groups + self.adapters.groups(rates.weight_decay)
 
@@ -105,7 +105,7 @@ class Adapter(Method):
         self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        device = next(self.backbone.parameters()).device
+        device = self.device
         return {name: t.to(device) for name, t in (self.loaded[task] if task in self.loaded else self.adapters.tensors()).items()}
 
     def flops_share(self, state: TaskState) -> float:

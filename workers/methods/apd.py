@@ -149,7 +149,7 @@ class Apd(Method):
             self.consolidate()
             return []
         groups = super().begin(task, step, carried, rates, tasks)
-        s, device, self.step = self.settings, next(self.backbone.parameters()).device, step
+        s, device, self.step = self.settings, self.device, step
         self.loaded.pop(task.name, None)
         self.tau.pop(task.name, None)
         first = not self.sigma
@@ -329,7 +329,7 @@ class Apd(Method):
         parts = self.loaded[task] if task in self.loaded else self.own_parts()
         if not parts:
             return {}
-        device = next(self.backbone.parameters()).device
+        device = self.device
         copies = {name: t.to(device) for name, t in parts.items() if not name.endswith(".v")}
         for site in self.sites:
             m = parts[f"{site}.v"].to(device).sigmoid()[:, None]

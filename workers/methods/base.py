@@ -203,6 +203,11 @@ class Method(nn.Module):
         if self.freezes_backbone:
             self.backbone.requires_grad_(False)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the backbone is, and with it all that computes."""
+        return next(self.backbone.parameters()).device
+
     # ---- training ----------------------------------------------------------------------------------------------------
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
         """Which remembered samples `step` of `task` trains on: task name -> keys in its train split. Earlier tasks are added
@@ -329,7 +334,7 @@ class Method(nn.Module):
 
     def serve(self, task: str) -> None:
         """Puts the weights of `task` in effect: folded once per switch, but each time for the task in training."""
-        wanted = task, next(self.backbone.parameters()).device
+        wanted = task, self.device
         if self.serving != wanted:
             with torch.no_grad():
                 self.effective = (self.folded or self.serving_weights)(task)

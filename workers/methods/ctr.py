@@ -93,7 +93,7 @@ class CtrTsm(Method):
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
-        device, s = next(self.backbone.parameters()).device, self.settings
+        device, s = self.device, self.settings
         generator = torch.Generator().manual_seed(seed_of(self.seed, "ctr", task.name))
         self.mask = AnnealedSigmoid(start_of(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(device), s.s_max)
         self.shared.to(device)

@@ -178,7 +178,7 @@ class Der(Rehearsal):
         handed = {kind: {n.removeprefix(f"{kind}/"): t for n, t in carried.tensors.items() if n.startswith(f"{kind}/")} for kind in ("copies", "masks")}
         if handed["copies"]:
             self.stored = handed
-            self.backbone = self.extractor("in training", handed).to(next(self.backbone.parameters()).device)
+            self.backbone = self.extractor("in training", handed).to(self.device)
         super().attach(Carried({n: t for n, t in carried.tensors.items() if n.startswith("heads/")}, carried.meta))
 
     def load(self, state: TaskState) -> None:

@@ -106,7 +106,7 @@ class Hat(Method):
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
-        device = next(self.backbone.parameters()).device
+        device = self.device
         generator = torch.Generator().manual_seed(seed_of(self.seed, "hat", task.name))
         start = start_of(tuple(self.uses.shape), self.settings.start, generator, self.settings.expected_tasks)
         self.mask = AnnealedSigmoid(start.to(device), self.settings.s_max, self.settings.compensation)
@@ -201,7 +201,7 @@ class Hat(Method):
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         masks, copies = self.loaded[task] if task in self.loaded else (self.by_site(self.mask.hard()), self.copies.tensors())
-        device = next(self.backbone.parameters()).device
+        device = self.device
         return {n: t.to(device) for n, t in copies.items()} | masked_weights(self.backbone, {n: m.to(device) for n, m in masks.items()})
 
     def flops_share(self, state: TaskState) -> float:

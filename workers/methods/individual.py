@@ -33,5 +33,5 @@ class Individual(Method):
         self.weights[state.task] = state.copies  # none for the base task, which was trained into the common backbone
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        device = next(self.backbone.parameters()).device
+        device = self.device
         return {name: t.to(device) for name, t in self.weights.get(task, {}).items()}

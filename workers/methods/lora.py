@@ -62,7 +62,7 @@ class Lora(Method):
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
-        self.update = LowRank(**self.shapes).to(next(self.backbone.parameters()).device)
+        self.update = LowRank(**self.shapes).to(self.device)
         return [*groups, {"name": "lora", "params": [*self.update.parameters()], "weight_decay": rates.weight_decay}]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,5 +84,5 @@ class Lora(Method):
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         update = self.loaded[task] if task in self.loaded else self.update.tensors()
-        device = next(self.backbone.parameters()).device
+        device = self.device
         return merged(self.backbone, **self.factors({name: t.to(device) for name, t in update.items()})) if update else {}

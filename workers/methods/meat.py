@@ -92,7 +92,7 @@ class Meat(Method):
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates,
               tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
-        device = next(self.backbone.parameters()).device
+        device = self.device
         self.loaded.pop(task.name, None)
         self.masks = {name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
                       for name, shape in self.mask_shapes().items()}

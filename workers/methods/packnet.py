@@ -216,7 +216,7 @@ class PackNet(Method):
         """W_eff of the task, and its copies. What the latest owner uses is W itself."""
         if self.task is not None and self.task.name == task:
             return self.copies.tensors() if self.copies else {}
-        device = next(self.backbone.parameters()).device
+        device = self.device
         own = {name: t.to(device) for name, t in self.loaded[task].items()}
         number = self.numbers.get(task, self.latest)
         if number >= self.latest:

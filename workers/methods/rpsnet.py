@@ -222,7 +222,7 @@ class Rpsnet(Rehearsal):
         if trunk:
             self.backbone.load_state_dict(trunk)
         modules = {name: t for name, t in tensors.items() if not name.startswith(TRUNK)}
-        return Path.restored(places, modules).to(next(self.backbone.parameters()).device)
+        return Path.restored(places, modules).to(self.device)
 
     def flops_share(self, state: TaskState) -> float:
         paths: list[Any] = [*self.frozen.values(), *([] if self.path is None else [self.path])]

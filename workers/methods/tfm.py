@@ -136,8 +136,7 @@ class Tfm(Method):
     # ---- weights in effect -------------------------------------------------------------------------------------------
     def weight(self, name: str) -> Tensor | None:
         """A parameter of the backbone as all tasks see it; None for a bias that the layer does not have."""
-        found = self.new.get(WEIGHTS + name, self.shared.get(WEIGHTS + name, self.original.get(name)))
-        return None if found is None else found.to(self.device)
+        return self.new.get(WEIGHTS + name, self.shared.get(WEIGHTS + name, self.original.get(name)))
 
     def units(self, pair: Pair) -> Units:
         """All units between two layers: the backbone's, those that each earlier task added, those of the task in training."""
@@ -146,7 +145,7 @@ class Tfm(Method):
         assert columns is not None
         bias = rows.new_zeros(len(rows)) if bias is None else bias
         found = [(rows.view(len(pair.sites), -1, rows.shape[1]), bias.view(len(pair.sites), -1), columns)]
-        found += [(t[f"{pair.name}.rows"].to(self.device), t[f"{pair.name}.bias"].to(self.device), t[f"{pair.name}.columns"].to(self.device))
+        found += [(t[f"{pair.name}.rows"], t[f"{pair.name}.bias"], t[f"{pair.name}.columns"])
                   for t in (self.shared, self.new) if f"{pair.name}.rows" in t]
         rows, bias, columns = (torch.cat(t, 1) for t in zip(*found, strict=True))
         return rows, bias, columns
@@ -183,10 +182,6 @@ class Tfm(Method):
                 attention.num_heads = attention.attn_dim // attention.head_dim
 
     # ---- serving -----------------------------------------------------------------------------------------------------
-    @property
-    def device(self) -> torch.device:
-        return next(self.backbone.parameters()).device
-
     def attach(self, carried: Carried) -> None:
         """From here on nothing is in training: what a task in training added is a part of what it handed on."""
         super().attach(carried)

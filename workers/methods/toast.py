@@ -110,7 +110,7 @@ class Toast(Method):
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
-        self.step, device = step, next(self.backbone.parameters()).device
+        self.step, device = step, self.device
         self.start = {name: t.to(device) for name, t in self.start.items()}
         if "prior" not in self.start:
             self.start["prior"] = self.top_down.prior(torch.Generator().manual_seed(seed_of(self.seed, "toast")))
@@ -171,7 +171,7 @@ class Toast(Method):
 
     def in_effect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the second pass needs of a task: its prior and its feedback, folded."""
-        device = next(self.backbone.parameters()).device
+        device = self.device
         tensors = {name: t.to(device) for name, t in {**self.start, **own}.items()}
         return {"prior": tensors["prior"], **self.top_down.folded(self.layers(tensors), tensors.get("transform"))}
 

@@ -57,7 +57,7 @@ class Vpt(Method):
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
-        device = next(self.backbone.parameters()).device
+        device = self.device
         self.prompts = nn.Parameter(start_of(len(self.sites), self.settings.prompts, self.backbone).to(device))
         return [*groups, {"name": "prompts", "params": [self.prompts], "weight_decay": rates.weight_decay}]
 
@@ -86,7 +86,7 @@ class Vpt(Method):
         if task not in self.loaded:
             return {PROMPTS: self.prompts}
         prompts = self.loaded[task]
-        return {} if prompts is None else {PROMPTS: prompts.to(next(self.backbone.parameters()).device)}
+        return {} if prompts is None else {PROMPTS: prompts.to(self.device)}
 
     def flops_share(self, state: TaskState) -> float:
         """Prompts are p keys more in every block, and p queries more in every block but the last."""

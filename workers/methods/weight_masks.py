@@ -118,7 +118,7 @@ class WeightMasks(Method):
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         masks, copies = (self.loaded[task], self.loaded_copies[task]) if task in self.loaded else (self.hard(), self.copies.tensors())
         weights = {f"{site}.weight": masked(self.sites[site], mask.to(self.sites[site].device)) for site, mask in masks.items()}
-        return weights | {name: t.to(next(self.backbone.parameters()).device) for name, t in copies.items()}
+        return weights | {name: t.to(self.device) for name, t in copies.items()}
 
 
 class ThresholdSettings(WeightMaskSettings):

@@ -22,6 +22,13 @@ class Heads(nn.Module):
         self.width = width
         self.layers = nn.ModuleList()
         self.names: list[str] = []
+        self.device = torch.device("cpu")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Heads:
+        """What `to` stands on: heads that are added later belong where these were moved to, be there none yet."""
+        super()._apply(fn, recurse)
+        self.device = fn(torch.empty(0, device=self.device)).device
+        return self
 
     def __getitem__(self, task: str) -> nn.Linear:
         if task not in self.names:
@@ -55,7 +62,7 @@ class Heads(nn.Module):
         self._append(task, layer)
 
     def _append(self, task: str, layer: nn.Linear) -> None:
-        layer = layer.to(next((p.device for p in self.layers.parameters()), torch.device("cpu")))
+        layer = layer.to(self.device)
         if task in self.names:
             self.layers[self.names.index(task)] = layer
         else:

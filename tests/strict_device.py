@@ -1,0 +1,354 @@
+"""A simulated accelerator: tensors that hold real numbers on the host, claim another device, and are as strict about it as CUDA.
+
+What only a GPU shows is an error here, on a machine without one: an operation over two devices, a generator of another device,
+`.numpy()`, a write from the host. What costs a GPU its speed is counted (`Counts`). The numbers are those of the CPU's kernels.
+
+The device is PyTorch's `PrivateUse1` under the name `strict`, with autograd's thread for it; nothing but this module implements its
+operations. Registering it changes the process for good, and must come before the first backward: give it a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+NAME = "strict"
+CPU = torch.device("cpu")
+aten: Any = torch.ops.aten
+
+COPIES = {aten._to_copy.default, aten.copy_.default}
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor}
+# The size or the value of what they return is known to the host only when the device has computed it.
+READS = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten._unique.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+}
+CONCERNED = {"device", "generator"}  # arguments that make an operation one of the device without a tensor of it
+TAKES_HOST_SCALARS = {aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.where.self, aten._fused_adamw_.default}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """ops: kernels that the device is given, views and copies left out. copies: from the host's pageable memory, which the
+    host waits for. reads: of values by the host, which waits until the device has computed them."""
+
+    ops: int = 0
+    copies: int = 0
+    reads: int = 0
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+class DeviceError(RuntimeError):
+    """What CUDA refuses."""
+
+
+class StrictTensor(torch.Tensor):
+    """A tensor on the device; `values` are its numbers on the host."""
+
+    values: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> StrictTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype, device=f"{NAME}:0"
+        )
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return current().execute(func, args, kwargs or {})
+
+    def numpy(self, *arguments: Any, **options: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> Any:
+        return self.values.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, StrictTensor):
+            raise DeviceError(f"attempted to set the data of a tensor on {self.device} to a tensor on {other.device}")
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.values = other.values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StrictTensor:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            made: Any = nn.Parameter(copied) if isinstance(self, nn.Parameter) else copied
+            made.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                made.grad = self.grad.detach().clone()
+            memo[id(self)] = made
+        return memo[id(self)]
+
+    def __repr__(self, **options: Any) -> str:
+        return f"StrictTensor({self.values})"
+
+
+class Generator(torch._C.Generator):
+    """`torch.Generator` that may be made for the device; its numbers are those of the CPU's."""
+
+    by_address: ClassVar[dict[int, torch.device]] = {}  # what reaches an operation is another Python object of the same generator
+
+    def __new__(cls, device: Any = CPU) -> Any:
+        device = torch.device(device)
+        made = super().__new__(cls) if device.type == NAME else torch._C.Generator(device)
+        cls.by_address[made._cdata] = device
+        return made
+
+    def __init__(self, device: Any = CPU):
+        super().__init__()
+
+    @property
+    def device(self) -> torch.device:
+        return self.by_address[self._cdata]
+
+
+class StrictDevice(TorchDispatchMode):
+    """Executes every operation that touches the device, and counts. Use `strict_device()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self.pinned: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if StrictTensor not in types and not kwargs.keys() & CONCERNED and func not in PINNING:
+            return func(*args, **kwargs)  # the host's own
+        return self.execute(func, args, kwargs)
+
+    def add(self, **changes: int) -> None:
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + count for name, count in changes.items()})
+
+    def execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One operation as it reaches the dispatcher, on the device where any of its tensors, or what it makes, is there."""
+        if func in PINNING:
+            return PINNING[func](self, args[0])
+        tensors = [*tensors_in((*args, *kwargs.values()))]
+        here = [t for t in tensors if isinstance(t, StrictTensor)]
+        target = kwargs.get("device")
+        target = torch.device(target) if target is not None else torch.device(NAME if here else "cpu")
+        if not here and target.type != NAME:
+            check_generator(func, kwargs, CPU)
+            return func(*args, **kwargs)
+        check_generator(func, kwargs, target)
+        if func in COPIES:
+            self.count_copy(tensors, kwargs)
+        else:
+            self.check_devices(func, args, tensors, here)
+            self.count_op(func, args, kwargs)
+        plain = {name: mapped(values_of, value) for name, value in kwargs.items() if name != "pin_memory"}
+        if kwargs.get("device") is not None:
+            plain["device"] = CPU
+        found = func(*mapped(values_of, args), **plain)
+        if target.type == NAME:
+            found = mapped(StrictTensor, found)
+        if func.is_view or func._schema.is_mutable:
+            return return_and_correct_aliasing(func, args, kwargs, found)
+        return found
+
+    # ---- what is refused ------------------------------------------------------------------------------------------------
+    def check_devices(self, func: Any, args: Any, tensors: list[Tensor], here: list[Tensor]) -> None:
+        """Raises DeviceError where tensors of both devices meet and CUDA would not take them."""
+        strangers = [t for t in tensors if not isinstance(t, StrictTensor)]
+        if not strangers or not here:
+            return
+        written = [a for a, described in zip(args, func._schema.arguments, strict=False) if described.is_out or is_written(described)]
+        if any(isinstance(t, Tensor) and not isinstance(t, StrictTensor) for t in written):
+            raise DeviceError(f"{func}: the output is on the CPU, and another tensor on {here[0].device}")
+        if func in INDEXED and isinstance(args[0], StrictTensor):
+            indices = [t for t in args[1] if isinstance(t, Tensor) and not isinstance(t, StrictTensor)]
+            self.add(copies=sum(not self.is_pinned(t) for t in indices))
+            strangers = [t for t in strangers if all(t is not index for index in indices)]
+        if all(t.ndim == 0 for t in strangers) and (torch.Tag.pointwise in func.tags or func in TAKES_HOST_SCALARS | INDEXED):
+            return
+        raise DeviceError(f"Expected all tensors to be on the same device, but found at least two devices, {here[0].device} and cpu! (in {func})")
+
+    # ---- what is counted ------------------------------------------------------------------------------------------------
+    def count_copy(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
+        """`_to_copy(source, device=)` or `copy_(target, source)`."""
+        source = tensors[-1]
+        to_device = isinstance(tensors[0], StrictTensor) if len(tensors) == 2 else kwargs.get("device") is None or torch.device(kwargs["device"]).type == NAME
+        if isinstance(source, StrictTensor):
+            self.add(**{"ops" if to_device else "reads": 1})
+        elif not self.is_pinned(source):
+            self.add(copies=1)
+
+    def count_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if not func.is_view:
+            self.add(ops=1, reads=int(waits(func, args, kwargs)))
+
+    # ---- pinned memory --------------------------------------------------------------------------------------------------
+    def pin(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, StrictTensor):
+            raise DeviceError("cannot pin a tensor that is on the device, only dense CPU tensors can be pinned")
+        pinned = tensor.clone()
+        self.pinned.add(pinned.untyped_storage().data_ptr())
+        return pinned
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, StrictTensor) and tensor.untyped_storage().data_ptr() in self.pinned
+
+
+PINNING = {
+    aten._pin_memory.default: StrictDevice.pin,
+    aten.pin_memory.default: StrictDevice.pin,
+    aten.is_pinned.default: StrictDevice.is_pinned,
+}
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Those among the arguments of an operation, which may be in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def mapped(fn: Any, value: Any) -> Any:
+    """The same arguments, or results, with each tensor replaced by what `fn` makes of it."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    return type(value)(mapped(fn, each) for each in value) if isinstance(value, (list, tuple)) else value
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    return tensor.values if isinstance(tensor, StrictTensor) else tensor
+
+
+def is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host cannot go on before the device has computed it."""
+    if func in READS:
+        return True
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if func not in INDEXED:
+        return False
+    masks = [t for t in args[1] if isinstance(t, StrictTensor) and t.dtype in (torch.bool, torch.uint8)]
+    filled = len(args) > 2 and len(args[1]) == 1 and args[2].numel() == 1  # index_put of one value under one mask is masked_fill
+    return bool(masks) and not filled
+
+
+def check_generator(func: Any, kwargs: dict[str, Any], device: torch.device) -> None:
+    generator = kwargs.get("generator")
+    if generator is not None and (found := Generator.by_address.get(generator._cdata, CPU)).type != device.type:
+        raise DeviceError(f"Expected a {device.type!r} device type for generator but found {found.type!r} (in {func})")
+
+
+def become(parameter: Tensor, other: Tensor) -> None:
+    """`parameter` is from now on what `other` is, and still the same object, whoever refers to it: as when a real device takes it over."""
+    for name in ("__class__", "__dict__"):
+        mine, theirs = getattr(parameter, name), getattr(other, name)
+        setattr(parameter, name, theirs)
+        setattr(other, name, mine)
+    torch._C._swap_tensor_impl(parameter, other)
+
+
+def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """`Module._apply`, which `to` stands on. PyTorch's refuses to swap a tensor that anybody has a weak reference to."""
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        gradient, parameter.grad = parameter.grad, None
+        with torch.no_grad():
+            moved = fn(parameter)
+        if moved is not parameter:
+            become(parameter, nn.Parameter(moved, parameter.requires_grad))
+        if gradient is not None:
+            with torch.no_grad():
+                parameter.grad = fn(gradient)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module
+
+
+class Backend:
+    """`torch.strict`, what PyTorch asks of the module of a backend."""
+
+    _is_in_bad_fork = staticmethod(lambda: False)
+    is_initialized = is_available = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    manual_seed_all = staticmethod(lambda seed: None)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])  # no operation is cast: results are those of fp32
+    mem_get_info = staticmethod(lambda device=None: (1 << 40, 1 << 40))
+
+
+libraries: list[torch.library.Library] = []  # what one registers goes with it
+
+
+def register() -> None:
+    """Makes the device known to this process. Raises RuntimeError where another backend has taken its place."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    if not hasattr(torch, NAME):
+        _setup_privateuseone_for_python_backend(NAME, Backend())
+        library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+        library.fallback(torch.library.fallthrough_kernel)
+        libraries.append(library)
+
+
+active: list[StrictDevice] = []
+
+
+def current() -> StrictDevice:
+    if not active:
+        raise DeviceError("a tensor of the strict device is used outside of `strict_device()`")
+    return active[-1]
+
+
+@contextlib.contextmanager
+def strict_device() -> Iterator[StrictDevice]:
+    """Inside, tensors and modules can be moved to `torch.device("strict")`."""
+    register()
+    mode = StrictDevice()
+    active.append(mode)
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(data, device=...) is made on the CPU, and copied by an operation
+    try:
+        with mode, mock.patch.object(torch, "Generator", Generator), mock.patch.object(nn.Module, "_apply", apply):
+            yield mode
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
+        active.pop()
+        Generator.by_address.clear()

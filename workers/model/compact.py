@@ -84,8 +84,14 @@ def flops(vit: Any, plans: list[BlockPlan]) -> int:
 @torch.no_grad()
 def multiply_adds(model: nn.Module, *shape: int) -> int:
     """Multiply-adds of one input (*shape) in linear layers, convolutions and products of matrices; nothing is computed."""
-    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
-        model(torch.empty(1, *shape, device=next(model.parameters()).device))
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # while training, stochastic depth stands for the samples of a batch
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, *shape, device=next(model.parameters()).device))
+    finally:
+        for module in training:
+            module.training = True
     return counter.get_total_flops() // 2
 
 

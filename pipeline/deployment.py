@@ -1,36 +1,34 @@
-"""A model folder behind HTTP, by Ray Serve: concurrent requests for many tasks meet in one batch, and a stranger's request costs little."""
+"""A model folder behind Ray Serve: concurrent requests for many tasks meet in one batch, and a stranger's request costs little."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from ray import serve
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
-from workers.data.images import Limits, pixels_of
+from pipeline.http_server import Bounds, Reply
+from workers.data.images import Limits, PixelBudget, pixels_of
 from workers.errors import UserError
 from workers.serve import Answer, Rule, Served
 
-ONGOING, QUEUED = 64, 256  # requests that are worked on, and that wait; more are told at once to come back later (503)
+APPLICATION = "accrete"
+ONGOING = 64  # requests that the replica works on
 TOGETHER, WAIT_S = 32, 0.005  # requests in a batch, and how long the first waits for others
-IMAGES, IMAGE_BYTES, BODY_BYTES = 64, 16 << 20, 32 << 20
-LISTS = 1 << 22  # in the body: each takes memory before anything else is known of it
+IMAGES, IMAGE_BYTES = 64, 16 << 20
+READERS = min(4, os.cpu_count() or 1)  # requests that are decoded side by side
+PARTS = 1 << 22  # lists and objects in a body: each takes memory before anything else is known of it
 FIELDS = {"images", "tasks", "rule", "top"}
-
-
-class Refused(UserError):
-    """A request that cannot be answered, with its HTTP status."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -43,46 +41,67 @@ class Asked:
     top: int
 
 
-@serve.deployment(max_ongoing_requests=ONGOING, max_queued_requests=QUEUED)
+@serve.deployment(max_ongoing_requests=ONGOING, max_queued_requests=Bounds.requests)
 class Deployment:
-    """One replica: one backbone. folder: of the bundle."""
+    """One replica: one backbone. folder: of the bundle. total_pixels: most of all images of a request, and of all decoded at the same moment."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, total_pixels: int):
         self.served = Served.open(folder)
-        self.limits = Limits(self.served.bundle.body["max_pixels"], images=IMAGES, image_bytes=IMAGE_BYTES, body_bytes=BODY_BYTES)
+        self.limits = Limits(self.served.bundle.body["max_pixels"], total_pixels, images=IMAGES, image_bytes=IMAGE_BYTES, body_bytes=Bounds.body_bytes)
+        self.budget = PixelBudget(total_pixels)
+        self.readers = ThreadPoolExecutor(READERS, "read")
 
-    async def __call__(self, request: Request) -> JSONResponse:
+    def tasks(self) -> dict[str, Any]:
+        """What GET /tasks answers."""
+        body = self.served.bundle.body
+        return {"method": body["method"], "scenario": body["scenario"], "infers": self.served.infers,
+                "tasks": [{"name": t.name, "classes": list(t.classes)} for t in self.served.tasks],
+                "limits": {"images": IMAGES, "pixels": self.limits.total_pixels, "bytes": Bounds.body_bytes}}
+
+    async def predict(self, data: bytes) -> Reply:
+        """The answer to the body of POST /predict."""
+        loop = asyncio.get_running_loop()
         try:
-            return JSONResponse(await self.answer(request))
+            found = await self.together(await loop.run_in_executor(self.readers, self.read, data))
+            if isinstance(found, UserError):
+                raise found
         except UserError as error:
-            return JSONResponse({"error": " ".join(str(error).split())}, error.status if isinstance(error, Refused) else 400)
-
-    async def answer(self, request: Request) -> dict[str, Any]:
-        """Raises UserError where the request cannot be answered."""
-        wanted = request.method, request.url.path
-        if wanted == ("GET", "/health"):
-            return {"status": "ok"}
-        if wanted == ("GET", "/tasks"):
-            body = self.served.bundle.body
-            return {"method": body["method"], "scenario": body["scenario"], "infers": self.served.infers,
-                    "tasks": [{"name": t.name, "classes": list(t.classes)} for t in self.served.tasks]}
-        if wanted != ("POST", "/predict"):
-            raise Refused(404, f"there is no {wanted[0]} {wanted[1][:80]}; there are POST /predict, GET /tasks and GET /health")
-        found = await self.together(await asyncio.to_thread(self.read, await body_of(request)))
-        if isinstance(found, UserError):
-            raise found
-        return {"predictions": [answer.row() for answer in found]}
+            return Reply(400, {"error": " ".join(str(error).split())})
+        return Reply(200, {"predictions": [answer.row() for answer in found]})
 
     def read(self, data: bytes) -> Asked:
         """Raises UserError where it is no request that can be answered."""
         body = request_of(data)
-        tasks = self.served.checked(len(body["images"]), body.get("tasks"), body.get("rule", "refuse"), body.get("top", 0))
-        return Asked(pixels_of(body["images"], self.served.augment.size_in, self.limits), tasks, body.get("rule", "refuse"), body.get("top", 0))
+        rule, top = body.get("rule", "refuse"), body.get("top", 0)
+        tasks = self.served.checked(len(body["images"]), body.get("tasks"), rule, top)
+        return Asked(pixels_of(body["images"], self.served.augment.size_in, self.limits, self.budget), tasks, rule, self.served.bounded(top))
 
     @serve.batch(max_batch_size=TOGETHER, batch_wait_timeout_s=WAIT_S)
     async def together(self, asked: list[Asked]) -> list[list[Answer] | UserError]:
         """Requests of the same moment, whatever their tasks."""
         return await asyncio.to_thread(answered, self.served, asked)
+
+
+def predict_of(handle: DeploymentHandle) -> Callable[[bytes], Awaitable[Reply]]:
+    """Asks the replica; one that died or has no room is no error of the server."""
+
+    async def predict(data: bytes) -> Reply:
+        response = handle.predict.remote(data)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except (RayError, RayServeException) as error:
+            return Reply(503, {"error": f"the model cannot answer now ({type(error).__name__}); send this request again later"})
+
+    return predict
+
+
+def is_running() -> bool:
+    """Whether there is a replica that answers."""
+    application = serve.status().applications.get(APPLICATION)
+    return application is not None and application.status == "RUNNING"
 
 
 def answered(served: Served, asked: Sequence[Asked]) -> list[list[Answer] | UserError]:
@@ -106,28 +125,18 @@ def answered(served: Served, asked: Sequence[Asked]) -> list[list[Answer] | User
     return found
 
 
-async def body_of(request: Request) -> bytes:
-    """Raises Refused as soon as there is too much."""
-    large = Refused(413, f"the body takes more than {BODY_BYTES} bytes; send fewer or smaller images")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > BODY_BYTES:
-        raise large
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > BODY_BYTES:
-            raise large
-    return bytes(data)
-
-
 def request_of(data: bytes) -> dict[str, Any]:
     """JSON with `images`, and if wanted `tasks`, `rule`, `top`. Raises UserError."""
     shape = '{"images": [BASE64, ...], "tasks": NAME or [NAME, ...]}'
-    if data.count(b"[") > LISTS:
-        raise UserError(f"the body holds more than {LISTS} lists; send images as base64")
+    if data.count(b"[") + data.count(b"{") > PARTS:
+        raise UserError(f"the body holds more than {PARTS} lists and objects; send images as base64")
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
+        body = json.loads(data, parse_constant=_refuse_constant)
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        if "digits" in str(error):  # of Python's limit for whole numbers
+            raise UserError("the body holds a number of thousands of digits; send none that long") from None
         raise UserError(f"the body is not JSON; send {shape}") from None
     if not isinstance(body, dict) or not isinstance(body.get("images"), list) or not body["images"]:
         raise UserError(f"the body has no list of images; send {shape}")
@@ -138,3 +147,7 @@ def request_of(data: bytes) -> dict[str, Any]:
     if not isinstance(tasks, (str, list, type(None))) or not all(isinstance(t, (str, type(None))) for t in tasks or ()):
         raise UserError("tasks must be a name, or a list with a name or null for each image")
     return body
+
+
+def _refuse_constant(name: str) -> Any:
+    raise UserError(f"the body holds {name}, which is not JSON; send finite numbers")

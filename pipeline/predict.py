@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from workers.bundle import Bundle
     from workers.serve import Answer
 
+MAX_PIXELS = 1 << 26  # of all images of a request that is served, and of all that are decoded at the same moment
 SHOWN = 3  # probabilities in a table, unless more are asked for
 
 
@@ -37,6 +38,10 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     make.add_argument("--out", required=True, metavar="DIR", help="a new folder, or a URI such as s3://bucket/model")
     start = command("serve", serve, "answer requests over HTTP on this machine, by Ray Serve; the config may be a model folder")
     browse.address_options(start)
+    start.add_argument("--allow-host", action="append", default=[], metavar="NAME",
+                       help="a name under which clients may ask, beside the address and localhost; may be repeated")
+    start.add_argument("--max-pixels", type=int, default=MAX_PIXELS, metavar="N",
+                       help=f"most pixels of all images of a request together (default: {MAX_PIXELS})")
     for each in (ask, make, start):
         each.add_argument("--method", metavar="LABEL", help="label of the method, where the run has several")
     states = command("tasks", tasks, "list, export, import or remove the tasks of a model folder", config=False)
@@ -156,13 +161,15 @@ def tasks(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Until it is interrupted."""
+    if args.max_pixels < 1:
+        raise UserError(f"--max-pixels is {args.max_pixels}; give the most pixels that all images of a request may have together, at least 1")
     port = browse.free_port(args.host, args.port)
     browse.warn_if_exposed(args.host, port, "ask it, at your expense: it asks for no password")
     found = chosen(args)
     with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
         place = os.path.join(folder, "model")
         found.write(place)  # the replica reads it, wherever it came from
-        with running(place, port, args.host) as address:
+        with running(place, port, args.host, args.allow_host, args.max_pixels) as address:
             stop = threading.Event()
             for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own there
                 signal.signal(number, lambda *_: stop.set())
@@ -172,8 +179,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def running(folder: str, port: int, host: str = browse.LOOPBACK) -> Iterator[str]:
-    """Serves the bundle in `folder` while inside, on a Ray of its own; gives the address."""
+def running(folder: str, port: int, host: str, names: Sequence[str], max_pixels: int) -> Iterator[str]:
+    """Serves the bundle in `folder` while inside, on a Ray of its own; gives the address. names: hosts under which clients may ask."""
     from pipeline.cluster import connect
     from pipeline.config import ClusterSettings
 
@@ -183,12 +190,15 @@ def running(folder: str, port: int, host: str = browse.LOOPBACK) -> Iterator[str
     except ImportError as error:
         ray.shutdown()
         raise UserError(f"`serve` needs Ray Serve ({error}); install ray[serve]") from None
-    from pipeline.deployment import Deployment
+    from pipeline.deployment import APPLICATION, Deployment, is_running, predict_of
+    from pipeline.http_server import Front, Hosts, listening
 
     try:
-        ray_serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config={"log_level": "ERROR"})
-        ray_serve.run(Deployment.bind(folder), name="accrete", route_prefix="/")  # type: ignore[attr-defined]
-        yield f"http://{host}:{port}"
+        ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})  # its proxy has no deadline for heads and bodies
+        handle = ray_serve.run(Deployment.bind(folder, max_pixels), name=APPLICATION, route_prefix=None)  # type: ignore[attr-defined]
+        front = Front(predict_of(handle), handle.tasks.remote().result(), Hosts(host, names), is_running)
+        with listening(front, host, port):
+            yield f"http://{host}:{port}"
     finally:
         with suppress(Exception):  # whatever it is, closing does not hide why serving ended
             ray_serve.shutdown()

@@ -125,7 +125,11 @@ class Served:
         head answers with the highest probability. top: how many probabilities are given; 0: all. Raises UserError."""
         wanted = self.checked(len(images), tasks, rule, top)
         limits = limits or Limits(self.bundle.body["max_pixels"], paths=True)
-        return self.answers(pixels_of(images, self.augment.size_in, limits), wanted, rule, top)
+        return self.answers(pixels_of(images, self.augment.size_in, limits), wanted, rule, self.bounded(top))
+
+    def bounded(self, top: int) -> int:
+        """As many probabilities as there can be: those of all classes of all tasks."""
+        return min(top, sum(len(task.classes) for task in self.tasks))
 
     def checked(self, count: int, tasks: Sequence[str | None] | str | None, rule: str = "refuse", top: int = 0) -> list[str | None]:
         """A task or None for each of `count` images. Raises UserError where a task is not served, or is missing and needed."""

@@ -59,7 +59,7 @@ def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(host, tmp_pa
 def test_a_model_is_served_where_it_was_asked_for_after_the_warning(host, capfd, monkeypatch):
     asked: list[str] = []
 
-    def running(folder: str, port: int, host: str) -> Any:
+    def running(folder: str, port: int, host: str, *_: Any) -> Any:
         asked.append(host)
         raise Ended
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import collections
+import concurrent.futures
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -157,6 +160,33 @@ def test_ray_serve_outlives_a_storm(run, ray_serve):
     assert sum(found.values()) == STORM
     assert memory(process) - before < MORE_BYTES
     assert post(f"{url}/predict", data)[0] == 200
+
+
+@pytest.mark.slow
+def test_ray_serve_answers_while_strangers_send_slowly_or_much(run, ray_serve):
+    from tests.pipeline.test_http_server import HALF_BODY, HALF_HEAD, MANY, one_bit
+
+    url, process = ray_serve
+    port = int(url.rpartition(":")[2])
+    data = json.dumps({"images": [b64(run.images("two")[0][0])], "tasks": "two"}).encode()
+    assert post(f"{url}/predict", data)[0] == 200
+    before = memory(process)
+    large = json.dumps({"images": [b64(one_bit(7000))] * 64, "tasks": "two"}).encode()
+    with contextlib.ExitStack() as stack:
+        for half in [HALF_HEAD, HALF_BODY] * MANY:
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(half)
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(6))
+        refused = [pool.submit(post, f"{url}/predict", large) for _ in range(6)]
+        assert post(f"{url}/predict", data)[0] == 200
+        assert requests.get(f"{url}/health", timeout=30).status_code == requests.get(f"{url}/tasks", timeout=30).status_code == 200
+        for answer in refused:
+            status, text = answer.result()
+            assert (status, "pixels together, more than" in text) == (400, True)
+    assert memory(process) - before < MORE_BYTES
+    foreign = requests.get(f"{url}/tasks", headers={"Host": f"evil.example:{port}"}, timeout=30)
+    assert (foreign.status_code, "is not served here" in foreign.text) == (421, True)
+    status, text = post(f"{url}/predict", data.replace(b'"tasks"', b'"top": 1' + b"0" * 400 + b', "tasks"'))
+    assert (status, len(json.loads(text)["predictions"][0]["probabilities"])) == (200, 2)
 
 
 # ---- MLflow ----------------------------------------------------------------------------------------------------------------

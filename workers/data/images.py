@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +27,42 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 @dataclass(frozen=True)
 class Limits:
     """What is taken in. paths: whether strings may name files here; a server must not read its host's files for strangers. images: most in
-    one request. image_bytes: most of one encoded image. body_bytes: most of all images of a request as they are sent."""
+    one request. image_bytes: most of one encoded image. body_bytes: most of all images of a request as they are sent. total_pixels: most
+    of all images of a request together, by their headers; None: any number."""
 
     max_pixels: int = MAX_PIXELS
+    total_pixels: int | None = None
     paths: bool = False
     images: int = 1024
     image_bytes: int = 32 << 20
     body_bytes: int = 128 << 20
 
 
-def pixels_of(images: Sequence[Any], side: int, limits: Limits) -> NDArray[np.uint8]:
-    """Images of any kind -> uint8 (n, 3, side, side), as `decode` makes them of the bytes in shards. Raises UserError with the place of the
-    first that cannot be used."""
+class PixelBudget:
+    """Bounds the memory of decoding: images that threads decode at the same moment have at most `most` pixels together."""
+
+    def __init__(self, most: int):
+        self.most, self.used = most, 0
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def reserved(self, pixels: int) -> Iterator[None]:
+        """Waits until there is room; an image that exceeds the budget is decoded alone."""
+        pixels = min(pixels, self.most)
+        with self.changed:
+            self.changed.wait_for(lambda: self.used + pixels <= self.most)
+            self.used += pixels
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.used -= pixels
+                self.changed.notify_all()
+
+
+def pixels_of(images: Sequence[Any], side: int, limits: Limits, budget: PixelBudget | None = None) -> NDArray[np.uint8]:
+    """Images of any kind -> uint8 (n, 3, side, side), as `decode` makes them of the bytes in shards. budget: shared by threads that decode.
+    Raises UserError with the place of the first that cannot be used."""
     if isinstance(images, (str, bytes, bytearray)):
         raise UserError("images is a single one; give a list of images")
     if len(images) > limits.images:
@@ -44,13 +70,43 @@ def pixels_of(images: Sequence[Any], side: int, limits: Limits) -> NDArray[np.ui
     size = sum(map(size_of, images))
     if size > limits.body_bytes:
         raise UserError(f"the images of this request take {size} bytes, more than {limits.body_bytes}; send them in several requests")
+    areas = [0] * len(images)
+    if limits.total_pixels is not None:
+        for place, image in enumerate(images):
+            with _named(place, image):
+                areas[place] = area(image, limits)
+        check_total(areas, limits.total_pixels)
     out = np.empty((len(images), 3, side, side), np.uint8)
     for place, image in enumerate(images):
-        try:
+        with _named(place, image), budget.reserved(areas[place]) if budget else nullcontext():
             out[place] = squared(upright(image, limits), side).transpose(2, 0, 1)
-        except UserError as error:
-            raise UserError(f"image {place}{f' ({image})' if is_path(image) else ''} {error}") from None
     return out
+
+
+@contextmanager
+def _named(place: int, image: Any) -> Iterator[None]:
+    """Puts the place of an image in front of a UserError about it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"image {place}{f' ({image})' if is_path(image) else ''} {error}") from None
+
+
+def check_total(areas: Sequence[int], most: int) -> None:
+    """Raises UserError where the images of a request have too many pixels together."""
+    if sum(areas) > most:
+        raise UserError(f"the {len(areas)} images of this request have {sum(areas)} pixels together, more than {most}; send smaller ones, or fewer")
+
+
+def area(image: Any, limits: Limits) -> int:
+    """Pixels of one image, by its header where it is encoded: none is decoded. Raises UserError."""
+    if isinstance(image, Image.Image):
+        return image.width * image.height
+    if isinstance(image, (list, tuple, np.ndarray)):
+        height, width, _ = array_of(image, limits).shape
+        return height * width
+    header = opened(encoded(image, limits), limits)
+    return header.width * header.height
 
 
 def size_of(image: Any) -> int:
@@ -65,6 +121,11 @@ def upright(image: Any, limits: Limits) -> Image.Image:
         return _decoded(lambda: rgb(image))
     if isinstance(image, (list, tuple, np.ndarray)):
         return Image.fromarray(array_of(image, limits))
+    return decoded(encoded(image, limits), limits)
+
+
+def encoded(image: Any, limits: Limits) -> bytes:
+    """The bytes of an image file, however it was given. Raises UserError."""
     if isinstance(image, os.PathLike):
         image = _read(os.fspath(image), limits)
     if isinstance(image, str):
@@ -73,11 +134,17 @@ def upright(image: Any, limits: Limits) -> Image.Image:
         raise UserError(f"is a {type(image).__name__}; give the bytes of a JPEG, PNG or WebP file, its base64, or a uint8 array (height, width, 3)")
     if len(image) > limits.image_bytes:
         raise UserError(f"takes {len(image)} bytes, more than {limits.image_bytes}; send a smaller one")
-    return decoded(bytes(image), limits)
+    return bytes(image)
 
 
 def decoded(data: bytes, limits: Limits) -> Image.Image:
     """Bytes of an image file -> RGB. Too many pixels are refused by the header, before one is decoded."""
+    image = opened(data, limits)
+    return _decoded(lambda: rgb(image))
+
+
+def opened(data: bytes, limits: Limits) -> Image.Image:
+    """An image whose header was read, and whose pixels were not. Raises UserError where it is none, or has too many pixels."""
     try:
         image = open_image(data, limits.max_pixels, FORMATS)
     except ValueError as error:
@@ -85,7 +152,7 @@ def decoded(data: bytes, limits: Limits) -> Image.Image:
     except Exception:  # Pillow's plugins raise almost anything
         raise UserError(f"is not an image that can be read here ({len(data)} bytes); give a JPEG, PNG or WebP file") from None
     check_pixels(image.width, image.height, limits)
-    return _decoded(lambda: rgb(image))
+    return image
 
 
 def _decoded(load: Any) -> Image.Image:

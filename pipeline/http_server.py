@@ -1,0 +1,376 @@
+"""HTTP in front of a model: hosts, deadlines and limits are checked here, before a request reaches the model.
+
+Reading a request takes no place in the queue of predictions, so clients that send slowly hold up nobody. The connection that has been
+incomplete for longest is closed first where room runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from workers.errors import UserError
+
+CONNECTIONS = 16_384
+FILES = 512  # file descriptors that the rest of the process needs
+MB = 1 << 20
+START_S = 30.0
+HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{1,5})?")
+
+
+class Refused(UserError):
+    """A request that is not answered, with its HTTP status."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Reply(NamedTuple):
+    """An HTTP status and the body, as values of JSON."""
+
+    status: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What clients may take.
+
+    head_s, body_s, answer_s: seconds until a request's head has arrived, then its body, then until it is answered.
+    idle_s: seconds that a connection stays open between requests. requests: predictions that run or wait.
+    body_bytes: of one body. held_bytes: of all bodies that are being received or wait for their answers.
+    """
+
+    head_s: float = 20.0
+    body_s: float = 30.0
+    answer_s: float = 60.0
+    idle_s: int = 60
+    connections: int = CONNECTIONS
+    requests: int = 320
+    body_bytes: int = 32 * MB
+    held_bytes: int = 512 * MB
+
+    @property
+    def request_s(self) -> float:
+        """Seconds after which a connection is cut, whatever its request is waiting for."""
+        return self.body_s + self.answer_s + self.idle_s
+
+
+@dataclass(eq=False)
+class Upload:
+    """A body that is being received. timeout: ends the reading. refusal: what the client is told then."""
+
+    timeout: asyncio.Timeout
+    refusal: Refused
+    data: bytearray = field(default_factory=bytearray)
+
+
+class Hosts:
+    """The names under which clients may ask.
+
+    A page of another site can make a browser resolve the site's name to this machine (DNS rebinding); such requests carry that name
+    as their host. names: beside the address that is listened on, and localhost. An address cannot be rebound, so a server that
+    listens on all interfaces answers to every address.
+    """
+
+    def __init__(self, listen: str, names: Iterable[str] = ()):
+        self.names = {"localhost", "127.0.0.1", "::1", *(name.lower().strip("[]") for name in (listen, *names))} - {""}
+        self.any_address = listen in ("0.0.0.0", "::", "")
+
+    def allow(self, host: str) -> bool:
+        """host: as in the header `Host`, with or without a port."""
+        parts = HOST.fullmatch(host.lower())
+        if parts is None:
+            return False
+        name = (parts["address"] or parts["name"]).removesuffix(".")
+        return name in self.names or (self.any_address and is_address(name))
+
+
+def is_address(name: str) -> bool:
+    """Whether a host is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Front:
+    """The ASGI application.
+
+    predict: answers the body of POST /predict; it is cancelled when nobody waits for the answer. tasks: what GET /tasks answers.
+    is_healthy: whether the model can answer; called in a thread, at most once a second.
+    """
+
+    def __init__(
+        self,
+        predict: Callable[[bytes], Awaitable[Reply]],
+        tasks: Mapping[str, Any],
+        hosts: Hosts,
+        is_healthy: Callable[[], bool] = lambda: True,
+        bounds: Bounds | None = None,
+    ):
+        self.predict, self.tasks, self.hosts, self.is_healthy = predict, tasks, hosts, is_healthy
+        self.bounds = bounds or Bounds()
+        self.incomplete: dict[Connection, None] = {}  # connections that wait for a request's head, the oldest first
+        self.uploads: dict[Upload, None] = {}  # the oldest first
+        self.connections = self.bounds.connections
+        self.held = 0  # bytes of bodies
+        self.predictions = 0  # that run or wait
+        self.health = False
+        self.health_until = 0.0
+        self.health_check = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            reply = await self.reply(request)
+        except Refused as error:
+            reply = Reply(error.status, {"error": str(error)})
+        except ClientDisconnect:
+            return
+        except Exception as error:  # one request ends no other
+            print(f"accrete: a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            reply = Reply(500, {"error": "the server failed; its output says why"})
+        headers = {"retry-after": "1"} if reply.status == 503 else None
+        await JSONResponse(reply.body, reply.status, headers)(scope, receive, send)
+
+    async def reply(self, request: Request) -> Reply:
+        """Raises Refused."""
+        self.check_host(request)
+        route = request.method, request.url.path
+        if route == ("GET", "/health"):
+            return await self.health_reply()
+        if route == ("GET", "/tasks"):
+            return Reply(200, dict(self.tasks))
+        if route != ("POST", "/predict"):
+            raise Refused(404, f"there is no {route[0][:20]} {route[1][:80]}; there are POST /predict, GET /tasks and GET /health")
+        self.check_room()
+        upload = await self.receive(request)
+        try:
+            self.check_room()
+            self.predictions += 1
+            try:
+                return await self.answer(request, bytes(upload.data))
+            finally:
+                self.predictions -= 1
+        finally:
+            self.release(upload)
+
+    def check_host(self, request: Request) -> None:
+        """Raises Refused where another site's page asks."""
+        host = request.headers.get("host", "")
+        if not self.hosts.allow(host):
+            raise Refused(421, f"host {host[:80]!r} is not served here; ask under the server's own address, or start it with --allow-host NAME")
+        origin = request.headers.get("origin")
+        if origin is not None and not self.hosts.allow(origin.partition("://")[2]):
+            raise Refused(403, f"pages of {origin[:80]!r} may not ask here; start the server with --allow-host NAME to allow those of NAME")
+
+    def check_room(self) -> None:
+        """Raises Refused where too many predictions are under way."""
+        if self.predictions >= self.bounds.requests:
+            raise Refused(503, f"{self.predictions} requests are being answered; send this one again later")
+
+    async def health_reply(self) -> Reply:
+        async with self.health_check:
+            if time.monotonic() > self.health_until:
+                try:
+                    self.health = await asyncio.wait_for(asyncio.to_thread(self.is_healthy), self.bounds.head_s)
+                except Exception:
+                    self.health = False
+                self.health_until = time.monotonic() + 1
+        return Reply(200, {"status": "ok"}) if self.health else Reply(503, {"error": "the model does not answer; it is being started again"})
+
+    # ---- bodies ------------------------------------------------------------------------------------------------------
+    async def receive(self, request: Request) -> Upload:
+        """Raises Refused where the body is too large, too slow, or gives way to later ones."""
+        large = Refused(413, f"the body takes more than {self.bounds.body_bytes} bytes; send fewer or smaller images")
+        slow = Refused(408, f"the body did not arrive within {self.bounds.body_s:g} s; send fewer or smaller images")
+        length = request.headers.get("content-length", "").lstrip("0") or "0"
+        if len(length) > len(str(self.bounds.body_bytes)) or int(length) > self.bounds.body_bytes:
+            raise large
+        timeout = asyncio.timeout(self.bounds.body_s)
+        upload = Upload(timeout, slow)
+        self.uploads[upload] = None
+        try:
+            async with timeout:
+                async for chunk in request.stream():
+                    self.hold(upload, chunk)
+                    if len(upload.data) > self.bounds.body_bytes:
+                        raise large
+        except TimeoutError:
+            self.release(upload)
+            raise upload.refusal from None
+        except BaseException:
+            self.release(upload)
+            raise
+        del self.uploads[upload]
+        return upload
+
+    def hold(self, upload: Upload, chunk: bytes) -> None:
+        """Adds a chunk. Where all bodies take too much, those go that began first and are still incomplete."""
+        upload.data += chunk
+        self.held += len(chunk)
+        while self.held > self.bounds.held_bytes:
+            oldest = next(iter(self.uploads))
+            refusal = Refused(503, f"bodies of more than {self.bounds.held_bytes} bytes are being received; send this one again later")
+            if oldest is upload:
+                raise refusal
+            self.release(oldest)
+            oldest.refusal = refusal
+            oldest.timeout.reschedule(asyncio.get_running_loop().time())
+
+    def release(self, upload: Upload) -> None:
+        """Forgets a body."""
+        self.held -= len(upload.data)
+        upload.data = bytearray()
+        self.uploads.pop(upload, None)
+
+    async def answer(self, request: Request, body: bytes) -> Reply:
+        """Raises Refused where it takes too long, ClientDisconnect where the client has left."""
+        work = asyncio.ensure_future(self.predict(body))
+        left = asyncio.ensure_future(disconnected(request.receive))
+        try:
+            await asyncio.wait({work, left}, timeout=self.bounds.answer_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if left.done():
+                raise ClientDisconnect
+            raise Refused(504, f"there was no answer within {self.bounds.answer_s:g} s; send fewer images, or send this request again later")
+        finally:
+            work.cancel()
+            left.cancel()
+
+
+async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which is cut at a deadline: it has none of its own for heads, nor for clients that do not read their answers.
+
+    One timer runs from the opening to the close: for the head of a request, then for all of the request, then for the next head.
+    """
+
+    front: Front
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        assert isinstance(self.config.app, Front)
+        self.front = self.config.app
+        if len(self.connections) > self.front.connections:
+            oldest = next(iter(self.front.incomplete), self)
+            self.front.incomplete.pop(oldest, None)
+            oldest.transport.abort()
+        self.await_head(self.front.bounds.head_s)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before and not self.cycle.response_complete:
+            self.front.incomplete.pop(self, None)
+            self.cut_in(self.front.bounds.request_s)
+
+    def on_response_complete(self) -> None:
+        bounds = self.front.bounds
+        unread = self.transport.get_write_buffer_size() > 0
+        self.await_head(bounds.answer_s if unread else bounds.idle_s + bounds.head_s)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.front.incomplete.pop(self, None)
+        super().connection_lost(exc)
+
+    def await_head(self, seconds: float) -> None:
+        if not self.transport.is_closing():
+            self.front.incomplete[self] = None
+        self.cut_in(seconds)
+
+    def cut_in(self, seconds: float) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = self.loop.call_later(seconds, self.transport.abort)
+
+
+@contextmanager
+def listening(front: Front, host: str, port: int) -> Iterator[int]:
+    """Serves `front` from a thread while inside; gives the port. Raises UserError where host and port cannot be used."""
+    front.connections = connections_allowed(front.bounds.connections)
+    config = uvicorn.Config(
+        front,
+        http=Connection,
+        ws="none",
+        interface="asgi3",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        log_level="critical",  # a stranger's bad request is no line in the log
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=front.bounds.idle_s,
+        timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+    with bound(host, port) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True, name="http")
+        thread.start()
+        try:
+            deadline = time.monotonic() + START_S
+            while not server.started:
+                if not thread.is_alive() or time.monotonic() > deadline:
+                    raise UserError(f"the HTTP server did not start on {host}:{port}; try another --port")
+                time.sleep(0.01)
+            yield sock.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound, of the address's own family. Raises UserError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except BaseException:
+            sock.close()
+            raise
+    except (OSError, OverflowError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise UserError(f"port {port} on {host} cannot be used ({said}); give another with --port, or none for a free one") from None
+    return sock
+
+
+def connections_allowed(count: int) -> int:
+    """Lets this process open as many files as `count` connections need; returns for how many the system has room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return count if soft == resource.RLIM_INFINITY else max(1, min(count, soft - FILES))

@@ -1,0 +1,380 @@
+"""What strangers send to a served model costs nobody else an answer: slow and half-sent requests, large images, foreign hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import io
+import json
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from PIL import Image
+from serving import Finished, finished
+
+from pipeline import http_server
+from pipeline.http_server import Bounds, Front, Hosts, Reply, listening
+from workers.data.images import Limits, PixelBudget, pixels_of
+from workers.errors import UserError
+
+HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+HALF_BODY = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"
+MANY = 300
+SOON = {"head_s": 0.5, "body_s": 0.5, "answer_s": 0.5, "idle_s": 1}
+PATIENCE_S = 60.0  # an upper bound where a test waits for a deadline
+
+
+async def echo(body: bytes) -> Reply:
+    return Reply(200, {"bytes": len(body)})
+
+
+class Server:
+    """A front on a free port, and a client of it."""
+
+    def __init__(self, front: Front, port: int):
+        self.front, self.port = front, port
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        try:
+            client.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+            answer = client.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            client.close()
+
+    def opened(self, data: bytes = b"") -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        client.sendall(data)
+        return client
+
+
+@contextmanager
+def serving(predict: Any = echo, is_healthy: Callable[[], bool] = lambda: True, **bounds: Any) -> Iterator[Server]:
+    front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), is_healthy, Bounds(**bounds))
+    with listening(front, "127.0.0.1", 0) as port:
+        yield Server(front, port)
+
+
+def received(client: socket.socket) -> bytes:
+    """All that the server sends until it closes."""
+    data = b""
+    try:
+        while chunk := client.recv(1 << 16):
+            data += chunk
+    except ConnectionError:
+        pass
+    return data
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def trickle(client: socket.socket) -> bool:
+    """Sends a byte at a time; whether the server ends that."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            client.sendall(b"1")
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# ---- slow clients ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("half", [b"", HALF_HEAD, HALF_BODY], ids=["nothing", "head", "body"])
+def test_half_sent_requests_hold_up_nobody(half: bytes) -> None:
+    with serving(requests=4) as server, ExitStack() as stack:
+        for _ in range(MANY):
+            stack.enter_context(server.opened(half))
+        assert server.ask("GET", "/health") == (200, {"status": "ok"})
+        assert server.ask("GET", "/tasks") == (200, {"tasks": []})
+        assert server.ask("POST", "/predict", b"x" * 1000) == (200, {"bytes": 1000})
+
+
+@pytest.mark.parametrize(("half", "status"), [(b"", b""), (HALF_HEAD, b""), (HALF_BODY, b"HTTP/1.1 408 ")], ids=["nothing", "head", "body"])
+def test_a_half_sent_request_is_ended_at_its_deadline(half: bytes, status: bytes) -> None:
+    with serving(**SOON) as server, server.opened(half) as client:
+        answer = received(client)
+        assert answer.startswith(status)
+        assert bool(answer) == bool(status)
+        wait_for(lambda: not server.front.incomplete)
+        assert (server.front.held, server.front.uploads, server.front.predictions) == (0, {}, 0)
+
+
+@pytest.mark.parametrize("half", [HALF_HEAD, HALF_BODY], ids=["head", "body"])
+def test_a_request_that_trickles_in_is_ended_too(half: bytes) -> None:
+    with serving(**SOON) as server, server.opened(half) as client:
+        assert trickle(client)
+        assert server.ask("POST", "/predict", b"abc") == (200, {"bytes": 3})
+
+
+def test_a_second_head_on_the_same_connection_has_a_deadline_too() -> None:
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(**SOON) as server, server.opened(whole + whole + HALF_HEAD) as client:
+        assert received(client).count(b"HTTP/1.1 200 ") == 2
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
+    async def much(body: bytes) -> Reply:
+        return Reply(200, {"text": "x" * (32 << 20)})
+
+    with serving(much, **SOON) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(PATIENCE_S)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
+        client.recv(1)
+        wait_for(lambda: not server.front.incomplete)
+        assert len(received(client)) < 32 << 20
+
+
+def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
+    with serving(connections=20) as server, ExitStack() as stack:
+        clients = [stack.enter_context(server.opened(HALF_HEAD)) for _ in range(60)]
+        assert server.ask("POST", "/predict", b"abc") == (200, {"bytes": 3})
+        assert received(clients[0]) == b""
+        assert len(server.front.incomplete) <= 20
+
+
+def test_a_stalled_body_makes_room_for_one_that_arrives() -> None:
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+    with serving(body_bytes=1 << 20, held_bytes=1 << 20) as server, server.opened(head + b"x" * 900_000) as stalled:
+        wait_for(lambda: server.front.held == 900_000)
+        assert server.ask("POST", "/predict", b"x" * 500_000) == (200, {"bytes": 500_000})
+        assert stalled.recv(100).startswith(b"HTTP/1.1 503 ")
+        wait_for(lambda: server.front.held == 0)
+
+
+def test_where_the_system_allows_few_connections_fewer_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: made.append(limits))
+    assert http_server.connections_allowed(16_384) == 4096 - http_server.FILES
+    assert made == [(4096, 4096)]
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------------
+class Stuck:
+    """A model that never answers."""
+
+    def __init__(self) -> None:
+        self.begun, self.cancelled = threading.Event(), threading.Event()
+
+    async def __call__(self, body: bytes) -> Reply:
+        self.begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.cancelled.set()
+        raise AssertionError
+
+
+def test_an_answer_has_a_deadline_and_what_is_late_is_cancelled() -> None:
+    stuck = Stuck()
+    with serving(stuck, answer_s=0.2) as server:
+        status, body = server.ask("POST", "/predict", b"{}")
+        assert (status, "no answer within 0.2 s" in body["error"]) == (504, True)
+        assert stuck.cancelled.wait(PATIENCE_S)
+        wait_for(lambda: server.front.predictions == 0)
+
+
+def test_nothing_is_computed_for_a_client_that_left() -> None:
+    stuck = Stuck()
+    with serving(stuck) as server:
+        client = server.opened(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
+        assert stuck.begun.wait(PATIENCE_S)
+        client.close()
+        assert stuck.cancelled.wait(PATIENCE_S)
+        wait_for(lambda: server.front.predictions == 0)
+
+
+def test_a_full_queue_refuses_predictions_and_nothing_else() -> None:
+    stuck = Stuck()
+    with serving(stuck, requests=1) as server, server.opened(HALF_BODY.replace(b"100000", b"1")):
+        assert stuck.begun.wait(PATIENCE_S)
+        status, body = server.ask("POST", "/predict", b"{}")
+        assert (status, "send this one again later" in body["error"]) == (503, True)
+        assert server.ask("GET", "/health")[0] == server.ask("GET", "/tasks")[0] == 200
+
+
+def test_one_failure_ends_no_other_request(capfd: pytest.CaptureFixture[str]) -> None:
+    async def broken(body: bytes) -> Reply:
+        if body == b"bad":
+            raise RuntimeError("a fault")
+        return await echo(body)
+
+    with serving(broken) as server:
+        assert server.ask("POST", "/predict", b"bad")[0] == 500
+        assert server.ask("POST", "/predict", b"good") == (200, {"bytes": 4})
+    assert "RuntimeError: a fault" in capfd.readouterr().err
+
+
+def test_health_is_that_of_the_model() -> None:
+    def broken() -> bool:
+        raise RuntimeError("no controller")
+
+    with serving(is_healthy=lambda: False) as server:
+        assert server.ask("GET", "/health")[0] == 503
+        assert server.ask("GET", "/tasks")[0] == 200
+    with serving(is_healthy=broken) as server:
+        assert server.ask("GET", "/health")[0] == 503
+
+
+@pytest.mark.parametrize("length", ["34000000", "9" * 15, "9" * 5000])
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(length: str) -> None:
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+    with serving() as server, server.opened(head) as client:
+        assert client.recv(13) in (b"HTTP/1.1 413 ", b"HTTP/1.1 400 ")
+
+
+def test_a_body_of_unknown_length_is_refused_once_it_is_too_large() -> None:
+    with serving(body_bytes=1000) as server:
+        status, body = server.ask("POST", "/predict", iter([b"x" * 600, b"x" * 600]))
+        assert (status, "more than 1000 bytes" in body["error"]) == (413, True)
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("listen", "names", "host", "is_allowed"), [
+    ("127.0.0.1", [], "127.0.0.1:8000", True), ("127.0.0.1", [], "localhost", True), ("127.0.0.1", [], "LocalHost.:80", True),
+    ("127.0.0.1", [], "[::1]:8000", True), ("::1", [], "[::1]", True), ("10.0.0.7", [], "10.0.0.7:1", True),
+    ("127.0.0.1", ["model.example.org"], "Model.example.org:80", True), ("0.0.0.0", [], "192.168.0.4:80", True), ("::", [], "[fe80::1]", True),
+    ("127.0.0.1", [], "evil.example", False), ("127.0.0.1", [], "192.168.0.4", False), ("0.0.0.0", [], "evil.example", False),
+    ("127.0.0.1", [], "", False), ("", [], "", False), ("127.0.0.1", [], "localhost.evil.example", False), ("127.0.0.1", [], "evil@localhost", False),
+    ("127.0.0.1", [], "localhost/evil", False), ("127.0.0.1", [], "localhost:evil", False), ("127.0.0.1", [], "[::1", False),
+    ("127.0.0.1", [], "localhost evil", False)])
+def test_only_names_of_this_server_are_answered(listen: str, names: list[str], host: str, is_allowed: bool) -> None:
+    assert Hosts(listen, names).allow(host) is is_allowed
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Host": "evil.example"}, 421), ({"Host": "evil.example:8000"}, 421), ({"Host": ""}, 421), ({"Origin": "https://evil.example"}, 403),
+    ({"Origin": "null"}, 403), ({"Host": "localhost"}, 200), ({"Origin": "http://localhost:3000"}, 200)])
+@pytest.mark.parametrize("route", [("GET", "/health"), ("GET", "/tasks"), ("POST", "/predict")])
+def test_pages_of_other_sites_get_no_answer(headers: dict[str, str], status: int, route: tuple[str, str]) -> None:
+    with serving() as server:
+        assert server.ask(*route, b"" if route[0] == "POST" else None, **headers)[0] == status
+
+
+def test_a_port_that_is_taken_is_said_in_one_sentence() -> None:
+    with serving() as server, pytest.raises(UserError, match=f"port {server.port} on 127.0.0.1 cannot be used"), \
+            listening(server.front, "127.0.0.1", server.port):
+        pass
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------------
+def one_bit(side: int) -> bytes:
+    """A PNG of some kB with side x side pixels."""
+    stream = io.BytesIO()
+    Image.new("1", (side, side)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Finished]]:
+    """The deployment of a run's bundle in this process, behind HTTP."""
+    from pipeline.deployment import Deployment, answered
+
+    class Alone(Deployment.func_or_class):  # type: ignore[misc]
+        """Requests are answered one by one: what puts them into a batch needs a replica of Ray Serve."""
+
+        async def together(self, asked: Any) -> Any:
+            return (await asyncio.to_thread(answered, self.served, [asked]))[0]
+
+    run, folder = finished(lab, "meat", epochs=1), str(tmp_path_factory.mktemp("model") / "bundle")
+    run.bundle.write(folder)
+    deployment = Alone(folder, 10_000_000)
+    front = Front(deployment.predict, deployment.tasks(), Hosts("127.0.0.1"))
+    with listening(front, "127.0.0.1", 0) as port:
+        yield Server(front, port), run
+
+
+def asked(server: Server, images: list[bytes], **fields: Any) -> tuple[int, Any]:
+    body = {"images": [base64.b64encode(image).decode() for image in images], "tasks": "two", **fields}
+    return server.ask("POST", "/predict", json.dumps(body))
+
+
+def test_the_model_answers_through_the_front(model: tuple[Server, Finished]) -> None:
+    server, run = model
+    images = run.images("two")[0][:3]
+    status, body = asked(server, images)
+    assert status == 200
+    assert [row["class"] for row in body["predictions"]] == [answer.class_ for answer in run.served.predict(images, "two")]
+    assert server.ask("GET", "/tasks")[1]["limits"]["pixels"] == 10_000_000
+
+
+def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(model: tuple[Server, Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+    server, _ = model
+    decoded: list[Any] = []
+    monkeypatch.setattr("workers.data.images.rgb", lambda image: decoded.append(image) or image.convert("RGB"))
+    for images in ([one_bit(7000)], [one_bit(2000)] * 3, [one_bit(1000)] * 64):
+        status, body = asked(server, images)
+        assert (status, "pixels together, more than 10000000" in body["error"]) == (400, True)
+    assert not decoded
+    assert asked(server, [one_bit(2000)] * 2)[0] == 200
+    assert len(decoded) == 2
+
+
+def test_lists_of_numbers_count_as_pixels_too() -> None:
+    with pytest.raises(UserError, match="2 images of this request have 32 pixels together, more than 20"):
+        pixels_of([[[[0, 0, 0]] * 4] * 4, Image.new("RGB", (4, 4))], 4, Limits(total_pixels=20))
+
+
+def test_images_are_decoded_side_by_side_within_a_budget_of_pixels() -> None:
+    budget, most, lock = PixelBudget(100), [0], threading.Lock()
+    inside: list[int] = []
+
+    def decode(pixels: int) -> None:
+        with budget.reserved(pixels):
+            with lock:
+                inside.append(min(pixels, 100))
+                most[0] = max(most[0], sum(inside))
+            time.sleep(0.01)
+            with lock:
+                inside.remove(min(pixels, 100))
+
+    threads = [threading.Thread(target=decode, args=(pixels,)) for pixels in (60, 30, 50, 100, 400, 10, 20) * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert 60 <= most[0] <= 100
+    assert budget.used == 0
+
+
+@pytest.mark.parametrize("top", [1, 5, 10**9, 10**400])
+def test_top_is_bounded_by_the_number_of_classes(model: tuple[Server, Finished], top: int) -> None:
+    server, run = model
+    status, body = asked(server, run.images("two")[0][:1], top=top)
+    assert status == 200
+    assert len(body["predictions"][0]["probabilities"]) == min(top, 2)
+
+
+@pytest.mark.parametrize(("field", "said"), [
+    ('"top": 1' + "0" * 5000, "a number of thousands of digits"), ('"top": -1', "top is -1"), ('"top": 1e400', "top is inf"), ('"top": true', "top is True"),
+    ('"top": "3"', "top is '3'"), ('"top": NaN', "holds NaN, which is not JSON"), ('"top": -Infinity', "holds -Infinity"), ('"top": null', "top is None"),
+    ('"rule": []', "rule is []"), ('"rule": {"a": 1}', "rule is {'a': 1}")])
+def test_a_field_that_is_no_such_value_gets_one_sentence(model: tuple[Server, Finished], field: str, said: str) -> None:
+    server, _ = model
+    status, body = server.ask("POST", "/predict", f'{{"images": ["aa"], "tasks": "two", {field}}}')
+    assert (status, said in body["error"], "\n" in body["error"]) == (400, True, False)
+
+
+@pytest.mark.parametrize("part", ["[],", "{},"])
+def test_a_body_of_millions_of_parts_is_refused_before_it_is_parsed(part: str) -> None:
+    from pipeline.deployment import PARTS, request_of
+
+    with pytest.raises(UserError, match="lists and objects"):
+        request_of(f'{{"images": [{part * PARTS}0]}}'.encode())

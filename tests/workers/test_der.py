@@ -437,12 +437,32 @@ def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_g
 
 
 def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on():
+    """A bias is one more weight into a unit. That of a key adds the same to all scores of a query, so it passes nothing on."""
     vit = backbone()
     found, block = magnitudes(vit), vit.blocks[1]
-    q, k, v = block.attn.qkv.weight.chunk(3)
-    assert found["blocks.1.qk"][5].item() == pytest.approx((q[5].norm() * k[5].norm()).item(), rel=1e-5)
-    assert found["blocks.1.v"][5].item() == pytest.approx((v[5].norm() * block.attn.proj.weight[:, 5].norm()).item(), rel=1e-5)
-    assert found["blocks.1.ff"][5].item() == pytest.approx((block.mlp.fc1.weight[5].norm() * block.mlp.fc2.weight[:, 5].norm()).item(), rel=1e-5)
+    (q, k, v), (q_bias, _, v_bias) = block.attn.qkv.weight.chunk(3), block.attn.qkv.bias.chunk(3)
+    query, value = torch.cat([q[5], q_bias[5:6]]), torch.cat([v[5], v_bias[5:6]])
+    neuron = torch.cat([block.mlp.fc1.weight[5], block.mlp.fc1.bias[5:6]])
+    assert found["blocks.1.qk"][5].item() == pytest.approx((query.norm() * k[5].norm()).item(), rel=1e-5)
+    assert found["blocks.1.v"][5].item() == pytest.approx((value.norm() * block.attn.proj.weight[:, 5].norm()).item(), rel=1e-5)
+    assert found["blocks.1.ff"][5].item() == pytest.approx((neuron.norm() * block.mlp.fc2.weight[:, 5].norm()).item(), rel=1e-5)
+
+
+def test_a_neuron_whose_bias_alone_is_large_is_not_the_first_to_go():
+    vit = backbone()
+    mlp = vit.blocks[0].mlp
+    with torch.no_grad():
+        mlp.fc1.bias.zero_()
+        mlp.fc1.weight[3] = 0.0
+        mlp.fc1.bias[3] = 10.0
+    assert int(magnitudes(vit)["blocks.0.ff"].argmax()) == 3
+
+
+def test_magnitudes_of_a_backbone_without_biases_are_those_of_its_weights():
+    options = SMALL.options | {"qkv_bias": False}
+    vit = backbone(SMALL.model_copy(update={"options": options}))
+    q, k, _ = vit.blocks[1].attn.qkv.weight.chunk(3)
+    assert torch.allclose(magnitudes(vit)["blocks.1.qk"], q.norm(dim=1) * k.norm(dim=1))
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -40,6 +40,7 @@ class SimpleDer(PrunedDer):
 
     name = "simple_der"
     paper = "Preserving Earlier Knowledge in Continual Learning with the Help of All Previous Feature Extractors, 2021 (a reconstruction)"
+    revision = 2
     Settings = SimpleDerSettings
     per_task = PrunedDer.per_task | {"keep", "prune_after", "distillation", "tau"}
     settings: SimpleDerSettings

@@ -64,13 +64,24 @@ def owned(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def magnitudes(vit: Any) -> dict[str, Tensor]:
-    """Site -> of each unit the length of the weights into it times that of those out of it (of queries: times that of its key's)."""
-    found: dict[str, Tensor] = {}
+    """Site -> (units,): of each unit the length of what leads into it, its bias included, times that
+    of the weights out of it. Of a query: times the length of its key's weights; a key's bias is left
+    out, because it adds the same to all scores of a query, which the softmax does not see."""
+    sizes: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
-        at, (q, k, v) = f"blocks.{index}.", block.attn.qkv.weight.detach().chunk(3)
-        pairs = (q, k), (v, block.attn.proj.weight.detach().T), (block.mlp.fc1.weight.detach(), block.mlp.fc2.weight.detach().T)
-        found |= {at + kind: into.norm(dim=1) * out.norm(dim=1) for kind, (into, out) in zip(KINDS, pairs, strict=True)}
-    return found
+        at = f"blocks.{index}."
+        query, key, value = into_units(block.attn.qkv).chunk(3)
+        neuron = into_units(block.mlp.fc1)
+        sizes[at + "qk"] = query.norm(dim=1) * key[:, : block.attn.qkv.in_features].norm(dim=1)
+        sizes[at + "v"] = value.norm(dim=1) * block.attn.proj.weight.detach().norm(dim=0)
+        sizes[at + "ff"] = neuron.norm(dim=1) * block.mlp.fc2.weight.detach().norm(dim=0)
+    return sizes
+
+
+def into_units(linear: nn.Linear) -> Tensor:
+    """(out, in + 1): weights and, in the last column, the bias of each output; (out, in) without one."""
+    weight = linear.weight.detach()
+    return weight if linear.bias is None else torch.cat([weight, linear.bias.detach()[:, None]], 1)
 
 
 def between(out: Tensor | None, into: Tensor | None) -> Tensor:

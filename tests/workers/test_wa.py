@@ -60,6 +60,23 @@ def test_aligned_a_second_time_nothing_changes():
     assert torch.allclose(method.heads["c"].weight, before, rtol=1e-6)
 
 
+def test_gamma_above_1_is_warned_about():
+    method = begun("wa", A, B, C, step="align")
+    with torch.no_grad():
+        method.heads["c"].weight.mul_(0.25)
+    method.align(C)
+    assert method.gamma == pytest.approx(4.0)
+    (sentence,) = method.warnings()
+    assert "task 'c': gamma is 4, above 1" in sentence
+
+
+def test_gamma_below_1_and_a_step_that_aligns_nothing_are_not_warned_about():
+    method, _ = aligned()
+    assert method.gamma < 1
+    assert method.warnings() == []
+    assert begun("wa", A, B).warnings() == []
+
+
 # ---- the loss ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tau", [1.0, 2.0])
 def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_classes(tau: float):

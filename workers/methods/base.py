@@ -299,7 +299,7 @@ class Method(nn.Module):
         return {}
 
     def warnings(self) -> list[str]:
-        """Sentences about what a person should know at the end of training; asked for before `finish`."""
+        """Sentences about what a person should know at the end of a step; asked for after `finish`."""
         return []
 
     def finish(self) -> tuple[TaskState, Carried]:

@@ -30,6 +30,7 @@ class Wa(Rehearsal):
     heads stay. What is aligned is the next task's teacher.
 
     Where it differs from the paper: weights are not clamped at 0 unless `nonnegative` asks for it, since a ViT's features have both signs.
+    Its premise, that new classes have the longer vectors, may fail under AdamW in a short training: gamma above 1 is warned about.
     """
 
     name = "wa"
@@ -72,3 +73,10 @@ class Wa(Rehearsal):
     def measures(self) -> dict[str, float]:
         """gamma: below 1, the task's classes had grown above the old ones."""
         return {} if self.gamma is None else {"gamma": self.gamma}
+
+    def warnings(self) -> list[str]:
+        if self.task is None or self.gamma is None or self.gamma <= 1:
+            return []
+        return [f"task {self.task.name!r}: gamma is {self.gamma:.4g}, above 1: WA expects new classes to have "
+                "longer weight vectors than old ones, and theirs are shorter, so that alignment lengthens them "
+                "and favours new classes still more; train longer or at a higher rate, or use replay or bic"]

@@ -12,7 +12,7 @@ from test_apd import RATES, SITE, TASKS, apd, begun, furthest, left_by, served, 
 from torch import Tensor
 
 from workers.job import Task
-from workers.methods.apd import Apd, ApdSettings, Sparse, cluster
+from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, mean_size
 
 
 def test_every_kth_task_ends_with_a_consolidation():
@@ -48,16 +48,50 @@ def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
 
 
 def test_consolidation_by_hand():
-    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as the gap."""
-    one, two = torch.tensor([0.30, 0.30, 0.05, -0.02, 0.7, 0.500]), torch.tensor([0.34, 0.60, 0.0, 0.03, 0.7, 0.5625])
-    method = consolidating([one, two], gap=0.0625)
-    shared = torch.tensor([0.32, 0.0, 0.0, 0.005, 0.7, 0.53125])
+    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as the gap; far.
+    Their mean size is 0.5, so that a gap of 1/8 is 1/16."""
+    one = torch.tensor([0.3125, 0.3125, 0.0625, -0.015625, 0.75, 0.5, 2.0])
+    two = torch.tensor([0.34375, 0.625, 0.0, 0.03125, 0.75, 0.5625, 0.234375])
+    assert float(mean_size(torch.stack([one, two]))) == 0.5
+    method = consolidating([one, two], gap=0.125)
+    shared = torch.tensor([0.328125, 0.0, 0.0, 0.0078125, 0.75, 0.53125, 0.0])
     for task, tau in (("one", one), ("two", two)):
-        own = method.tau_of(task, SITE).flatten()[:6]
-        assert torch.allclose(method.shared_of(task, SITE).flatten()[:6], shared)
+        own = method.tau_of(task, SITE).flatten()[:7]
+        assert torch.equal(method.shared_of(task, SITE).flatten()[:7], shared)
         assert torch.equal(own, torch.where(shared != 0, 0.0, tau))
     assert method.shared_of("one", SITE).count_nonzero() == 4
     assert method.shared_of("three", SITE).count_nonzero() == 0
+    assert method.replaced == {"one": (7, 4), "two": (6, 4)}
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 64.0])
+def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale):
+    torch.manual_seed(0)
+    taus = [torch.randn(40), torch.randn(40)]
+    expected = consolidating(taus).shared_of("one", SITE) != 0
+    found = consolidating([scale * tau for tau in taus]).shared_of("one", SITE) != 0
+    assert 0 < int(expected.count_nonzero()) < 20
+    assert torch.equal(found, expected)
+
+
+def test_tasks_with_nothing_in_common_keep_what_they_have():
+    """The released code's absolute gap of 1e-2 would replace nearly all of these entries."""
+    torch.manual_seed(0)
+    method = consolidating([1e-3 * torch.randn(400) for _ in range(2)], gap=ApdSettings().gap)
+    entries, replaced = method.replaced["one"]
+    assert entries == 400
+    assert 0 < replaced < 0.1 * entries
+
+
+def test_a_consolidation_that_replaces_most_of_a_tau_is_warned_about():
+    torch.manual_seed(0)
+    tau = torch.randn(400)
+    (sentence,) = consolidating([tau, tau + 1e-3], gap=0.1).warnings()
+    dense = 400 / sum(w.numel() for w in apd().sites.values())
+    assert f"of task 'one', whose tau is {dense:.0%} dense" in sentence
+    assert "lower gap" in sentence
+    assert consolidating([tau, torch.randn(400)], gap=0.1).warnings() == []
+    assert consolidating([torch.zeros(4), torch.zeros(4)]).warnings() == []
 
 
 def test_only_similar_tasks_share():
@@ -67,15 +101,20 @@ def test_only_similar_tasks_share():
     assert torch.equal(method.tau_of("two", SITE).flatten()[:3], far)
 
 
-@pytest.mark.parametrize("gap", [1e-3, 1e-2, 1.0])
+@pytest.mark.parametrize("gap", [0.05, 0.5, 20.0])
 def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less(gap):
     settings = {"consolidate_every": 3, "clusters": 1, "gap": gap}
     states, carried = left_by(3, **settings | {"consolidate_every": 0})
     before, method = served(states, carried, **settings), served(states, carried, **settings)
     method.consolidate()
     after = served(states, method.carried(), **settings)
-    ways = [furthest(theta(before, task), theta(after, task)) for task in range(3)]
-    assert 0 < max(ways) <= gap / 2 + 1e-7
+    moved = 0.0
+    for site in method.sites:
+        limit = gap * float(mean_size(torch.stack([before.tau_of(task, site) for task in before.tau]))) / 2
+        way = max(float((theta(before, task)[site] - theta(after, task)[site]).abs().max()) for task in range(3))
+        assert way <= limit + 1e-7
+        moved = max(moved, way)
+    assert moved > 0
     assert size_of(method.carried(), "tau/") + size_of(method.carried(), "shared/") < size_of(carried, "tau/")
     assert all(theta(method, task)[site].equal(theta(after, task)[site]) for task in range(3) for site in method.sites)
     for site in method.sites:

@@ -21,6 +21,7 @@ from workers.model.weights import Copies, norm_names, weight_sites
 from workers.taskstate import Carried, TaskState, pack, unpack
 
 ROUNDS = 100  # of k-means, which ends far earlier
+MUCH = 0.5  # share of a task's own entries from which on a consolidation that replaces them is warned about
 
 
 class ApdSettings(MethodSettings):
@@ -33,7 +34,8 @@ class ApdSettings(MethodSettings):
     copies: bool = Field(True, description="train norms and biases, in a copy for each task")
     consolidate_every: NonNegativeInt = Field(5, description="K: tasks from one consolidation to the next; 0 for none")
     clusters: PositiveInt = Field(2, description="k0: clusters of tasks at the first consolidation; each later one has k0 more")
-    gap: NonNegativeFloat = Field(1e-2, description="entries of tau that differ by at most this within a cluster become one shared value")
+    gap: NonNegativeFloat = Field(0.1, description="entries of tau that differ within a cluster by at most this many times the mean size of its entries "
+                                  "become one shared value")
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,16 @@ class Apd(Method):
       change its sign: what is trained is then what is stored.
     - Consolidation shares an entry only where at least two tasks of the cluster have one: for one alone there is nothing to save.
       Shared values are constants from then on; what is trained is sigma, and what each tau has left.
+    - `gap` is relative to the entries of tau. The code's absolute one (1e-2 for a LeNet) is several times the size of
+      most entries that a ViT trains, so that they would all be replaced, whatever the tasks have learned.
     """
 
     name = "apd"
+    revision = 2
     paper = "Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, ICLR 2020"
     needs_vit = True
     carries = ("sigma", "tau")
-    steps = (Step("train"), Step("consolidate", trains=False))
+    steps = (Step("train"), Step("consolidate", trains=False, measured=True))
     needs_states = True  # the v of earlier tasks
     forgets = True
     Settings = ApdSettings
@@ -128,6 +133,10 @@ class Apd(Method):
         every = settings.consolidate_every
         return cls.steps[: 2 if every and (position + 1) % every == 0 else 1] if position >= 0 else ()
 
+    @classmethod
+    def unread(cls, step: str) -> frozenset[str]:
+        return frozenset({"clusters", "gap"}) if step == "train" else frozenset()
+
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = {site: weight for site, weight in weight_sites(backbone).items() if site.startswith("blocks.")}
@@ -136,6 +145,7 @@ class Apd(Method):
         self.shared: dict[str, dict[tuple[str, ...], Sparse]] = {}  # site -> tasks of a cluster -> their shared values
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> v by site, copies by parameter name
         self.step = ""  # in which the method is; none while it only serves
+        self.replaced: dict[str, tuple[int, int]] = {}  # by a consolidation: task -> entries of its tau, and of those that were
 
     # ---- training ----------------------------------------------------------------------------------------------------
     def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
@@ -234,9 +244,13 @@ class Apd(Method):
 
     @torch.no_grad()
     def measures(self) -> dict[str, float]:
-        """The share of zeros in tau, and how far all earlier tasks' weights have moved in this task, relative to their size."""
+        """The share of zeros in tau. While training, how far all earlier tasks' weights have moved in this task, relative
+        to their size; after a consolidation, the share of all tasks' entries that shared values replaced."""
         taus = [self.tau_of(str(self.task_name), site) for site in self.sites]
         found = {"tau_zeros": 1 - sum(int(t.count_nonzero()) for t in taus) / sum(t.numel() for t in taus)}
+        if not self.step:
+            entries, replaced = (sum(counts) for counts in zip(*self.replaced.values(), strict=True))
+            return found | {"replaced": replaced / max(1, entries)}
         moved = size = torch.zeros((), dtype=torch.float64)
         for old, site in ((old, site) for old in self.before for site in self.sites):
             m = self.rows[old][site]
@@ -246,10 +260,23 @@ class Apd(Method):
         return found | ({"drift": float((moved / size).sqrt())} if self.before else {})
 
     def warnings(self) -> list[str]:
-        if self.step and self.measures()["tau_zeros"] == 1:
+        if not self.step:
+            return self.losses_of_consolidation()
+        if self.measures()["tau_zeros"] == 1:
             return [f"task {self.task_name!r}: its tau is zero everywhere, so that it has only scales and copies of its own; lower lambda1, or train "
                     "for more steps"]
         return []
+
+    def losses_of_consolidation(self) -> list[str]:
+        """A sentence where a consolidation replaced most of what a task had of its own."""
+        shares = {task: replaced / max(1, entries) for task, (entries, replaced) in self.replaced.items()}
+        most = max(shares, key=lambda task: shares[task], default="")
+        if not most or shares[most] <= MUCH:
+            return []
+        dense = self.replaced[most][0] / sum(w.numel() for w in self.sites.values())
+        return [f"task {self.task_name!r}: consolidation replaced {shares[most]:.0%} of the entries of tau of task {most!r}, "
+                f"whose tau is {dense:.0%} dense, by values that it shares; where tasks have little in common this costs "
+                "accuracy: lower gap, raise lambda1 for a sparser tau, or set consolidate_every to 0"]
 
     def finish(self) -> tuple[TaskState, Carried]:
         """Before a consolidation, the task's own state goes along: that step leaves it behind."""
@@ -283,8 +310,10 @@ class Apd(Method):
     @torch.no_grad()
     def consolidate(self) -> None:
         """Per site: tasks with similar tau (what they share already counted in) form a cluster; where its largest and its smallest
-        value are at most `gap` apart, all members take the middle from one shared tensor, and their own tau is zero."""
+        value are at most `gap` mean sizes of its entries apart, all members take the middle from one shared tensor, and
+        their own tau is zero."""
         count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
+        self.replaced = dict.fromkeys(self.tau, (0, 0))
         for site in self.sites:
             full = torch.stack([self.tau_of(task, site) + self.shared_of(task, site) for task in self.tau])
             labels, tasks, self.shared[site] = cluster(full.flatten(1).double(), count), [*self.tau], {}
@@ -292,11 +321,16 @@ class Apd(Method):
                 members = [i for i, found in enumerate(labels) if found == label]
                 mine = full[members]
                 high, low = mine.amax(0), mine.amin(0)
-                same = (high - low <= self.settings.gap) & (mine.count_nonzero(0) > 1)
+                near = high - low <= self.settings.gap * mean_size(mine)
+                same = near & (mine.count_nonzero(0) > 1)
                 if bool(same.any()):
                     self.shared[site][tuple(tasks[i] for i in members)] = Sparse.of(torch.where(same, (high + low) / 2, 0.0))
                 for i in members:
                     self.tau[tasks[i]][site] = Sparse.of(full[i].masked_fill(same, 0.0))
+                    entries, replaced = self.replaced[tasks[i]]
+                    entries += int(full[i].count_nonzero())
+                    replaced += int(full[i][same].count_nonzero())
+                    self.replaced[tasks[i]] = entries, replaced
 
     def shared_of(self, task: str, site: str) -> Tensor:
         """What a task has at a site from its cluster."""
@@ -361,6 +395,11 @@ class Decomposed(torch.autograd.Function):
         into_m = torch.linalg.vecdot(into_theta, sigma)
         into_tau = tau.sign().mul_(into_size).add_(into_theta)
         return into_sigma, into_m * (m * (1 - m)).squeeze(1), into_tau, None, None
+
+
+def mean_size(values: Tensor) -> Tensor:
+    """Scalar: the mean of |v| over the entries of `values` that are not zero; 0 where there is none."""
+    return values.abs().sum() / values.count_nonzero().clamp(min=1)
 
 
 def cluster(points: Tensor, count: int) -> list[int]:

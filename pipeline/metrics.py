@@ -1,8 +1,9 @@
 """The field's metrics as pure functions of one accuracy matrix; each formula has one name.
 
 R[t, i] is the accuracy on task i after stage t, T x T, given as integer counts `correct` and `total` of the same shape
-(or as rates, with `total` left at 1: all tasks then count the same). Entries above the diagonal are tasks not seen yet;
-only `forward_transfer` looks at them.
+(or as rates, with `total` left at 1: all tasks then count the same). Entries above the diagonal are tasks not seen yet,
+and no metric looks at them. Forward transfer (GEM) is left out: a task that is still to come has no head of its own, and in
+scenario `class` no outputs, so that there is nothing that could be measured on it.
 
 Missing entries (`correct` is NaN, or `total` is NaN or not positive) follow one rule: a metric that needs a missing
 entry is NaN, never a mean over fewer entries. `over_time` gives each metric after each stage, so that a run of which
@@ -12,7 +13,6 @@ only the first rows exist still has its numbers so far. Inputs are never changed
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -81,20 +81,6 @@ def backward_transfer_all_pairs(correct: ArrayLike, total: ArrayLike = 1) -> flo
     return float((r - np.diagonal(r))[np.tril_indices(len(r), -1)].mean())
 
 
-def forward_transfer(correct: ArrayLike, total: ArrayLike = 1, baseline: ArrayLike | None = None) -> float:
-    """1/(T-1) sum_{j>=1} (R[j-1, j] - b_j) (GEM); b: accuracy of the untrained model, shape (T,).
-
-    NaN for one task, without `baseline`, and where the next task was not measured before it was learned.
-    """
-    r = rates(correct, total)
-    if baseline is None or len(r) < 2:
-        return NAN
-    b = np.asarray(baseline, float)
-    if b.shape != (len(r),):
-        raise UserError(f"forward_transfer: the baseline has shape {b.shape}; give one accuracy for each of the {len(r)} tasks")
-    return float((np.diagonal(r, 1) - b[1:]).mean())
-
-
 def learning_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
     """mean_j R[j, j]: how well each task was learned when it was new (plasticity)."""
     r = rates(correct, total)
@@ -124,13 +110,12 @@ def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
 
 METRICS: dict[str, Callable[..., float]] = {f.__name__: f for f in (
     average_accuracy, micro_average_accuracy, average_incremental_accuracy, last_accuracy, forgetting, forgetting_first,
-    backward_transfer, backward_transfer_all_pairs, forward_transfer, learning_accuracy, forgetting_continuum_pre_2022_05)}
+    backward_transfer, backward_transfer_all_pairs, learning_accuracy, forgetting_continuum_pre_2022_05)}
 
 
-def all_metrics(correct: ArrayLike, total: ArrayLike = 1, baseline: ArrayLike | None = None) -> dict[str, float]:
+def all_metrics(correct: ArrayLike, total: ArrayLike = 1) -> dict[str, float]:
     """Every metric by name."""
-    extra: dict[str, dict[str, Any]] = {"forward_transfer": {"baseline": baseline}}
-    return {name: f(correct, total, **extra.get(name, {})) for name, f in METRICS.items()}
+    return {name: metric(correct, total) for name, metric in METRICS.items()}
 
 
 def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]]:

@@ -73,7 +73,9 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=function)
         if config:
             sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml", **several)
-            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a setting, e.g. --set train.epochs=3")
+            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                             help="override a setting, e.g. --set train.epochs=3; a run that computes something else "
+                             "than its file says is a run of its own, NAME-train.epochs-3, unless --set name=NAME says otherwise")
         return sub
 
     command("run", run, "run what is missing of a config's graph, then report")
@@ -97,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
     browse.address_options(ui_parser)
     gc = command("gc", collect_garbage, "delete stage results that no named run needs; asks first", config=False)
+    gc.add_argument("--earlier", action="store_true", help="also those that runs needed only before their config files were changed")
     gc.add_argument("--storage", default="storage", help="storage folder (default: storage)")
     gc.add_argument("--yes", action="store_true", help="do not ask")
     return top
@@ -126,7 +129,11 @@ def prepare(args: argparse.Namespace, to_run: bool = False) -> tuple[Config, Sto
 
 def run(args: argparse.Namespace) -> int:
     """The main path: config -> graph -> stages -> records."""
-    execute(*prepare(args, to_run=True), command_of(args), command_of(args, "report"))
+    prepared = prepare(args, to_run=True)
+    config = prepared[0]
+    if config.name != config.base_name:
+        print(f"run {config.name}: --set changes what {config.base_name} computes, so this is a run of its own")
+    execute(*prepared, command_of(args), command_of(args, "report"))
     return 0
 
 
@@ -138,9 +145,10 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
     from pipeline.run import look_up_all, raise_failures, run_graph
     from pipeline.store import record_of
 
-    lookups = look_up_all(graph, store, store.record(config.name))
+    previous = previous_record(store, config)
     record = record_of(graph, config, tasks, provenance())
-    store.save_record(record)
+    store.save_record(record)  # before it is looked up what stands: `gc` may be at work
+    lookups = look_up_all(graph, store, previous)
     screen = console.Console(graph, lookups)
     recorder = track.Recorder(config.tracking, store.storage, screen.say, remedy)
     recording = track.Background(recorder, graph, record, draw.to_svg(graph, {}))
@@ -164,6 +172,11 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
     tables = RunTables.load(store.storage, record)
     print(console.summary(tables, outcome, [*recorder.warnings, f"report: {page}", *recorder.links()]))
     return tables
+
+
+def previous_record(store: Store, config: Config) -> dict[str, Any] | None:
+    """What the reasons of misses are told from: the run as it was last, else the one of the file without `--set`."""
+    return store.record(config.name) or store.record(config.base_name)
 
 
 def search(args: argparse.Namespace) -> int:
@@ -209,7 +222,7 @@ def plan(args: argparse.Namespace) -> int:
     from pipeline.store import version_notes
 
     config, store, graph, tasks = prepare(args)
-    previous = store.record(config.name)
+    previous = previous_record(store, config)
     lookups = look_up_all(graph, store, previous, verify=False)
     todo = needed(graph, lookups)
     status = {s.id: "miss" if s.id in todo else "hit" for s in graph}
@@ -263,7 +276,7 @@ def bring(part: Graph, config: Config, store: Store, command: str) -> None:
     from pipeline.console import Console
     from pipeline.run import look_up_all, raise_failures, run_graph
 
-    lookups = look_up_all(part, store, store.record(config.name))
+    lookups = look_up_all(part, store, previous_record(store, config))
     console = Console(part, lookups)
     outcome = run_graph(part, store, lambda todo: launch.executor(store, config.cluster, part, todo, console.progress, lambda stage: {}),
                         config.cluster.retries, [console], lookups)
@@ -368,10 +381,12 @@ def ui(args: argparse.Namespace) -> int:
 def collect_garbage(args: argparse.Namespace) -> int:
     from pipeline.plain_yaml import absolute
     from pipeline.store import Store
-    from workers.artefact import delete_dir, join
 
     store = Store(absolute(args.storage))
-    garbage = store.garbage()
+    garbage = store.garbage(args.earlier)
+    changed = [] if args.earlier else store.earlier_names()
+    if changed:
+        print(f"what runs needed before their config files were changed is kept ({', '.join(changed)}); --earlier lets go of it")
     size = sum(b for _, b in garbage)
     if not garbage:
         print("nothing to delete: every result belongs to a named run")
@@ -380,10 +395,36 @@ def collect_garbage(args: argparse.Namespace) -> int:
     if not args.yes and ask("delete them? [y/N] ") not in ("y", "yes"):
         print("nothing was deleted")
         return 0
-    for path, _ in garbage:
-        delete_dir(join(store.storage, path))
+    wanted, busy = delete_garbage(store, [path for path, _ in garbage], args.earlier)
+    if wanted:
+        print(f"{len(wanted)} of them are kept: a run has begun that needs them")
+    if busy:
+        print(f"{len(busy)} of them are kept: a process is at work on them")
     print("deleted")
     return 0
+
+
+def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
+    """Deletes what was garbage when a person was asked and still is. Returns the paths that a run
+    needs by now, and those that a process is computing."""
+    from workers.artefact import delete_dir, join
+    from workers.claim import claimed
+
+    wanted, busy = [], []
+    with store.claimed_by_gc():
+        still = {path for path, _ in store.garbage(earlier)}
+        for path in paths:
+            if path not in still:
+                wanted.append(path)
+                continue
+            try:
+                with claimed(store.root, path.split("/")[1], wait=False):
+                    delete_dir(join(store.storage, path))
+            except BlockingIOError:
+                busy.append(path)
+        if earlier:
+            store.forget_earlier()
+    return wanted, busy
 
 
 def ask(question: str) -> str:

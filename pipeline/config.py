@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import hashlib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Field, PositiveFloat, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, PrivateAttr, ValidationError, field_validator, model_validator
 
 from pipeline.plain_yaml import apply_override, merge, read_with_bases
 from workers.errors import UserError
@@ -16,6 +19,8 @@ from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
 from workers.secrets import refuse_secrets
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that change no result
+LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
 PLAIN = {r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values", r"^dictionary": "this mapping", r"a valid (list|tuple)": "a list",
          r"^(list|tuple)": "this list", r"^string": "this text", r"a valid string": "text"}  # pydantic's words for Python's types
 
@@ -102,6 +107,8 @@ class MethodEntry(Frozen):
 class Config(Frozen):
     """A run: a stream, a backbone, and the methods that face them side by side."""
 
+    _base_name: str = PrivateAttr("")
+
     name: str = Field(pattern=NAME)
     seed: int = Field(0, ge=0)
     storage: str = Field("storage", min_length=1, description="folder or URI of everything that is kept")
@@ -139,6 +146,11 @@ class Config(Frozen):
                 raise ValueError(f"methods.{label}: a label has letters, digits, '_', '.' and '-' only")
         return self
 
+    @property
+    def base_name(self) -> str:
+        """The name in the file, where `--set` has changed what is computed, and so the name."""
+        return self._base_name or self.name
+
     def entry_of(self, label: str, task: str | None = None) -> MethodEntry:
         """A method as the steps of a task have it: with what stands under `tasks` for this one. None: as all tasks are served."""
         entry = self.methods[label]
@@ -175,10 +187,17 @@ def load(path: str, overrides: list[str] | None = None) -> Config:
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1) if file.parent.exists() else []
         raise UserError(f"config {path!r} does not exist" + (f"; did you mean {str(file.parent / near[0])!r}?" if near else "; give the path of a .yaml file"))
     body = read_with_bases(file)
+    plain = copy.deepcopy(body)
     for override in overrides or []:
         apply_override(body, override)
     refuse_secrets(body, f"{path}: ")
-    return check(body, path)
+    config = check(body, path)
+    if not overrides:
+        return config
+    try:
+        return named_by_overrides(config, check(plain, path))
+    except UserError:  # without them the file is no run
+        return config
 
 
 def check(body: dict[str, Any], where: str) -> Config:
@@ -289,6 +308,36 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in get_args(annotation):
         yield from _models_in(argument)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested values as dotted keys, for comparing two sets of inputs."""
+    if isinstance(value, Mapping) and value:
+        return {k: v for name, sub in value.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {prefix: list(value) if isinstance(value, tuple) else value}
+
+
+def named_by_overrides(config: Config, plain: Config) -> Config:
+    """A run that computes something else than its file says has a name, and so a record, a report
+    and MLflow runs, of its own: NAME-seed-1 for `--set seed=1`. plain: the file without overrides."""
+    before, after = (flatten(computed(settings)) for settings in (plain, config))
+    changed = {key: after.get(key) for key in sorted(before.keys() | after.keys())
+               if before.get(key, {}) != after.get(key, {})}  # an empty mapping says nothing
+    if not changed or config.name != plain.name:
+        return config
+    text = "-".join(f"{key}-{value}" for key, value in changed.items())
+    suffix = re.sub(r"[^A-Za-z0-9_.-]+", "_", text)
+    if suffix != text or len(suffix) > LONGEST_SUFFIX:
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
+        suffix = f"{suffix[:LONGEST_SUFFIX]}-{digest}"
+    named = config.model_copy(update={"name": f"{config.name}-{suffix}"})
+    named._base_name = plain.name
+    return named
+
+
+def computed(config: Config) -> dict[str, Any]:
+    """The part of a config that says what is computed, not under which name, nor where."""
+    return {key: value for key, value in dump(config).items() if key not in ELSEWHERE}
 
 
 def dump(config: Config) -> dict[str, Any]:

@@ -195,6 +195,7 @@ class Outcome:
     states: dict[str, State]
     failures: dict[str, str]
     seconds: float
+    manifests: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)  # of what stands at the end, as far as it is known
 
     @property
     def ran(self) -> int:
@@ -213,6 +214,11 @@ class Watcher(Protocol):
 
 
 def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
+    """A look-up per stage of a whole graph, by itself and beside those of its parents."""
+    return compared(graph, look_up_each(graph, store, previous, verify))
+
+
+def look_up_each(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
     """A look-up per stage; with `verify`, every file is compared with its digest. On an object store, where each is some round trips, in
     threads; on a disk they would cost more than they save."""
     before = {s["id"]: {**previous, "stages": [s]} for s in previous["stages"]} if previous else {}
@@ -221,16 +227,17 @@ def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, ver
         return store.look_up(stage, before.get(stage.id), verify)
 
     if "://" not in store.storage:
-        lookups = {stage.id: look_up(stage) for stage in graph}
-    else:
-        with ThreadPoolExecutor(LOOK_UP_THREADS, "look-up") as pool:
-            lookups = dict(zip(graph.stages, pool.map(look_up, graph), strict=True))
+        return {stage.id: look_up(stage) for stage in graph}
+    with ThreadPoolExecutor(LOOK_UP_THREADS, "look-up") as pool:
+        return dict(zip(graph.stages, pool.map(look_up, graph), strict=True))
+
+
+def compared(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]:
+    """The same, where results that were made of other contents of their parents than stand now are
+    misses, to be withdrawn and run again."""
     manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
-    for stage in graph:
-        reason = outdated(graph, stage, manifests)
-        if reason:
-            lookups[stage.id] = Lookup(False, reason, damaged=True)
-    return lookups
+    reasons = {stage.id: outdated(graph, stage, manifests) for stage in graph}
+    return lookups | {i: Lookup(False, reason, damaged=True) for i, reason in reasons.items() if reason}
 
 
 def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
@@ -248,7 +255,7 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
     todo = needed(graph, lookups)
     walk = Walk.over(graph, (s.id for s in graph if s.id not in todo), retries)
     if not todo:
-        return Outcome(walk.states, {}, time.monotonic() - started)
+        return Outcome(walk.states, {}, time.monotonic() - started, {i: lookups[i].manifest for i in graph.stages})
     for stage_id in todo:
         if lookups[stage_id].damaged:
             store.withdraw(graph[stage_id].key)
@@ -280,7 +287,7 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
     finally:
         executor.close()
     failures = {i: walk.messages[i] for i, s in walk.states.items() if s is State.FAILED}
-    return Outcome(walk.states, failures, time.monotonic() - started)
+    return Outcome(walk.states, failures, time.monotonic() - started, manifests)
 
 
 def overtaken(graph: Graph, walk: Walk, manifests: Mapping[str, Mapping[str, Any] | None], stage_id: str) -> list[Decision]:

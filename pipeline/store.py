@@ -10,21 +10,36 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pyarrow import fs
 
-from pipeline.config import Config, dump
+from pipeline.config import Config, dump, flatten
 from pipeline.graph import Graph, Stage
-from workers.artefact import MANIFEST, Artefact, content_of, exists, is_remains, join, listing, passing_name, read_json, resolve, withdraw, write_bytes
+from workers.artefact import (
+    MANIFEST,
+    Artefact,
+    content_of,
+    delete_dir,
+    exists,
+    is_remains,
+    join,
+    listing,
+    passing_name,
+    read_json,
+    resolve,
+    withdraw,
+    write_bytes,
+)
 from workers.errors import UserError
 from workers.filesystem import patience
 from workers.job import Task
 
 PLAIN = re.compile(r"[\w-]+")  # a key names a folder: a record from elsewhere must not lead out of the store
 FIRST_CONTACT_S = 20.0  # how long a storage may fail to answer before the run has begun: its address may be wrong
+EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
 MOST_CHANGES = 4  # versions that a note names
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
 
@@ -49,13 +64,6 @@ def _tagged(value: Any) -> bytes:
     return type(value).__name__.encode() + b"%d:" % len(text) + text
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested values as dotted keys, for comparing two sets of inputs."""
-    if isinstance(value, Mapping) and value:
-        return {k: v for name, sub in value.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()}
-    return {prefix: list(value) if isinstance(value, tuple) else value}
-
-
 @dataclass(frozen=True)
 class Lookup:
     """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is not as it was written, or was made of
@@ -65,6 +73,11 @@ class Lookup:
     reason: str
     manifest: dict[str, Any] | None = None
     damaged: bool = False
+
+
+def needed_keys(record: Mapping[str, Any]) -> set[str]:
+    """Keys of what a run computes; a report is made again at no cost."""
+    return {stage["key"] for stage in record["stages"] if stage["step"] != "report"}
 
 
 def is_stage(entry: Any) -> bool:
@@ -132,15 +145,61 @@ class Store:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """What the named run consisted of when it was last started."""
+        return self._read_record(self.record_path(name), name)
+
+    def _read_record(self, path: str, name: str) -> dict[str, Any] | None:
         try:
-            record = read_json(self.record_path(name))
+            record = read_json(path)
         except (FileNotFoundError, ValueError):
             return None
         whole = isinstance(record, dict) and record.get("name") == name and isinstance(record.get("stages"), list)
         return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
     def save_record(self, record: dict[str, Any]) -> None:
-        write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
+        """Writes the record of a run that begins, before it looks up what stands: from now on `gc`
+        keeps what it needs. A record of the same name that needs other results is kept beside it."""
+        with self.claimed_by_gc():
+            self._keep_earlier(record)
+            write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
+
+    def claimed_by_gc(self) -> AbstractContextManager[None]:
+        """Held while garbage is deleted, and while it is written down what a run needs. On an object store it holds nothing back
+        (see claim.py): there a run that begins in the seconds of the deletion may have to compute something again."""
+        from workers.claim import claimed
+
+        return claimed(self.root, "gc")
+
+    def _keep_earlier(self, record: Mapping[str, Any]) -> None:
+        """Of a run whose config was changed, the record of what it was; a longer stream or a further method needs all of
+        what it was, and takes its place."""
+        name, keys = record["name"], needed_keys(record)
+        before = self.record(name)
+        if before is not None and not needed_keys(before) <= keys:
+            write_bytes(self._earlier_path(name, before), json.dumps(before, indent=1).encode())
+        system, _ = resolve(self.storage)
+        for path, earlier in self._earlier(name).items():
+            if earlier is not None and needed_keys(earlier) <= keys:
+                with suppress(FileNotFoundError):
+                    system.delete_file(resolve(path)[1])
+
+    def _earlier_path(self, name: str, record: Mapping[str, Any]) -> str:
+        digest = hashlib.sha256("\n".join(sorted(needed_keys(record))).encode()).hexdigest()
+        return join(self.storage, "runs", name, EARLIER, f"{digest[:16]}.json")
+
+    def _earlier(self, name: str) -> dict[str, dict[str, Any] | None]:
+        """Path -> record, of what a run was before its config was changed; None where it cannot be read."""
+        folder = join(self.storage, "runs", name, EARLIER)
+        paths = [join(folder, file) for file in listing(folder) if file.endswith(".json")]
+        return {path: self._read_record(path, name) for path in paths}
+
+    def earlier_names(self) -> list[str]:
+        """Runs whose config was changed, and of which earlier results are kept."""
+        return [name for name in self.run_names() if self._earlier(name)]
+
+    def forget_earlier(self) -> None:
+        """Lets go of what runs were before their configs were changed."""
+        for name in self.earlier_names():
+            delete_dir(join(self.storage, "runs", name, EARLIER))
 
     def run_names(self) -> list[str]:
         return self.folders("runs")
@@ -151,9 +210,13 @@ class Store:
         found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
 
-    def garbage(self) -> list[tuple[str, int]]:
+    def garbage(self, earlier: bool = False) -> list[tuple[str, int]]:
         """Folders below the storage, with their bytes, that no named run needs: results of no named run, what interrupted
-        attempts left beside a result that stands, and its checkpoints. Raises UserError where a record cannot be read."""
+        attempts left beside a result that stands, and its checkpoints.
+
+        earlier: also what runs needed only before their configs were changed. Raises UserError where
+        a record cannot be read.
+        """
         needed: set[str] = set()
         for name in self.run_names():
             record = self.record(name)
@@ -161,6 +224,10 @@ class Store:
                 raise UserError(f"{self.record_path(name)} is not readable, so what run {name!r} needs is not known; start the run again, or "
                                 f"remove {join(self.storage, 'runs', name)}")
             needed |= {s["key"] for s in record["stages"]} if record else set()
+            for path, kept in self._earlier(name).items() if not earlier else ():
+                if kept is None:
+                    raise UserError(f"{path} is not readable, so what run {name!r} needed before its config was changed is not known; remove that file")
+                needed |= needed_keys(kept)
         needed |= self._searched()
         there = {place: listing(join(self.storage, place)) for place in ("stages", "checkpoints")}
         standing = {key: found.manifest["attempt"] for key in unclear(there) & needed if (found := Artefact.open(self.root, key))}
@@ -220,7 +287,7 @@ def outdated(graph: Graph, stage: Stage, manifests: Mapping[str, Mapping[str, An
     manifests: stage id -> manifest of the result that stands.
     """
     made_of = (manifests.get(stage.id) or {}).get("made_of") or {}
-    for parent in stage.parents:
+    for parent in stage.parents if made_of else ():
         before, manifest = made_of.get(graph[parent].key), manifests.get(parent)
         now = content_of(dict(manifest)) if manifest else ""
         if before and now and before != now:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.store import flatten
+from pipeline.config import flatten
 from pipeline.track_mlflow import Calls, Data
 from workers.artefact import Artefact, join
 

@@ -18,9 +18,9 @@ import yaml
 from pyarrow import fs
 
 from pipeline.browse import run_link, this_python
+from pipeline.config import flatten
 from pipeline.report import trials
 from pipeline.report.entries import Point, key_name
-from pipeline.store import flatten
 from pipeline.track import Say, answers, close, to_stderr
 from pipeline.track_mlflow import Calls, transient
 from pipeline.track_outbox import Outbox

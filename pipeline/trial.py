@@ -13,7 +13,7 @@ from pipeline import build, config, launch, space
 from pipeline.graph import Graph
 from pipeline.plain_yaml import put
 from pipeline.report.tables import RunTables
-from pipeline.run import Decision, Event, Executor, Walk, look_up_all, run_graph
+from pipeline.run import Decision, Event, Executor, Walk, compared, look_up_each, run_graph
 from pipeline.space import Params
 from pipeline.store import Lookup, Store, record_of
 from workers.artefact import join, read_json, write_bytes
@@ -162,6 +162,8 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
     mine = set().union(*(ancestors(graph, f"{label}/{task}/evaluate") for task in plan.tasks))
     graph, tasks = Graph.of(graph.name, [stage for stage in graph if stage.id in mine]), [task for task in tasks if task.name in plan.tasks]
     record["graph"] = record_of(graph, settings, tasks, dict(plan.provenance))
+    with store.claimed_by_gc():  # before it is looked up what stands
+        write_record(plan.storage, plan.name, record)
     runner = Runner(store, settings, graph, count)
     try:
         for position, task in enumerate(plan.tasks):
@@ -194,12 +196,12 @@ class Runner:
         """`stage_id` and all that it stands on. Raises UserError where a stage fails."""
         part = Graph.of(self.graph.name, [s for s in self.graph if s.id in ancestors(self.graph, stage_id)])
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
-        self.lookups |= look_up_all(new, self.store, None, verify=False)
+        self.lookups = compared(part, self.lookups | look_up_each(new, self.store, None, verify=False))
         self.count.reused += sum(self.lookups[s.id].hit for s in new)
         outcome = run_graph(part, self.store, self._executor, self.settings.cluster.retries, [self.count], self.lookups)
         for failed, message in outcome.failures.items():
             raise UserError(message if message.startswith("stage ") else f"stage {failed} failed: {message}")
-        self.lookups |= {s.id: Lookup(True, "stands") for s in part}
+        self.lookups |= {s.id: Lookup(True, "stands", dict(outcome.manifests.get(s.id) or {})) for s in part}
 
     def _executor(self, todo: set[str]) -> Executor:
         if self.executor is None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.config import flatten
 from pipeline.report.files import Row
 from pipeline.report.tables import Matrix, RunTables
-from pipeline.store import flatten
 from workers.errors import UserError
 
 ELSEWHERE = ("name", "seed", "storage", "cluster", "tracking")  # settings that make no other run, or cannot change a result

@@ -7,20 +7,24 @@ import io
 import json
 import re
 import shutil
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline import cli, console, store
+from pipeline import cli, console, run, store
 from pipeline.graph import Graph, Stage
 from pipeline.report import page
 from pipeline.run import Event, Walk
 from pipeline.store import Lookup
 from tests import small_run
+from workers import artefact
+from workers.claim import claimed
 
 STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
 
@@ -99,7 +103,7 @@ def test_plan_says_what_changed_from_old_to_new(own, capsys):
     rows = table(output(capsys, "plan", own.config(), "--set", "methods.meat.lambda=0.8"))
     assert rows["data/a"][0] == rows["backbone"][0] == "hit"
     assert re.fullmatch(r"changed settings\.lambda: [\d.]+ -> 0\.8", rows["meat/a/train"][1])
-    assert rows["report"] == ("miss", "an earlier stage changed")
+    assert rows["report"] == ("miss", "changed name: 'small' -> 'small-methods.meat.lambda-0.8'")
     rows = table(output(capsys, "plan", own.config(), "--set", "backbone.img_size=32"))
     assert rows["backbone"] == ("miss", "changed backbone.img_size: 16 -> 32")
     assert rows["meat/b/train"] == ("miss", "an earlier stage changed")
@@ -122,8 +126,9 @@ def test_run_runs_what_plan_says(own, capsys):
     rows = table(output(capsys, "plan", own.config(), *override))
     before = small_run.attempts(own.storage)
     output(capsys, "run", own.config(), *override)
-    after = small_run.attempts(own.storage)
+    after = small_run.attempts(own.storage, "small-methods.meat.train.lr-0.01")
     assert {i for i in after if after[i] != before[i]} == {i for i, row in rows.items() if row[0] == "miss"}
+    assert small_run.attempts(own.storage) == before, "the run as its file says it stands beside"
 
 
 def test_plan_writes_the_picture(own, tmp_path, capsys):
@@ -175,8 +180,9 @@ def test_report_of_an_unfinished_run_shows_what_is_there(own, pages, capsys):
 # ---- gc ------------------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def littered(own, capsys) -> Run:
-    """A run that was changed since: three results belong to no named run any more."""
-    output(capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01")
+    """A run whose record was removed: five results belong to no named run any more."""
+    output(capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster")
+    shutil.rmtree(own.storage / "runs" / "small")
     return own
 
 
@@ -202,12 +208,12 @@ def test_gc_deletes_nothing_without_a_yes(answer, littered, monkeypatch, capsys)
 @pytest.mark.parametrize("way", ["y", "Yes ", "--yes"])
 def test_gc_deletes_what_no_named_run_needs_and_nothing_else(way, littered, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda question: way)
-    kept = small_run.attempts(littered.storage)
+    kept = small_run.attempts(littered.storage, "faster")
     said = output(capsys, "gc", "--storage", str(littered.storage), *(["--yes"] if way == "--yes" else []))
     assert "deleted" in said.splitlines()[-1]
-    assert folders(littered) == {m["key"] for m in small_run.manifests(littered.storage).values()}
-    assert small_run.attempts(littered.storage) == kept
-    assert "nothing to do" in output(capsys, "run", littered.config(), "--set", "methods.meat.train.lr=0.01")
+    assert folders(littered) == {m["key"] for m in small_run.manifests(littered.storage, "faster").values()}
+    assert small_run.attempts(littered.storage, "faster") == kept
+    assert "nothing to do" in output(capsys, "run", littered.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster")
     assert "nothing to delete" in output(capsys, "gc", "--storage", str(littered.storage))
 
 
@@ -283,6 +289,112 @@ def test_the_record_of_a_run_says_what_it_consisted_of(finished):
     assert {s["id"] for s in record["stages"]} == set(small_run.attempts(finished.storage))
     assert [t["name"] for t in record["tasks"]] == ["a", "b"]
     assert record["config"]["methods"]["meat"]["method"] == "meat"
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """A person says yes; meanwhile `act` happens."""
+    def reply(question: str) -> str:
+        act()
+        return "y"
+
+    monkeypatch.setattr("builtins.input", reply)
+
+
+def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(littered, monkeypatch, capsys):
+    before = folders(littered)
+    record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
+    lost = before - {stage["key"] for stage in record["stages"]}
+    assert len(lost) == 5
+    needed = sorted(lost)[:2]
+    stages = [{"id": key, "key": key, "step": "train"} for key in needed]
+
+    def begin() -> None:
+        store.Store(str(littered.storage)).save_record({"name": "begun", "stages": stages})
+
+    answering(monkeypatch, begin)
+    said = output(capsys, "gc", "--storage", str(littered.storage))
+    assert "2 of them are kept: a run has begun that needs them" in said
+    assert folders(littered) == before - (lost - {*needed})
+
+
+def test_gc_keeps_what_a_process_is_computing(littered, monkeypatch, capsys):
+    before = folders(littered)
+    record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
+    lost = sorted(before - {stage["key"] for stage in record["stages"]})
+    root = str(littered.storage / "stages")
+    with claimed(root, lost[0]):
+        said = output(capsys, "gc", "--yes", "--storage", str(littered.storage))
+    assert "1 of them are kept: a process is at work on them" in said
+    assert folders(littered) == before - {*lost[1:]}
+
+
+def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_stands(littered, monkeypatch, capsys):
+    """Else it would find results that are deleted a moment later."""
+    order: list[str] = []
+    here = store.Store(str(littered.storage))
+    look_up_all, delete_dir = run.look_up_all, artefact.delete_dir
+    begun = threading.Thread(target=lambda: cli.main(["run", littered.config()]))
+
+    def delete(path: str) -> None:
+        if not order:
+            begun.start()
+            time.sleep(1)  # it comes to its record, and has to wait
+        order.append("delete")
+        delete_dir(path)
+
+    monkeypatch.setattr(artefact, "delete_dir", delete)
+    monkeypatch.setattr(run, "look_up_all", lambda *rest, **more: order.append("look up") or look_up_all(*rest, **more))
+    cli.delete_garbage(here, [path for path, _ in here.garbage()], False)
+    assert order == ["delete"] * 5
+    begun.join(120)
+    assert order[5] == "look up"
+    assert len(small_run.attempts(littered.storage)) == STAGES, "all that was deleted is there again"
+
+
+# ---- runs that differ ----------------------------------------------------------------------------
+def test_a_run_with_another_seed_is_another_run(own, capsys):
+    before = (own.storage / "runs" / "small" / "run.json").read_text()
+    said = output(capsys, "run", own.config(), "--set", "seed=7")
+    assert "run small-seed-7: --set changes what small computes, so this is a run of its own" in said
+    assert (own.storage / "runs" / "small" / "run.json").read_text() == before
+    record = json.loads((own.storage / "runs" / "small-seed-7" / "run.json").read_text())
+    assert (record["name"], record["config"]["seed"]) == ("small-seed-7", 7)
+    assert (own.storage / "runs" / "small-seed-7" / "report.html").exists()
+    assert "nothing to delete" in output(capsys, "gc", "--yes", "--storage", str(own.storage))
+    assert "nothing to do" in output(capsys, "run", own.config(), "--set", "seed=7")
+    assert "nothing to do" in output(capsys, "run", own.config())
+    said = output(capsys, "compare", "small", "small-seed-7", "--storage", str(own.storage))
+    assert "small-seed-7" in said
+
+
+def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_lets_go(own, capsys):
+    before = folders(own)
+    methods = {"meat": {"train": {"lr": 0.01}}}
+    output(capsys, "run", own.config(methods=methods))
+    said = output(capsys, "gc", "--yes", "--storage", str(own.storage))
+    assert "what runs needed before their config files were changed is kept (small)" in said
+    assert len(before - folders(own)) == 1, "the old report alone: it is made again at no cost"
+    said = output(capsys, "run", own.config())
+    assert re.search(r"\n1 stages run, 7 reused", said)
+    output(capsys, "run", own.config(methods=methods))
+    said = output(capsys, "gc", "--yes", "--earlier", "--storage", str(own.storage))
+    assert folders(own) == {m["key"] for m in small_run.manifests(own.storage).values()}
+    assert "nothing to delete" in output(capsys, "gc", "--earlier", "--storage", str(own.storage))
+
+
+def test_a_longer_run_takes_the_place_of_the_one_before(own, capsys):
+    output(capsys, "run", own.config(methods={"meat": {}, "linear": {}}))
+    assert not (own.storage / "runs" / "small" / "earlier").exists()
+
+
+def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(own, capsys):
+    output(capsys, "run", own.config(methods={"meat": {"train": {"lr": 0.01}}}))
+    path = next((own.storage / "runs" / "small" / "earlier").iterdir())
+    path.write_text("{")
+    before = folders(own)
+    assert cli.main(["gc", "--yes", "--storage", str(own.storage)]) == 2
+    assert "what run 'small' needed before its config was changed is not known" in capsys.readouterr().err
+    assert folders(own) == before
 
 
 # ---- upgrades ------------------------------------------------------------------------------------

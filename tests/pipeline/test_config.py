@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from fnmatch import fnmatch
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline import build
-from pipeline.config import ClusterSettings, Config, TrackingSettings, check, dump, load
+from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, check, dump, load
 from pipeline.plain_yaml import absolute, apply_override, expand, parse_yaml
 from pipeline.store import Store
 from workers import evaluate, loop
@@ -341,7 +342,7 @@ def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(tmp
     path = written(tmp_path, low=STREAM, middle="name: middle\ntrain: {lr: 0.25}\nmethods: {meat: {lambda: 0.5}}\n",
                    top="extends: [low.yaml, middle.yaml]\nname: top\ntrain: {batch_size: 7}\nmethods: {meat: {alpha: 3}}\n")
     found = load(path, ["train.epochs=9"])
-    assert (found.name, found.train.epochs, found.train.lr, found.train.batch_size) == ("top", 9, 0.25, 7)
+    assert (found.base_name, found.train.epochs, found.train.lr, found.train.batch_size) == ("top", 9, 0.25, 7)
     assert {label: entry.settings for label, entry in found.methods.items()} == {"linear": {}, "meat": {"lambda": 0.5, "alpha": 3}}
 
 
@@ -351,3 +352,30 @@ def test_a_config_that_extends_nonsense_gets_one_sentence(tmp_path, extends, sai
     path = written(tmp_path, low=f"extends: top.yaml\n{STREAM}", top=f"extends: {extends}\nname: top\n")
     with pytest.raises(UserError, match=said):
         load(path)
+
+
+# ---- what --set makes of a run -------------------------------------------------------------------
+@pytest.mark.parametrize(("overrides", "name"), [
+    ([], "digits"), (["seed=0"], "digits"), (["cluster.workers=3", "storage=there", "tracking=false"], "digits"),
+    (["seed=1"], "digits-seed-1"), (["seed=1", "seed=0"], "digits"), (["seed=1", "name=mine"], "mine"),
+    (["train.lr=1e-2", "seed=1"], "digits-seed-1-train.lr-0.01"),
+    (["seed=1", "train.lr=0.01"], "digits-seed-1-train.lr-0.01"),
+    (["methods.meat.lambda=0.8"], "digits-methods.meat.lambda-0.8"),
+    (["backbone.context={kind: cb}"], None), (["stream.tasks.0.name=first"], None)])
+def test_a_run_that_computes_something_else_than_its_file_says_has_a_name_of_its_own(tmp_path, overrides: list[str], name: str | None):
+    path = tmp_path / "digits.yaml"
+    path.write_text("{name: digits, stream: {tasks: [{card: digits, classes: [0, 1]}]}, methods: {meat: {}}}")
+    config = load(str(path), overrides)
+    assert config.base_name == (config.name if name == "mine" else "digits")
+    assert re.fullmatch(NAME, config.name)
+    if name is not None:
+        assert config.name == name
+    else:
+        assert re.fullmatch(r"digits-[\w.-]{1,60}-[0-9a-f]{8}|digits-[\w.-]{1,60}", config.name)
+        assert load(str(path), overrides).name == config.name != load(str(path), [*overrides, "seed=2"]).name
+
+
+def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path):
+    path = tmp_path / "part.yaml"
+    path.write_text("{name: part, stream: {tasks: [{card: digits}]}}")
+    assert load(str(path), ["methods={meat: {}}"]).name == "part"

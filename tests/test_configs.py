@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,138 @@ RUNNABLE = sorted(p for p in CONFIGS.rglob("*.yaml") if p.parent.name not in ("s
 SPACES = sorted((CONFIGS / "search").glob("*.yaml"))
 SETTINGS = ("demo", "real7", "paper")
 HEADER = ("command", "machine", "time", "expected")
+PAPERS = [p for p in RUNNABLE if p.stem.endswith(("-paper", "-table1")) or "imagenet" in p.stem]
+CLASS_INCREMENTAL = [p for p in PAPERS if "-class-" in p.read_text()]
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "crop_pct": 0.875}
+CIFAR = {"mean": (0.5071, 0.4867, 0.4408), "std": (0.2675, 0.2565, 0.2761)}
+NO_START = {"warmup": 0.0}
+# What the papers and their released code name, by config and label: settings of the method, then of
+# `train`, `data` and `backbone`. What cannot be as they name it stands in the `differs` line.
+NAMED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
+    ("adahat-paper", "adahat"): (
+        {"mask_lr": 0.05},
+        {"optimizer": "sgd", "lr": 0.05, "momentum": 0.0, **NO_START},
+        {},
+        CIFAR,
+    ),
+    ("apd-paper", "apd"): (
+        {
+            "lambda1": 4e-4,
+            "lambda2": 100.0,
+            "tau_start": "sigma",
+            "v_start": 0.0,
+            "consolidate_every": 5,
+            "clusters": 2,
+        },
+        {"epochs": 20, "batch_size": 100, "lr": 1e-3, "weight_decay": 1e-4, **NO_START},
+        {"val_fraction": 0.2, "crop": "none", "flip": 0.0},
+        {},
+    ),
+    ("ctr_full-paper", "ctr_full"): (
+        {"width": 2000, "mask_lr": 5e-5},
+        {"lr": 5e-5, "batch_size": 32, "warmup": 0.1, "floor": 0.0},
+        {},
+        {},
+    ),
+    ("ctr_tsm-paper", "ctr_tsm"): (
+        {"width": 2000, "mask_lr": 5e-5},
+        {"lr": 5e-5, "batch_size": 32, "warmup": 0.1, "floor": 0.0},
+        {},
+        {},
+    ),
+    ("dytox-imagenet100", "dytox"): (
+        {"memory": 2000},
+        {"epochs": 500, "batch_size": 512, "lr": 5e-4},
+        {"crop_scale": (0.08, 1.0)},
+        IMAGENET,
+    ),
+    ("dytox-imagenet1000", "dytox"): (
+        {"memory": 20000},
+        {"epochs": 500, "batch_size": 512, "lr": 5e-4},
+        {"crop_scale": (0.08, 1.0)},
+        IMAGENET,
+    ),
+    ("dytox-paper", "dytox"): (
+        {"memory": 2000},
+        {"epochs": 500, "batch_size": 256, "lr": 2.5e-4},
+        {"repeats": 3},
+        CIFAR,
+    ),
+    ("hat-paper", "hat"): (
+        {"s_max": 400.0, "c": 0.75, "price": "absolute", "start": "normal", "mask_lr": 0.05},
+        {
+            "optimizer": "sgd",
+            "lr": 0.05,
+            "momentum": 0.0,
+            "weight_decay": 0.0,
+            "batch_size": 64,
+            "epochs": 200,
+            **NO_START,
+        },
+        {"val_fraction": 0.1, "crop": "none", "flip": 0.0},
+        {},
+    ),
+    ("ksm-paper", "ksm"): (
+        {"mask_lr": 2e-4},
+        {"epochs": 30, "batch_size": 32, "lr": 2e-4, "floor": 0.0, **NO_START},
+        {},
+        IMAGENET,
+    ),
+    ("lora-paper", "lora"): (
+        {"rank": 4},
+        {"optimizer": "sgd", "epochs": 100, "batch_size": 32},
+        {},
+        {"name": "deit_base_patch16_224"},
+    ),
+    ("meat-paper", "meat"): (
+        {"lambda_": 0.9, "alpha": 2.0, "mask_lr": "paper"},
+        {"epochs": 30, "batch_size": 256, "schedule": "epoch"},
+        {},
+        IMAGENET,
+    ),
+    ("packnet-paper", "packnet"): (
+        {},
+        {"optimizer": "sgd", "lr": 1e-3, "batch_size": 32, "epochs": 20, **NO_START},
+        {},
+        IMAGENET,
+    ),
+    ("piggyback-paper", "piggyback"): (
+        {"mask_lr": 1e-4},
+        {"epochs": 30, "batch_size": 32, "lr": 1e-4, **NO_START},
+        {},
+        IMAGENET,
+    ),
+    ("supsup-paper", "supsup"): (
+        {"budget": 8.0, "mask_lr": 1e-3},
+        {"batch_size": 128, "lr": 1e-3, "floor": 0.0, **NO_START},
+        {"val_fraction": 0.0},
+        {},
+    ),
+    ("supsup_nn-paper", "supsup_nn"): (
+        {"scores": "threshold", "mask_lr": 1e-4},
+        {"lr": 1e-4, "floor": 1.0, **NO_START},
+        {"val_fraction": 0.0},
+        {},
+    ),
+    ("toast-paper", "toast"): (
+        {},
+        {"optimizer": "sgd", "lr": 0.01, "clip": 1.0, "batch_size": 32, "epochs": 100},
+        {},
+        IMAGENET,
+    ),
+    ("toast_lite-paper", "toast_lite"): (
+        {"rank": 4},
+        {"optimizer": "sgd", "lr": 0.01, "clip": 1.0, "batch_size": 32},
+        {},
+        IMAGENET,
+    ),
+    ("wsn-paper", "wsn"): (
+        {"density": 0.5, "mask_lr": 1e-3},
+        {"batch_size": 64, "lr": 1e-3, **NO_START},
+        {"val_fraction": 0.05, "crop": "none", "flip": 0.0},
+        {},
+    ),
+}
 
 
 def own(name: str) -> type[Method]:
@@ -31,6 +164,52 @@ def test_a_config_is_valid_and_says_how_to_run_it(path: Path, monkeypatch: pytes
     header = [line.split(maxsplit=2)[1] for line in path.read_text().splitlines() if line.startswith("# ") and len(line.split()) > 2]
     assert set(HEADER) <= set(header), f"{path.name} says not {set(HEADER) - set(header)}"
     assert f"configs/{path.relative_to(CONFIGS)}" in path.read_text(), "the command names the file"
+
+
+def header_of(path: Path) -> dict[str, str]:
+    """What the keyed comments at the top of a config say, lines that go on joined to their key's."""
+    entries: dict[str, str] = {}
+    key = ""
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        words = line[1:].split(maxsplit=1)
+        if line.startswith("#     ") and key:
+            entries[key] += " " + " ".join(words)
+        elif len(words) > 1 and line.startswith(f"# {words[0]} "):
+            key = words[0]
+            entries[key] = words[1]
+    return entries
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
+def test_a_config_of_a_paper_says_where_it_differs(path: Path):
+    differs = header_of(path).get("differs", "")
+    assert len(differs.split()) > 2, f"{path.name} has no line `# differs`; a config of a paper always differs"
+
+
+@pytest.mark.parametrize("path", CLASS_INCREMENTAL, ids=lambda p: p.stem)
+def test_a_class_incremental_config_of_a_paper_trains_on_all_images(path: Path):
+    """The papers hold out no images; BiC holds out exemplars, by itself."""
+    loaded = config.load(str(path))
+    assert loaded.stream.scenario == "class"
+    assert {loaded.data_of(label).val_fraction for label in loaded.methods} == {0.0}
+
+
+def test_there_are_class_incremental_configs_of_papers():
+    assert len(CLASS_INCREMENTAL) >= 14
+
+
+@pytest.mark.parametrize(("name", "label"), NAMED, ids=lambda part: part)
+def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, label: str):
+    method, train, data, backbone = NAMED[name, label]
+    (path,) = (p for p in PAPERS if p.stem == name)
+    loaded = config.load(str(path))
+    entry = loaded.methods[label]
+    settings = METHODS[entry.method].Settings.model_validate(entry.settings)
+    pairs = ((method, settings), (train, loaded.train_of(label)), (data, loaded.data_of(label)), (backbone, loaded.backbone))
+    for named, model in pairs:
+        assert {key: getattr(model, key) for key in named} == named
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -53,7 +53,7 @@ class DyTox(Rehearsal):
     of its own, chosen under augmentation). The fine-tuning set is shuffled and shared by the ranks, and the encoder is in
     evaluation mode (there is no order, no sharing, and stochastic depth stays on). Augmentation repeats images where `data.repeats` says
     so, 3 in the paper's setting, and then while fine-tuning too (there in `train` alone). MixUp pairs images at random with a factor
-    for each step.
+    for each image (there a batch with itself reversed, and one factor for all).
     """
 
     name = "dytox"

@@ -2,27 +2,300 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests import on_strict_device, small_run
-from tests.on_strict_device import Case
+from tests.on_strict_device import BACKBONES, TABLE, Case, Counts, higher, recorded, row_of, with_rows
+from tests.strict_device import NAME, DeviceError, strict_device
+from workers.errors import UserError
 from workers.methods import METHODS
+from workers.methods.base import Batch, Progress
+from workers.methods.finetune import FineTune
 
 EVERY = [(method, scenario) for method, cls in METHODS.items() for scenario in sorted(cls.scenarios)]
+SOME = [
+    ("finetune", "t2t"), ("meat", "t2t"), ("lora", "t2t"),
+    ("finetune", "convnext"), ("piggyback", "convnext"), ("toast", "convnext"),
+    ("finetune", "resnet"), ("meat", "resnet"), ("packnet", "resnet"),
+]  # fmt: skip
+DATA: dict[str, dict[str, Any]] = {
+    "pad": {"crop": "pad", "flip": 0.5},
+    "resized": {"crop": "resized", "flip": 0.5},
+    "randaugment": {"randaugment": 2},
+    "erase": {"erase": 0.5},
+    "mixup": {"mixup": 0.8},
+    "cutmix": {"cutmix": 1.0},
+    "both": {"mixup": 0.8, "cutmix": 1.0},
+    "smoothing": {"smoothing": 0.1},
+    "repeats": {"repeats": 3, "flip": 0.5},
+    "streamed": {"resident_mb": 0},
+}
+ALL = {"crop": "resized", "flip": 0.5, "randaugment": 2, "erase": 0.5, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1, "repeats": 2}
+TRAIN: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "accumulate": {"accumulate": 2},
+    "sgd": {"optimizer": "sgd", "clip": 1.0},
+    "best": {"keep": "best", "epochs": 2},
+}
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[ProcessPoolExecutor]:
-    """A process that has the strict device; it stays in there."""
+    """A process that has the strict device; what is registered there stays there."""
     with ProcessPoolExecutor(1, small_run.processes(), on_strict_device.start) as process:
         yield process
 
 
+# ---- every method -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("method", "scenario"), EVERY)
-def test_every_stage_of_every_method_runs_there_with_the_results_of_the_cpu(device: Any, method: str, scenario: str):
+def test_every_stage_of_every_method_gives_the_results_of_the_cpu(device: Any, method: str, scenario: str):
     """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint, serving."""
-    device.submit(on_strict_device.check, Case(method, scenario)).result()
+    counts = device.submit(on_strict_device.check, Case(method, scenario)).result()
+    bounds = recorded(TABLE.read_text())
+    assert counts, "no step was counted"
+    assert counts.keys() <= bounds.keys(), "a training step is not in the table: record it, see tests/on_strict_device.py"
+    risen = [sentence for step, found in counts.items() for sentence in higher(step, found, bounds[step])]
+    assert not risen, "\n".join(risen)
+
+
+@pytest.mark.parametrize(("method", "backbone"), SOME)
+def test_other_backbones_give_the_results_of_the_cpu(device: Any, method: str, backbone: str):
+    device.submit(on_strict_device.check, Case(method, "task", backbone)).result()
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str):
+    device.submit(on_strict_device.check, Case("finetune", "task", data=DATA[name]), resume=False).result()
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: str):
+    device.submit(on_strict_device.check, Case("finetune", "class", train=TRAIN[name]), compare=name != "bf16").result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("data", [{}, ALL, {"resident_mb": 0}], ids=["plain", "augmented", "streamed"])
+@pytest.mark.parametrize(("method", "scenario"), EVERY)
+def test_every_method_on_every_backbone_under_every_augmentation(device: Any, method: str, scenario: str, data: dict[str, Any], backbone: str):
+    try:
+        device.submit(on_strict_device.check, Case(method, scenario, backbone, data)).result()
+    except UserError as error:  # as this method or backbone says of itself
+        pytest.skip(str(error))
+
+
+# ---- the device itself --------------------------------------------------------------------------------------------------
+def host(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def there(*shape: int) -> Tensor:
+    return torch.ones(shape).to(NAME)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a sum of both": (lambda: there(2) + host(2), "at least two devices"),
+    "joined": (lambda: torch.cat([there(2), host(2)]), "at least two devices"),
+    "a layer": (lambda: nn.Linear(2, 2)(there(1, 2)), "at least two devices"),
+    "a loss": (lambda: nn.functional.cross_entropy(there(2, 3), host(2).long()), "at least two devices"),
+    "rows by index_select": (lambda: there(2).index_select(0, host(1).long()), "at least two devices"),
+    "an index on the device": (lambda: host(2)[there(1).long()], "at least two devices"),
+    "a write from the host": (lambda: there(2).__setitem__(slice(0, 1), there(2)[:1] + host(1)), "at least two devices"),
+    "values from the host": (lambda: there(2).index_put_((host(1).long(),), host(1)), "at least two devices"),
+    "a sum into the host": (lambda: host(2).add_(there(2)), "output is on the CPU"),
+    "a result into the host": (lambda: torch.gt(there(2), 0, out=host(2).bool()), "output is on the CPU"),
+    "a scalar of the host that is written": (lambda: host().add_(there()), "output is on the CPU"),
+    "a generator of the host": (lambda: torch.rand(2, generator=torch.Generator(), device=NAME), "'strict' device type for generator but found 'cpu'"),
+    "one in place": (lambda: there(2).uniform_(generator=torch.Generator()), "'strict' device type for generator but found 'cpu'"),
+    "a generator of the device": (lambda: torch.randperm(2, generator=torch.Generator(NAME)), "'cpu' device type for generator but found 'strict'"),
+    "numpy": (lambda: there(2).numpy(), "can't convert strict:0 device type tensor to numpy"),
+    "numpy of its own": (lambda: __import__("numpy").asarray(there(2)), "can't convert strict:0 device type tensor to numpy"),
+    "other data": (lambda: setattr(there(2), "data", host(2)), "attempted to set the data"),
+    "pinned": (lambda: there(2).pin_memory(), "cannot pin"),
+}
+
+COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4, 4) of ones
+    "a view": (lambda x: x.t()[:2].detach(), Counts()),
+    "a product": (lambda x: x @ x, Counts(ops=1)),
+    "in place": (lambda x: x.mul_(2), Counts(ops=1)),
+    "a scalar of the host": (lambda x: x * host(), Counts(ops=1)),
+    "a copy on the device": (lambda x: x.double(), Counts(ops=1)),
+    "a copy to it": (lambda x: host(3).to(NAME), Counts(copies=1)),
+    "a copy into it": (lambda x: x.copy_(host(4, 4)), Counts(copies=1)),
+    "a copy from pinned memory": (lambda x: host(3).pin_memory().to(NAME, non_blocking=True), Counts()),
+    "a tensor of numbers": (lambda x: torch.tensor([1.0, 2.0], device=NAME), Counts(copies=1)),
+    "an index of the host": (lambda x: x[torch.tensor([0, 1])], Counts(ops=1, copies=1)),
+    "a copy from it": (lambda x: x.cpu(), Counts(reads=1)),
+    "a list": (lambda x: x.tolist(), Counts(reads=1)),
+    "an item": (lambda x: x[0, 0].item(), Counts(ops=1, reads=1)),
+    "a truth value": (lambda x: bool(x[0, 0]), Counts(ops=1, reads=1)),
+    "which are there": (lambda x: x.nonzero(), Counts(ops=1, reads=1)),
+    "rows under a mask": (lambda x: x[x > 0], Counts(ops=2, reads=1)),
+    "a value under a mask": (lambda x: x.masked_fill(x > 0, 1.0), Counts(ops=2)),
+    "different ones": (lambda x: x.unique(), Counts(ops=1, reads=1)),
+    "equal": (lambda x: torch.equal(x, x + 1), Counts(ops=2, reads=1)),
+}
+
+
+def refused(name: str) -> str:
+    """What the device says of REFUSED[name]; in its process."""
+    with strict_device():
+        try:
+            REFUSED[name][0]()
+        except (DeviceError, TypeError) as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cuda_refuses_is_refused(device: Any, name: str):
+    assert REFUSED[name][1] in device.submit(refused, name).result()
+
+
+def allowed() -> None:
+    """What CUDA takes; in the device's process."""
+    with strict_device():
+        x = there(3, 2).requires_grad_()
+        ((x * host() + torch.tensor(2.0)).sum() / 2).backward()
+        assert x.grad is not None
+        assert x.grad.device.type == NAME
+        assert x[torch.tensor([2, 0])].device.type == NAME
+        assert torch.where(x > 0, x, torch.tensor(0.0)).device.type == NAME
+        same = torch.rand(3, generator=torch.Generator(NAME).manual_seed(1), device=NAME)
+        assert same.tolist() == torch.rand(3, generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def test_what_cuda_takes_is_taken(device: Any):
+    device.submit(allowed).result()
+
+
+def counts_of(name: str) -> Counts:
+    with strict_device() as strict:
+        x = there(4, 4)
+        before = strict.counts
+        COUNTED[name][0](x)
+        return strict.counts - before
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_operations_copies_and_reads_are_counted(device: Any, name: str):
+    assert device.submit(counts_of, name).result() == COUNTED[name][1]
+
+
+def moved() -> None:
+    """In the device's process."""
+    import copy
+    import weakref
+
+    with strict_device():
+        network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        weight, reference = network[0].weight, weakref.ref(network[0].weight)
+        network.to(NAME)
+        assert network[0].weight is weight is reference()
+        assert {t.device.type for t in network.state_dict().values()} == {NAME}
+        assert {t.device.type for t in copy.deepcopy(network).state_dict().values()} == {NAME}
+        assert isinstance(weight, nn.Parameter)
+        network.to("cpu")
+        assert network[0].weight is weight
+        assert type(weight) is nn.Parameter
+        weight.data.numpy()
+
+
+def test_a_parameter_that_is_moved_stays_the_object_that_it_is(device: Any):
+    device.submit(moved).result()
+
+
+# ---- methods that would stop on a GPU -----------------------------------------------------------------------------------
+class DrawsOnTheHost(FineTune):
+    """Its noise comes from a generator of the host."""
+
+    def loss(self, batch: Batch, progress: Progress) -> Any:
+        noise = torch.rand(batch.images.shape, generator=torch.Generator().manual_seed(1), device=batch.images.device)
+        return super().loss(Batch(batch.images + noise, batch.labels, batch.tasks, batch.draw), progress)
+
+
+class KeepsATensor(FineTune):
+    """What it makes in `__init__` is no buffer, and stays where it was."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.scale = torch.ones(self.heads.width)
+
+    def features(self, images: Tensor) -> Tensor:
+        return super().features(images) * self.scale
+
+
+class JoinsWhatItStores(FineTune):
+    """Its `finish` joins a tensor of the host with its weights."""
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        state.tokens["joined"] = torch.cat([torch.zeros(1), self.heads.layers[-1].bias.detach()])
+        return state, carried
+
+
+class LooksByNumpy(FineTune):
+    """Reads the labels as an array."""
+
+    def loss(self, batch: Batch, progress: Progress) -> Any:
+        assert len(batch.labels.numpy())
+        return super().loss(batch, progress)
+
+
+class WaitsInEveryStep(FineTune):
+    """Looks at its loss in every step."""
+
+    def loss(self, batch: Batch, progress: Progress) -> Any:
+        loss, terms = super().loss(batch, progress)
+        assert loss.item() > 0
+        return loss, terms
+
+
+BROKEN = {cls.__name__: cls for cls in (DrawsOnTheHost, KeepsATensor, JoinsWhatItStores, LooksByNumpy)}
+
+
+def broken(name: str) -> Any:
+    """In the device's process: `finetune` is another."""
+    with mock.patch.dict(METHODS, {"finetune": {**BROKEN, "WaitsInEveryStep": WaitsInEveryStep}[name]}):
+        return on_strict_device.check(Case("finetune", "task", train={"batch_size": 31 - len(name)}), resume=False)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_method_that_would_stop_on_a_gpu_is_found_out(device: Any, name: str):
+    with pytest.raises((DeviceError, TypeError), match=r"devices|generator|numpy"):
+        device.submit(broken, name).result()
+
+
+def test_a_method_that_makes_the_host_wait_is_found_out(device: Any):
+    step = ("finetune", "task", "train")
+    counts = device.submit(broken, "WaitsInEveryStep").result()[step]
+    bound = recorded(TABLE.read_text())[step]
+    assert counts.reads == bound.reads + 1
+    found = next(sentence for sentence in higher(step, counts, bound) if "reads" in sentence)
+    assert found == (
+        f"finetune/task/train: a training step costs {bound.reads + 1} reads that the host waits for, and benchmarks/README.md records {bound.reads}; "
+        "these may only go down: take out what was added"
+    )
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------
+def test_the_table_has_a_row_for_each_training_step_of_every_method():
+    trained = {(method, scenario, step.name) for method, scenario in EVERY for step in METHODS[method].steps if step.trains}
+    assert recorded(TABLE.read_text()).keys() == trained
+
+
+def test_the_table_can_be_written_anew():
+    text = TABLE.read_text()
+    bounds = recorded(text)
+    assert with_rows(text, bounds) == text
+    step = next(iter(bounds))
+    lowered = with_rows(text, bounds | {step: Counts(1, 2, 3)})
+    assert row_of(step, Counts(1, 2, 3)) in lowered
+    assert recorded(lowered) == bounds | {step: Counts(1, 2, 3)}

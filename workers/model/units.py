@@ -116,7 +116,7 @@ def unpacked(vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fil
         if tuple(tensor.shape) != size:
             raise UserError(f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and this backbone leave {size}; use the backbone "
                             "of its run")
-        start = own[name].detach().cpu()
+        start = own[name].detach().to(tensor.device)
         found[name] = (start if fill else torch.zeros_like(start)).masked_scatter(kept[name], tensor) if name in kept else tensor
     return found
 

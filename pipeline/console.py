@@ -183,7 +183,7 @@ class SearchScreen:
         again = f"; {known} trial{'s' * (known > 1)} known from before" if known else ""
         return (f"search {self.search.name}: {settings.algorithm}" + (f" with {settings.scheduler}" if settings.scheduler != "none" else "")
                 + f", protocol {settings.protocol}, " + (f"{len(self.search.space.grid())} points" if settings.algorithm == "grid" else f"budget {bounds}")
-                + f", judged on validation images of {len(self.search.tasks)} tasks{again}")
+                + f", judged on validation images of {len(self.search.tasks)} tasks{again}" + (f"\nnote: {self.search.note}" if self.search.note else ""))
 
     def won(self, trial: int, path: str) -> str:
         """trial: the number of the winner. path: of its config."""

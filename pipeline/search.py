@@ -64,7 +64,8 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
         settled: dict[str, Params] = {}
         chosen: int | None = None
         for first, plan in phases(search, settled):
-            tuning.run_phase(search, plan, first, clocked)
+            run = tuning.run_population if plan.each else tuning.run_phase
+            run(search, plan, first, clocked)
             chosen = best(search.records(plan.phase), search.settings.tolerance)
             if chosen is None:
                 raise UserError(no_winner(search, plan.phase, command))

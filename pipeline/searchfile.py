@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from pipeline import config as configs
 from pipeline import plain_yaml
 from pipeline import space as spaces
 from pipeline.report.trials import load as load_trials
-from pipeline.space import Space
+from pipeline.space import Params, Space
 from pipeline.trial import folder, now, with_history
 from workers.artefact import exists, join, read_json, write_bytes
 from workers.errors import UserError
@@ -70,6 +71,8 @@ class SearchSettings(Frozen):
             raise ValueError(f"objectives are {list(self.objectives)}; write [accuracy], or [accuracy, bytes]")
         if self.scheduler == "pbt" and (self.algorithm != "random" or self.budget.trials is None):
             raise ValueError("scheduler pbt changes a population of random points, as many as budget.trials; use algorithm random, and give budget.trials")
+        if self.scheduler == "pbt" and self.budget.trials == 1:
+            raise ValueError("scheduler pbt lets trials take over from each other, and budget.trials is 1; give 2 or more, or use scheduler none")
         if self.protocol == "per_task" and self.algorithm != "grid" and self.budget.trials is None:
             raise ValueError("protocol per_task has a number of trials for each task; give budget.trials")
         if self.protocol == "per_task" and self.scheduler != "none":
@@ -95,6 +98,7 @@ class Search:
     provenance: dict[str, Any]
     tasks: tuple[str, ...]  # of the stream that is searched on: those that trials learn
     own: tuple[str, ...]  # those of them that have steps of the method's own: not a base task that it leaves as it is
+    note: str = ""  # on what the settings mean for this stream
     digest: str = ""
     sessions: list[dict[str, Any]] = field(default_factory=list)
 
@@ -186,6 +190,7 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
         raise UserError(f"{path}: first_tasks is {settings.first_tasks}, and the stream has {len(names)} tasks; give fewer, or use protocol end_of_stream")
     if settings.stream is not None:
         build.graph_of(configs.check(spaces.with_params(report_body, points[0]), path), store, provenance)
+    _check_rungs(settings, min(settings.first_tasks or len(names), len(names)), path)
     asked = key_inputs(settings, FREE)
     if settings.protocol == "per_task":
         asked["trials"] = settings.budget.trials  # of each task: a number of a trial says which task it is for
@@ -195,9 +200,36 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     if settings.protocol == "per_task" or settings.scheduler == "pbt":
         for params in points:
             configs.check(with_history(body, params, {own[0]: params}), path)
-    search = Search(settings, body, report_body, space, storage, provenance, names, own, digest)
+    search = Search(settings, body, report_body, space, storage, provenance, names, own, _note(settings, points, body), digest)
     _check_same(search)
     return search
+
+
+def _check_rungs(settings: SearchSettings, count: int, path: str) -> None:
+    """Raises UserError where a scheduler has nothing to decide between the first and the last of `count` tasks."""
+    if settings.scheduler == "asha" and settings.grace >= count:
+        raise UserError(f"{path}: grace is {settings.grace}, and trials learn {count} tasks, so asha would stop none of them early; "
+                        "give a smaller grace, or use scheduler none")
+    if settings.scheduler == "pbt" and count < 2:
+        raise UserError(f"{path}: scheduler pbt lets trials take over from each other between tasks, and they learn {count}; use scheduler none")
+
+
+def _note(settings: SearchSettings, points: Sequence[Params], body: dict[str, Any]) -> str:
+    """What asha's first rung cannot say where tasks are learned independently of each other; empty where it can."""
+    from workers.methods import METHODS  # imports torch, so it comes after what can be checked without
+
+    if settings.scheduler != "asha":
+        return ""
+    independent: set[str] = set()
+    for params in points:
+        entries = configs.check(spaces.with_params(body, params), settings.name).methods.values()
+        independent.update(entry.method for entry in entries if not METHODS[entry.method].carries)
+    if not independent:
+        return ""
+    verb = "learns" if len(independent) == 1 else "learn"
+    first = "the first task" if settings.grace == 1 else f"the first {settings.grace} tasks"
+    return (f"{', '.join(sorted(independent))} {verb} every task by itself, so asha's first rung compares trials on {first} alone, "
+            "which says nothing of the others; a larger `grace` compares them on more")
 
 
 def _check_same(search: Search) -> None:
@@ -225,5 +257,5 @@ def state_of(search: Search) -> dict[str, Any]:
         settings["budget"]["trials"] = len(search.space.grid())
     return {"name": search.name, "digest": search.digest, "base": search.settings.base, "set": search.settings.set, "config": search.body,
             "tasks": list(search.tasks), "space": {key: d.model_dump(mode="json") for key, d in search.settings.space.items()},
-            "settings": settings, "provenance": search.provenance, "sessions": search.sessions,
+            "settings": settings, "provenance": search.provenance, "sessions": search.sessions, "note": search.note,
             "created": search.sessions[0]["started"] if search.sessions else now()}

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline import build, config, launch, space
 from pipeline.graph import Graph
 from pipeline.plain_yaml import put
+from pipeline.population import lineage
 from pipeline.report.tables import RunTables
 from pipeline.run import Decision, Event, Executor, Walk, compared, look_up_each, run_graph
 from pipeline.space import Params
@@ -34,7 +35,7 @@ class Plan:
     body: the base config's plain values. tasks: those that a trial learns, in stream order. own: those of them that have steps of the method's own.
     only: it is judged after the last one of them alone.
     settled: task -> what earlier phases of the search have chosen for it. phase: the task that is searched now. each: a task keeps the
-    parameters that it was trained with when they change (population-based training).
+    parameters that it was trained with when they change (population-based training). until: how many tasks trials learn now; None: all.
     """
 
     name: str
@@ -47,6 +48,12 @@ class Plan:
     phase: str = ""
     settled: Mapping[str, Params] = field(default_factory=dict)
     each: bool = False
+    until: int | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a trial that has learned what is asked for has learned everything."""
+        return self.until is None or self.until == len(self.tasks)
 
     def config(self, params: Mapping[str, Any], history: Mapping[str, Params], name: str) -> config.Config:
         """The config of a point. history: task -> parameters that are its own."""
@@ -117,11 +124,11 @@ class Count:
         """Nothing to count."""
 
 
-def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report, begun: Mapping[str, Any] | None = None) -> None:
-    """Runs trial `number` to its end, or tells again what it found when it has ended before. report: gets a result per task.
-    begun: the record of the trial whose first tasks this one takes over. Raises TrialFailed."""
+def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report, parent: int | None = None) -> None:
+    """Runs trial `number` as far as the plan goes, or tells again what it found when it has come there before. report: gets a result per task.
+    parent: the trial whose first tasks this one goes on from (population-based training). Raises TrialFailed."""
     record = read_record(plan.storage, plan.name, number)
-    if record is not None and record["status"] in ENDED and begun is None:
+    if record is not None and (record["status"] in ENDED or len(record.get("rounds", ())) >= (plan.until or math.inf)):
         for result in record["results"]:
             report({**result, "record": record})
         if record["status"] == "failed":
@@ -129,22 +136,29 @@ def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report
         return
     before = record if record is not None and record["status"] == "running" else None
     record = {"number": number, "phase": plan.phase, "params": dict(params), "status": "running", "message": "", "results": [],
-              "stages": {"run": 0, "reused": 0}, "device_s": 0.0, "wall_s": 0.0, "started": now(), "ended": None, "graph": None, "history": {}}
+              "stages": {"run": 0, "reused": 0}, "device_s": 0.0, "wall_s": 0.0, "started": now(), "ended": None, "graph": None, "history": {},
+              "rounds": []}
     if before is not None:
         record |= {"stages": before["stages"], "device_s": before["device_s"]}
-    if begun is not None:
-        record |= {"results": list(begun["results"]), "history": dict(begun["history"])}
+    if parent is not None:
+        record |= _taken_over(plan, number, parent)
     write_record(plan.storage, plan.name, record)
-    started = time.monotonic()
+    started = time.monotonic() - record["wall_s"]
     try:
         _learn(plan, record, params, report, started, Count.after(before))
-        record["status"] = "finished"
     except UserError as error:
-        record |= {"status": "failed", "message": " ".join(str(error).split())}
-    record |= {"ended": now(), "wall_s": round(time.monotonic() - started, 3)}
-    write_record(plan.storage, plan.name, record)
-    if record["status"] == "failed":
-        raise TrialFailed(record["message"])
+        record |= {"status": "failed", "message": " ".join(str(error).split()), "ended": now(), "wall_s": round(time.monotonic() - started, 3)}
+        write_record(plan.storage, plan.name, record)
+        raise TrialFailed(record["message"]) from None
+
+
+def _taken_over(plan: Plan, number: int, parent: int) -> dict[str, Any]:
+    """What a trial begins a round with: what `parent`, which may be itself, has learned before, and its own rounds. Raises TrialFailed."""
+    before = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
+    source, own = read_record(plan.storage, plan.name, parent), read_record(plan.storage, plan.name, number)
+    if source is None or own is None or len(source["results"]) < len(before):
+        raise TrialFailed(f"the record of trial {parent}, which trial {number} goes on from, is gone or damaged; give the search another name")
+    return {**lineage(source, before), "rounds": own["rounds"], "wall_s": own["wall_s"], "started": own["started"]}
 
 
 def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report: Report, started: float, count: Count) -> None:
@@ -166,7 +180,7 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
         write_record(plan.storage, plan.name, record)
     runner = Runner(store, settings, graph, count)
     try:
-        for position, task in enumerate(plan.tasks):
+        for position, task in enumerate(plan.tasks[: plan.until]):
             if position < done:
                 continue
             runner.run(f"{label}/{task}/evaluate")
@@ -176,12 +190,14 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
             record["history"] = {name: history[name] for name in plan.tasks[: position + 1] if name in history} if plan.each else {}
             record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": max(0, count.reused)},
                        "device_s": round(count.seconds, 3), "wall_s": round(time.monotonic() - started, 3)}
+            if plan.each:
+                record["rounds"] = [*record["rounds"], {"params": dict(params), "accuracy": result["accuracy"]}]
+            if position == len(plan.tasks) - 1:  # before anyone can stop it: what has learned all tasks is finished
+                record |= {"status": "finished", "ended": now()}
             write_record(plan.storage, plan.name, record)
             report({**result, "record": record})
     finally:
         runner.close()
-    if record["history"]:  # what came after the last task has trained nothing
-        record["params"] = [*record["history"].values()][-1]
 
 
 class Runner:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from pipeline.cluster import Presence, Surroundings, check_fits, name_in, needs, registered, sizes_of_groups, where_ray_writes
 from pipeline.config import ClusterSettings
+from pipeline.population import start_of
 from pipeline.searchfile import Search
 from pipeline.space import Params
 from pipeline.trial import Plan, TrialFailed, now, read_record, run_trial, write_record
@@ -61,6 +60,15 @@ class Optuna:
 
 
 # ---- Ray Tune ------------------------------------------------------------------------------------------------------------
+def run_population(search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]) -> None:
+    """Population-based training: a round for each task, which begins when every trial has learned the one before."""
+    for position in range(len(plan.tasks)):
+        run_phase(search, replace(plan, until=position + 1), first, watch)
+        records = search.records(plan.phase)
+        if not records or any(record["status"] == "running" and len(record["rounds"]) <= position for record in records):
+            return  # the budget is used up
+
+
 def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]) -> None:
     """Runs the trials of one phase. first: the number of its first trial. watch: is told the record of each trial that has a new result or ended."""
     import ray
@@ -87,11 +95,15 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
             old = known.get(number)
             if (most is not None and number >= first + most) or (old is None and search.spent):
                 return Searcher.FINISHED
+            if old is not None and plan.until is not None and len(old["rounds"]) == plan.until - 1 > 0:
+                start = start_of(number, plan.until - 1, [*known.values()], search.space, settings.seed)
+                self.next = number + 1
+                return {"number": number, "params": start.params, "parent": start.parent}
             params = optuna.ask(number, old and old["params"]) if optuna else old["params"] if old else points_of(search, number, first)
             if params is None:
                 return Searcher.FINISHED
             self.next, self.numbers[trial_id] = number + 1, number
-            return {"number": number, "params": params}
+            return {"number": number, "params": params, "parent": None}
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             if optuna and trial_id in self.numbers:
@@ -117,12 +129,11 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
             self._tell(trial, "failed")
 
         def _tell(self, trial: Any, ended: str = "") -> None:
-            number = number_of(trial.config, trial.trial_id, first)
-            record = read_record(search.storage, search.name, number)
+            record = read_record(search.storage, search.name, trial.config["number"])
             if record is None:
                 return
-            if ended == "stopped" and record["status"] == "running" and time.monotonic() > until:
-                return  # the hours are over, and it goes on when there are more
+            if ended == "stopped" and record["status"] == "running" and (time.monotonic() > until or not plan.is_last):
+                return  # the hours are over, or the round is, and it goes on when there are more
             if ended and record["status"] == "running":  # its process was not there to write it
                 message = "" if ended == "stopped" else "its process died; the search went on without it"
                 record |= {"status": ended, "message": message, "ended": now()}
@@ -137,13 +148,11 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     until = math.inf if budget_s is None else time.monotonic() + budget_s - 1
     place = f"search-{search.name}"
     delete_dir(join(search.storage, "ray", place))  # of a session that was killed
-    pbt, scheduler = settings.scheduler == "pbt", scheduler_of(search)
+    scheduler = scheduler_of(search)
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(trainable, plan=plan, first=first), resources_of(cluster)),
-        param_space={"params": tune.grid_search([known.get(n, {}).get("params") or points_of(search, n, first) for n in range(first, first + (most or 0))])}
-        if pbt else {},
+        tune.with_resources(tune.with_parameters(trainable, plan=plan), resources_of(cluster)),
         tune_config=tune.TuneConfig(
-            search_alg=None if pbt else Asking(), num_samples=1 if pbt else most or -1, max_concurrent_trials=side_by_side,
+            search_alg=Asking(), num_samples=most or -1, max_concurrent_trials=side_by_side,
             scheduler=scheduler, time_budget_s=budget_s, reuse_actors=True,
             metric=None if scheduler else "accuracy", mode=None if scheduler else "max"),
         run_config=tune.RunConfig(name=place, **where_ray_writes(join(search.storage, "ray")), verbose=0, callbacks=[Watch(), tune.logger.JsonLoggerCallback()],
@@ -164,55 +173,28 @@ class Unsaved:
         return Unsaved, (None,)
 
 
-def trainable(tuned: dict[str, Any], plan: Plan, first: int) -> None:
+def trainable(tuned: dict[str, Any], plan: Plan) -> None:
     """What Tune runs in a process of a trial: results are told as they come."""
-    import tempfile
-
     from ray import tune
 
-    number = number_of(tuned, tune.get_context().get_trial_id(), first)
-    begun = None
-    if plan.each and (taken := tune.get_checkpoint()) is not None:
-        with taken.as_directory() as place:
-            begun = json.loads(Path(place, "record.json").read_text())
+    number = tuned["number"]
 
     def report(result: dict[str, Any]) -> None:
-        told = {"task": result["position"] + 1, "accuracy": result["accuracy"], "bytes": result["bytes"], "number": number}
-        if not plan.each:
-            tune.report(told)
-            return
-        with tempfile.TemporaryDirectory(prefix="accrete-") as place:
-            Path(place, "record.json").write_text(json.dumps(result["record"]))
-            tune.report(told, checkpoint=tune.Checkpoint.from_directory(place))
+        tune.report({"task": result["position"] + 1, "accuracy": result["accuracy"], "bytes": result["bytes"], "number": number})
 
     with suppress(TrialFailed):  # its sentence stands in its record; Tune hears of what broke down, and tries that again
-        run_trial(plan, number, tuned["params"], report, begun)
-
-
-def number_of(tuned: Mapping[str, Any], trial_id: str, first: int) -> int:
-    """A trial's number; where Tune clones trials, by its place among them."""
-    return tuned["number"] if "number" in tuned else first + int(trial_id.rsplit("_", 1)[1])
+        run_trial(plan, number, tuned["params"], report, tuned["parent"])
 
 
 def scheduler_of(search: Search) -> Any:
-    """None; successive halving over the tasks completed; or population-based training: after each task, when all that are under way have learned it,
-    a trial of the lower quarter takes over what one of the upper quarter has learned, and goes on with parameters near its. Stages are
-    content-addressed, so nothing is copied but a record."""
-    from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+    """None, or successive halving over the tasks completed. It has no rung at the last task, as a trial that has learned that is finished."""
+    from ray.tune.schedulers import ASHAScheduler
 
     settings, most = search.settings, len(search.tasks)
-    if settings.scheduler == "none":
+    if settings.scheduler != "asha":
         return None
-    if settings.scheduler == "asha":
-        return ASHAScheduler(time_attr="task", metric="accuracy", mode="max", max_t=most + 1, grace_period=min(settings.grace, most),
-                             reduction_factor=settings.reduction)
-    rng = random.Random(seed_of(search.settings.seed, "population"))
-
-    def explore(tuned: dict[str, Any]) -> dict[str, Any]:
-        return {**tuned, "params": search.space.near(tuned["params"], rng)}
-
-    return PopulationBasedTraining(time_attr="task", metric="accuracy", mode="max", perturbation_interval=1, custom_explore_fn=explore, log_config=False,
-                                   synch=True)
+    return ASHAScheduler(time_attr="task", metric="accuracy", mode="max", max_t=most - 1, grace_period=settings.grace,
+                         reduction_factor=settings.reduction, stop_last_trials=False)
 
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:

@@ -140,6 +140,8 @@ def head(search: Search) -> str:
     how = f"{ALGORITHMS.get(str(search.settings.get('algorithm')), 'Settings were drawn')}; {SCHEDULERS.get(str(search.settings.get('scheduler')), '')}"
     if "bytes" in (search.settings.get("objectives") or []):
         how = how.rstrip("; ") + ". High accuracy and few bytes are both sought"
+    if search.record.get("note"):
+        how = f"{how} ({escape(str(search.record['note']))})"
     told = PROTOCOLS.get(protocol, "").replace("{tasks}", count(search.settings.get("first_tasks") or max(map(completed, search.trials), default=0), "task"))
     links = "".join(f'<a href="#{anchor}">{shown}</a>' for anchor, shown in [
         ("winner", "Winner"), *([("choices", "Task by task")] if len(search.phases) > 1 else []), ("space", "What was searched"), ("cost", "Cost"),

@@ -17,7 +17,7 @@ Trial = dict[str, Any]
 STATUSES = ("finished", "stopped", "running", "failed")
 SLACK = 1e-9  # accuracies closer than this are equal: the order of a summation must not choose a winner
 FIELDS: dict[str, tuple[type, ...]] = {"number": (int,), "phase": (str,), "params": (dict,), "status": (str,), "message": (str,), "results": (list,),
-                                       "stages": (dict,), "device_s": (int, float)}
+                                       "stages": (dict,), "device_s": (int, float), "rounds": (list,)}
 RECORD: dict[str, type] = {"space": dict, "settings": dict, "config": dict, "provenance": dict, "sessions": list, "tasks": list}
 
 
@@ -160,7 +160,7 @@ def _trial(folder: str, file: str, problems: list[str]) -> Trial | None:
     body = _read(path, problems)
     if body is None:
         return None
-    trial: Trial = {"phase": "", "params": {}, "message": "", "results": [], "stages": {}, "device_s": 0.0, **body}
+    trial: Trial = {"phase": "", "params": {}, "message": "", "results": [], "stages": {}, "device_s": 0.0, "rounds": [], **body}
     wrong = next((f"{key} is {trial.get(key)!r:.60}" for key, kinds in FIELDS.items() if not isinstance(trial.get(key), kinds)), "")
     if not wrong and trial["number"] != int(file[:-5]):
         wrong = f"its number is {trial['number']}"

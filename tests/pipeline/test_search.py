@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from pipeline import config, search, searchfile, trial, tuning
+from pipeline.console import SearchScreen
 from tests import small_run
 from tests.pipeline.nodes import nodes_of
 from workers.claim import claimed
@@ -51,6 +53,10 @@ BAD = [
     ({"scheduler": "pbt", "algorithm": "tpe"}, ["pbt", "random"]),
     ({"protocol": "per_task", "scheduler": "asha"}, ["per_task", "scheduler none"]),
     ({"protocol": "per_task", "space": {"train.epochs": {"dist": "choice", "values": [1]}}}, ["train.epochs", "from task to task"]),
+    ({"scheduler": "asha", "grace": 2}, ["grace is 2", "2 tasks", "scheduler none"]),
+    ({"scheduler": "asha", "protocol": "first_k_tasks", "first_tasks": 1}, ["grace is 1", "1 tasks"]),
+    ({"scheduler": "pbt", "budget": {"trials": 1}}, ["budget.trials is 1"]),
+    ({"scheduler": "pbt", "protocol": "first_k_tasks", "first_tasks": 1}, ["between tasks"]),
     ({"scheduler": "asha", "objectives": ["accuracy", "bytes"]}, ["accuracy alone"]),
     ({"objectives": ["bytes"]}, ["objectives"]),
     ({"algorithm": "grid", "budget": {"hours": 1}, "space": {"train.epochs": {"dist": "int", "low": 1, "high": 10**9}}}, ["1000000000 points"]),
@@ -138,6 +144,29 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
     assert len({repr(point) for point in whole[:10]}) == 10, "before it knows anything, each point is another one"
     late = [p["methods.meat.lambda"] for p in whole[15:]]
     assert sum(late) / 10 > 0.85, "it looks where accuracy was high"
+
+
+@pytest.mark.parametrize("count", range(2, 11))
+def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int) -> None:
+    settings = SimpleNamespace(scheduler="asha", grace=1, reduction=2)
+    scheduler = tuning.scheduler_of(SimpleNamespace(settings=settings, tasks=tuple(map(str, range(count)))))  # type: ignore[arg-type]
+    trials = [SimpleNamespace(trial_id=str(n)) for n in range(8)]
+    for one in trials:
+        scheduler.on_trial_add(None, one)
+    under_way = trials
+    for task in range(1, count + 1):
+        decisions = [scheduler.on_trial_result(None, one, {"task": task, "accuracy": 1 - int(one.trial_id) / 10}) for one in under_way]
+        assert task < count or set(decisions) == {"CONTINUE"}
+        under_way = [one for one, decision in zip(under_way, decisions, strict=True) if decision == "CONTINUE"]
+    assert len(under_way) < len(trials)
+
+
+def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Path) -> None:
+    for method, body, said in (("meat", {"scheduler": "asha"}, "meat learns every task by itself"), ("meat", {}, ""), ("hat", {"scheduler": "asha"}, "")):
+        space = {f"methods.{method}.train.lr": {"dist": "uniform", "low": 1e-4, "high": 1e-3}}
+        found = prepared(tmp_path / f"{method}{len(body)}", method=method, space=space, **body)
+        assert (said in found.note, bool(found.note)) == (True, bool(said))
+        assert (f"note: {found.note}" in SearchScreen(found).head()) == bool(said)
 
 
 def test_room_in_the_cluster() -> None:
@@ -261,7 +290,7 @@ def test_each_task_in_turn_chooses_for_itself(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
-    more = {"method": "individual", "scheduler": "pbt", "budget": {"trials": 2}, "seeds": [5], "seed": 7}
+    more = {"method": "individual", "scheduler": "pbt", "budget": {"trials": 2}, "seeds": [5], "seed": 7, "concurrent": 1}
     path = written(tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more)
     begun = [tuning.points_of(searchfile.prepare(path, [], {}), n, 0) for n in range(2)]
     searched(path, tmp_path / "out")
@@ -270,6 +299,9 @@ def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -
     assert all(list(r["history"]) == ["a", "b", "c"] for r in found)
     assert begun == [{"methods.individual.train.lr": rate} for rate in (3e-3, 1e-9)], "one of them learns nothing"
     assert found[1]["history"]["a"] == found[0]["history"]["a"] == begun[0], "and takes over what the other one has learned"
+    assert found[1]["rounds"][0]["params"] == begun[1]
+    assert found[1]["rounds"][0]["accuracy"] < found[0]["rounds"][0]["accuracy"]
+    assert all(r["results"][-1]["accuracy"] == r["rounds"][-1]["accuracy"] for r in found), "nothing is taken over after the last task"
     assert found[1]["results"][0] == found[0]["results"][0]
     won = found[winner(tmp_path)["trial"]]
     body = yaml.safe_load((tmp_path / "storage" / "searches" / "small" / "winner.yaml").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,56 @@ def test_fewer_tasks_leave_the_others_alone(plan: trial.Plan) -> None:
 def test_a_search_without_validation_images_cannot_be_judged(plan: trial.Plan) -> None:
     with pytest.raises(trial.TrialFailed, match="val"):
         run(plan, 5, {"data.val_fraction": 0})
+
+
+def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Plan) -> None:
+    def stopped(result: dict[str, Any]) -> None:
+        if result["task"] == "c":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trial.run_trial(plan, 0, PARAMS, stopped)
+    assert record(plan)["status"] == "finished"
+    assert record(plan)["ended"]
+
+
+def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(plan: trial.Plan) -> None:
+    plan = replace(plan, each=True, own=plan.tasks)
+    points = [{"methods.meat.lambda": share} for share in (0.6, 0.9)]
+    for number, params in enumerate(points):
+        trial.run_trial(replace(plan, until=1), number, params, lambda result: None)
+    assert [record(plan, n)["status"] for n in (0, 1)] == ["running"] * 2
+    trial.run_trial(replace(plan, until=2), 0, points[0], lambda result: None, parent=0)
+    trial.run_trial(replace(plan, until=2), 1, points[0], lambda result: None, parent=0)
+    assert record(plan, 1)["results"] == record(plan, 0)["results"], "the same parameters on the same first task"
+    assert record(plan, 1)["history"] == {"a": points[0], "b": points[0]}
+    assert [one["params"] for one in record(plan, 1)["rounds"]] == [points[1], points[0]], "what it has tried itself"
+    for number, params in enumerate(points):
+        trial.run_trial(replace(plan, until=3), number, params, lambda result: None, parent=number)
+    ended = [record(plan, n) for n in (0, 1)]
+    assert [one["status"] for one in ended] == ["finished"] * 2
+    assert [one["history"]["c"] for one in ended] == points
+    assert all(one["rounds"][-1] == {"params": one["params"], "accuracy": one["results"][-1]["accuracy"]} for one in ended)
+    told: list[dict[str, Any]] = []
+    trial.run_trial(replace(plan, until=2), 1, points[1], told.append, parent=0)
+    assert ([r["task"] for r in told], record(plan, 1)) == (["a", "b", "c"], ended[1]), "a round that is over is told again"
+
+
+def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.Plan) -> None:
+    plan = replace(plan, each=True, own=plan.tasks)
+    for number in (0, 1):
+        trial.run_trial(replace(plan, until=1), number, {"methods.meat.lambda": 0.6 + 0.3 * number}, lambda result: None)
+
+    def killed(self: Any, stage_id: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial.Runner, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trial.run_trial(replace(plan, until=2), 1, PARAMS, lambda result: None, parent=0)
+    trial.run_trial(replace(plan, until=2), 1, PARAMS, lambda result: None, parent=0)
+    assert record(plan, 1)["history"] == {"a": {"methods.meat.lambda": 0.6}, "b": PARAMS}
+    assert len(record(plan, 1)["rounds"]) == len(record(plan, 1)["results"]) == 2
 
 
 def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
 
 def free_port(host: str, port: int = 0) -> int:
     """`port`, or a free one for 0. Raises UserError where it is taken."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -109,10 +109,16 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def apply_override(body: dict[str, Any], override: str) -> None:
     """`a.b.0.c=value` into nested YAML values; the value is read as YAML."""
+    path, value = parse_override(override)
+    put(body, path, value, f"--set {override!r}")
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """`a.b.0.c=value` -> its dotted path, and the value read as YAML. Raises UserError."""
     path, sign, text = override.partition("=")
     if not sign or not path:
         raise UserError(f"--set {override!r} is not of the form key=value; write for example --set train.epochs=3")
-    put(body, path, parse_yaml(text, f"--set {override!r}"), f"--set {override!r}")
+    return path, parse_yaml(text, f"--set {override!r}")
 
 
 def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:

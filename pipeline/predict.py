@@ -198,7 +198,7 @@ def running(folder: str, port: int, host: str, names: Sequence[str], max_pixels:
         handle = ray_serve.run(Deployment.bind(folder, max_pixels), name=APPLICATION, route_prefix=None)  # type: ignore[attr-defined]
         front = Front(predict_of(handle), handle.tasks.remote().result(), Hosts(host, names), is_running)
         with listening(front, host, port):
-            yield f"http://{host}:{port}"
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         with suppress(Exception):  # whatever it is, closing does not hide why serving ended
             ray_serve.shutdown()

@@ -24,6 +24,7 @@ from workers.job import Frozen, key_inputs
 
 MOST_POINTS = 10_000  # of a grid
 FREE = ("budget", "seeds", "tolerance", "concurrent")  # what may change when a search goes on
+FREE_OF_BASE = ("name", "storage", "cluster", "tracking")  # the same of the base: it changes no result
 
 
 class Budget(Frozen):
@@ -66,7 +67,8 @@ class SearchSettings(Frozen):
         for name, wanted, protocol in (("first_tasks", self.first_tasks, "first_k_tasks"), ("stream", self.stream, "two_streams")):
             if (wanted is not None) != (self.protocol == protocol):
                 remedy = "leave it out" if wanted is not None else f"give {name}"
-                raise ValueError(f"{name} belongs to protocol {protocol}, and the protocol is {self.protocol}; {remedy}")
+                raise ValueError(f"{name} belongs to protocol {protocol}, and the protocol is {self.protocol}; {remedy}"
+                                 + (" (set.stream changes that of the base)" if name == "stream" else ""))
         if self.objectives not in (("accuracy",), ("accuracy", "bytes")):
             raise ValueError(f"objectives are {list(self.objectives)}; write [accuracy], or [accuracy, bytes]")
         if self.scheduler == "pbt" and (self.algorithm != "random" or self.budget.trials is None):
@@ -142,7 +144,7 @@ def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any
         raise UserError(f"search {path!r} does not exist" + (f"; did you mean {str(file.parent / near[0])!r}?" if near else "; give the path of a .yaml file"))
     raw = plain_yaml.read_yaml(file, "a search")
     for override in overrides:
-        plain_yaml.apply_override(raw, override)
+        apply_override(raw, override)
     if "space" not in raw and "methods" in raw:
         raise UserError(f"{path}: this is a config to run, with no `space`; use `python -m pipeline run`, or write a search that has it as `base`")
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
@@ -155,6 +157,29 @@ def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any
     own = body.get("stream")
     searched = {**body, "stream": {**(own if isinstance(own, dict) else {}), **settings.stream}} if settings.stream is not None else body
     return settings, searched, body
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """`key=value` into the plain values of a search file: a key of the file itself, else one of the base config, which goes into its `set`.
+
+    `set.KEY` means the base's KEY too, also where the file has a key of that name (`name`, `seed`, `stream`). Raises UserError.
+    """
+    path, value = plain_yaml.parse_override(override)
+    top, _, rest = path.partition(".")
+    if top in configs.Config.model_fields and top not in SearchSettings.model_fields:
+        rest = path
+    elif top not in SearchSettings.model_fields:
+        known = [*SearchSettings.model_fields, *configs.Config.model_fields]
+        near = difflib.get_close_matches(top, known, 1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(dict.fromkeys(known))}"
+        raise UserError(f"--set {override!r}: {top!r} is a key neither of a search nor of its base config; {remedy}")
+    elif top != "set" or not rest:
+        plain_yaml.put(raw, path, value, f"--set {override!r}")
+        return
+    changes = raw.get("set") or {}
+    if not isinstance(changes, dict):
+        raise UserError(f"--set {override!r}: `set` of the search file is {changes!r:.80}, not a mapping; mend the file")
+    raw["set"] = {**{key: old for key, old in changes.items() if key != rest}, rest: value}  # the last one counts
 
 
 def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Search:
@@ -191,10 +216,11 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     if settings.stream is not None:
         build.graph_of(configs.check(spaces.with_params(report_body, points[0]), path), store, provenance)
     _check_rungs(settings, min(settings.first_tasks or len(names), len(names)), path)
-    asked = key_inputs(settings, FREE)
+    asked = key_inputs(settings, (*FREE, "set"))  # the body has what is set
     if settings.protocol == "per_task":
         asked["trials"] = settings.budget.trials  # of each task: a number of a trial says which task it is for
-    digest = hashlib.sha256(json.dumps([asked, body, [s.key for s in graph]], sort_keys=True, default=str).encode()).hexdigest()
+    searched = {key: value for key, value in body.items() if key not in FREE_OF_BASE}
+    digest = hashlib.sha256(json.dumps([asked, searched, [s.key for s in graph]], sort_keys=True, default=str).encode()).hexdigest()
     names = names[: settings.first_tasks]
     own = tuple(name for name in names if any(s.task == name and s.method and s.step != "evaluate" for s in graph))
     if settings.protocol == "per_task" or settings.scheduler == "pbt":

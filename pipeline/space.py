@@ -96,7 +96,8 @@ class Int(Conditional):
         return self.high - self.low + 1
 
     def near(self, value: Any, rng: random.Random) -> Any:
-        return min(max(value + rng.choice((-1, 1)), self.low), self.high)
+        step = max(1, round(abs(value) / 5))  # a fifth, as for other ranges
+        return min(max(value + rng.choice((-step, step)), self.low), self.high)
 
 
 class Choice(Conditional):

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from serving import Finished, finished
 
-from pipeline import http_server
+from pipeline import browse, http_server
 from pipeline.http_server import Bounds, Front, Hosts, Reply, listening
 from workers.data.images import Limits, PixelBudget, pixels_of
 from workers.errors import UserError
@@ -266,6 +266,18 @@ def test_only_names_of_this_server_are_answered(listen: str, names: list[str], h
 def test_pages_of_other_sites_get_no_answer(headers: dict[str, str], status: int, route: tuple[str, str]) -> None:
     with serving() as server:
         assert server.ask(*route, b"" if route[0] == "POST" else None, **headers)[0] == status
+
+
+def test_an_address_of_the_next_internet_protocol_is_listened_on() -> None:
+    try:
+        port = browse.free_port("::1")
+    except UserError:
+        pytest.skip("this machine has no IPv6")
+    with listening(Front(echo, {}, Hosts("::1")), "::1", port):
+        client = http.client.HTTPConnection("::1", port, timeout=PATIENCE_S)
+        client.request("GET", "/health")
+        assert client.getresponse().status == 200
+        client.close()
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence() -> None:

@@ -93,6 +93,34 @@ def test_overrides_reach_the_search_and_its_base(tmp_path: Path) -> None:
     assert (found.name, found.settings.budget.trials, found.body["train"]["epochs"]) == ("other", 9, 1)
 
 
+def test_overrides_without_set_reach_the_base_where_the_search_has_no_such_key(tmp_path: Path) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    found = prepared(tmp_path, f"storage={elsewhere}", "cluster.workers=2", "set.cluster.cpus_per_worker=3", "methods.meat.gamma=3", "seed=7", "set.seed=5",
+                     set={"train.epochs": 1, "cluster": {"workers": 4, "retries": 1}})
+    assert found.storage == elsewhere
+    assert (found.cluster.workers, found.cluster.cpus_per_worker, found.cluster.retries) == (2, 3, 1), "one key by another, the last one counts"
+    assert (found.settings.seed, found.body["seed"]) == (7, 5), "the search's own key first"
+    assert (found.body["methods"]["meat"]["gamma"], found.body["train"]["epochs"]) == (3, 1)
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    ("storag=x", "did you mean 'storage'"), ("spce.x=1", "did you mean 'space'"), ("zzz=1", "neither of a search nor of its base config; there are name, base"),
+    ("stream.scenario=class", "set.stream changes that of the base"), ("storage", "is not of the form key=value"),
+    ("cluster.wrokers=2", "did you mean 'workers'"), ("set.zzz=1", "zzz"), ("name.x=1", "name")])
+def test_an_override_that_means_nothing_is_refused_in_one_sentence(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        prepared(tmp_path, override)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_search_goes_on_with_other_workers_and_another_record(tmp_path: Path) -> None:
+    search.write_state(prepared(tmp_path))
+    prepared(tmp_path, "cluster.workers=2", "tracking=off")
+    with pytest.raises(UserError, match="another space, base, data or code"):
+        prepared(tmp_path, "train.epochs=1")
+
+
 def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> None:
     search.write_state(prepared(tmp_path))
     prepared(tmp_path, budget={"trials": 50}, seeds=[1], tolerance=0.1)  # these may change

@@ -145,6 +145,13 @@ def test_when_must_name_a_key_and_not_go_round() -> None:
         space(a={**CHOICE, "when": {"b": 1}}, b={**CHOICE, "when": {"a": 1}})
 
 
+def test_near_moves_as_far_in_whole_numbers_as_in_others() -> None:
+    wide, rng = space(a={"dist": "int", "low": 1, "high": 1000}), random.Random(0)
+    found = {wide.near({"a": 500}, rng)["a"] for _ in range(100)}
+    assert {400, 600} <= found
+    assert not {499, 501} & found
+
+
 def test_near_has_what_applies_there_and_nothing_else() -> None:
     one = space(a={"dist": "choice", "values": [False, True]}, b={"dist": "uniform", "low": 0, "high": 1, "when": {"a": True}})
     rng = random.Random(0)

@@ -181,12 +181,14 @@ def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int
     trials = [SimpleNamespace(trial_id=str(n)) for n in range(8)]
     for one in trials:
         scheduler.on_trial_add(None, one)
-    under_way = trials
+    stopped: set[str] = set()
     for task in range(1, count + 1):
-        decisions = [scheduler.on_trial_result(None, one, {"task": task, "accuracy": 1 - int(one.trial_id) / 10}) for one in under_way]
-        assert task < count or set(decisions) == {"CONTINUE"}
-        under_way = [one for one, decision in zip(under_way, decisions, strict=True) if decision == "CONTINUE"]
-    assert len(under_way) < len(trials)
+        for place, one in enumerate(trials):
+            rising = 0.0 if one is trials[-1] else place / 10  # each better than those before it, but for the last
+            result = {"task": task, "accuracy": rising if task < count else 1 - place / 10}
+            if one.trial_id not in stopped and scheduler.on_trial_result(None, one, result) == "STOP":
+                stopped.add(one.trial_id)
+    assert stopped == {trials[-1].trial_id}
 
 
 def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Path) -> None:

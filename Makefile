@@ -1,7 +1,7 @@
 # Set-up, demo and checks. Everything runs from .venv, which is made when it is missing or its inputs changed.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench clean
+.PHONY: help setup demo test test-all lint bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff and mypy alone"
 	@echo "make bench     speed against plain loops and limits, on a quiet machine: benchmarks/README.md"
+	@echo "make bench-gpu correctness of every method on a GPU, in minutes: benchmarks/README.md"
 	@echo "make clean     remove .venv and caches; results in storage/ stay"
 
 setup: .venv/.ready
@@ -51,6 +52,9 @@ BENCHMARKS := synchronised_bytes train_step methods meat_inference dytox toast l
 bench: .venv/.ready
 	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
 	test -z "$$failed" || { echo "missed a demand:$$failed"; exit 1; }
+
+bench-gpu: .venv/.ready
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Processes that check cases side by side: one that hangs is ended after a time limit, one that dies costs its own case alone."""
+"""Processes that check cases side by side; one that hangs or dies costs its own case alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 Send = Callable[[str, Any], None]
 Check = Callable[[Any, Send], bool]
 POLL_S = 0.5  # seconds between two looks at the time limit
-FORK = multiprocessing.get_context("fork")  # at once there, with all imports; whoever forks must not have touched CUDA
+# At once there, with all imports. The process that forks must not have touched CUDA.
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a worker sends of a case, by `kind`; the pool itself sends `ended` (why the process of the case came to an end) and `done` (seconds)."""
+    """What a worker sends of a case, by `kind`; the pool itself sends `ended` (why the process of
+    the case came to an end) and `done` (seconds)."""
 
     case: Any
     kind: str
@@ -27,7 +29,8 @@ class Message:
 
 @dataclass
 class Worker:
-    """A process that is given one case after the other through a pipe. `is_fit`: it can check another one."""
+    """A process that is given one case after the other through a pipe. `is_fit`: it can check
+    another one."""
 
     process: Any
     connection: Connection
@@ -75,9 +78,11 @@ class Worker:
 
 
 def run(cases: Iterable[Any], check: Check, jobs: int, limit_s: float) -> Iterator[Message]:
-    """Runs `check(case, send)` for each case in one of `jobs` processes and yields what it sends, as it comes.
+    """Runs `check(case, send)` for each case in one of `jobs` processes and yields what it sends,
+    as it comes.
 
-    `check` returns whether its process is fit for a further case: after an error of CUDA none is. A case that takes longer
+    `check` returns whether its process is fit for a further case: after an error of CUDA none is. A
+    case that takes longer
     than `limit_s` seconds is ended with its process.
     """
     pending = deque(cases)
@@ -118,7 +123,8 @@ def start(check: Check, siblings: Sequence[Worker]) -> Worker:
 
 
 def work(connection: Connection, inherited: list[Connection], check: Check) -> None:
-    """What a process does until its pipe is closed. `inherited`: ends of pipes that belong to the parent; held open here they would hide its end."""
+    """What a process does until its pipe is closed. `inherited`: ends of pipes that belong to the
+    parent; held open here they would hide its end."""
     for other in inherited:
         other.close()
 
@@ -135,7 +141,8 @@ def work(connection: Connection, inherited: list[Connection], check: Check) -> N
 
 
 def ask(question: Callable[[], Any]) -> Any:
-    """The answer of a process that ends with it: what it loads (a driver, a context) does not stay in this one."""
+    """The answer of a process that ends with it: what it loads (a driver, a context) does not stay
+    in this one."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: sender.send(question()))
     process.start()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from growing import RATES, SMALL, START, TRAIN, A, B, C, batch, stream, wide
-from laboratory import OPTIMIZERS, TASKS, Lab, again, history, on_ranks
+from laboratory import OPTIMIZERS, TASKS, TINY, Lab, again, history, on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -379,6 +379,13 @@ def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: 
     assert run.trained(1).manifest["sizes"]["copies"] < whole.trained(1).manifest["sizes"]["copies"]
     assert run.trained(1).manifest["flops_share"] < whole.trained(1).manifest["flops_share"] == 2.0
     assert run.served(1).logits(run.images(0), None).shape[1] == 5
+
+
+@pytest.mark.parametrize("name", ["der_p", "simple_der"])
+def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(lab: Lab, name: str):
+    """The last batch of an epoch has drawn for its own samples, and the count is of one image."""
+    run = lab.run_of(name, {**OPTIMIZERS["adamw"], "epochs": 1, "batch_size": 32}, backbone={**TINY, "drop_path": 0.1})
+    assert 0 < run.artefact(run.stages(0)[0]).manifest["flops_share"] <= 1
 
 
 def test_a_pruned_state_of_another_shape_is_refused():

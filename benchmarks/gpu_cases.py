@@ -1,0 +1,122 @@
+"""The cases of `benchmarks.gpu`: a method in a scenario, on a short stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import stream
+from pipeline.config import Config
+from pipeline.graph import Graph
+from pipeline.store import Store
+from workers.methods import METHODS
+
+# Name of a task -> its range of classes. The first one trains the backbone.
+TASKS = {"base": (0, 2), "one": (2, 4), "two": (4, 7)}
+LAST_TASK = "two"
+CLASSES = [f"c{i:04d}" for i in range(7)]  # as `stream.draw_images` names them
+WITHOUT_BASE = ("dytox",)  # it trains its encoder on the stream itself
+BACKBONE = {
+    "img_size": 16,
+    "crop_pct": 1.0,
+    "drop_path": 0.1,
+    "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"},
+}
+DATA = {"crop": "pad", "flip": 0.5}
+TRAIN = {"epochs": 2, "batch_size": 16, "lr": 3e-3}
+MEMORY = 28  # exemplars, of methods that keep some
+SETTINGS: dict[str, dict[str, Any]] = {
+    "rpsnet": {"every": 1},  # the second task draws a path too
+    "supsup_nn": {"every": 3, "look": 16, "most": 8},  # it decides twice in a task
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method in one scenario."""
+
+    method: str
+    scenario: str
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.scenario} {self.precision}"
+
+    @property
+    def name(self) -> str:
+        """As the name of a run, or of a folder."""
+        return f"{self.method}-{self.scenario}-{self.precision}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`frame`: the deepest line of this project in the traceback, FILE:LINE; empty without one."""
+
+    stage: str
+    sentence: str
+    frame: str = ""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What cases share: the device, and a folder with images, their card and a storage per side."""
+
+    device: torch.device
+    folder: Path
+    card: str
+
+
+def prepare(folder: Path, device: str) -> Setup:
+    """Draws the images of all cases: the same on every machine."""
+    card = stream.draw_images(folder, len(CLASSES), train=20, test=8, sides=(24,))
+    return Setup(torch.device(device), folder, card)
+
+
+def plan(
+    setup: Setup, case: Case, storage: str, device: torch.device
+) -> tuple[Store, Graph, Config]:
+    """The graph of a case on a device, above a storage that all cases share."""
+    settings = dict(SETTINGS.get(case.method, {}))
+    if "memory" in METHODS[case.method].Settings.model_fields:
+        settings["memory"] = MEMORY
+    tasks = []
+    for name, (start, end) in TASKS.items():
+        role = "base" if name == "base" and case.method not in WITHOUT_BASE else "task"
+        tasks.append(
+            {"card": setup.card, "name": name, "classes": CLASSES[start:end], "role": role}
+        )
+    return stream.plan(
+        setup.folder / storage,
+        setup.card,
+        len(TASKS),
+        name=case.name,
+        stream={"scenario": case.scenario, "tasks": tasks},
+        backbone=BACKBONE,
+        data=DATA,
+        train=TRAIN,
+        methods={case.method: {**settings, "train": {"precision": case.precision}}},
+        cluster={
+            "workers": 0,
+            "gpus_per_worker": int(device.type == "cuda"),
+            "checkpoint_s": 0,  # only when it is told to leave
+            "loader_workers": 1,
+        },
+    )
+
+
+def mixed_batch(setup: Setup, size: int = 24) -> tuple[list[bytes], list[str]]:
+    """Files of test images, tasks in turn, and the task of each."""
+    images: list[bytes] = []
+    tasks: list[str] = []
+    names = list(TASKS)
+    for number in range(size):
+        task = names[number % len(names)]
+        start, end = TASKS[task]
+        folder = setup.folder / "raw" / "test" / CLASSES[start + number % (end - start)]
+        files = sorted(folder.iterdir())
+        images.append(files[number % len(files)].read_bytes())
+        tasks.append(task)
+    return images, tasks

@@ -1,0 +1,241 @@
+"""The GPU benchmark, rehearsed on the CPU without the packages that a bare GPU machine lacks; and
+seen to fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import gpu, gpu_pool
+from workers.methods import METHODS
+from workers.methods.linear import Linear
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+ABSENT = ("ray", "mlflow", "webdataset", "sklearn")
+REHEARSED = (
+    "meat",
+    "hat",
+    "packnet",
+    "icarl",
+    "dytox",
+)  # masks in a star, gates, pruning, exemplars, a growing network
+LINEAR = functional.linear
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter in the checkout, for which the packages of `ABSENT` are not installed."""
+    absent = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", absent + code],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        cwd=CHECKOUT,
+        env=environment,
+    )
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    options = ["--device", "cpu", "--jobs", "1", *arguments]
+    return python(f"from benchmarks import gpu\nsys.exit(gpu.main({options}))")
+
+
+def table(output: str) -> dict[tuple[str, str, str], dict[str, str]]:
+    """Method, scenario and precision -> cells of the line by heading."""
+    lines = [re.split(r"  +", line) for line in output.splitlines()]
+    heading = next(line for line in lines if line[0] == "method")
+    rows = [
+        dict(zip(heading, line, strict=True))
+        for line in lines
+        if len(line) == len(heading) and line != heading
+    ]
+    return {(row["method"], row["scenario"], row["precision"]): row for row in rows}
+
+
+# ---- the rehearsal -------------------------------------------------------------------------------
+def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset():
+    done = benchmark("--methods", *REHEARSED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(done.stdout)
+    expected = {
+        (name, scenario, "fp32") for name in REHEARSED for scenario in METHODS[name].scenarios
+    }
+    assert {case for case in rows if case[2] == "fp32"} == expected
+    assert {case[0] for case in rows if case[2] == "bf16"} == {"meat", "hat", "packnet", "icarl"}
+    assert all(row["result"] == "ok" and row["resumed"] == "bits" for row in rows.values())
+    assert all(
+        float(row["decisions"]) == 0 and float(row["served"]) < 1e-5
+        for row in rows.values()
+        if row["precision"] == "fp32"
+    )
+    assert all(
+        re.fullmatch("= [0-9a-f]{8}", rows[name, "task", "fp32"]["masks"])
+        for name in ("meat", "hat", "packnet")
+    )
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(gpu_pool, "ask", lambda question: "")
+    assert gpu.main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("benchmarks.gpu: there is no GPU that torch can use; ")
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_method_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]):
+    assert gpu.main(["--device", "cpu", "--methods", "meatt"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "benchmarks.gpu: --methods names 'meatt', which does not exist; did you mean 'meat'?\n"
+    )
+
+
+# ---- methods that must not pass ------------------------------------------------------------------
+class Raises(Linear):
+    """Stops in its loss, under a line of its own."""
+
+    name = "raises"
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        raise RuntimeError("no kernel for this. And\nmuch more")
+
+
+class TakesTooMuchMemory(Linear):
+    name = "takes_too_much_memory"
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        return torch.empty(1 << 50), {}
+
+
+class RemembersBeside(Linear):
+    """Keeps a number that no checkpoint knows of, and stores it."""
+
+    name = "remembers_beside"
+    steps_taken = 0
+
+    def after_step(self, progress: Any) -> None:
+        self.steps_taken += 1
+
+    def finish(self) -> Any:
+        return self.state(
+            tokens={"steps": torch.tensor([float(self.steps_taken)])}
+        ), super().finish()[1]
+
+
+class AnswersByDevice(Linear):
+    """Its classes are in another order on the other side of the comparison."""
+
+    name = "answers_by_device"
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        logits = super().logits(images, task)
+        return logits if self.training or functional.linear is LINEAR else logits.flip(1)
+
+
+class FailsOnTheDevice(Linear):
+    """Trains on one side of the comparison only."""
+
+    name = "fails_on_the_device"
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        if functional.linear is not LINEAR:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().loss(batch, progress)
+
+
+BROKEN = (Raises, TakesTooMuchMemory, RemembersBeside, AnswersByDevice, FailsOnTheDevice)
+
+
+def test_a_method_that_fails_is_a_line_and_an_exit_code_and_the_others_go_on():
+    names = [*(broken.name for broken in BROKEN), "linear"]
+    done = python(
+        "import test_gpu_benchmark as tests\nfrom benchmarks import gpu\n"
+        "gpu.METHODS.update({broken.name: broken for broken in tests.BROKEN})\n"
+        f"sys.exit(gpu.main({['--device', 'cpu', '--jobs', '2', '--methods', *names]}))"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    lines = {
+        name: [line for line in done.stdout.splitlines() if line.startswith(f"FAIL  {name} ")]
+        for name in names
+    }
+    frame = r"\[tests/test_gpu_benchmark.py:\d+\]"
+    raised = r"FAIL  raises task fp32, raises/one/train: RuntimeError: no kernel for this "
+    assert re.fullmatch(raised + frame, lines["raises"][0])
+    assert re.search(
+        r"/one/train: RuntimeError: .*memory.* " + frame, lines["takes_too_much_memory"][0]
+    )
+    assert [len(lines[name]) for name in ("raises", "takes_too_much_memory", "linear")] == [
+        2,
+        2,
+        0,
+    ]  # a line for each of the two tasks: a star
+    assert len(lines["remembers_beside"]) == 1
+    assert (
+        "remembers_beside/two/train: interrupted and resumed, it ends with another result"
+        in lines["remembers_beside"][0]
+    )
+    assert any("/evaluate: decisions differ" in line for line in lines["answers_by_device"])
+    assert any(", serve: answers differ" in line for line in lines["answers_by_device"])
+    assert [line.split(", ", 1)[1].split(":")[0] for line in lines["fails_on_the_device"]] == [
+        "fails_on_the_device/one/train",
+        "fails_on_the_device/two/train",
+    ]
+    rows = table(done.stdout)
+    assert rows["linear", "task", "fp32"]["result"] == "ok"
+    assert rows["raises", "task", "fp32"]["result"] == "2 failed"
+    assert "5 of 6 cases failed" in done.stdout
+
+
+# ---- processes -----------------------------------------------------------------------------------
+MISBEHAVE = """
+import os, signal, time
+from benchmarks import gpu_pool
+
+def check(case, send):
+    send("pid", os.getpid())
+    if case == "hangs":
+        time.sleep(600)
+    if case == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return case != "spoils its process"
+
+for message in gpu_pool.run(CASES, check, jobs=1, limit_s=1.0):
+    print(message.case, message.kind, message.value, sep="|")
+"""
+
+
+def test_a_case_that_hangs_or_dies_is_ended_and_costs_no_other():
+    cases = ["good", "hangs", "dies", "spoils its process", "good too", "good as well"]
+    done = python(MISBEHAVE.replace("CASES", repr(cases)))
+    assert done.returncode == 0, done.stderr
+    messages = [line.split("|") for line in done.stdout.splitlines()]
+    assert [case for case, kind, _ in messages if kind == "done"] == cases
+    assert {case: value for case, kind, value in messages if kind == "ended"} == {
+        "hangs": "it did not end within 1 s and was stopped",
+        "dies": "its process died (signal 9)",
+    }
+    pids = {case: value for case, kind, value in messages if kind == "pid"}
+    assert pids["good"] == pids["hangs"]
+    assert len({pids["hangs"], pids["dies"], pids["spoils its process"], pids["good too"]}) == 4
+    assert pids["good too"] == pids["good as well"]
+    for pid in set(pids.values()):
+        assert not Path(f"/proc/{pid}").exists()

@@ -168,7 +168,7 @@ class StrictDevice(TorchDispatchMode):
         if func in COPIES:
             self.count_copy(tensors, kwargs)
         else:
-            self.check_devices(func, args, tensors, here)
+            self.check_devices(func, args, kwargs, tensors, here)
             self.count_op(func, args, kwargs)
         plain = {name: mapped(values_of, value) for name, value in kwargs.items() if name != "pin_memory"}
         if kwargs.get("device") is not None:
@@ -181,12 +181,13 @@ class StrictDevice(TorchDispatchMode):
         return found
 
     # ---- what is refused ------------------------------------------------------------------------------------------------
-    def check_devices(self, func: Any, args: Any, tensors: list[Tensor], here: list[Tensor]) -> None:
+    def check_devices(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], here: list[Tensor]) -> None:
         """Raises DeviceError where tensors of both devices meet and CUDA would not take them."""
         strangers = [t for t in tensors if not isinstance(t, StrictTensor)]
         if not strangers or not here:
             return
-        written = [a for a, described in zip(args, func._schema.arguments, strict=False) if described.is_out or is_written(described)]
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        written = [named.get(a.name) for a in func._schema.arguments if is_written(a)]
         if any(isinstance(t, Tensor) and not isinstance(t, StrictTensor) for t in written):
             raise DeviceError(f"{func}: the output is on the CPU, and another tensor on {here[0].device}")
         if func in INDEXED and isinstance(args[0], StrictTensor):

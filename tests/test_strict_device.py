@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import on_strict_device, small_run
-from tests.on_strict_device import BACKBONES, TABLE, Case, Counts, higher, recorded, row_of, with_rows
+from tests.on_strict_device import BACKBONES, TABLE, Case, Counts, Step, higher, recorded, row_of, with_rows
 from tests.strict_device import NAME, DeviceError, strict_device
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -58,16 +58,29 @@ def device() -> Iterator[ProcessPoolExecutor]:
 def test_every_stage_of_every_method_gives_the_results_of_the_cpu(device: Any, method: str, scenario: str):
     """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint, serving."""
     counts = device.submit(on_strict_device.check, Case(method, scenario)).result()
-    bounds = recorded(TABLE.read_text())
     assert counts, "no step was counted"
-    assert counts.keys() <= bounds.keys(), "a training step is not in the table: record it, see tests/on_strict_device.py"
-    risen = [sentence for step, found in counts.items() for sentence in higher(step, found, bounds[step])]
+    risen = sentences(counts)
     assert not risen, "\n".join(risen)
+
+
+def sentences(counts: dict[Step, Counts]) -> list[str]:
+    """What is above the table, or not in it."""
+    bounds = recorded(TABLE.read_text())
+    assert counts.keys() <= bounds.keys(), "a training step is not in the table: record it, see tests/on_strict_device.py"
+    return [sentence for step, found in counts.items() for sentence in higher(step, found, bounds[step])]
 
 
 @pytest.mark.parametrize(("method", "backbone"), SOME)
 def test_other_backbones_give_the_results_of_the_cpu(device: Any, method: str, backbone: str):
     device.submit(on_strict_device.check, Case(method, "task", backbone)).result()
+
+
+@pytest.mark.parametrize("method", ["toast", "toast_lite", "icarl", "tfm"])
+def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, method: str):
+    """The backbone's own training, and the steps that methods have for such a task."""
+    counts = device.submit(on_strict_device.check, Case(method, min(METHODS[method].scenarios), base=True)).result()
+    if METHODS[method].starts_from:
+        assert not sentences(counts)
 
 
 @pytest.mark.parametrize("name", DATA)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,11 @@ class Draw:
     size: int
     device: torch.device
 
+    @cached_property
+    def rows_there(self) -> Tensor:
+        """`rows` on the device, copied once."""
+        return self.rows.to(self.device)
+
     def generator(self, tag: str, device: torch.device | None = None) -> torch.Generator:
         device = device or self.device
         return torch.Generator(device).manual_seed(seed_of(self.seed, self.epoch, self.step, tag))
@@ -43,7 +49,7 @@ class Draw:
         """Uniform [0, 1) numbers of shape (b, *shape), the same for a sample whatever rank holds it."""
         device = device or self.device
         full = torch.rand((self.size, *shape), generator=self.generator(tag, device), device=device)
-        return full[self.rows.to(device)]
+        return full[self.rows_there if device == self.device else self.rows.to(device)]
 
     def shared(self, tag: str, *shape: int) -> Tensor:
         """Uniform [0, 1) numbers of the given shape, equal on all ranks and micro-batches of the step."""

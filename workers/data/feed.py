@@ -121,11 +121,12 @@ class Feed:
         here = torch.from_numpy(rows)
         places = self.rows.labels + self.first[self.rows.tasks]  # in the common output space
         mine, others = here[draw.rows], self._partners(draw)
+        columns = torch.stack([self.rows.labels[mine], self.rows.tasks[mine], places[mine]]).to(device)  # one copy
         if self.held is None:
             partner = (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
-            images, targets = self.augment(pixels(draw.rows), places[mine].to(device), self.num_classes, draw, *partner)
+            images, targets = self.augment(pixels(draw.rows), columns[2], self.num_classes, draw, *partner)
         else:
-            images, targets = self.held[mine.to(device)], self.augment.targets(places[mine].to(device), self.num_classes)
-        labels, tasks = (column[mine].to(device) for column in (self.rows.labels, self.rows.tasks))
+            images, targets = self.held[mine.to(device)], self.augment.targets(columns[2], self.num_classes)
+        labels, tasks = columns[0], columns[1]
         counts = self.rows.tasks[here].bincount(minlength=len(self.tasks)).tolist()
         return Batch(images, labels, tasks, draw, targets, weight=weight, counts=tuple(counts))

@@ -113,7 +113,7 @@ class Meat(Method):
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """CE + alpha * L_dc (Eq. 9). Masks of tokens or channels are sampled per image, those of weights and neurons once per forward."""
         gates = self.sample_gates(batch.draw)
-        masks = {name: gate[batch.draw.rows.to(gate.device)] for name, gate in gates.items()}
+        masks = {name: gate[batch.draw.rows_there] for name, gate in gates.items()}
         masks |= {name: self.masks[name].sample(batch.draw.shared(f"meat.{name}", *shape)) for name, shape in self.sites.entries.items()}
         self.serving, self.effective = None, self.sites.weights(masks)
         with self.sites.sampled(masks):

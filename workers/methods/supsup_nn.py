@@ -116,7 +116,7 @@ class SupSupNN(SupSup):
         return groups
 
     def after_step(self, progress: Progress) -> None:
-        self.trained[self.counter[CURRENT]] += 1
+        self.trained.index_add_(0, self.counter[CURRENT : CURRENT + 1], torch.ones_like(self.trained[:1]))
         done = progress.done + 1
         if done % self.settings.every == 0 and done < progress.total:
             self.decide(*divmod(done, progress.steps_per_epoch))

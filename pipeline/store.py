@@ -77,7 +77,7 @@ class Lookup:
 
 def needed_keys(record: Mapping[str, Any]) -> set[str]:
     """Keys of what a run computes; a report is made again at no cost."""
-    return {stage["key"] for stage in record["stages"] if stage["step"] != "report"}
+    return {stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"}
 
 
 def is_stage(entry: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pipeline.graph import Graph, Stage
 from pipeline.store import Lookup, Store, outdated
+from workers.artefact import content_of
 from workers.errors import UserError
 
 
@@ -213,6 +214,11 @@ class Watcher(Protocol):
     def decision(self, walk: Walk, decision: Decision) -> None: ...
 
 
+def contents_of(lookups: Mapping[str, Lookup]) -> dict[str, str]:
+    """Stage id -> content, of the results that stand."""
+    return {i: content_of(dict(lookup.manifest)) for i, lookup in lookups.items() if lookup.manifest}
+
+
 def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
     """A look-up per stage of a whole graph, by itself and beside those of its parents."""
     return compared(graph, look_up_each(graph, store, previous, verify))
@@ -235,8 +241,8 @@ def look_up_each(graph: Graph, store: Store, previous: dict[str, Any] | None, ve
 def compared(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]:
     """The same, where results that were made of other contents of their parents than stand now are
     misses, to be withdrawn and run again."""
-    manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
-    reasons = {stage.id: outdated(graph, stage, manifests) for stage in graph}
+    contents = contents_of(lookups)
+    reasons = {stage.id: outdated(graph, stage, lookups[stage.id].manifest, contents) for stage in graph}
     return lookups | {i: Lookup(False, reason, damaged=True) for i, reason in reasons.items() if reason}
 
 
@@ -260,6 +266,7 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
         if lookups[stage_id].damaged:
             store.withdraw(graph[stage_id].key)
     manifests: dict[str, Mapping[str, Any] | None] = {i: lookups[i].manifest for i in graph.stages}
+    contents = contents_of({i: lookups[i] for i in graph.stages})
     executor = executor_of(todo)
     try:
         while not walk.ended:
@@ -274,8 +281,8 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
                 for watcher in watchers:
                     watcher.event(walk, event)
                 if event.kind == "done":
-                    manifests[event.stage] = event.body
-                    for decision in overtaken(graph, walk, manifests, event.stage):
+                    manifests[event.stage], contents[event.stage] = event.body, content_of(event.body)
+                    for decision in overtaken(graph, walk, manifests, contents, event.stage):
                         store.withdraw(graph[decision.stage].key)
                         tell(watchers, walk, decision)
                 if follow_up:
@@ -290,14 +297,15 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
     return Outcome(walk.states, failures, time.monotonic() - started, manifests)
 
 
-def overtaken(graph: Graph, walk: Walk, manifests: Mapping[str, Mapping[str, Any] | None], stage_id: str) -> list[Decision]:
+def overtaken(graph: Graph, walk: Walk, manifests: Mapping[str, Mapping[str, Any] | None], contents: Mapping[str, str],
+              stage_id: str) -> list[Decision]:
     """Stages to run again since `stage_id` has just finished: the stage itself, where a parent got
     another content while it ran; else those finished children that were made of another content of it."""
-    reason = outdated(graph, graph[stage_id], manifests)
+    reason = outdated(graph, graph[stage_id], manifests[stage_id], contents)
     if reason:
         return [walk.run_again(stage_id, reason)]
     children = [child for child in graph.children(stage_id) if walk.states[child.id] in FINISHED]
-    reasons = {child.id: outdated(graph, child, manifests) for child in children}
+    reasons = {child.id: outdated(graph, child, manifests.get(child.id), contents) for child in children}
     return [walk.run_again(child_id, text) for child_id, text in reasons.items() if text]
 
 

@@ -21,7 +21,6 @@ from pipeline.graph import Graph, Stage
 from workers.artefact import (
     MANIFEST,
     Artefact,
-    content_of,
     delete_dir,
     exists,
     is_remains,
@@ -279,17 +278,16 @@ def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
     return {key for key, names in attempts.items() if len(names) > 1} | {path.partition("/")[0] for path in there["checkpoints"]}
 
 
-def outdated(graph: Graph, stage: Stage, manifests: Mapping[str, Mapping[str, Any] | None]) -> str | None:
+def outdated(graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]) -> str | None:
     """Why the result of `stage` no longer goes with its parents' results, in words: one of them was
     made again under its key with another content. None where it does, or where that is not known: a
     parent's result is gone, or one of the two was made before contents were noted.
 
-    manifests: stage id -> manifest of the result that stands.
+    manifest: of the result, if it stands. contents: stage id -> content of the result that stands.
     """
-    made_of = (manifests.get(stage.id) or {}).get("made_of") or {}
+    made_of = (manifest or {}).get("made_of") or {}
     for parent in stage.parents if made_of else ():
-        before, manifest = made_of.get(graph[parent].key), manifests.get(parent)
-        now = content_of(dict(manifest)) if manifest else ""
+        before, now = made_of.get(graph[parent].key), contents.get(parent)
         if before and now and before != now:
             return f"made of another content of {parent} ({before[:12]}, and now it is {now[:12]})"
     return None

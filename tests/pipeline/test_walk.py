@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pipeline.graph import Graph, Stage
-from pipeline.run import ENDED, MOST_MOVES, Decision, Event, State, Walk, needed
+from pipeline.run import ENDED, MOST_MOVES, Decision, Event, State, Walk, needed, run_graph
 from pipeline.store import Lookup
 from workers.errors import UserError
 
@@ -219,3 +219,74 @@ def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time():
     assert "c" in first
     walk.apply(Event("done", next(s for s in first if s != "c")))
     assert len(launch_all(walk)) == 1
+
+
+# ---- contents ------------------------------------------------------------------------------------
+class Scripted:
+    """Runs stages whose results say what they were made of; ends them in the order it is told."""
+
+    def __init__(self, graph: Graph, contents: dict[str, str], order: list[str]):
+        self.graph, self.contents, self.order = graph, contents, order
+        self.results = {f"key-{i}": f"old {i}" for i in graph.stages}  # key -> content that stands
+        self.running: dict[str, dict[str, str]] = {}
+        self.ran: list[str] = []
+
+    def submit(self, stage: Stage, depth: int) -> None:
+        self.running[stage.id] = {f"key-{p}": self.results[f"key-{p}"] for p in stage.parents}
+
+    def poll(self) -> list[Event]:
+        ready = [i for i in self.order if i in self.running]
+        if not ready:
+            return []
+        self.ran.append(ready[0])
+        made_of, content = self.running.pop(ready[0]), self.contents.get(ready[0], "new")
+        self.results[f"key-{ready[0]}"] = content
+        return [Event("done", ready[0], body={"content": content, "made_of": made_of})]
+
+    def close(self) -> None:
+        pass
+
+
+class Withdrawn:
+    """A store that notes what is withdrawn."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def withdraw(self, key: str) -> None:
+        self.keys.append(key)
+
+
+def walked(edges: dict[str, tuple[str, ...]], missing: set[str], contents: dict[str, str],
+           order: list[str]) -> tuple[list[str], list[str]]:
+    """The stages that were run, in turn, and the keys that were withdrawn."""
+    stages = graph(edges)
+    lookups = {i: Lookup(i not in missing, "", {"content": f"old {i}", "made_of": {
+        f"key-{p}": f"old {p}" for p in edges[i]}} if i not in missing else None) for i in edges}
+    executor, store = Scripted(stages, contents, order), Withdrawn()
+    outcome = run_graph(stages, store, lambda todo: executor, 0, [], lookups, poll_s=0)  # type: ignore[arg-type]
+    assert all(state in (State.DONE, State.REUSED) for state in outcome.states.values())
+    return executor.ran, store.keys
+
+
+EDGES = {"base": (), "a": ("base",), "b": ("a",), "ea": ("a",)}
+
+
+def test_what_was_made_of_the_same_content_stands():
+    assert walked(EDGES, {"base"}, {"base": "old base"}, ["base"]) == (["base"], [])
+
+
+def test_what_was_made_of_another_content_is_run_again_as_far_as_it_differs():
+    ran, withdrawn = walked(EDGES, {"base"}, {"a": "old a"}, ["base", "a"])
+    assert (ran, withdrawn) == (["base", "a"], ["key-a"])
+    ran, withdrawn = walked(EDGES, {"base"}, {}, ["base", "a", "b", "ea"])
+    assert (ran, withdrawn) == (["base", "a", "b", "ea"], ["key-a", "key-b", "key-ea"])
+
+
+@pytest.mark.parametrize("order", [["base", "a", "b"], ["base", "b", "a"], ["b", "base", "a"]])
+def test_what_was_under_way_on_an_older_content_is_run_again(order: list[str]):
+    """b runs beside base, from a's old state; then a is made again."""
+    ran, _ = walked({"base": (), "a": ("base",), "b": ("a",)}, {"base", "b"}, {}, order)
+    assert ran[-1] == "b"
+    assert sorted(ran) in (["a", "b", "base"], ["a", "b", "b", "base"])
+    assert ran.index("a") > ran.index("base")

@@ -183,7 +183,8 @@ def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
     if entry.order and entry.classes is not None:
         raise UserError(f"stream.tasks: task {entry.name or card.name!r} has `classes` and `order` {entry.order!r}; both say which classes, so leave one out")
     named = cards.in_order(entry.order, card.classes) if entry.order else entry.classes
-    chosen = named if named is not None else order
+    own = {cards.nfc(c): c for c in order}  # a card and a config may be written in two Unicode forms
+    chosen = [own.get(cards.nfc(c), c) for c in named] if named is not None else order
     unknown = next((c for c in chosen if c not in order), None)
     if unknown is not None:
         more = " ..." if len(order) > 12 else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -18,7 +19,13 @@ from workers.job import Frozen, Neutral, key_inputs
 
 Split = Literal["train", "test"]
 LONGEST_CLASS = 200  # characters
+MAX_PIXELS_PER_BYTE = 2000  # 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
 CARDS = Path(__file__).resolve().parent.parent / "datasets"
+
+
+def nfc(name: str) -> str:
+    """A name in Unicode's form NFC: some disks keep names in NFD, which looks the same."""
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 class Source(Frozen):
@@ -58,6 +65,8 @@ class Card(Frozen):
     per_class: Annotated[Counts | None, Neutral(None)] = Field(None, description="at most so many images of each class, by hash of the key")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="largest share of corrupt or unlabelled images")
     max_pixels: int = Field(50_000_000, gt=0, description="an image with more pixels is refused as corrupt")
+    max_pixels_per_byte: Annotated[int, Neutral(2000)] = Field(MAX_PIXELS_PER_BYTE, gt=0, description="an image of more than a million pixels with more per "
+                                     "byte is refused as corrupt: a few bytes that take much memory and time")
     shard_images: int = Field(1000, gt=0, description="images per shard")
 
     def order(self) -> tuple[str, ...]:
@@ -99,7 +108,8 @@ def load(name: str, memory: Memory | None = None) -> Card:
         card = Card.model_validate(body)
     except ValidationError as error:
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
-    twice = sorted(c for c, count in Counter(card.classes).items() if count > 1)
+    often = Counter(map(nfc, card.classes))
+    twice = sorted(c for c in card.classes if often[nfc(c)] > 1)
     odd = next((c for c in card.classes if not (c.isprintable() and 0 < len(c) <= LONGEST_CLASS)), None)
     if odd is not None:
         raise UserError(f"{path}: class {odd!r:.60} is no name that can be shown and filed; give 1 to {LONGEST_CLASS} printable characters")
@@ -138,7 +148,7 @@ def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
 def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
     """The classes of a card that leaves them to its source: the sorted names of the folders in the train split, or in that of test where there is
     no other."""
-    from pipeline.formats import folders
+    from pipeline.formats import check_forms, folders
 
     try:
         source = Source.model_validate(body.get("source"))
@@ -148,6 +158,8 @@ def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[st
         raise UserError(f"{path}: `classes: from_source` needs a source of format folder, and num_classes beside it; add it, or list "
                         "the classes")
     where, names = folders(expand(source.path), source.splits.get("train") or source.splits.get("test", "train"))
+    check_forms(f"{path}: folders in {where}", names)
+    names = sorted(map(nfc, names))
     identity = "classes-" + hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()[:24]
     if memory and names and names != memory.remembered(identity):
         memory.remember(identity, names)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import inspect
 import io
 import os
+import posixpath
 import re
+import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -21,12 +25,14 @@ import pyarrow.parquet as pq
 from PIL import Image
 from pyarrow import fs
 
-from pipeline.cards import CARDS, Card, Split
-from workers.artefact import resolve
+from pipeline.cards import CARDS, Card, Split, nfc
+from workers.artefact import join, resolve
 from workers.errors import UserError
 
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 IMAGES = {".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+SUFFIXES = {"folder": IMAGES, "tar": {".tar"}, "parquet": {".parquet"}}
+SPECIAL = {stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
 SPLITS: tuple[Split, ...] = ("train", "test")
 CHUNK = 256  # files, members or images per unit
 LABEL_MEMBER = "cls"
@@ -55,6 +61,16 @@ class Item:
     size: int | None = None
 
 
+class Entry(NamedTuple):
+    """One thing below a source. name: its path below the source. size, modified: bytes and modification time of a file (nanoseconds, 0
+    where it is not known). problem: why it is not used."""
+
+    name: str
+    size: int
+    modified: int = 0
+    problem: str | None = None
+
+
 class Unit(NamedTuple):
     """A part of a source that one task reads: `read(*args)` gives (item, image bytes or None)."""
 
@@ -74,10 +90,14 @@ def absolute(path: str) -> str:
 
 def folders(path: str, split: str) -> tuple[str, list[str]]:
     """(the place of a split, the sorted names of the folders in it); no names where it does not exist."""
-    where = f"{absolute(path).rstrip('/')}/{split}"
+    where = join(absolute(path).rstrip("/"), split)
     system, inside = open_fs(where)
-    infos = system.get_file_info(fs.FileSelector(inside, allow_not_found=True))
-    return where, sorted(i.base_name for i in infos if i.type == fs.FileType.Directory and not i.base_name.startswith("."))
+    if isinstance(system, fs.LocalFileSystem):
+        names = [e.name for e in os.scandir(inside) if e.is_dir()] if os.path.isdir(inside) else []
+    else:
+        infos = system.get_file_info(fs.FileSelector(inside, allow_not_found=True))
+        names = [i.base_name for i in infos if i.type == fs.FileType.Directory]
+    return where, sorted(name for name in names if not name.startswith("."))
 
 
 def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
@@ -93,47 +113,195 @@ def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
     return fs.PyFileSystem(fs.FSSpecHandler(system)), path
 
 
-def listing(uri: str) -> list[tuple[str, int]] | None:
-    """(path below `uri`, bytes) of all files, sorted, hidden ones left out; None where `uri` does not exist. A single file
-    is listed under its own name."""
-    files = listing_with_times(uri)
-    return None if files is None else [(name, size) for name, size, _ in files]
+def open_file(uri: str) -> pa.NativeFile:
+    """A file of a source, open for reading. pyarrow takes names in UTF-8 alone; a disk holds others too."""
+    system, path = open_fs(uri)
+    if isinstance(system, fs.LocalFileSystem) and not is_utf8(path):
+        return pa.PythonFile(open(path, "rb"), "r")
+    return system.open_input_file(path)
 
 
-def listing_with_times(uri: str) -> list[tuple[str, int, int]] | None:
-    """The same with the modification time of each file in nanoseconds; 0 where it is not known."""
+def listing(card: Card) -> list[Entry] | None:
+    """What lies in the source of a card, or in the folders of its splits, sorted, hidden files left out; None where it does not exist. A single
+    file is listed under its own name. Raises UserError where it cannot be listed."""
+    uri, below = place(card), [""]
+    if card.source.format == "folder":
+        below = [name for name in card.source.splits.values() if name and ".." not in name.split("/")]
     system, path = open_fs(uri)
     try:
+        if isinstance(system, fs.LocalFileSystem):
+            if not os.path.exists(path):
+                return None
+            if os.path.isdir(path):
+                return walk(path, below, SUFFIXES[card.source.format])
+            info = os.stat(path)
+            return [Entry(os.path.basename(path), info.st_size, info.st_mtime_ns)]
         found = system.get_file_info(path)
         if found.type == fs.FileType.File:
-            return [(found.base_name, found.size, found.mtime_ns or 0)]
+            return [Entry(found.base_name, found.size, found.mtime_ns or 0)]
         if found.type == fs.FileType.NotFound:
             return None
-        infos = system.get_file_info(fs.FileSelector(path, recursive=True))
+        infos = [i for part in below
+                 for i in system.get_file_info(fs.FileSelector(posixpath.join(path, part).rstrip("/"), allow_not_found=True, recursive=True))]
     except OSError as error:
-        raise UserError(f"source {uri!r} cannot be listed ({str(error).splitlines()[0]}); check the path, the network and your "
-                        "permissions") from None
+        raise UserError(f"source {uri!r} cannot be listed ({printable(str(error).splitlines()[0])}); check the path, the network and "
+                        "your permissions") from None
     base = path.rstrip("/") + "/"
-    files = sorted((i.path.removeprefix(base), i.size, i.mtime_ns or 0) for i in infos if i.type == fs.FileType.File)
-    return [file for file in files if not any(part.startswith(".") for part in file[0].split("/"))]
+    odd = "corrupt: `?` or `#` in its name, which no URI can hold; rename it"
+    files = {(i.path.removeprefix(base), i.size, i.mtime_ns or 0) for i in infos if i.type == fs.FileType.File}
+    return [Entry(name, size, time, odd if set(name) & set("?#") else None)
+            for name, size, time in sorted(files) if not any(part.startswith(".") for part in name.split("/"))]
 
 
-def need_listing(card: Card) -> list[tuple[str, int]]:
-    files = listing(place(card))
+def walk(root: str, below: Sequence[str], kinds: set[str]) -> list[Entry]:
+    """`listing` of a folder on a disk. kinds: suffixes of the files that it is listed for.
+
+    A link to a file stands for the file. A link to a folder is followed where it leads to a folder
+    of the source that is not read anyway, and each folder is read once: else its images would come
+    again, under the label of the place where the link stands.
+    """
+    base = os.path.realpath(root)
+    read: dict[str, str] = {}  # real path of each folder -> its name below the source
+    above: set[str] = set()  # real paths of the folders that hold those
+    entries: list[Entry] = []
+    links: list[str] = []
+
+    def visit(start: str) -> None:
+        waiting = [(start, os.path.realpath(os.path.join(root, start)))]
+        while waiting:
+            name, real = waiting.pop()
+            read[real] = name
+            higher = os.path.dirname(real)
+            while higher not in above:
+                above.add(higher)
+                higher = os.path.dirname(higher)
+            for found in sorted(os.scandir(real), key=lambda found: found.name):
+                child = f"{name}/{found.name}" if name else found.name
+                if found.name.startswith("."):
+                    pass
+                elif found.is_dir(follow_symlinks=False):
+                    waiting.append((child, found.path))
+                elif found.is_symlink() and os.path.isdir(found.path):
+                    links.append(child)
+                else:
+                    entries.append(_entry(child, found, kinds))
+
+    for name in sorted(set(below)):
+        real = os.path.realpath(os.path.join(root, name))
+        if os.path.isdir(real) and real not in read:
+            if real == os.path.join(base, name).rstrip("/"):
+                visit(name)
+            else:
+                links.append(name)  # read after the others
+    links.sort()
+    for name in links:  # it grows
+        real = os.path.realpath(os.path.join(root, name))
+        if real in read or real in above:
+            here = f"{read[real]}, which is" if real in read else "a folder that holds others which are"
+            entries.append(Entry(name, 0, 0, f"other file: a link to {here} read anyway"))
+        elif not real.startswith(base.rstrip("/") + "/"):
+            entries.append(Entry(name, 0, 0, "link: to a folder outside the source; move that folder into the source, or let source.path name one that "
+                                          "holds both"))
+        else:
+            visit(name)
+    return sorted(entries)
+
+
+def _entry(name: str, found: os.DirEntry[str], kinds: set[str]) -> Entry:
+    """What is no folder."""
+    try:
+        info = found.stat()
+    except OSError as error:
+        why = {errno.ENOENT: "to nothing", errno.ELOOP: "to itself"}.get(error.errno or 0, f"that cannot be followed ({error.strerror})")
+        return Entry(name, 0, 0, f"link: {why}" if suffix_of(name) in kinds else f"other file: a link {why}")
+    if stat.S_ISREG(info.st_mode):
+        return Entry(name, info.st_size, info.st_mtime_ns)
+    return Entry(name, 0, 0, f"other file: {next((kind for test, kind in SPECIAL.items() if test(info.st_mode)), 'no plain file')}")
+
+
+def is_utf8(text: str) -> bool:
+    """False for the name of a file whose bytes are no UTF-8; Python keeps them as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    """The same with what no terminal and no table can show as `\\x..`: bytes that are no UTF-8, line ends, control characters."""
+    shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def check_forms(where: str, names: Iterable[str]) -> None:
+    """Raises UserError where two paths look the same, as one is in NFC and one is not."""
+    names = [*names]
+    first: dict[str, str] = {}
+    for name in () if all(map(str.isascii, names)) else names:
+        for end in (*(n for n, c in enumerate(name) if c == "/"), len(name)):
+            path = name[:end]
+            other = first.setdefault(nfc(path), path)
+            if other != path:
+                raise UserError(f"{where}: {other!a} and {path!a} are the same name in two Unicode forms (NFC and NFD); merge "
+                                "them, or rename one")
+
+
+def need_listing(card: Card) -> list[Entry]:
+    """What the splits of a card hold. Raises UserError where that is nothing."""
+    files = listing(card)
     if not files:
-        state = "is empty" if files is not None else "does not exist"
+        state = "does not exist" if files is None else f"holds no images in its splits ({dict(card.source.splits)})"
         raise UserError(f"card {card.name!r}: its source {place(card)} {state}; put the data there, or point source.path of the "
                         "card (or the environment variable in it) to where it is")
     return files
 
 
-def files_of(card: Card, split: Split, files: Sequence[tuple[str, int]], suffix: str) -> list[str]:
-    """URIs of the files of a split: `source.splits[split]` is a sub-folder, a file, a glob, or how file names begin."""
-    pattern, base = card.source.splits.get(split, ""), place(card)
-    if len(files) == 1 and base.endswith(suffix):  # the source is one file: all of it is train
-        return [base] if split == "train" else []
-    return [f"{base.rstrip('/')}/{name}" for name, _ in files if pattern and name.endswith(suffix)
-            and any(fnmatch(name, glob) for glob in (pattern, f"{pattern}/*", f"{pattern}-*", f"{pattern}_*", f"{pattern}.*"))]
+def of_split(card: Card, split: Split, files: Sequence[Entry]) -> list[Entry]:
+    """What belongs to a split: `source.splits[split]` is a sub-folder, a file, a glob, or how file names begin."""
+    pattern = card.source.splits.get(split, "")
+    if not pattern:
+        return []
+    if card.source.format == "folder":
+        return [entry for entry in files if entry.name == pattern or entry.name.startswith(f"{pattern}/")]
+    if is_one_file(card, files):  # all of it is train
+        return [*files] if split == "train" else []
+    globs = (pattern, f"{pattern}/*", f"{pattern}-*", f"{pattern}_*", f"{pattern}.*")
+    return [entry for entry in files if any(fnmatch(entry.name, glob) for glob in globs)]
+
+
+def is_one_file(card: Card, files: Sequence[Entry]) -> bool:
+    """Whether the source of a card is no folder."""
+    return len(files) == 1 and files[0].name == posixpath.basename(open_fs(place(card))[1])
+
+
+def suffix_of(name: str) -> str:
+    dot = name.rfind(".")
+    return name[dot:].lower() if dot >= 0 else ""
+
+
+def base_of(card: Card) -> str:
+    """What files of a source are opened below: a path on a disk, a URI elsewhere."""
+    system, path = open_fs(place(card))
+    return path if isinstance(system, fs.LocalFileSystem) else place(card).rstrip("/")
+
+
+def archives(card: Card, split: Split, files: Sequence[Entry]) -> tuple[list[str], list[Item]]:
+    """(URIs of the files of a split that hold many images, what else is there). Raises UserError where one of those cannot be opened."""
+    uris, rest, base = [], [], base_of(card)
+    for entry in of_split(card, split, files):
+        if entry.problem and not entry.problem.startswith("other file"):
+            raise UserError(f"card {card.name!r}: {printable(entry.name)} in its source {place(card)} is left out ({entry.problem}), and it may hold many "
+                            "images; mend or remove it")
+        if entry.problem or suffix_of(entry.name) not in SUFFIXES[card.source.format]:
+            rest.append(Item(split, entry.name, "", None, entry.problem or other_file(entry.name)))
+        else:
+            uris.append(base if is_one_file(card, files) else join(base, entry.name))
+    return uris, rest
+
+
+def other_file(name: str) -> str:
+    return f"other file: {os.path.splitext(name)[1] or 'no extension'}"
 
 
 # ---- the formats ---------------------------------------------------------------------------------------------------------
@@ -144,37 +312,37 @@ def units(card: Card, map_fn: MapFn) -> list[Unit]:
 
 
 def fingerprint(card: Card) -> str | None:
-    """A cheap hash that changes when the source does: of paths and sizes. None where the source is absent."""
+    """The first part of `look`."""
     found = look(card)
     return found[0] if found else None
 
 
 def look(card: Card) -> tuple[str, str] | None:
-    """The fingerprint of a source, and a digest of the modification times of its files: a hint that
-    they may have been edited in place, and no more. None where the source is absent."""
+    """Of the files that the splits of a card take images from, and of nothing beside them: a cheap
+    hash that changes when they do, of paths and sizes, and a digest of their modification times: a
+    hint that they may have been edited in place, and no more. None where there are none."""
     if card.source.format in ("sklearn", "torchvision"):
         return f"{card.source.format}:{card.source.name}", "-"
-    files = listing_with_times(place(card))
-    if not files:
-        return None
-    sizes = "\n".join(f"{name}\t{size}" for name, size, _ in files)
-    times = "\n".join(str(time) for *_, time in files)
-    return hashlib.sha256(sizes.encode()).hexdigest(), hashlib.sha256(times.encode()).hexdigest()[:32]
+    files = listing(card) or []
+    used = sorted({(nfc(entry.name), entry.size, entry.modified) for split in SPLITS
+                   for entry in of_split(card, split, files)
+                   if not entry.problem and suffix_of(entry.name) in SUFFIXES[card.source.format]})
+    sizes = "\n".join(f"{name}\t{size}" for name, size, _ in used).encode("utf-8", "surrogateescape")
+    times = "\n".join(str(time) for *_, time in used).encode()
+    return (hashlib.sha256(sizes).hexdigest(), hashlib.sha256(times).hexdigest()[:32]) if used else None
 
 
 def _folder(card: Card, map_fn: MapFn) -> list[Unit]:
     """`<split>/<class>/**/<image>`."""
-    items, base = [], place(card).rstrip("/")
-    files = need_listing(card)
+    items, files, base = [], need_listing(card), base_of(card)
+    check_forms(f"source of card {card.name!r}", [entry.name for entry in files])
     for split in SPLITS:
-        folder = card.source.splits.get(split)
-        for name, size in files:
-            parts = PurePosixPath(name).relative_to(folder).parts if folder and name.startswith(f"{folder}/") else ()
-            if parts:
-                stem, suffix = os.path.splitext(parts[-1])
-                problem = too_large(size) if suffix.lower() in IMAGES else f"other file: {suffix or 'no extension'}"
-                label = parts[0] if len(parts) > 1 else None
-                items.append(Item(split, name, stem, label, problem, f"{base}/{name}", 0, size))
+        for entry in of_split(card, split, files):
+            parts = PurePosixPath(entry.name).relative_to(card.source.splits[split]).parts
+            stem, suffix = os.path.splitext(entry.name.rpartition("/")[2])
+            problem = entry.problem or (too_large(entry.size) if suffix.lower() in IMAGES else other_file(entry.name))
+            label = parts[0] if len(parts) > 1 else None
+            items.append(Item(split, entry.name, stem, label, problem, join(base, entry.name), 0, entry.size))
     return _chunks(items)
 
 
@@ -193,32 +361,36 @@ def read_located(items: list[Item]) -> Iterator[tuple[Item, bytes | None]]:
 
 
 def read_at(uri: str, offset: int, size: int | None) -> bytes:
-    system, path = open_fs(uri)
     try:
-        with system.open_input_file(path) as stream:
+        with open_file(uri) as stream:
             return stream.read_at(stream.size() if size is None else size, offset)
     except OSError as error:
-        raise UserError(f"{uri} cannot be read ({str(error).splitlines()[0]}); check that it is there and readable for every "
-                        "worker, then run the same command again") from None
+        raise UserError(f"{printable(uri)} cannot be read ({printable(str(error).splitlines()[0])}); check that it is there and "
+                        "readable for every worker, then run the same command again") from None
 
 
 def _tar(card: Card, map_fn: MapFn) -> list[Unit]:
     """WebDataset's layout: `key.jpg` beside `key.cls`, which holds the class, as a name or as its place on the card."""
-    files = need_listing(card)
+    files, jobs, items = need_listing(card), [], []
     # `label` is the default of a column's name in Parquet and no extension that anybody uses.
     extension = LABEL_MEMBER if card.source.label == "label" else card.source.label
-    jobs = [(split, uri, extension, card.classes) for split in SPLITS for uri in files_of(card, split, files, ".tar")]
-    return _chunks([item for items in map_fn(list_tar, jobs) for item in items])
+    for split in SPLITS:
+        uris, rest = archives(card, split, files)
+        jobs += [(split, uri, extension, card.classes) for uri in uris]
+        items += rest
+    for found in map_fn(list_tar, jobs):
+        check_forms(f"source of card {card.name!r}", [item.name for item in found])
+        items += found
+    return _chunks(items)
 
 
 def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
     """The samples of one tar. Raises UserError where it is cut short or has members that do not belong into a data set."""
     split, uri, extension, classes = job
-    system, path = open_fs(uri)
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, str] = {}
     try:
-        with system.open_input_file(path) as stream, tarfile.open(fileobj=_Headers(stream), mode="r:") as tar:  # type: ignore[call-overload]
+        with open_file(uri) as stream, tarfile.open(fileobj=_Headers(stream), mode="r:") as tar:  # type: ignore[call-overload]
             for member in tar:
                 if member.isdir():
                     continue
@@ -233,12 +405,12 @@ def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
     except UserError:
         raise
     except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # the last two from headers that no program writes
-        raise UserError(f"{uri} is cut short or no uncompressed tar ({error}); fetch it again, or unpack its compression") from None
+        raise UserError(f"{printable(uri)} is cut short or no uncompressed tar ({error}); fetch it again, or unpack its compression") from None
     items = []
     for key, members in samples.items():
         image = next((m for suffix, m in members.items() if f".{suffix}" in IMAGES), None)
         label, stem = _name_of(labels.get(key), classes), key.rsplit("/", 1)[-1]
-        where = f"{os.path.basename(path)}:{key}"
+        where = f"{posixpath.basename(open_fs(uri)[1])}:{key}"
         items.append(Item(split, where, stem, label, "corrupt: no image in the sample") if image is None else
                      Item(split, where, stem, label, too_large(image.size), uri, image.offset_data, image.size))
     return items
@@ -259,7 +431,7 @@ class _Headers:
 def _key_of(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
     """WebDataset's key (all up to the first dot of the file name) and extension of a member."""
     if member.name.startswith("/") or ".." in member.name.split("/") or not member.isreg() or member.issparse():
-        raise UserError(f"{uri}: member {member.name!r:.200} is a link, or points outside the archive; shards hold plain files with "
+        raise UserError(f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside the archive; shards hold plain files with "
                         "relative names, write this one anew")
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.partition(".")
@@ -285,24 +457,27 @@ def _parquet(card: Card, map_fn: MapFn) -> list[Unit]:
     files, columns = need_listing(card), (card.source.image, *([] if card.source.label is None else [card.source.label]))
     found = []
     for split in SPLITS:
-        for uri in files_of(card, split, files, ".parquet"):
+        uris, rest = archives(card, split, files)
+        found += _chunks(rest)
+        for uri in uris:
             try:
                 with _parquet_file(uri) as file:
                     groups, names = file.metadata.num_row_groups, file.schema_arrow.names
                     first = np.cumsum([0, *(file.metadata.row_group(g).num_rows for g in range(groups))]).tolist()
             except (pa.ArrowInvalid, OSError) as error:
-                raise UserError(f"{uri} is not readable as Parquet ({str(error).splitlines()[0]}); fetch it again") from None
+                raise UserError(f"{printable(uri)} is not readable as Parquet ({str(error).splitlines()[0]}); fetch it again") from None
             missing = [column for column in columns if column not in names]
             if missing:
-                raise UserError(f"{uri} has no column {missing[0]!r}, only {', '.join(names)}; name the columns in source.image "
+                raise UserError(f"{printable(uri)} has no column {missing[0]!r}, only {', '.join(names)}; name the columns in source.image "
                                 f"and source.label of card {card.name!r}")
             found += [Unit(read_parquet, (split, uri, g, first[g], columns, card.classes)) for g in range(groups)]
     return found
 
 
-def _parquet_file(uri: str) -> pq.ParquetFile:
-    system, path = open_fs(uri)
-    return pq.ParquetFile(path, filesystem=system)
+@contextmanager
+def _parquet_file(uri: str) -> Iterator[pq.ParquetFile]:
+    with open_file(uri) as stream, pq.ParquetFile(stream) as file:
+        yield file
 
 
 def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[str, ...],
@@ -315,8 +490,8 @@ def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[st
             for batch in file.iter_batches(1, row_groups=[group], columns=list(columns)):
                 image, *label = (batch[column][0].as_py() for column in columns)
                 if label and isinstance(label[0], (str, bytes)) and len(label[0]) > LONGEST_LABEL:
-                    raise UserError(f"{uri}: the label of row {row} has {len(label[0])} characters, and no class has a name of more than {LONGEST_LABEL}; "
-                                    "fetch the file again, or name another column in source.label")
+                    raise UserError(f"{printable(uri)}: the label of row {row} has {len(label[0])} characters, and no class has a name of more than "
+                                    f"{LONGEST_LABEL}; fetch the file again, or name another column in source.label")
                 path = image.get("path") if isinstance(image, dict) else None
                 data = image.get("bytes") if isinstance(image, dict) else image
                 problem = too_large(len(data)) if isinstance(data, bytes) else "corrupt: the row holds no bytes"
@@ -324,7 +499,7 @@ def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[st
                 yield Item(split, f"{uri.rsplit('/', 1)[-1]}:{row}", stem, _name_of(label[0] if label else None, classes), problem), data
                 row += 1
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{uri} is not readable as Parquet beyond row {row} ({str(error).splitlines()[0]}); fetch it again") from None
+        raise UserError(f"{printable(uri)} is not readable as Parquet beyond row {row} ({str(error).splitlines()[0]}); fetch it again") from None
 
 
 def _sklearn(card: Card, map_fn: MapFn) -> list[Unit]:
@@ -383,5 +558,5 @@ def png(image: Image.Image) -> bytes:
 
 
 def safe(text: str) -> str:
-    """A name without dots, slashes and blanks, and not without end: WebDataset ends a key at the first dot."""
-    return re.sub(r"[^\w\-]+", "_", text)[:LONGEST_KEY] or "_"
+    """A name without dots, slashes and blanks, not without end, and the same for both Unicode forms: WebDataset ends a key at the first dot."""
+    return re.sub(r"[^\w\-]+", "_", nfc(text))[:LONGEST_KEY] or "_"

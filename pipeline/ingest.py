@@ -6,7 +6,9 @@ import csv
 import hashlib
 import io
 import re
+import struct
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -15,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cards import Card
-from pipeline.formats import Item, MapFn, Unit, fingerprint, look, png, read_at, safe, units
+from pipeline.cards import MAX_PIXELS_PER_BYTE, Card, nfc
+from pipeline.formats import Item, MapFn, Unit, fingerprint, look, png, printable, read_at, safe, units
 from workers.artefact import Artefact, Attempt, delete_dir, join, write_bytes
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, open_image, rgb
@@ -26,7 +28,10 @@ __all__ = ["REVISION", "fingerprint", "ingest", "look"]
 
 REVISION = 1  # raise it when the same source gives other shards
 KEPT = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # formats whose bytes are kept as they are
-BAD = ("corrupt", "unlabelled")
+SMALL_PIXELS = 1_000_000  # an image of no more may be of one colour, in as few bytes as it takes
+ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))  # first column, row; steps
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of PNG's colour types
+PIECE = 1 << 20  # bytes that are inflated at a time
 REJECTED = "rejected.csv"
 
 Report = Callable[[dict[str, Any]], None]
@@ -96,16 +101,20 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
     temporary file in the store, where every node finds them."""
     unit, card, staged = job
     records, blob = [], io.BytesIO()
+    named = {nfc(name): name for name in card.classes}
     for item, data in unit.read(*unit.args):
         label = item.label if card.source.label is not None else card.classes[0]
-        record = Record(item.split, item.name, item.stem, label, item.problem, uri=item.uri, offset=item.offset, size=item.size)
+        if label is not None and label not in card.classes:
+            label = named.get(nfc(label), printable(label))
+        record = Record(item.split, printable(item.name), item.stem, label, item.problem and printable(item.problem), uri=item.uri,
+                        offset=item.offset, size=item.size)
         if data is not None:
             record = replace(record, raw=raw_row(item, data))
         if not record.problem and label not in card.classes:
             why = "it has no label" if label is None else f"class {label!r:.80} is not on the card"
             record = replace(record, problem=f"unlabelled: {why}")
         if not record.problem and data is not None:
-            problem = problem_of(data, card.max_pixels)
+            problem = problem_of(data, card.max_pixels, card.max_pixels_per_byte)
             if problem:
                 record = replace(record, problem=f"corrupt: {problem}")
             else:
@@ -122,7 +131,7 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
 
 def raw_row(item: Item, data: bytes) -> str:
     """What an image of a source is before anything is made of it: split, name, label and digest of its bytes."""
-    return f"{item.split}\t{item.name}\t{item.label}\t{hashlib.sha256(data).hexdigest()}"
+    return f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{hashlib.sha256(data).hexdigest()}"
 
 
 def raw_content(card: Card, map_fn: MapFn) -> str:
@@ -138,10 +147,17 @@ def digest_of_rows(rows: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(rows)).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def problem_of(data: bytes, max_pixels: int) -> str | None:
-    """Why the bytes are no usable image; None where they decode to the last pixel."""
+def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE) -> str | None:
+    """Why the bytes are no usable image; None where they decode to the last pixel. per_byte: most pixels that a byte may stand for."""
     try:
-        open_image(data, max_pixels).verify()
+        image = open_image(data, max_pixels)
+        width, height = image.size
+        if width * height > max(SMALL_PIXELS, per_byte * len(data)):
+            return (f"{width} x {height} pixels in {len(data)} bytes are more than max_pixels_per_byte = {per_byte}; if they are "
+                    "meant, raise it on the card")
+        image.verify()
+        if image.format == "PNG" and not all_rows(data):
+            return "image file is truncated (its data ends before its last row)"
         open_image(data, max_pixels).load()
     except MemoryError:
         raise
@@ -149,6 +165,27 @@ def problem_of(data: bytes, max_pixels: int) -> str | None:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         return "not an image" if "cannot identify" in text else re.sub(r"\s*<[^>]*at 0x[0-9a-f]+>", "", text)
     return None
+
+
+def all_rows(data: bytes) -> bool:
+    """Whether the compressed data of a sound PNG holds as many bytes as its header says; Pillow leaves rows that are not there black, without a
+    word. Raises zlib.error where it is no such data. Source: PNG specification (ISO/IEC 15948), sections 7 to 10."""
+    width, height, bits, color, _, _, interlaced = struct.unpack(">IIBBBBB", data[16:29])
+    passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
+    left = 0
+    for x, y, across, down in passes:
+        columns, rows = -(-(width - x) // across), -(-(height - y) // down)
+        if columns > 0 and rows > 0:
+            left += rows * (1 + (columns * bits * CHANNELS[color] + 7) // 8)
+    inflate, at = zlib.decompressobj(), 8
+    while left > 0 and at + 12 <= len(data):
+        size, kind = struct.unpack(">I4s", data[at : at + 8])
+        body = data[at + 8 : at + 8 + size] if kind == b"IDAT" else b""
+        at += 12 + size
+        while body and left > 0 and not inflate.eof:
+            left -= len(inflate.decompress(body, PIECE))
+            body = inflate.unconsumed_tail
+    return left <= 0
 
 
 def to_stored(data: bytes, max_pixels: int) -> tuple[bytes, str]:
@@ -188,7 +225,9 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
         missing = sorted(set(card.classes) - {r.label for r in kept if r.split == split})
         if missing and (split == "train" or (card.source.label is not None and len(missing) == len(card.classes))):
             what = f"class {missing[0]!r} has no train images" if split == "train" else "there are no test images"
-            raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}; add them, mend `classes` and "
+            out = [r for r in records if r.problem and r.split == split and not r.problem.startswith("unlabelled")]
+            said = f" (left out: {'; '.join(f'{r.name}, {r.problem}' for r in out[:3])})" if out else ""
+            raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}{said}; add them, mend `classes` and "
                             "source.splits of the card, or set test_fraction to hold some out")
     return kept, sorted(rejected, key=lambda row: (row[1] != "train", row[5], row[3]))
 
@@ -225,10 +264,18 @@ def _keyed(card: Card, records: list[Record]) -> list[Record]:
 
 
 def _unique(records: list[Record]) -> list[Record]:
-    """The same with a hash of the source's name behind every key that is there more than once in a split."""
+    """The same with a hash of the source's name behind every key that is there more than once in a split, and of the number of the image
+    behind those whose names are the same too (two archives may have one name, in two folders)."""
     often = Counter((r.split, r.key) for r in records)
-    return [r if often[r.split, r.key] == 1 else replace(r, key=f"{r.key}-{hashlib.sha256(r.name.encode()).hexdigest()[:12]}")
-            for r in records]
+    seen: Counter[tuple[str, str]] = Counter()
+    found = []
+    for r in records:
+        if often[r.split, r.key] > 1:
+            hashed = f"{r.key}-{hashlib.sha256(nfc(r.name).encode()).hexdigest()[:12]}"
+            seen[r.split, hashed] += 1
+            r = replace(r, key=hashed if seen[r.split, hashed] == 1 else f"{hashed}-{seen[r.split, hashed]}")
+        found.append(r)
+    return found
 
 
 def _row(record: Record, reason: str | None, kept: bool) -> list[str]:

@@ -52,8 +52,9 @@ def source_of(store: Store, card: Card) -> Source:
     listed = ingest.look(card)
     fingerprint = listed[0] if listed else store.remembered(card.identity())
     if not isinstance(fingerprint, str):
-        raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist and was never "
-                        "ingested into this storage; put the data there or mend `source.path` on the card")
+        raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist, or holds no "
+                        "images in its splits, and was never ingested into this storage; put the data there or mend `source.path` "
+                        "or `source.splits` on the card")
     known = _recall(store, card, fingerprint)
     if listed is None:
         return Source(**known, present=False)

@@ -159,7 +159,25 @@ def text_bomb(kind: bytes, head: bytes) -> bytes:
     return huge_png(8, 8, chunk(kind, head + deflated(100)))
 
 
+def png_of(width: int, height: int, rows: int) -> bytes:
+    """A black PNG of one bit a pixel, of which so many rows are there."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    body = zlib.compress(bytes((1 + -(-width // 8)) * rows), 9)
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def blank(kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("1" if kind == "TIFF" else "L", (7000, 7000), 1).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
 IMAGES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "png of one row": (lambda: png_of(7000, 7000, 1), "7000 x 7000 pixels in 74 bytes are more than max_pixels_per_byte = 2000"),
+    "png of one colour": (lambda: png_of(7000, 7000, 7000), "are more than max_pixels_per_byte"),
+    "png of half its rows": (lambda: png_of(900, 900, 450), "its data ends before its last row"),
+    "webp of one colour": (lambda: blank("WEBP", lossless=True), "are more than max_pixels_per_byte"),
+    "tiff of one colour": (lambda: blank("TIFF", compression="group4"), "are more than max_pixels_per_byte"),
     "png": (lambda: huge_png(50_000, 50_000), "50000 x 50000 is more than max_pixels"),
     "gif": (lambda: sized("GIF", 6, "<HH"), "50000 x 50000 is more than max_pixels"),
     "bmp": (lambda: sized("BMP", 18, "<ii"), "50000 x 50000 is more than max_pixels"),
@@ -198,6 +216,38 @@ def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(site, m
     assert reasons.keys() >= IMAGES.keys()
     for name, (_, says) in IMAGES.items():
         assert says in reasons[name], name
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+@pytest.mark.parametrize("size", [(1, 1), (9, 7), (31, 40)])
+def test_whole_pngs_of_every_kind_are_taken(mode, size):
+    buffer = io.BytesIO()
+    Image.new(mode, size).save(buffer, "PNG", **({"bits": 4} if mode == "P" else {}))
+    assert ingest.problem_of(buffer.getvalue(), 10**6) is None
+
+
+@pytest.mark.parametrize(("bits", "color"), [(1, 0), (8, 2), (16, 6), (4, 3)])
+@pytest.mark.parametrize("size", [(1, 1), (2, 5), (9, 7), (33, 40)])
+def test_interlaced_pngs_are_taken_whole_and_refused_cut(bits, color, size):
+    total = 0
+    for x, y, across, down in ingest.ADAM7:
+        columns, rows = len(range(x, size[0], across)), len(range(y, size[1], down))
+        total += rows * (1 + -(-columns * bits * ingest.CHANNELS[color] // 8)) if columns else 0
+    for missing in (0, 1):
+        head = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, bits, color, 0, 0, 1))
+        palette = chunk(b"PLTE", bytes(48)) if color == 3 else b""
+        body = chunk(b"IDAT", zlib.compress(bytes(total - missing)))
+        data = b"\x89PNG\r\n\x1a\n" + head + palette + body + chunk(b"IEND", b"")
+        assert (ingest.problem_of(data, 10**6) is None) == (not missing)
+
+
+def test_a_blank_page_is_taken_where_the_card_says_so():
+    assert ingest.problem_of(png_of(3000, 3000, 3000), 50_000_000) is not None
+    assert ingest.problem_of(png_of(3000, 3000, 3000), 50_000_000, 10**6) is None
+    assert ingest.problem_of(png_of(1000, 1000, 1000), 50_000_000) is None, "of small ones any"
+    grey = io.BytesIO()
+    Image.new("L", (7000, 7000)).save(grey, "PNG")
+    assert ingest.problem_of(grey.getvalue(), 50_000_000) is None
 
 
 def first_frame(data: bytes) -> int:

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import os
+import socket
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -168,6 +169,217 @@ def test_copies_are_listed_and_dropped_only_where_the_card_says_so(source, tmp_p
     assert (rows["in train too"]["key"], rows["in train too"]["kept"]) == ("test/cat/00", "yes")
 
 
+# ---- names and links -----------------------------------------------------------------------------
+def reasons(root: Path, key: str = "k") -> dict[str, str]:
+    return {row["source"]: row["reason"] for row in listed(root, key)}
+
+
+def test_an_image_whose_name_is_no_utf8_is_taken_and_a_class_of_such_a_name_is_listed(
+        source, tmp_path):
+    cat, odd = (os.fsencode(source / "train" / name) for name in ("cat", "caf"))
+    os.mkdir(odd + b"\xe9")
+    for path in (cat + b"/caf\xe9.png", cat + b"/caf\xe8.png", odd + b"\xe9/a.png"):
+        with open(path, "wb") as stream:
+            stream.write(picture(sum(path)))
+    assert fingerprint(card_of(source))
+    manifest, shards = run(card_of(source, max_bad_fraction=0.1), tmp_path)
+    assert manifest["counts"] == {"train": 22, "test": 8}
+    keys = [key for key in shards.index["key"].to_pylist() if key.startswith("train/cat/caf_")]
+    assert len(set(keys)) == 2
+    assert reasons(tmp_path) == {
+        "train/caf\\xe9/a.png": "unlabelled: class 'caf\\\\xe9' is not on the card"}
+    text = f"name: mine\nlicence: MIT\nclasses: from_source\nnum_classes: 3\nsource: {{format: folder, path: {source}}}\n"
+    (tmp_path / "card.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"class 'caf\\udce9' is no name that can be shown"):
+        load(str(tmp_path / "card.yaml"))
+
+
+def test_line_ends_in_a_name_stay_in_their_row(source, tmp_path):
+    (source / "train" / "cat" / "a\nb.png").write_bytes(b"no image")
+    run(card_of(source, max_bad_fraction=0.1), tmp_path)
+    assert reasons(tmp_path) == {"train/cat/a\\nb.png": "corrupt: not an image"}
+
+
+def test_what_is_no_file_is_listed_and_never_opened(source, tmp_path, monkeypatch):
+    cat = source / "train" / "cat"
+    os.mkfifo(cat / "fifo.png")
+    monkeypatch.chdir(cat)  # the path of a socket must be short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket.png")
+    (cat / "zero.png").symlink_to("/dev/zero")
+    (cat / "gone.png").symlink_to("nowhere.png")
+    (cat / "loop.png").symlink_to("loop.png")
+    (cat / "gone.txt").symlink_to("nowhere.txt")
+    manifest, _ = run(card_of(source, max_bad_fraction=0.1), tmp_path)
+    assert manifest["counts"] == {"train": 20, "test": 8}
+    assert manifest["rejected"] == {"link": 2, "other file": 4}
+    assert reasons(tmp_path) == {
+        "train/cat/fifo.png": "other file: a named pipe",
+        "train/cat/socket.png": "other file: a socket",
+        "train/cat/zero.png": "other file: a device",
+        "train/cat/gone.png": "link: to nothing",
+        "train/cat/loop.png": "link: to itself",
+        "train/cat/gone.txt": "other file: a link to nothing"}
+
+
+def test_an_image_that_a_link_does_not_lead_to_counts_as_bad(source, tmp_path):
+    (source / "train" / "cat" / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(UserError, match=r"1 of 29 images.*gone\.png \(link: to nothing\)"):
+        run(card_of(source), tmp_path)
+
+
+def test_linked_folders_are_read_once_and_never_outside_the_source(source, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.png").write_bytes(picture(7))
+    (source / "more" / "cats").mkdir(parents=True)
+    (source / "more" / "cats" / "new.png").write_bytes(picture(88))
+    (source / "more" / "cats" / "up").symlink_to("../..")
+    cat, dog = source / "train" / "cat", source / "train" / "dog"
+    for place, target in ((cat / "up", ".."), (cat / "top", "../.."), (dog / "cat", "../cat"),
+                          (cat / "out", outside), (cat / "root", "/"), (source / "train" / "slash", "../../.."),
+                          (cat / "more", "../../more/cats"), (dog / "more", "../../more/cats"),
+                          (cat / "self", "self")):
+        place.symlink_to(target)
+    manifest, shards = run(card_of(source, max_bad_fraction=0.2), tmp_path)
+    assert manifest["counts"] == {"train": 21, "test": 8}
+    assert "train/cat/new" in shards.index["key"].to_pylist()
+    found = {name: reason.split(";")[0] for name, reason in reasons(tmp_path).items()}
+    again, out = "other file: a link to {} read anyway", "link: to a folder outside the source"
+    holds = again.format("a folder that holds others which are")
+    assert found == {
+        "train/cat/up": again.format("train, which is"), "train/cat/top": holds,
+        "train/dog/cat": again.format("train/cat, which is"), "train/cat/out": out,
+        "train/cat/root": holds, "train/slash": holds, "train/cat/more/up": holds,
+        "train/dog/more": again.format("train/cat/more, which is"),
+        "train/cat/self": "other file: a link to itself"}
+
+
+def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source, tmp_path):
+    """Caches of hubs, and tools that keep versions of data, are laid out so."""
+    blob = tmp_path / "blob"
+    (source / "train" / "cat" / "00.png").rename(blob)
+    wanted = (tmp_path / "blob").read_bytes()
+    (source / "train" / "cat" / "00.png").symlink_to(blob)
+    manifest, shards = run(card_of(source), tmp_path)
+    assert manifest["counts"] == {"train": 20, "test": 8}
+    assert hashlib.sha256(wanted).hexdigest() in shards.index["sha256"].to_pylist()
+
+
+@pytest.mark.parametrize(("split", "says"), [
+    ("test", r"there are no test images in .* \(left out: test, other file: a link to train, which"),
+    ("train", r"1 of 9 images .* train \(link: to a folder outside the source")])
+def test_a_split_that_is_a_link_which_is_not_followed_is_named(split, says, source, tmp_path):
+    (source / split).rename(tmp_path / "elsewhere")
+    (source / split).symlink_to(source / "train" if split == "test" else tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=says):
+        run(card_of(source), tmp_path)
+    (source / split).unlink()
+    (tmp_path / "elsewhere").rename(source / "kept")
+    (source / split).symlink_to("kept")  # inside the source, and nowhere else read
+    assert run(card_of(source), tmp_path)[0]["counts"] == {"train": 20, "test": 8}
+
+
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_a_shard_that_is_a_link_to_nothing_is_an_error_and_what_is_none_is_listed(
+        form, source, tmp_path):
+    card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
+    place = Path(card.source.path)
+    (place / "train-notes.md").write_text("notes")
+    os.mkfifo(place / f"train-pipe.{form}")
+    (place / "README.md").write_text("of no split")
+    run(card, tmp_path)
+    assert reasons(tmp_path) == {"train-notes.md": "other file: .md",
+                                 f"train-pipe.{form}": "other file: a named pipe"}
+    (place / f"train-gone.{form}").symlink_to(f"nowhere.{form}")
+    with pytest.raises(UserError, match=rf"train-gone\.{form} .* is left out \(link: to nothing\)"):
+        run(card, tmp_path, "other")
+
+
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_shards_and_members_whose_names_are_no_utf8_are_read(form, source, tmp_path):
+    card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
+    place = Path(card.source.path)
+    old = next(place.glob("train*"))
+    if form == "tar":
+        with tarfile.open(old, "a") as tar:
+            for suffix, data in (("png", picture(99)), ("cls", b"cat")):
+                member = tarfile.TarInfo(f"caf\udce9.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    os.rename(old, os.fsencode(place) + b"/train-caf\xe9." + form.encode())
+    manifest, shards = run(card, tmp_path)
+    assert manifest["counts"]["train"] == 20 + (form == "tar")
+    assert ("train/cat/caf_" in shards.index["key"].to_pylist()) == (form == "tar")
+
+
+def test_equal_names_in_two_archives_of_one_name_get_keys_of_their_own(source, tmp_path):
+    card = tar_card(tmp_path, source)
+    for split in ("train", "test"):
+        for folder in "ab":
+            (tmp_path / "tars" / split / folder).mkdir(parents=True)
+        file = tmp_path / "tars" / f"{split}-0.tar"
+        (tmp_path / "tars" / split / "b" / "0.tar").write_bytes(file.read_bytes())
+        file.rename(tmp_path / "tars" / split / "a" / "0.tar")
+    _, shards = run(card, tmp_path)
+    keys = shards.index["key"].to_pylist()
+    assert len(keys) == len(set(keys)) == 56
+
+
+# ---- Unicode forms -----------------------------------------------------------------------------------
+NFC, NFD = "caf\u00e9", "cafe\u0301"
+
+
+@pytest.mark.parametrize("folder", [NFC, NFD])
+@pytest.mark.parametrize("on_card", [NFC, NFD])
+@pytest.mark.parametrize("form", ["folder", "parquet"])
+def test_a_class_is_the_same_in_both_unicode_forms(folder, on_card, form, source, tmp_path):
+    for split in ("train", "test"):
+        (source / split / "dog").rename(source / split / folder)
+    (source / "train" / folder / "00.png").rename(source / "train" / folder / f"{folder}.png")
+    card = card_of(source)
+    if form == "parquet":
+        card = parquet_card(tmp_path, source, numbers=False) if folder in CLASSES else None
+        rows = {split: [{"image": file.read_bytes(), "label": file.parent.name}
+                        for file in sorted((source / split).rglob("*.png"))] for split in ("train", "test")}
+        (tmp_path / "pq").mkdir()
+        for split, table in rows.items():
+            pq.write_table(pa.Table.from_pylist(table), tmp_path / "pq" / f"{split}.parquet")
+        card = card_of(tmp_path / "pq", "parquet")
+    manifest, shards = run(card.model_copy(update={"classes": ("cat", on_card)}), tmp_path)
+    assert manifest["counts"] == {"train": 20, "test": 8}
+    assert set(shards.index["class"].to_pylist()) == {"cat", on_card}
+    if form == "folder":
+        assert f"train/{NFC}/{NFC}" in shards.index["key"].to_pylist()
+        assert fingerprint(card) == fingerprint_of_other_form(source, folder)
+
+
+def fingerprint_of_other_form(source: Path, folder: str) -> str | None:
+    for split in ("train", "test"):
+        (source / split / folder).rename(source / split / (NFD if folder == NFC else NFC))
+    return fingerprint(card_of(source))
+
+
+@pytest.mark.parametrize("what", ["folders", "files"])
+def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(what, source, tmp_path):
+    for name in (NFC, NFD):
+        path = source / "train" / (f"{name}/a.png" if what == "folders" else f"cat/{name}.png")
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(picture(len(name)))
+    with pytest.raises(UserError, match=r"the same name in two Unicode forms \(NFC and NFD\)") as error:
+        run(card_of(source), tmp_path)
+    assert str(error.value).isascii()
+    file = tmp_path / "card.yaml"
+    text = "name: mine\nlicence: MIT\nclasses: {}\nnum_classes: {}\nsource: {{format: folder, path: {}}}\n"
+    file.write_text(text.format("from_source", 4 if what == "folders" else 2, source))
+    if what == "folders":
+        with pytest.raises(UserError, match="two Unicode forms"):
+            load(str(file))
+    file.write_text(text.format(f"[{NFC}, {NFD}]", 2, source))
+    with pytest.raises(UserError, match=rf"class '{NFC if NFC < NFD else NFD}' is listed twice"):
+        load(str(file))
+
+
 # ---- what a card promises ------------------------------------------------------------------------------------------------
 def test_a_missing_source_is_named_with_the_remedy(tmp_path):
     assert fingerprint(card_of(tmp_path / "nowhere")) is None
@@ -180,6 +392,28 @@ def test_the_fingerprint_follows_names_and_sizes(source):
     assert before == fingerprint(card_of(source))
     (source / "train" / "cat" / "00.png").write_bytes(picture(7, side=12))
     assert fingerprint(card_of(source)) != before
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "parquet"])
+def test_the_fingerprint_follows_nothing_beside_the_images(form, source, tmp_path):
+    make = {"folder": lambda: card_of(source), "tar": lambda: tar_card(tmp_path, source),
+            "parquet": lambda: parquet_card(tmp_path, source)}[form]
+    card = make()
+    place = Path(card.source.path)
+    names = ["README.txt", "Thumbs.db", "notes/more.png", "notes/more.tar", "train-notes.txt"]
+    if form == "folder":
+        names += ["train/Thumbs.db", "train/cat/notes.txt"]
+    before = fingerprint(card)
+    files = sorted(p for p in place.rglob("*") if p.is_file())
+    text = "\n".join(f"{p.relative_to(place)}\t{p.stat().st_size}" for p in files)
+    assert before == hashlib.sha256(text.encode()).hexdigest(), "what it was is kept"
+    for name in names:
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text("a note")
+    assert fingerprint(card) == before
+    for file in files:
+        file.unlink()
+    assert fingerprint(card) is None, "a note alone is no source"
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import multiprocessing
 import os
 import tempfile
@@ -18,7 +19,8 @@ from tests import s3, small_run
 from tests.s3 import Fault
 from workers import filesystem
 from workers.artefact import join, write_bytes
-from workers.data.cache import Cache
+from workers.data import cache
+from workers.data.cache import Cache, Kept
 from workers.data.shards import Shards
 from workers.errors import DamagedArtefact, UserError
 
@@ -82,6 +84,25 @@ def test_what_could_not_be_made_leaves_nothing(error, tmp_path):
     with pytest.raises(OSError, match="2 bytes were made of 4"):
         Cache(str(tmp_path), 1000).kept("a", 4, written(b"12"))
     assert not names(Cache(str(tmp_path), 1000))
+
+
+def test_a_disk_that_keeps_nothing_is_a_sentence(tmp_path, monkeypatch):
+    right = hashlib.sha256(b"1234").hexdigest()
+    with Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right) as found:
+        assert found.read() == b"1234", "it is read from its start"
+    monkeypatch.setattr(cache, "_checked", set())
+    monkeypatch.setattr(Kept, "read_at", lambda file, size, offset: b"5678"[offset:])
+    with pytest.raises(UserError, match=r"gives back other bytes .*; name another folder in cluster\.cache"):
+        Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right)
+
+
+def test_a_file_is_checked_once_in_a_process(tmp_path, monkeypatch):
+    right, read = hashlib.sha256(b"1234").hexdigest(), []
+    read_at = Kept.read_at
+    monkeypatch.setattr(Kept, "read_at", lambda *args: (read.append(1), read_at(*args))[1])
+    for _ in range(3):
+        Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right).close()
+    assert len(read) == 2, "the bytes, and the end"
 
 
 def test_a_full_disk_is_a_sentence(tmp_path):
@@ -259,7 +280,7 @@ def test_a_shard_arrives_through_errors_that_pass(kind, shards, bucket):
 
 
 @pytest.mark.parametrize("place", ["storage", "cache"])
-def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(place, shards, bucket):
+def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(place, shards, bucket, capfd):
     expected = read_all(shards)
     names = {name: info["sha256"] for name, info in shards.artefact.manifest["files"].items()}
     path = Path(shards.cache.folder, "shards", names["train-00001.tar"])
@@ -267,9 +288,9 @@ def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(place, 
     data[data.find(b"IDAT") + 9] ^= 1
     if place == "cache":
         path.write_bytes(data)
-        with pytest.raises(DamagedArtefact):
-            read_all(shards)
-        assert read_all(shards) == expected
+        assert read_all(shards) == expected, "also while the shard is open"
+        assert capfd.readouterr().err.count("its shard is fetched again") == 1
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
     else:
         shards.cache.forget(f"shards/{names['train-00001.tar']}")
         write_bytes(shards.uri("train-00001.tar"), bytes(data))
@@ -278,6 +299,25 @@ def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(place, 
             with pytest.raises(DamagedArtefact, match=r"train-00001\.tar is not what ingest wrote"):
                 read_all(again)
         assert not path.exists()
+
+
+@pytest.mark.parametrize("at", [0, 5, 520, -3])  # of a header, of an image, of what nobody reads
+def test_a_flipped_bit_in_a_kept_shard_is_found_when_a_process_first_reads_it(
+        at, shards, bucket, monkeypatch, capfd):
+    expected = list(shards.stream(tars(shards)))
+    monkeypatch.setattr(cache, "_checked", set())  # as in another process
+    for path in Path(shards.cache.folder, "shards").iterdir():
+        if path.suffix != ".lock":
+            data = bytearray(path.read_bytes())
+            data[at] ^= 1
+            path.write_bytes(data)
+    bucket.seen.clear()
+    again = Shards.open(bucket.uri, "data", shards.cache)
+    assert list(again.stream(tars(again))) == expected
+    assert bucket.counts(".tar")["GET"] == 3
+    assert capfd.readouterr().err.count("is not what was written there, and is made again") == 3
+    assert list(Shards.open(bucket.uri, "data", shards.cache).stream(tars(again))) == expected
+    assert not capfd.readouterr().err
 
 
 def test_a_shard_that_is_gone_is_damage(shards, bucket):

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from workers.artefact import Attempt
+from workers.data.cache import Blocks
 from workers.data.feed import Feed
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards, decode
@@ -305,6 +306,55 @@ def test_the_cache_is_written_once_and_mended_when_cut_short(root, tmp_path):
     assert not list(cache.glob("*.part"))
     feed_of(root, "resident", cache=str(cache), split="val")
     assert len(list(cache.glob("*.npy"))) == 2
+
+
+PIXELS, ROW = 128, SIDE * SIDE * 3  # where they begin in the file; bytes of an image
+
+
+@pytest.mark.parametrize("at", [PIXELS, PIXELS + 5 * ROW + 7, PIXELS + 17 * ROW - 1,
+                                PIXELS + 17 * ROW, PIXELS + 17 * ROW + 32 * 17 - 1])
+def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(at, root, tmp_path, capfd):
+    folder = str(tmp_path / "cache")
+    expected = samples([feed_of(root, "resident", cache=folder)])
+    (file,) = (tmp_path / "cache").glob("*.npy")
+    whole = file.read_bytes()
+    assert len(whole) == PIXELS + 17 * (ROW + 32)
+    data = bytearray(whole)
+    data[at] ^= 16
+    file.write_bytes(data)
+    gc.collect()
+    assert samples([feed_of(root, "resident", cache=folder)]) == expected
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "1 decoded images in" in said
+    assert file.read_bytes() == whole
+    assert samples([feed_of(root, "resident", cache=folder)]) == expected
+    assert not capfd.readouterr().err
+
+
+def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(root, tmp_path, monkeypatch):
+    checked: Counter = Counter()
+    is_whole = Blocks._is_whole
+
+    def counted(blocks, row):
+        checked[row] += 1
+        return is_whole(blocks, row)
+
+    monkeypatch.setattr(Blocks, "_is_whole", counted)
+    feed = feed_of(root, "resident", cache=str(tmp_path / "cache"))
+    next(feed.epoch(0))
+    assert len(checked) == 4
+    for epoch in range(3):
+        samples([feed], epoch)
+    assert set(checked.values()) == {1}
+    assert len(checked) == 17
+
+
+def test_decoded_images_that_a_disk_does_not_keep_are_a_sentence(root, tmp_path, monkeypatch):
+    feed = feed_of(root, "resident", cache=str(tmp_path / "cache"))
+    monkeypatch.setattr(Blocks, "_is_whole", lambda blocks, row: False)
+    with pytest.raises(UserError, match=r"gives back other bytes than were written"):
+        samples([feed])
 
 
 @pytest.mark.parametrize(("limit", "count"), [(4000, 1), (10_000, 2)])

@@ -1,8 +1,13 @@
-"""What a node keeps of the storage: shards and decoded images in one folder, each made once, shared by its processes, below a size."""
+"""What a node keeps of the storage: shards and decoded images in one folder, each made once, shared by its processes, below a size.
+
+A disk may give back other bytes than were written, without a word. So what is kept has digests, and is checked when a process
+first reads it: a shard as a whole (`Cache.kept`), decoded images one by one (`Blocks`). What is damaged is made again.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import io
 import os
 import time
@@ -12,9 +17,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
+from workers import filesystem
 from workers.errors import UserError
 
 Write = Callable[[BinaryIO], None]
+PIECE = 16 << 20  # bytes that are hashed at a time
+DIGEST = hashlib.sha256().digest_size
+_checked: set[tuple[int, int, int]] = set()  # files that this process found to be what they should be
 
 
 class Kept(io.FileIO):
@@ -36,16 +48,29 @@ class Cache:
     folder: str
     limit: int
 
-    def kept(self, name: str, size: int, write: Write) -> Kept:
+    def kept(self, name: str, size: int, write: Write, sha256: str = "") -> Kept:
         """The file `name` of `size` bytes, which `write` fills where it is not there whole: one process of the node does, the others wait.
-        Raises UserError where the disk has no room, and whatever `write` raises; then there is no file."""
+        sha256: what the file must hold; one that holds anything else is made again. Raises UserError where the disk has no room, or gives back
+        other bytes than were written, and whatever `write` raises; then there is no file."""
         path = os.path.join(self.folder, name)
-        with self._sentence(size):
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            with _locked(f"{path}.lock"):
-                found = _in_use(path, size) or self._made(path, size, write)
-            os.utime(found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns))  # from now on it is the one that was used last
-        return found
+        for _ in range(3):
+            with self._sentence(size):
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                with _locked(f"{path}.lock"):
+                    found = _in_use(path, size) or self._made(path, size, write)
+                os.utime(found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns))  # from now on it is the one that was used last
+                if not sha256 or _is(found, sha256):
+                    return found
+            found.close()
+            filesystem.say(f"cache: {path} is not what was written there, and is made again; look after that disk if this "
+                           "comes again")
+            self.forget(name)
+        raise self.bad_disk()
+
+    def bad_disk(self) -> UserError:
+        """What is raised where a disk cannot be relied on."""
+        return UserError(f"the disk of {self.folder!r} gives back other bytes than were written; name another folder in "
+                         "cluster.cache")
 
     def forget(self, name: str) -> None:
         """Takes away a file that is not what it should be."""
@@ -103,6 +128,77 @@ class Cache:
                             "name another folder in cluster.cache, or lower data.resident_mb so that images are not kept decoded") from None
 
 
+class Blocks:
+    """Rows of bytes in a file of the cache, behind them the sha256 of each. A row is checked when it is first read here; a
+    damaged one is made again, and written into its place."""
+
+    def __init__(self, cache: Cache, file: Kept, start: int, shape: tuple[int, ...],
+                 make: Callable[[int], NDArray[np.uint8]]):
+        """start: where the first of shape[0] rows of shape[1:] bytes begins. make: gives what row i should be."""
+        self.cache, self.file, self.start, self.make = cache, file, start, make
+        self.rows = np.memmap(file, np.uint8, "r", start, shape)
+        self.digests = np.memmap(file, np.uint8, "r", start + self.rows.nbytes, (shape[0], DIGEST))
+        self.checked = np.zeros(shape[0], bool)
+
+    @staticmethod
+    def size(shape: tuple[int, ...]) -> int:
+        """Bytes of the rows and their digests."""
+        return int(np.prod(shape)) + shape[0] * DIGEST
+
+    @staticmethod
+    def write(stream: BinaryIO, rows: Iterator[NDArray[np.uint8]]) -> None:
+        """Writes the rows, and then their digests."""
+        digests = []
+        for row in rows:
+            data = np.ascontiguousarray(row).data
+            digests.append(hashlib.sha256(data).digest())
+            stream.write(data)
+        stream.write(b"".join(digests))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows.nbytes)
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """These rows, as they were written. Raises UserError where the disk does not keep them."""
+        bad = [row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)]
+        if bad:
+            filesystem.say(f"cache: {len(bad)} decoded images in {self.cache.folder} are not what was written there, and are "
+                           "made again; look after that disk if this comes again")
+        for row in bad:
+            self._mend(row)
+        self.checked[rows] = True
+        return np.asarray(self.rows[rows])
+
+    def _is_whole(self, row: int) -> bool:
+        return hashlib.sha256(self.rows[row].data).digest() == self.digests[row].tobytes()
+
+    def _mend(self, row: int) -> None:
+        data = np.ascontiguousarray(self.make(row)).tobytes()
+        try:
+            os.pwrite(self.file.fileno(), data, self.start + row * len(data))
+            os.pwrite(self.file.fileno(), hashlib.sha256(data).digest(), self.start + self.nbytes + row * DIGEST)
+        except OSError:
+            raise self.cache.bad_disk() from None
+        if self.rows[row].tobytes() != data or not self._is_whole(row):
+            raise self.cache.bad_disk()
+
+
+def _is(file: Kept, sha256: str) -> bool:
+    """Whether a file holds what it should; each is read once in a process."""
+    info = os.fstat(file.fileno())
+    identity = (info.st_dev, info.st_ino, info.st_mtime_ns)
+    if identity not in _checked:
+        digest, at = hashlib.sha256(), 0
+        while piece := file.read_at(PIECE, at):
+            digest.update(piece)
+            at += len(piece)
+        if digest.hexdigest() != sha256:
+            return False
+        _checked.add(identity)
+    return True
+
+
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
     with open(path, "w") as lock:
@@ -113,7 +209,7 @@ def _locked(path: str) -> Iterator[None]:
 def _in_use(path: str, size: int) -> Kept | None:
     """The file, open; None where it is not there, or cut short by a machine that went down."""
     try:
-        found = Kept(path)
+        found = Kept(path, "r+")
     except FileNotFoundError:
         return None
     fcntl.flock(found.fileno(), fcntl.LOCK_SH)

@@ -7,6 +7,7 @@ import io
 import tarfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from workers import filesystem
 from workers.artefact import Artefact, resolve
 from workers.data.cache import Cache, Kept
 from workers.errors import DamagedArtefact, UserError
@@ -42,6 +44,7 @@ class Shards:
         self.index = index
         self.cache = cache if "://" in artefact.root and not artefact.root.startswith("file://") else None
         self.max_pixels = int(artefact.manifest.get("max_pixels", MAX_PIXELS))
+        self._mending = Lock()
         self._file = lru_cache(maxsize=8)(self._open)  # rows are read shard after shard; of those that are open none can leave the cache
 
     @classmethod
@@ -69,9 +72,10 @@ class Shards:
         return self._file(shard).read_at(size, offset)
 
     def verify(self, record: str, data: bytes, sha256: str) -> bytes:
-        """`data` itself, where it is what ingest wrote. Raises DamagedArtefact otherwise."""
+        """`data` itself, where it is what ingest wrote, else what the storage has of it. Raises DamagedArtefact where that is damaged too."""
+        if hashlib.sha256(data).hexdigest() != sha256 and self.cache is not None:
+            data = self._fetched_again(record)
         if hashlib.sha256(data).hexdigest() != sha256:
-            self._forget(record)
             raise DamagedArtefact(self.key, f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
                                             "(sha256 differs from the index); run the same command again to ingest anew")
         return data
@@ -101,7 +105,7 @@ class Shards:
         try:
             if self.cache is not None:
                 info = self.artefact.manifest["files"][shard]
-                return self.cache.kept(_kept_as(info), info["bytes"], lambda stream: self._download(shard, info, stream))
+                return self.cache.kept(_kept_as(info), info["bytes"], lambda stream: self._download(shard, info, stream), info["sha256"])
             system, path = resolve(self.uri(shard))
             return system.open_input_file(path)
         except FileNotFoundError:
@@ -122,12 +126,22 @@ class Shards:
             raise DamagedArtefact(self.key, f"{self.uri(shard)} is not what ingest wrote (its sha256 differs from the manifest); run the same command again "
                                             "to ingest anew")
 
-    def _forget(self, record: str) -> None:
-        """Takes the shard that holds a damaged record out of the cache: what lies in the storage may be whole."""
-        if self.cache is not None:
-            for shard in self.index.filter(pc.equal(self.index["key"], record))["shard"].to_pylist():
-                self.cache.forget(_kept_as(self.artefact.manifest["files"][shard]))
-                self._file.cache_clear()
+    def _fetched_again(self, record: str) -> bytes:
+        """A damaged record from the storage, whose shard may be whole: the copy in the cache is dropped. One thread does it for all."""
+        assert self.cache is not None
+        row = self.index.filter(pc.equal(self.index["key"], record)).to_pylist()[0]
+        with self._mending:
+            data = self.read(row["shard"], row["offset"], row["bytes"])
+            return data if hashlib.sha256(data).hexdigest() == row["sha256"] else self._dropped(row)
+
+    def _dropped(self, row: dict[str, Any]) -> bytes:
+        """The bytes of a record, its shard fetched anew."""
+        assert self.cache is not None
+        filesystem.say(f"cache: image {row['key']!r} in {self.cache.folder} is not what was written there; its shard is fetched "
+                       "again")
+        self.cache.forget(_kept_as(self.artefact.manifest["files"][row["shard"]]))
+        self._file.cache_clear()
+        return self.read(row["shard"], row["offset"], row["bytes"])
 
 
 def _kept_as(info: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.data.cache import Cache
+from workers.data.cache import Blocks, Cache
 from workers.data.draw import seed_of
 from workers.data.rows import Rows
 from workers.data.shards import decode
@@ -54,7 +53,7 @@ class Resident:
         self.shape = (len(rows), side, side, 3)
         self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
         if device.type != "cpu" and 2 * self.pixels.nbytes < torch.get_device_module(device).mem_get_info(device)[0]:
-            self.pixels = torch.from_numpy(np.array(self.pixels)).to(device)
+            self.pixels = torch.from_numpy(self.pixels[np.arange(len(rows))]).to(device)
 
     def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
         n = len(self.rows)
@@ -71,18 +70,18 @@ class Resident:
         if isinstance(self.pixels, Tensor):
             found = self.pixels[rows.to(self.device)]
         else:
-            found = torch.from_numpy(self.pixels[rows.numpy()]).to(self.device)
+            found = torch.from_numpy(self.pixels[rows.numpy()]).to(self.device)  # a copy, checked where it comes from a disk
         return found.permute(0, 3, 1, 2).contiguous()
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
         """Every row's pixels in table order, decoded by threads that run a bounded way ahead."""
-        def one(row: int) -> NDArray[np.uint8]:
-            shards = self.rows.shards[self.rows.table["data"][row].as_py()]
-            return decode(self.rows.bytes_of(row), self.side, shards.max_pixels)
-
         with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            futures = (pool.submit(one, row) for row in range(len(self.rows)))
+            futures = (pool.submit(self._decode, row) for row in range(len(self.rows)))
             yield from (future.result() for future in _ahead(futures, 4 * max(1, self.workers)))
+
+    def _decode(self, row: int) -> NDArray[np.uint8]:
+        shards = self.rows.shards[self.rows.table["data"][row].as_py()]
+        return decode(self.rows.bytes_of(row), self.side, shards.max_pixels)
 
     def _in_memory(self) -> NDArray[np.uint8]:
         pixels = np.empty(self.shape, np.uint8)
@@ -90,19 +89,19 @@ class Resident:
             pixels[row] = decoded
         return pixels
 
-    def _mapped(self, cache: Cache) -> NDArray[np.uint8]:
-        """The memory map `<cache>/<hash of rows and side>.npy`, written first where it is not there yet."""
-        name = hashlib.sha256(f"{DECODING}|{self.rows.digest()}|{self.side}".encode()).hexdigest()[:32] + ".npy"
+    def _mapped(self, cache: Cache) -> Blocks:
+        """The file `<cache>/<hash of rows and side>.npy`, written first where it is not there yet."""
+        what = f"{DECODING}|{self.rows.digest()}|{self.side}|digests"
+        name = hashlib.sha256(what.encode()).hexdigest()[:32] + ".npy"
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": self.shape})
 
         def write(stream: BinaryIO) -> None:
             stream.write(header.getvalue())
-            for pixels in self._decoded():
-                stream.write(np.ascontiguousarray(pixels).data)
+            Blocks.write(stream, self._decoded())
 
-        self.kept = cache.kept(name, header.tell() + math.prod(self.shape), write)  # in use for as long as this source is
-        return np.memmap(self.kept, np.uint8, "r", header.tell(), self.shape)
+        file = cache.kept(name, header.tell() + Blocks.size(self.shape), write)  # in use for as long as this source is
+        return Blocks(cache, file, header.tell(), self.shape, self._decode)
 
 
 class Streamed:

@@ -24,6 +24,7 @@ from workers.job import DataSettings, StageJob, Task, TrainSettings, key_inputs
 from workers.methods import METHODS
 from workers.methods.base import MethodSettings, Step
 from workers.model import vit
+from workers.regular_file import open_regular
 
 REPORT_REVISION = 2  # raise it when the report shows other things
 BACKBONE_REVISION = 1  # raise it when other weights come out of the same settings: building, loading, resampling
@@ -206,8 +207,8 @@ def weights_path(config: Config) -> str:
     return weights if weights in ("none", "hub") else os.path.normpath(cards.CARDS.parent / expand(weights))
 
 
-def _weights_digest(config: Config, store: Store) -> str:
-    """Digest of the weights file, or what names the weights where there is no file."""
+def _weights_digest(config: Config, store: Store, most: int) -> str:
+    """Digest of the weights file, of at most so many bytes, or what names the weights where there is no file."""
     path = weights_path(config)
     if path in ("none", "hub"):
         return path
@@ -215,8 +216,11 @@ def _weights_digest(config: Config, store: Store) -> str:
     if os.path.isdir(path):
         raise UserError(f"backbone.weights is {path!r}, a folder; give a .safetensors file, `hub` or `none`")
     if os.path.exists(path):
-        with open(path, "rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            with open_regular(path, most) as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"backbone.weights is {path!r}, which cannot be read ({error.strerror}); give a .safetensors file, `hub` or `none`") from None
         store.remember(identity, found)
         return found
     seen = store.remembered(identity)
@@ -233,7 +237,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
             METHODS[entry.method].fits(builder.settings(label), copy.deepcopy(empty), tuple(tasks))
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None
-    settings = {**key_inputs(c.backbone), "weights": _weights_digest(c, builder.store)}
+    settings = {**key_inputs(c.backbone), "weights": _weights_digest(c, builder.store, vit.most_bytes(empty))}
     inputs: dict[str, Any] = {"backbone": settings, "seed": c.seed, "revision": BACKBONE_REVISION}
     if base:
         inputs |= {"task": base.name, "classes": base.classes, "train": key_inputs(c.train), "data": key_inputs(c.data),

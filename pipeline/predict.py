@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import browse
 from workers.errors import UserError
+from workers.regular_file import read_regular
 
 if TYPE_CHECKING:
     from pipeline.graph import Graph
@@ -150,8 +151,7 @@ def tasks(args: argparse.Namespace) -> int:
             stream.write(data)
         print(f"{args.file}: task {args.name}, {len(data)} bytes")
     elif args.action == "import":
-        with open(args.file, "rb") as stream:
-            task = bundles.import_task(model, stream.read(), args.file)
+        task = bundles.import_task(model, read_regular(args.file, found.most_task_bytes), args.file)
         print(f"{args.model} serves {task.name} too, {task.num_classes} classes")
     else:
         said = bundles.remove_task(model, args.name)

@@ -52,6 +52,57 @@ class Site:
         assert sorted(p.name for p in self.own.parent.iterdir()) == ["outside", "own"]
 
 
+# ---- backbones that a config or a model folder may ask for; what is said of each -------------------------------------------
+def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """Settings of a backbone by the name of the attack, with words of the sentence that refuses them. folder: what they try to reach."""
+    small = small_run.BACKBONE["options"]
+
+    def options(**values: Any) -> dict[str, Any]:
+        return {**small_run.BACKBONE, "options": {**small, **values}}
+
+    address = {"url": "http://127.0.0.1:9/x.pth", "custom_load": True}
+    return {
+        "loads weights": (options(pretrained=True), "how timm loads or makes a model"),
+        "loads from an address": (options(pretrained_cfg=address), "how timm loads or makes a model"),
+        "loads a file": (options(pretrained_cfg_overlay={"file": str(folder / "kept")}), "how timm loads or makes a model"),
+        "loads a checkpoint": (options(checkpoint_path=str(folder / "kept")), "how timm loads or makes a model"),
+        "writes a cache": (options(cache_dir=str(folder / "cache")), "how timm loads or makes a model"),
+        "wraps the model": (options(features_only=True), "how timm loads or makes a model"),
+        "names a class": (options(block_fn="Block"), "how timm loads or makes a model"),
+        "names a device": (options(device="cuda"), "how timm loads or makes a model"),
+        "names a function": (options(act_layer="exec"), "backbone.options.act_layer is 'exec': it must be a layer that timm has by name"),
+        "names a module": (options(norm_layer="os.system"), "a word has letters, digits and '_'"),
+        "names an unknown attention": (options(attn_layer="eval"), "backbone.options.attn_layer is 'eval': it must be a layer"),
+        "hides in a name": (options(__class__=3), "'__class__' is no name of an option"),
+        "hides in a mapping": (options(depth={"a": 1}), "'depth' holds a dict"),
+        "hides in a list of lists": (options(patch_size=[[4], [4]]), "'patch_size' holds a list"),
+        "fills a list": (options(patch_size=[4] * 10_000), "a list has at most 16"),
+        "sets the input": (options(img_size=8), "given by backbone.img_size"),
+        "sets the classes": (options(num_classes=10), "given by the classes of a task"),
+        "no such option": (options(patchsize=4), "backbone.options.patchsize is 4, and 'vit_tiny_patch16_224' has no such option; did you mean 'patch_size'"),
+        "no heads": (options(num_heads=0), "backbone.options.num_heads is 0: it must be greater than 0"),
+        "patches of nothing": (options(patch_size=0), "backbone.options.patch_size is 0: it must be greater than 0"),
+        "no blocks": (options(depth=0), "backbone.options.depth is 0: it must be greater than 0"),
+        "too many blocks": (options(depth=100_000), "'depth' is 100000, and it must be a number of at most 200"),
+        "too many blocks together": ({"name": "resnet18", "options": {"layers": [90, 90, 90, 90], "norm_layer": "groupnorm1"}}, "at most 200 blocks"),
+        "a number without end": (options(embed_dim=10**400), "at most 65536"),
+        "no number": (options(mlp_ratio=float("nan")), "at most 65536"),
+        "more weights than there is memory": (options(embed_dim=65_536, num_heads=1, depth=2), "weights, more than 10000000000"),
+        "more positions than there is memory": ({"name": "convit_local", "img_size": 1024, "options": {"patch_size": 1}}, "weights, more than 10000000000"),
+        "a word for a switch": (options(qkv_bias="no"), "backbone.options.qkv_bias is 'no': input should be a valid boolean"),
+        "a switch for a number": (options(depth=True), "backbone.options.depth is True: input should be a valid integer"),
+        "a size below zero": (options(reg_tokens=-1), "negative dimension"),
+        "an image of gigabytes": ({**small_run.BACKBONE, "img_size": 10**20}, "less than or equal to 4096"),
+        "a crop of nothing": ({**small_run.BACKBONE, "crop_pct": 1e-300}, "greater than or equal to 0.1"),
+        "a model of the hub": ({**small_run.BACKBONE, "name": "hf-hub:timm/resnet18"}, "it must be a model's name alone"),
+        "a model of a folder": ({**small_run.BACKBONE, "name": f"local-dir:{folder}"}, "it must be a model's name alone"),
+        "a model with a tag": ({**small_run.BACKBONE, "name": "vit_tiny_patch16_224.augreg_in21k"}, "it must be a model's name alone"),
+    }
+
+
+BACKBONES = tuple(backbones(Path("outside")))
+
+
 # ---- in a process of its own, whose memory is measured ---------------------------------------------------------------------
 def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))  # so that a test that fails does not take the machine with it

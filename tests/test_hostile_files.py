@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import socket
 import struct
 import tarfile
 import warnings
@@ -20,13 +21,15 @@ import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
-from hostile import Site, costs, member, parquet, png, source
+from hostile import BACKBONES, Site, backbones, costs, member, parquet, png, source
 from PIL import Image
 from test_bad_inputs import sentence
 
 from pipeline import cli, formats, ingest, plain_yaml
 from tests import small_run
 from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.model import vit
 from workers.taskstate import TaskState, load_tensors
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -325,6 +328,34 @@ def test_aliases_that_people_write_are_read():
 def test_a_text_of_many_megabytes_is_no_config(site, capfd):
     (site.own / "bad.yaml").write_text("#" * (17 << 20))
     assert "longer than 16777216 characters" in sentence(capfd, ["plan", str(site.own / "bad.yaml")])
+
+
+# ---- backbones -------------------------------------------------------------------------------------------------------------
+def no_connection(*arguments: Any, **_: Any) -> None:
+    raise AssertionError(f"a connection was opened: {arguments[1:]}")
+
+
+@pytest.mark.parametrize("case", BACKBONES)
+def test_a_backbone_of_a_stranger_is_refused_by_plan_and_reaches_nothing(case, site, capfd, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", no_connection)
+    backbone, says = backbones(site.outside)[case]
+    card = small_run.make_card(site.own, "good", "01", 3, 2)
+    said = sentence(capfd, ["plan", written(site, card, backbone)])
+    assert says in said
+
+
+def written(site: Site, card: str, backbone: dict[str, Any]) -> str:
+    """The path of a config with this backbone alone."""
+    body = {**small_run.make_body(site.own, {"bad": card}, ["finetune"]), "backbone": backbone}
+    return small_run.write_config(site.own / "config.yaml", body)
+
+
+@pytest.mark.parametrize("options", [
+    {"act_layer": "relu"}, {"norm_layer": "groupnorm1"}, {"norm_layer": "LayerNorm"}, {"patch_size": [4, 4]}, {"mlp_ratio": 2}, {"init_values": None},
+    {"weight_init": "jax"}, {"qk_norm": True}, {"reg_tokens": 1}, {"in_chans": 3}, {"init_values": 1e-5}])
+def test_what_a_model_itself_takes_is_an_option(options):
+    settings = BackboneSettings(**{**small_run.BACKBONE, "options": small_run.BACKBONE["options"] | options})
+    assert vit.size_of(vit.check(settings)) > 10_000
 
 
 # ---- safetensors -----------------------------------------------------------------------------------------------------------

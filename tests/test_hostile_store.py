@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
-from hostile import ROW, costs, ingested, member, parquet, png, source
+from hostile import BACKBONES, ROW, Site, backbones, costs, ingested, member, parquet, png, source
 from test_bad_inputs import sentence
 
 from pipeline import cards, cli, plain_yaml
@@ -238,6 +238,40 @@ def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(site, capfd):
         assert "\x1b" not in said
     (site.own / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
     assert "tasks/a.safetensors" in sentence(capfd, ["tasks", str(site.own), "list"]), "a file that is not there"
+
+
+# ---- model folders ---------------------------------------------------------------------------------------------------------
+def model_of_a_stranger(site: Site, **changes: Any) -> str:
+    """A folder whose `model.json` says whatever a stranger likes, with a digest that is right."""
+    files = {name: {"bytes": 1, "sha256": "0"} for name in ("backbone.safetensors", "tasks/a.safetensors")}
+    body = {"format": 1, "method": "finetune", "settings": {}, "backbone": small_run.BACKBONE, "backbone_digest": "", "scenario": "task", "seed": 0,
+            "carried": {}, "preprocessing": {}, "max_pixels": 1, "provenance": {}, "files": files,
+            "tasks": [{"name": "a", "classes": ["x"], "card": "c", "data": "d", "role": "task"}], **changes}
+    (site.own / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    return str(site.own)
+
+
+@pytest.mark.parametrize("case", BACKBONES)
+def test_a_model_folder_that_asks_for_another_backbone_is_refused(case, site, capfd):
+    """Whether a task is imported into it, or it is asked about an image."""
+    backbone, says = backbones(site.outside)[case]
+    folder = model_of_a_stranger(site, backbone=backbone)
+    (site.own / "x.png").write_bytes(png())
+    said = sentence(capfd, ["predict", folder, str(site.own / "x.png"), "--task", "a"])
+    assert says in said
+    with pytest.raises(UserError):
+        Bundle.open(folder).method()
+
+
+def test_a_model_folder_with_less_than_its_backbone_is_refused_before_one_is_made(site):
+    backbone = {**small_run.BACKBONE, "options": {**small_run.BACKBONE["options"], "embed_dim": 8192, "num_heads": 1}}
+    said, megabytes = costs(load_model, model_of_a_stranger(site, backbone=backbone))
+    assert "backbone.safetensors has 1 bytes, and a backbone of these settings" in said
+    assert megabytes < 300
+
+
+def load_model(folder: str) -> str:
+    return str(Bundle.open(folder).method())
 
 
 def test_cards_of_the_repository_are_read():

@@ -21,6 +21,7 @@ import os
 import platform
 import posixpath
 import re
+import sys
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
@@ -32,6 +33,7 @@ from pyarrow import fs
 
 from workers.errors import DamagedArtefact, UserError
 from workers.filesystem import opened, put
+from workers.regular_file import read_regular
 from workers.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
@@ -72,20 +74,26 @@ def exists(uri: str) -> bool:
     return system.get_file_info(path).type != fs.FileType.NotFound
 
 
-def read_bytes(uri: str) -> bytes:
+def read_bytes(uri: str, most: int = sys.maxsize) -> bytes:
+    """The bytes of a file. Raises OSError where it is not there, is no regular file, or has more than `most` bytes."""
     system, path = resolve(uri)
+    if isinstance(system, fs.LocalFileSystem):
+        return read_regular(path, most)
     with system.open_input_file(path) as file:
+        if file.size() > most:
+            raise OSError(errno.EFBIG, f"it has {file.size()} bytes, more than {most}", uri)
         return file.read()
 
 
 def read_json(uri: str) -> Any:
     """What a JSON file holds. Raises OSError where it is not there, ValueError where it is no JSON, or larger or more deeply nested than any that is
     written here."""
-    system, path = resolve(uri)
-    with system.open_input_stream(path) as stream:
-        data = stream.read(MOST_JSON + 1)
-    if len(data) > MOST_JSON:
-        raise ValueError(f"it is larger than {MOST_JSON} bytes")
+    try:
+        data = read_bytes(uri, MOST_JSON)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ValueError(f"it is larger than {MOST_JSON} bytes") from None
+        raise
     try:
         return json.loads(data)
     except RecursionError:
@@ -312,9 +320,15 @@ class Artefact:
         if expected is None:
             return "is not in the manifest", b""
         try:
-            data = read_bytes(self.uri(name))
+            data = read_bytes(self.uri(name), expected["bytes"])
         except FileNotFoundError:
             return "is missing", b""
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                return self._size_problem(name), b""
+            if error.errno in (errno.EINVAL, errno.EISDIR):
+                return f"is none ({error.strerror})", b""
+            raise
         if len(data) != expected["bytes"]:
             return f"is truncated or padded ({len(data)} bytes, the manifest says {expected['bytes']})", data
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:

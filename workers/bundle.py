@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -58,7 +59,7 @@ class Body(Frozen):
     format: int
     method: str
     settings: dict[str, Any]
-    backbone: dict[str, Any]
+    backbone: BackboneSettings
     backbone_digest: str
     scenario: Literal["task", "class"]
     seed: NonNegativeInt
@@ -118,7 +119,7 @@ class Bundle:
         if needed != body["files"].keys():
             raise UserError(f"{join(uri, MODEL)}: its files are not those of its tasks ({', '.join(sorted(needed ^ body['files'].keys()))[:200]}); make the "
                             "folder anew with `python -m pipeline bundle`")
-        return cls(body, lambda name: read_bytes(join(uri, name)), uri)
+        return cls(body, lambda name: read_bytes(join(uri, name), body["files"][name]["bytes"]), uri)
 
     @classmethod
     def of_job(cls, job: StageJob, max_pixels: int = MAX_PIXELS) -> Bundle:
@@ -149,6 +150,11 @@ class Bundle:
     def nbytes(self) -> int:
         return sum(info["bytes"] for info in self.body["files"].values())
 
+    @property
+    def most_task_bytes(self) -> int:
+        """The largest file of one task that is read for this model: twice its backbone, and a gigabyte."""
+        return 2 * self.body["files"][BACKBONE]["bytes"] + (1 << 30)
+
     def task(self, name: str) -> Task:
         """Raises UserError where there is no such task."""
         found = next((t for t in self.tasks if t.name == name), None)
@@ -160,8 +166,9 @@ class Bundle:
         """The bytes of one file. Raises UserError where they are not those that were written."""
         try:
             data = self.fetch(name)
-        except OSError:
-            raise UserError(f"{self.where}: {name} is missing; make the folder anew with `python -m pipeline bundle`") from None
+        except OSError as error:
+            problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
+            raise UserError(f"{self.where}: {name} {problem}; make the folder anew with `python -m pipeline bundle`") from None
         if file_info(data) != self.body["files"].get(name):
             raise UserError(f"{self.where}: {name} is damaged (its sha256 differs from {MODEL}); make the folder anew with `python -m pipeline bundle`")
         return data
@@ -191,9 +198,11 @@ class Bundle:
         except (KeyError, ValidationError) as error:
             problem = f"method {error} is not known" if isinstance(error, KeyError) else str(error.errors()[0]["msg"])
             raise UserError(f"{self.where}: its settings cannot be used here ({problem}); use the version of Accrete that wrote it") from None
+        self._check_sizes(backbone_settings)
+        weights = self.read(BACKBONE)
         with torch.random.fork_rng(devices=[]):  # whatever is drawn here is what evaluation drew
             backbone = vit.build(backbone_settings)
-            vit.from_bytes(backbone, self.read(BACKBONE), f"backbone of {self.where}")
+            vit.from_bytes(backbone, weights, f"backbone of {self.where}")
             if vit.digest_of(backbone) != body["backbone_digest"]:
                 raise UserError(f"{self.where}: its backbone is not the one that its tasks were trained on; make the folder anew with "
                                 "`python -m pipeline bundle`")
@@ -207,11 +216,40 @@ class Bundle:
             if (state.task, state.classes) != (task.name, task.classes):
                 raise UserError(f"{self.where}: the state of task {task.name!r} is of task {state.task!r} with other classes; make the folder anew with "
                                 "`python -m pipeline bundle`")
-            method.load(state)
+            with self._loading(f"the state of task {task.name!r}"):
+                method.load(state)
         if body["carried"]:
             parts = {step: Carried.from_bytes(self.read(file), f"{file} of {self.where}") for step, file in body["carried"].items()}
-            method.attach(merged(self.where, body["method"], parts).to(device))
+            with self._loading("what its tasks carry"):
+                method.attach(merged(self.where, body["method"], parts).to(device))
         return method.to(device).requires_grad_(False).eval()
+
+    @contextmanager
+    def _loading(self, part: str) -> Iterator[None]:
+        """Inside, what a stranger's tensors break in a method is told as UserError."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"{self.where}: {part} does not fit method {self.body['method']!r} ({reason:.300}); make the folder anew with "
+                            "`python -m pipeline bundle`") from None
+
+    def _check_sizes(self, settings: BackboneSettings) -> None:
+        """Raises UserError where settings ask for a backbone that is larger than its file, or a file is larger than any that its tasks
+        can have; nothing is read or made before."""
+        outline = vit.outline(settings)
+        files = {name: info["bytes"] for name, info in self.body["files"].items()}
+        least = sum(tensor.nbytes for tensor in outline.state_dict().values())
+        if files[BACKBONE] < least:
+            raise UserError(f"{self.where}: {BACKBONE} has {files[BACKBONE]} bytes, and a backbone of these settings {least}; make the folder anew with "
+                            "`python -m pipeline bundle`")
+        most = vit.most_bytes(outline) * (len(self.body["tasks"]) + 1)  # what a chain carries may hold a backbone for each task
+        large = next((name for name, size in files.items() if size > most), None)
+        if large is not None:
+            raise UserError(f"{self.where}: {large} has {files[large]} bytes, and no file of such a model more than {most}; make the folder anew with "
+                            "`python -m pipeline bundle`")
 
     def but(self, tasks: Sequence[Task], files: Mapping[str, bytes] | None = None, carried: Mapping[str, str] | None = None) -> Bundle:
         """The same with these tasks alone. files: the bytes of what is new. carried: step -> file, where another one takes its place."""

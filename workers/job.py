@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from workers.backbone_options import check_option
 
 
 class Frozen(BaseModel):
@@ -91,14 +94,28 @@ class BackboneSettings(Frozen):
     """The one backbone that everything grows on: a timm VisionTransformer, ResNet or ConvNeXt."""
 
     name: str = Field("vit_tiny_patch16_224", description="timm model name, or `t2t_vit_12`")
-    img_size: PositiveInt = Field(224, description="input side in pixels; position embeddings are resampled to it")
+    img_size: int = Field(224, gt=0, le=4096, description="input side in pixels; position embeddings are resampled to it")
     weights: str = Field("none", description="`none` (random), `hub` (timm's pretrained), or a local .safetensors file")
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
-    crop_pct: float = Field(0.9, gt=0, le=1, description="share of the resized image that evaluation crops")
+    crop_pct: float = Field(0.9, ge=0.1, le=1, description="share of the resized image that evaluation crops")
     drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth while training, linear over depth")
-    options: dict[str, Any] = Field(default_factory=dict, description="passed to timm (patch_size, depth, embed_dim, ...)")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the model (patch_size, depth, embed_dim, ...)")
     context: Annotated[ContextSettings | None, Neutral(None)] = Field(None, description="Context Broadcasting; null: none")
+
+    @field_validator("name")
+    @classmethod
+    def _registered_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", name):  # timm would fetch `hf-hub:...` and read `local-dir:...`
+            raise ValueError("it must be a model's name alone, such as vit_tiny_patch16_224, without a tag, a path or an address")
+        return name
+
+    @field_validator("options")
+    @classmethod
+    def _plain_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, value in options.items():
+            check_option(name, value)
+        return options
 
 
 class DataSettings(Frozen):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from PIL import Image
 
 from workers.data.shards import MAX_PIXELS, open_image, rgb, squared
 from workers.errors import UserError
+from workers.regular_file import read_regular
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 LONGEST_PATH = 4096
@@ -217,7 +219,8 @@ def is_path(image: Any) -> bool:
 
 def _read(path: str, limits: Limits) -> bytes:
     try:
-        with open(path, "rb") as stream:
-            return stream.read(limits.image_bytes + 1)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot be read ({getattr(error, 'strerror', None) or error}); give the path of a JPEG, PNG or WebP file") from None
+        return read_regular(path, limits.image_bytes)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UserError(f"takes more than {limits.image_bytes} bytes; send a smaller one") from None
+        raise UserError(f"cannot be read ({error.strerror or error}); give the path of a JPEG, PNG or WebP file") from None

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
 from workers.job import BackboneSettings
-from workers.model import context
+from workers.model import context, signature
 from workers.model.noise import own_drop_paths
 from workers.model.t2t import T2TVit
+from workers.regular_file import read_regular
 from workers.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
+MOST_NUMBERS = 10_000_000_000  # of weights and buffers together, 40 GB; a stranger's file may ask for any number
 SUPPORTED = "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a timm ResNet or ConvNeXt such as resnet18 or convnext_tiny"
 
 
@@ -50,11 +52,14 @@ def build(settings: BackboneSettings) -> nn.Module:
     if settings.name not in timm.list_models():
         close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or ["vit_tiny_patch16_224"]
         raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close)}")
+    if settings.options:
+        signature.check_options(settings.name, settings.options)
     sized: dict[str, Any] = {} if timm.models.is_model_in_modules(settings.name, ["resnet", "convnext"]) else {"img_size": settings.img_size}
     try:
         model = timm.create_model(settings.name, num_classes=0, drop_path_rate=settings.drop_path, **sized, **settings.options)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options {settings.options}: {error}; "
+    except Exception as error:  # models check their arguments in many ways, or not at all
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options {settings.options}: {reason:.300}; "
                         f"it must be {SUPPORTED}, and backbone.options arguments of it") from None
     if not isinstance(model, (VisionTransformer, ResNet, ConvNeXt)):
         raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be {SUPPORTED}")
@@ -102,12 +107,33 @@ def blocks_of(model: Any) -> list[nn.Module]:
     return [block for owner in owners for block in owner.blocks]
 
 
+def outline(settings: BackboneSettings) -> nn.Module:
+    """The backbone on the meta device, without memory for a single weight. Raises UserError where `build` would, and where it would be too large."""
+    with torch.device("meta"):
+        model = build(settings)
+        count = size_of(model)
+        if count > MOST_NUMBERS:
+            raise UserError(f"backbone {settings.name!r} at img_size {settings.img_size} with options {settings.options} has {count} weights, more than "
+                            f"{MOST_NUMBERS}; make it smaller")
+        _check_features(model, settings)
+    return model
+
+
+def size_of(model: nn.Module) -> int:
+    """How many numbers its parameters and buffers hold together."""
+    return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+
+
+def most_bytes(model: nn.Module) -> int:
+    """The largest file of weights, or of what a task left behind, that is read for a backbone: eight bytes for each of its numbers,
+    and a gigabyte for heads and names."""
+    return 8 * size_of(model) + (1 << 30)
+
+
 def check(settings: BackboneSettings) -> nn.Module:
     """Raises UserError where `build` would, or where the backbone would never get statistics; else the backbone on the meta
     device, without memory for a single weight."""
-    with torch.device("meta"):
-        model = build(settings)
-        _check_features(model, settings)
+    model = outline(settings)
     if settings.weights == "none" and any(isinstance(m, FrozenBatchNorm) for m in model.modules()):
         raise UserError(f"backbone.weights is 'none', but {settings.name!r} has batch norm, whose statistics stay those of the weights and are never "
                         "measured here; give `hub` or a .safetensors file, or a norm without statistics (for a ResNet backbone.options.norm_layer: groupnorm)")
@@ -117,7 +143,11 @@ def check(settings: BackboneSettings) -> nn.Module:
 def _check_features(model: Any, settings: BackboneSettings) -> None:
     """Options of a ConvNeXt reach its head, which stays: it must leave one row of features per image, as wide as the model says."""
     if isinstance(model, ConvNeXt):
-        found = tuple(model(torch.empty(1, 3, settings.img_size, settings.img_size)).shape)
+        try:
+            found = tuple(model(torch.empty(1, 3, settings.img_size, settings.img_size)).shape)
+        except RuntimeError as error:
+            raise UserError(f"backbone {settings.name!r} with options {settings.options} cannot see an image of {settings.img_size} pixels "
+                            f"({' '.join(str(error).split()):.300}); change backbone.options") from None
         if found != (1, model.num_features):
             raise UserError(f"backbone {settings.name!r} with options {settings.options} makes features of shape {found} of an image, where heads read "
                             f"{(1, model.num_features)}; leave out global_pool and head_hidden_size")
@@ -132,8 +162,7 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
         tensors = _from_hub(settings.name)
     else:
         try:
-            with open(settings.weights, "rb") as stream:
-                data = stream.read()
+            data = read_regular(settings.weights, most_bytes(model))
         except OSError as error:
             raise UserError(f"backbone.weights is {settings.weights!r}, which cannot be read ({error.strerror}); give a .safetensors file, `hub` or `none`"
                             ) from None
@@ -187,8 +216,12 @@ def to_bytes(model: nn.Module) -> bytes:
 
 
 def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
+    """Raises UserError where the bytes are no weights of this model."""
     tensors, _ = load_tensors(data, where)
-    model.load_state_dict(tensors)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:  # other names or shapes
+        raise UserError(f"{where}: its weights are of another model ({' '.join(str(error).split()):.300}); make it anew") from None
 
 
 def geometry(model: nn.Module) -> dict[str, Any]:

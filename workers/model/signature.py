@@ -1,0 +1,105 @@
+"""Options of a backbone held against the signature of its model: known names, values of their types, layers that timm has by name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_type_hints
+
+import timm
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from timm.layers import get_act_layer, get_norm_layer
+from timm.models.vision_transformer import ATTN_LAYERS
+from torch import nn
+
+from workers.errors import UserError
+
+STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+LAYERS = {
+    "act_layer": (get_act_layer, "gelu or relu"),
+    "norm_layer": (get_norm_layer, "layernorm or groupnorm1"),
+    "embed_norm_layer": (get_norm_layer, "layernorm or rmsnorm"),
+    "attn_layer": (ATTN_LAYERS.__getitem__, ", ".join(name for name in ATTN_LAYERS if name)),
+}
+
+
+class Argument(NamedTuple):
+    """One argument of a model: its type, and its default."""
+
+    hint: Any
+    default: Any
+
+
+@functools.lru_cache(maxsize=64)
+def model_class(name: str) -> type[nn.Module]:
+    """The class of timm's model `name`, which is a registered one. It is built once, without memory for its weights."""
+    with torch.device("meta"):
+        return type(timm.create_model(name, num_classes=0))
+
+
+@functools.lru_cache(maxsize=64)
+def arguments_of(cls: type[nn.Module]) -> Mapping[str, Argument]:
+    """The arguments of a model by name, with those of its base classes where it hands them on."""
+    found: dict[str, Argument] = {}
+    for owner in cls.__mro__:
+        if "__init__" not in vars(owner):
+            continue
+        hints = get_type_hints(owner.__init__)
+        parameters = inspect.signature(owner.__init__).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name in hints:
+                found.setdefault(parameter.name, Argument(hints[parameter.name], parameter.default))
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise a `UserError` unless every option is an argument of timm's model `name`, and of its type."""
+    arguments = arguments_of(model_class(name))
+    for option, value in options.items():
+        if option not in arguments:
+            near = difflib.get_close_matches(option, arguments, 1, 0.6)
+            remedy = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise UserError(f"backbone.options.{option} is {value!r:.60}, and {name!r} has no such option; {remedy}")
+        problem = _problem(option, value, arguments[option])
+        if problem:
+            raise UserError(f"backbone.options.{option} is {value!r:.60}: {problem}; change it")
+
+
+def _problem(option: str, value: Any, argument: Argument) -> str:
+    """Why a value is none of an argument; empty where it is one."""
+    if value is None:
+        return ""  # timm drops it, so that the model's own default counts
+    if option in LAYERS:
+        return _layer_problem(option, value)
+    plain = tuple(value) if isinstance(value, list) else value
+    try:
+        TypeAdapter(argument.hint, config=STRICT).validate_python(plain)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        return message[0].lower() + message[1:]
+    is_size = argument.default is inspect.Parameter.empty or _is_positive(argument.default)
+    if is_size and not _is_positive(plain):
+        return "it must be greater than 0"
+    return ""
+
+
+def _layer_problem(option: str, value: Any) -> str:
+    """A layer may be named by the words that timm knows for one, and by nothing else."""
+    look_up, examples = LAYERS[option]
+    try:
+        known = isinstance(value, str) and look_up(value) is not None
+    except KeyError:
+        known = False
+    return "" if known else f"it must be a layer that timm has by name, such as {examples}"
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number above 0, or a list of such, as sizes and counts are. Booleans are none."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_is_positive(item) for item in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

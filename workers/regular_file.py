@@ -1,0 +1,43 @@
+"""Reading files that people name: regular ones alone, and no more of them than they may hold.
+
+A device such as /dev/zero has no end, and a pipe without a writer blocks whoever opens it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+UNSIZED = 1 << 16  # bytes that are read of a file that says it has fewer, such as the kernel's own
+
+
+def open_regular(path: str | os.PathLike[str], most: int) -> BinaryIO:
+    """Open a regular file of at most `most` bytes. Raise `OSError` where there is none, where it is another kind of file, or larger."""
+    name = os.fspath(path)
+    if "\0" in name:
+        raise OSError(errno.EINVAL, "a path has no NUL character", name)
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", name)
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {most}", name)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a regular file of at most `most` bytes. Raise `OSError` as `open_regular` does."""
+    with open_regular(path, most) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        data = stream.read(max(size, UNSIZED))
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", os.fspath(path))
+    return data

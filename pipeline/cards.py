@@ -57,7 +57,7 @@ class Card(Frozen):
     cite: str = ""
     classes: tuple[str, ...] = Field(min_length=1, description="`from_source` stands for the sorted names of the train folders")
     num_classes: int | None = Field(None, gt=0, description="how many classes there must be; needed with `classes: from_source`")
-    class_order_seed: int | None = Field(None, description="permutes `classes` by numpy's RandomState(seed)")
+    class_order_seed: int | None = Field(None, ge=0, le=2**32 - 1, description="permutes `classes` by numpy's RandomState(seed)")
     test_fraction: float = Field(0.0, ge=0, lt=1, description="share held out as test where the source has no test split")
     counts: Counts | None = Field(None, description="images that must be found, after rejections")
     content: str | None = Field(None, description="sha256 of the ingested index; what is found must equal it")

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import uuid
 from collections.abc import Mapping
@@ -103,7 +104,7 @@ def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
 def check_reachable(address: str) -> None:
     """A dead address takes Ray two minutes to give up on; a plain connection tells in two seconds."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
         if address == "auto":
             return
         raise UserError(f"cluster address {address!r} is not of the form host:port; mend cluster.address or RAY_ADDRESS, or set cluster.address=local")

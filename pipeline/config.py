@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, Field, PositiveFloat, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from pipeline.plain_yaml import apply_override, merge, read_with_bases
 from workers.errors import UserError
@@ -39,7 +39,7 @@ class TaskEntry(Frozen):
     @field_validator("classes", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        return [str(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return [as_name(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class StreamSettings(Frozen):
@@ -50,22 +50,26 @@ class StreamSettings(Frozen):
 class ClusterSettings(Frozen):
     """Where it runs. None of this can change a result."""
 
+    largest_whole: ClassVar[int] = 100_000
+
     workers: int = Field(0, ge=0, description="ranks per worker group; 0 runs everything in this process, without Ray")
     groups: int = Field(0, ge=0, description="most worker groups side by side; 0: as many as there is room for. Set it where nodes are started on "
                         "demand: then groups are asked for although there is no room yet")
     min_workers: int = Field(0, ge=0, description="fewest ranks that a group goes on with when nodes are lost; it grows again between stages. 0: always "
                              "`workers`")
     cpus_per_worker: int = Field(1, gt=0, description="also the number of threads of a rank")
-    gpus_per_worker: float = Field(0.0, ge=0, description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl wants a GPU each")
-    memory_gb_per_worker: float = Field(0.0, ge=0, description="memory that Ray keeps for a rank; 0: it does not count")
-    resources: dict[str, PositiveFloat] = Field(default_factory=dict, description="what else a rank takes of its node, e.g. `accelerator_type:H100: 0.001`")
+    gpus_per_worker: float = Field(
+        0.0, ge=0, le=1000, description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl wants a GPU each")
+    memory_gb_per_worker: float = Field(0.0, ge=0, le=1e6, description="memory that Ray keeps for a rank; 0: it does not count")
+    resources: dict[str, Annotated[float, Field(gt=0, le=1e9)]] = Field(
+        default_factory=dict, description="what else a rank takes of its node, e.g. `accelerator_type:H100: 0.001`")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="ranks of a group: on few nodes, or on many")
     address: str = Field("", description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: always private")
-    retries: int = Field(2, ge=0, description="how often a stage that was interrupted or failed is tried again")
-    checkpoint_s: float = Field(60.0, ge=0, description="seconds between checkpoints inside a stage; 0: only when told to leave")
-    loader_workers: int = Field(2, ge=0, description="decoding threads of a rank")
+    retries: int = Field(2, ge=0, le=1000, description="how often a stage that was interrupted or failed is tried again")
+    checkpoint_s: float = Field(60.0, ge=0, le=1e9, description="seconds between checkpoints inside a stage; 0: only when told to leave")
+    loader_workers: int = Field(2, ge=0, le=1000, description="decoding threads of a rank")
     cache: str = Field("", description="folder of each node for shards and decoded images; empty: in the storage where that is a disk, else a temporary one")
-    cache_gb: float = Field(50.0, gt=0, description="what it may hold before what was not used for longest is deleted")
+    cache_gb: float = Field(50.0, gt=0, le=1e9, description="what it may hold before what was not used for longest is deleted")
 
     @model_validator(mode="after")
     def _elastic(self) -> ClusterSettings:
@@ -80,7 +84,7 @@ class TrackingSettings(Frozen):
     enabled: bool = True
     uri: str = Field("", description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the storage folder")
     experiment: str = "accrete"
-    patience_s: float = Field(60.0, ge=0, description="seconds that the end of a run waits for a tracking server that is away")
+    patience_s: float = Field(60.0, ge=0, le=1e6, description="seconds that the end of a run waits for a tracking server that is away")
     models: bool = Field(True, description="also log each method of a finished run as a model that serves its tasks, and register it")
     system_metrics: bool = Field(False, description="also sample CPU, memory, disk, network and GPUs of the driver's machine; needs psutil")
 
@@ -123,7 +127,7 @@ class Config(Frozen):
     @field_validator("tracking", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        return {"enabled": value} if isinstance(value, bool) else value
+        return {"enabled": value} if isinstance(value, (bool, str)) else value
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -132,17 +136,18 @@ class Config(Frozen):
             return value
         entries = {}
         for label, raw in value.items():
+            label = as_name(label)
             body = _parted(raw, f"methods.{label}", ("train", "data", "steps", "tasks"))
             tasks = body.get("tasks", {})
             if isinstance(tasks, dict):
-                body["tasks"] = {str(task): _parted(own, f"methods.{label}.tasks.{task}", ("train", "steps")) for task, own in tasks.items()}
-            entries[str(label)] = {"method": body["settings"].pop("method", str(label)), **body}
+                body["tasks"] = {as_name(task): _parted(own, f"methods.{label}.tasks.{task}", ("train", "steps")) for task, own in tasks.items()}
+            entries[label] = {"method": body["settings"].pop("method", label), **body}
         return entries
 
     @model_validator(mode="after")
     def _labels(self) -> Config:
         for label in self.methods:
-            if not re.match(NAME, label):
+            if not re.fullmatch(NAME, label):
                 raise ValueError(f"methods.{label}: a label has letters, digits, '_', '.' and '-' only")
         return self
 
@@ -165,6 +170,13 @@ class Config(Frozen):
 
     def data_of(self, label: str, where: str = "") -> DataSettings:
         return checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data", where)
+
+
+def as_name(value: Any) -> str:
+    """A name that may be written as a whole number. Raises ValueError where YAML reads it as something else."""
+    if type(value) not in (str, int):
+        raise ValueError(f"a name is text or a whole number, and {value!r:.80} is neither; write it in quotes")
+    return str(value)
 
 
 def _parted(raw: Any, place: str, shared: tuple[str, ...]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import re
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cards import MAX_PIXELS_PER_BYTE, Card, nfc
+from pipeline.csv_text import to_csv
 from pipeline.formats import Item, MapFn, Unit, fingerprint, look, png, printable, read_at, safe, units
 from workers.artefact import Artefact, Attempt, delete_dir, join, write_bytes
 from workers.data.rows import hold_out
@@ -73,7 +73,7 @@ def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any]
         content = content_of(table)
         check_promises(card, counts, content)
         attempt.write(INDEX, _parquet(table))
-        attempt.write(REJECTED, _csv(rejected))
+        attempt.write(REJECTED, to_csv(("key", "split", "class", "reason", "kept", "source"), rejected))
         attempt.commit({
             **extra, "kind": "ingest", "card": card.name, "classes": list(card.order()), "counts": counts, "content": content,
             "rejected": dict(sorted(Counter(row[3].split(":")[0] for row in rejected).items())),
@@ -350,9 +350,3 @@ def _parquet(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
-
-
-def _csv(rows: list[list[str]]) -> bytes:
-    buffer = io.StringIO(newline="")
-    csv.writer(buffer, lineterminator="\n").writerows([["key", "split", "class", "reason", "kept", "source"], *rows])
-    return buffer.getvalue().encode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import signal
 import tempfile
@@ -14,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import browse
+from pipeline.csv_text import to_csv
 from workers.errors import UserError
 from workers.regular_file import read_regular
 
@@ -114,8 +114,8 @@ def predict(args: argparse.Namespace) -> int:
             for name, a in zip(args.images, found, strict=True)]
     print(table_text(heading, rows))
     if args.csv:
-        with open(args.csv, "w", newline="", encoding="utf-8") as stream:
-            csv.writer(stream).writerows([heading, *rows])
+        with open(args.csv, "wb") as stream:
+            stream.write(to_csv(heading, rows))
     return 0
 
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline import config as configs
 from pipeline import space as spaces
 from pipeline.console import SearchScreen
-from pipeline.plain_yaml import read_yaml
+from pipeline.plain_yaml import dump_yaml, read_yaml
 from pipeline.report.trials import best, pareto
 from pipeline.report.trials import load as load_trials
 from pipeline.searchfile import Search, prepare, state_of, write_state
@@ -135,7 +133,7 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, 
     place = folder(search.storage, search.name)
     said = [f"# Winner of search {search.name}: trial {outcome.trial}, validation accuracy {100 * last['accuracy']:.2f} % after {last['position'] + 1} tasks",
             f"# ({search.settings.protocol}), {last['bytes']:.0f} bytes kept per task.", *(f"# {key}: {value}" for key, value in record["params"].items())]
-    write_bytes(join(place, "winner.yaml"), ("\n".join(said) + "\n" + yaml.safe_dump(outcome.config, sort_keys=False, allow_unicode=True)).encode())
+    write_bytes(join(place, "winner.yaml"), ("\n".join(said) + "\n" + dump_yaml(outcome.config)).encode())
     body = {"trial": outcome.trial, "params": record["params"], "accuracy": last["accuracy"], "bytes": last["bytes"], "config": "winner.yaml",
             "tests": list(tests), "pareto": pareto(search.records(record["phase"]))}
     write_bytes(join(place, "winner.json"), json.dumps(body, indent=1).encode())

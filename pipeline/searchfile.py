@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from pipeline import config as configs
 from pipeline import plain_yaml
@@ -31,7 +31,7 @@ class Budget(Frozen):
     """When no further trial begins; at least one of them. The hours are of the clock, over all sessions of the search."""
 
     trials: PositiveInt | None = None
-    hours: PositiveFloat | None = Field(None, description="at their end trials under way are stopped, too")
+    hours: float | None = Field(None, gt=0, le=1e6, description="at their end trials under way are stopped, too")
     stages: PositiveInt | None = Field(None, description="stages that were run, and not found in the store")
 
     @model_validator(mode="after")

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pyarrow import fs
 
 from pipeline.browse import run_link, this_python
 from pipeline.config import flatten
+from pipeline.plain_yaml import dump_yaml
 from pipeline.report import trials
 from pipeline.report.entries import Point, key_name
 from pipeline.track import Say, answers, close, to_stderr
@@ -134,7 +134,8 @@ class SearchRecorder:
         if run.info.status not in ("RUNNING", "FINISHED"):
             calls.open(run)
         if OPENED not in run.data.tags:
-            space = {f"space.{key}": yaml.safe_dump(dimension, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+            style = {"default_flow_style": True, "width": 10_000, "sort_keys": True, "allow_unicode": False}
+            space = {f"space.{key}": dump_yaml(dimension, **style).removesuffix("\n...\n").strip()
                      for key, dimension in self.search["space"].items()}
             calls.params(run, {**space, **flatten(self.search["settings"], "settings")})
         calls.tag(run, {OPENED: "true", "mlflow.note.content": note_of(self.search)})

@@ -21,12 +21,17 @@ import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from hostile import BACKBONES, Site, backbones, costs, member, parquet, png, source
 from PIL import Image
 from test_bad_inputs import sentence
 
 from pipeline import cli, formats, ingest, plain_yaml
+from pipeline import config as configs
+from pipeline.report import files as csv_files
 from tests import small_run
+from workers.artefact import file_info
+from workers.bundle import sealed
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit
@@ -291,9 +296,16 @@ YAMLS: dict[str, tuple[str, str]] = {
     "deep lists": ("name: " + "[" * 20_000, "more than 50 levels"),
     "deep mappings": ("".join(" " * n + "a:\n" for n in range(2000)), "more than 50 levels"),
     "many values": ("name: [" + "1," * 3000 + "]", "more than 2000 values"),
-    "month 13": ("name: 2024-13-01", "month must be in"),
+    "month 13": ("name: !!timestamp 2024-13-01", "could not determine a constructor"),
+    "bytes": ("name: !!binary aGk=", "could not determine a constructor"),
+    "no number": ("name: !!int x", "'x' is no int"),
+    "no switch": ("name: !!bool on", "'on' is no bool"),
+    "NUL": ('name: "a\\0b"', "a character that no file can be named with"),
+    "NUL in a key": ('"a\\0b": 1', "a character that no file can be named with"),
+    "half a character": ('name: "\\ud800"', "a character that no file can be named with"),
+    "one key in two ways": ("{01: a, 1: b}", "key '1' stands twice"),
     "number without end": ("name: " + "9" * 6000, "write the value in quotes"),
-    "set of a list": ("name: !!set [1]", "expected a mapping"),
+    "set of a list": ("name: !!set [1]", "could not determine a constructor"),
 }
 
 
@@ -323,6 +335,216 @@ def test_hostile_yaml_takes_no_memory(text):
 
 def test_aliases_that_people_write_are_read():
     assert plain_yaml.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")["b"] == {"x": 3, "y": [2]}
+
+
+MEANS: dict[str, Any] = {
+    "010": 10, "08": 8, "-007": -7, "+5": 5, "0o10": 8, "0x1F": 31, "1e-3": 0.001, "1E3": 1000.0, ".5": 0.5, "5.": 5.0, "-.inf": float("-inf"),
+    "1:30": "1:30", "1:30.5": "1:30.5", "1_000": "1_000", "0b11": "0b11", "0o9": "0o9", "2024-01-01": "2024-01-01", "=": "=",
+    "no": "no", "yes": "yes", "on": "on", "off": "off", "y": "y", "No": "No", "true": True, "False": False, "TRUE": True, "tRUE": "tRUE",
+    "null": None, "~": None, "": None, "none": "none", '"010"': "010", "'no'": "no",
+}
+
+
+@pytest.mark.parametrize("text", MEANS)
+def test_words_mean_what_yaml_1_2_says(text):
+    found = plain_yaml.parse_yaml(f"key: {text}", "x")["key"]
+    assert (type(found), found) == (type(MEANS[text]), MEANS[text])
+
+
+def test_what_is_written_is_read_back_and_by_yaml_1_1_too():
+    values = [*MEANS, *MEANS.values(), "<<", "-", "a: b", "#", "\u2028", "\u00e9", 1e-5, 1e300, 10**30, -0.5, [], {}]
+    text = plain_yaml.dump_yaml({"values": values, **dict.fromkeys(MEANS, 1)})
+    for body in (plain_yaml.parse_yaml(text, "x"), yaml.safe_load(text)):
+        assert list(body) == ["values", *MEANS]
+        assert [(type(value), value) for value in body["values"]] == [(type(value), value) for value in values]
+
+
+def config_of(site: Site, **changes: Any) -> str:
+    return site.config(small_run.make_card(site.own, "good", "01", 3, 2), **changes)
+
+
+@pytest.mark.parametrize(("override", "key", "value"), [
+    ("train.epochs=010", "epochs", 10), ("train.epochs=1_000", "epochs", 1000), ("train.epochs=1e2", "epochs", 100), ("train.lr=1e-3", "lr", 1e-3),
+    ("train.compile=yes", "compile", True), ("train.compile=off", "compile", False), ("train.batch_size=0x10", "batch_size", 16)])
+def test_numbers_and_switches_are_read_as_people_write_them(override, key, value, site):
+    assert getattr(configs.load(config_of(site), [override]).train, key) == value
+
+
+def test_tracking_may_be_switched_off_by_a_word(site):
+    assert not configs.load(config_of(site), ["tracking=off"]).tracking.enabled
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("train.epochs=1:30", "train.epochs is '1:30'"),
+    ("train.epochs=100000000000000000000", "less than or equal to 100000"),
+    ("train.batch_size=1000000000000", "a whole number here is at most 1000000"),
+    ("train.lr=1e300", "a number here is at most 1e+30"),
+    ("seed=10000000000000000000000", "a whole number here is at most 9223372036854775807"),
+    ("cluster.retries=1000000000", "less than or equal to 1000"),
+    ("cluster.workers=1000000000", "at most 100000"),
+    ("cluster.cache_gb=1e30", "less than or equal to 1000000000"),
+    ("data.repeats=1000000", "less than or equal to 1000"),
+    ("data.randaugment=1000000", "less than or equal to 100"),
+    ("methods.finetune.train.epochs=1000000", "less than or equal to 100000"),
+    ("stream.tasks.\u00b2.name=x", "'\u00b2' is not a position in a list of 1"),
+    ("stream.tasks.\u0660.name=x", "is not a position in a list of 1"),
+    ("stream.tasks." + "9" * 5000 + ".name=x", "is not a position in a list of 1"),
+    ("stream.tasks.0.classes=[true]", "and True is neither; write it in quotes"),
+    ("stream.tasks.0.classes=[1.0]", "and 1.0 is neither; write it in quotes"),
+    ('storage="a\\0b"', "a character that no file can be named with"),
+    ('backbone.weights="a\\0b"', "a character that no file can be named with"),
+    ('methods={"finetune\\n": {method: finetune}}', "a label has letters"),
+    ('stream.tasks.0.name="a\\n"', "stream.tasks.0.name is 'a\\n'"),
+    ('name="a\\n"', "name is 'a\\n'"),
+    ("methods={no: {}}", "methods.no names method 'no', which does not exist"),
+    ("methods={null: {}}", "and None is neither; write it in quotes"),
+    ("cluster={workers: 1, address: '127.0.0.1:99999999'}", "is not of the form host:port"),
+])
+def test_an_override_that_overflows_or_hides_something_is_refused(override, says, site, capfd):
+    said = sentence(capfd, ["run" if override.startswith("cluster={") else "plan", config_of(site), "--set", override])
+    assert says in said
+
+
+def test_classes_may_be_called_no_and_on(site):
+    tasks = [{"card": small_run.make_card(site.own, "good", "01", 3, 2)}]
+    path = site.config(tasks[0]["card"], stream={"scenario": "task", "tasks": tasks})
+    Path(path).write_text(Path(path).read_text().replace("- card:", "- classes: [no, on, 1, y]\n    card:"))
+    assert configs.load(path).stream.tasks[0].classes == ("no", "on", "1", "y")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_a_seed_that_numpy_does_not_take_is_refused(seed, site, capfd):
+    card = site.card(class_order_seed=seed, source={"format": "folder", "path": str(site.own)})
+    assert "class_order_seed is" in sentence(capfd, ["plan", site.config(card)])
+
+
+# ---- files of files --------------------------------------------------------------------------------------------------------
+def test_bases_that_double_are_refused(site, capfd):
+    for number in range(1, 24):
+        (site.own / f"{number}.yaml").write_text(f"extends: [{number - 1}.yaml, {number - 1}.yaml]\n")
+    (site.own / "0.yaml").write_text("seed: 1\n")
+    assert "23.yaml: extends more than 100 files" in sentence(capfd, ["plan", str(site.own / "23.yaml")])
+
+
+def test_a_thousand_bases_one_behind_the_other_are_refused(site, capfd):
+    for number in range(1500):
+        (site.own / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
+    assert "0.yaml: extends more than 100 files" in sentence(capfd, ["plan", str(site.own / "0.yaml")])
+
+
+def test_bases_that_people_write_are_read(site):
+    for number in range(1, 6):
+        (site.own / f"{number}.yaml").write_text(f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n")
+    (site.own / "0.yaml").write_text("seed: 1\n")
+    assert plain_yaml.read_with_bases(site.own / "5.yaml") == {"seed": 1, **{f"key{n}": n for n in range(1, 6)}}
+
+
+def test_a_base_that_is_a_circle_of_links_is_refused(site, capfd):
+    (site.own / "a.yaml").symlink_to("b.yaml")
+    (site.own / "b.yaml").symlink_to("a.yaml")
+    (site.own / "c.yaml").write_text("extends: a.yaml\n")
+    assert "does not exist" in sentence(capfd, ["plan", str(site.own / "c.yaml")])
+
+
+# ---- files without end -----------------------------------------------------------------------------------------------------
+def pipe(site: Site) -> str:
+    os.mkfifo(site.own / "pipe.yaml")
+    return str(site.own / "pipe.yaml")
+
+
+def zeros(site: Site) -> str:
+    (site.own / "zeros.yaml").symlink_to("/dev/zero")
+    return str(site.own / "zeros.yaml")
+
+
+def terabyte(site: Site) -> str:
+    with open(site.own / "large.yaml", "wb") as stream:
+        stream.truncate(1 << 40)
+    return str(site.own / "large.yaml")
+
+
+ENDLESS: dict[str, tuple[Callable[[Site], str], str]] = {
+    "device": (zeros, "it is no regular file"), "pipe": (pipe, "it is no regular file"), "terabyte": (terabyte, "1099511627776 bytes, more than"),
+}
+AS: dict[str, Callable[[Site, str], list[str]]] = {
+    "config": lambda site, path: ["plan", path],
+    "base of a config": lambda site, path: ["plan", written_over(site, path)],
+    "search": lambda site, path: ["search", path],
+    "card": lambda site, path: ["plan", site.config(path)],
+    "weights": lambda site, path: ["plan", config_of(site, backbone={**small_run.BACKBONE, "weights": path})],
+    "image": lambda site, path: ["predict", served(site), path, "--task", "a"],
+    "task to import": lambda site, path: ["tasks", served(site), "import", path],
+    "model.json": lambda site, path: ["tasks", in_a_folder(site, path, "model.json"), "list"],
+    "weights of a model folder": lambda site, path: ["predict", in_a_folder(site, path, "backbone.safetensors"), str(site.own / "x.png"), "--task", "a"],
+}
+
+
+def written_over(site: Site, path: str) -> str:
+    (site.own / "over.yaml").write_text(f"extends: {Path(path).name}\n")
+    return str(site.own / "over.yaml")
+
+
+def served(site: Site) -> str:
+    """A model folder with random weights and one task."""
+    settings = BackboneSettings(**small_run.BACKBONE)
+    backbone = vit.build(settings)
+    classes = ("x", "y")
+    task = TaskState("a", classes, "individual", vit.digest_of(backbone), head={"weight": torch.zeros(2, 32), "bias": torch.zeros(2)})
+    files = {"backbone.safetensors": vit.to_bytes(backbone), "tasks/a.safetensors": task.to_bytes()}
+    (site.own / "model" / "tasks").mkdir(parents=True)
+    for name, data in files.items():
+        (site.own / "model" / name).write_bytes(data)
+    body = {"format": 1, "method": "individual", "settings": {}, "backbone": small_run.BACKBONE, "backbone_digest": vit.digest_of(backbone),
+            "scenario": "task", "seed": 0, "carried": {}, "preprocessing": {}, "max_pixels": 10**6, "provenance": {},
+            "files": {name: file_info(data) for name, data in files.items()},
+            "tasks": [{"name": "a", "classes": classes, "card": "c", "data": "d", "role": "task"}]}
+    (site.own / "model" / "model.json").write_text(json.dumps(sealed(body)))
+    return str(site.own / "model")
+
+
+def in_a_folder(site: Site, path: str, name: str) -> str:
+    folder = served(site)
+    (site.own / "x.png").write_bytes(png())
+    (site.own / "model" / name).unlink()
+    (site.own / "model" / name).symlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("kind", AS)
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_file_without_end_is_refused_at_once(case, kind, site, capfd):
+    make, says = ENDLESS[case]
+    path = make(site)
+    said = sentence(capfd, AS[kind](site, path))
+    others = {"config": "longer than 16777216", "card": "longer than 16777216", "base of a config": "longer than 16777216",
+              "search": "longer than 16777216", "image": "takes more than", "model.json": "no model folder"}
+    assert says in said or (case == "terabyte" and others.get(kind, says) in said)
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------------
+FORMULAS = ["=1+1", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "=cmd|' /C calc'!A0", "\uff1d1+1", "-x", '=HYPERLINK("http://x")', "x\r=1", "a\n=1"]
+
+
+def test_no_cell_of_a_table_is_a_formula():
+    plain = {"number": -1.5, "count": -3, "text": "-1.5", "none": float("nan"), "nothing": "-"}
+    rows = [{**plain, text: text} for text in FORMULAS]
+    data = csv_files.as_csv(rows).decode()
+    heading, *found = csv.reader(io.StringIO(data, newline=""))
+    for line in (heading, *found):
+        assert not [cell for cell in line if cell[:1] in set("=+@\t\r\uff1d") or (cell[:1] == "-" and cell not in ("-", "-1.5", "-3"))]
+        assert len(line) == len(plain) + len(FORMULAS)
+    assert found[0][: len(plain)] == ["-1.5", "-3", "-1.5", "", "-"]
+    assert len(found) == len(FORMULAS), "a cell that goes over several lines is in quotes"
+
+
+def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site):
+    card = small_run.make_card(site.own, "good", "01", 3, 2, max_bad_fraction=0.9)
+    (site.own / "raw" / "good" / "train" / "0" / "=cmd|' !A0.png").write_bytes(b"no image")
+    assert cli.main(["ingest", site.config(card)]) == 0
+    with open(next((site.own / "storage" / "stages").glob("*/*/rejected.csv")), newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert rows
+    assert not [cell for row in rows for cell in row.values() if cell.startswith(("=", "+", "-", "@"))]
 
 
 def test_a_text_of_many_megabytes_is_no_config(site, capfd):

@@ -162,14 +162,21 @@ def test_a_record_with_less_than_a_stage_is_none(stage, site):
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", ".", "..", "", "x\0y", "x\ny"])
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", ".", "..", "", "x\ny", "x\n"])
 def test_a_card_cannot_name_a_place(name, site, capfd):
     said = sentence(capfd, ["ingest", site.config(site.card(name=name, source={"format": "sklearn", "name": "digits"}))])
     assert "card.yaml" in said
     assert "name is" in said
 
 
-@pytest.mark.parametrize("name", ["x\0y", "x\ny", "x\x1b[2Jy", "", "x" * 10_000, "x\u202ey"])
+@pytest.mark.parametrize("changes", [{"name": "x\0y"}, {"classes": ["a", "x\0y"]}, {"source": {"format": "folder", "path": "a\0b"}}, {"licence": "\0"}])
+def test_a_card_holds_no_nul(changes, site, capfd):
+    said = sentence(capfd, ["ingest", site.config(site.card(**changes))])
+    assert "card.yaml" in said
+    assert "a character that no file can be named with" in said
+
+
+@pytest.mark.parametrize("name", ["x\ny", "x\x1b[2Jy", "", "x" * 10_000, "x\u202ey"])
 def test_a_class_has_a_name_that_can_be_shown(name, site, capfd):
     said = sentence(capfd, ["ingest", site.config(site.card(classes=["a", name], source={"format": "folder", "path": str(site.own)}))])
     assert "printable characters" in said

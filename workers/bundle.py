@@ -103,8 +103,9 @@ class Bundle:
             body = read_json(join(uri, MODEL))
         except UserError:  # of the storage
             raise
-        except (OSError, ValueError):
-            raise UserError(f"{uri!r} is no model folder: it has no readable {MODEL}; make one with `python -m pipeline bundle`") from None
+        except (OSError, ValueError) as error:
+            reason = "" if isinstance(error, FileNotFoundError) else f" ({getattr(error, 'strerror', None) or error})"
+            raise UserError(f"{uri!r} is no model folder: it has no readable {MODEL}{reason}; make one with `python -m pipeline bundle`") from None
         if not isinstance(body, dict) or body.get("sha256") != digest_of(body) or body.get("format") != FORMAT:
             version = body.get("format") if isinstance(body, dict) else None
             why = f"its format is {version}, this version reads {FORMAT}" if version not in (FORMAT, None) else "it is not as it was written"

@@ -5,17 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from workers.backbone_options import check_option
 
+LARGEST = 1e30  # of all numbers that are not whole
+
 
 class Frozen(BaseModel):
-    """Base of all settings: immutable, and an unknown key is an error."""
+    """Base of all settings: immutable, an unknown key is an error, and no number is so large that it overflows, or has a loop run for ever."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    largest_whole: ClassVar[int] = 2**63 - 1
+
+    @field_validator("*")
+    @classmethod
+    def _check_numbers(cls, value: Any) -> Any:
+        for number in value if isinstance(value, (list, tuple)) else (value,):
+            if type(number) in (int, float):
+                largest = cls.largest_whole if type(number) is int else LARGEST
+                if abs(number) > largest:
+                    raise ValueError(f"a number here is at most {largest:g}" if largest == LARGEST else f"a whole number here is at most {largest}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -125,21 +138,24 @@ class DataSettings(Frozen):
     crop: Literal["none", "pad", "resized"] = Field("none", description="`pad`: shift by up to 1/8; `resized`: random resized crop")
     crop_scale: tuple[float, float] = (0.5, 1.0)
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
-    randaugment: NonNegativeInt = Field(0, description="operations per image; 0 turns it off")
+    randaugment: int = Field(0, ge=0, le=100, description="operations per image; 0 turns it off")
     magnitude: float = Field(9.0, ge=0, le=10, description="RandAugment magnitude, 0 to 10")
     mixup: NonNegativeFloat = Field(0.0, description="alpha of the Beta distribution; 0 turns it off")
     cutmix: NonNegativeFloat = Field(0.0, description="alpha of the Beta distribution; 0 turns it off")
     erase: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing")
     resident_mb: NonNegativeInt = Field(2048, description="a task whose decoded images need more is streamed, in another order")
-    repeats: Annotated[PositiveInt, Neutral(1)] = Field(1, description="repeated augmentation: how often an image comes, one copy after the "
+    repeats: Annotated[int, Neutral(1)] = Field(1, gt=0, le=1000,
+                                                        description="repeated augmentation: how often an image comes, one copy after the "
                                                         "other, in an epoch of as many samples; 1 turns it off")
 
 
 class TrainSettings(Frozen):
     """One training step of the graph: how long, how fast, in what precision."""
 
-    epochs: NonNegativeInt = 10
+    largest_whole: ClassVar[int] = 1_000_000
+
+    epochs: int = Field(10, ge=0, le=100_000)
     batch_size: PositiveInt = Field(64, description="GLOBAL batch size, over all ranks and accumulation steps")
     accumulate: PositiveInt = Field(1, description="micro-batches per optimizer step")
     optimizer: Literal["adamw", "sgd"] = "adamw"

@@ -8,12 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import BinaryIO
+from io import BufferedReader
 
 UNSIZED = 1 << 16  # bytes that are read of a file that says it has fewer, such as the kernel's own
 
 
-def open_regular(path: str | os.PathLike[str], most: int) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
     """Open a regular file of at most `most` bytes. Raise `OSError` where there is none, where it is another kind of file, or larger."""
     name = os.fspath(path)
     if "\0" in name:

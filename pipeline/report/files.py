@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from pipeline.csv_text import to_csv
 
 Row = dict[str, Any]
 
@@ -24,11 +25,8 @@ def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
 
 def as_csv(rows: list[Row], first: Sequence[str] = ()) -> bytes:
     """Rows -> CSV with a header, columns as in `as_parquet`; absent values and NaN are empty."""
-    sink = io.StringIO()
-    writer = csv.DictWriter(sink, _columns(rows, first), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
-    return sink.getvalue().encode()
+    columns = _columns(rows, first)
+    return to_csv(columns, ([_plain(row.get(name)) for name in columns] for row in rows))
 
 
 def files(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:

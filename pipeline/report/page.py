@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-import yaml
-
+from pipeline.plain_yaml import dump_yaml
 from pipeline.report import figures, files
 from pipeline.report.figures import Picture
 from pipeline.report.masks import capacity, kinds, overlap_rows
@@ -232,7 +231,7 @@ def stages(tables: RunTables) -> str:
 
 
 def settings(tables: RunTables) -> str:
-    text = yaml.safe_dump(plain(tables.record["config"]), sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    text = dump_yaml(plain(tables.record["config"]), default_flow_style=None, width=110)
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(', '.join(values))}</dd>" for name, values in tables.environment().items())
     return (f'<h2 id="settings">Settings and environment</h2><p>The complete config: saved as a file, it runs this again.</p><pre><code>{escape(text)}'
             f"</code></pre><p>What the stages ran on:</p><dl>{facts}</dl>")

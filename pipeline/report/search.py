@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-import yaml
-
+from pipeline.plain_yaml import dump_yaml
 from pipeline.report import files, plots, searchplots
 from pipeline.report.figures import Picture
 from pipeline.report.page import STYLE, picture, plain, seconds_text, table_html, written
@@ -334,7 +333,7 @@ def failures(search: Search) -> str:
 
 def settings(search: Search) -> str:
     def dumped(value: Any) -> str:
-        return escape(yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, default_flow_style=None, width=110))
+        return escape(dump_yaml(plain(value), default_flow_style=None, width=110))
     facts = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(text(v))}</dd>" for k, v in search.record["provenance"].items())
     return ('<h2 id="settings">Settings and environment</h2><p>Space and settings of the search:</p>'
             f"<pre><code>{dumped({'space': search.record['space'], 'set': search.record.get('set') or {}, **search.settings})}</code></pre>"

@@ -116,6 +116,8 @@ class Rates:
 class MethodSettings(Frozen):
     """Base of a method's own settings; a subclass lists its hyper-parameters with ranges and defaults."""
 
+    largest_whole: ClassVar[int] = 1_000_000
+
 
 def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
     """Raises UserError for `mask_lr: auto` under SGD: how far that goes in a step depends on the gradients, Adam's way does not."""

@@ -33,7 +33,6 @@ class Argument(NamedTuple):
     default: Any
 
 
-@functools.lru_cache(maxsize=64)
 def model_class(name: str) -> type[nn.Module]:
     """The class of timm's model `name`, which is a registered one. It is built once, without memory for its weights."""
     with torch.device("meta"):
@@ -41,14 +40,15 @@ def model_class(name: str) -> type[nn.Module]:
 
 
 @functools.lru_cache(maxsize=64)
-def arguments_of(cls: type[nn.Module]) -> Mapping[str, Argument]:
-    """The arguments of a model by name, with those of its base classes where it hands them on."""
+def arguments_of(name: str) -> Mapping[str, Argument]:
+    """The arguments of timm's model `name`, with those of its base classes where it hands them on."""
     found: dict[str, Argument] = {}
-    for owner in cls.__mro__:
-        if "__init__" not in vars(owner):
+    for owner in model_class(name).__mro__:
+        constructor = vars(owner).get("__init__")
+        if constructor is None:
             continue
-        hints = get_type_hints(owner.__init__)
-        parameters = inspect.signature(owner.__init__).parameters.values()
+        hints = get_type_hints(constructor)
+        parameters = inspect.signature(constructor).parameters.values()
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name in hints:
                 found.setdefault(parameter.name, Argument(hints[parameter.name], parameter.default))
@@ -59,7 +59,7 @@ def arguments_of(cls: type[nn.Module]) -> Mapping[str, Argument]:
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise a `UserError` unless every option is an argument of timm's model `name`, and of its type."""
-    arguments = arguments_of(model_class(name))
+    arguments = arguments_of(name)
     for option, value in options.items():
         if option not in arguments:
             near = difflib.get_close_matches(option, arguments, 1, 0.6)

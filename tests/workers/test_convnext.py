@@ -58,7 +58,8 @@ def test_an_image_that_strides_do_not_divide_is_refused(img_size: int, options: 
 @pytest.mark.parametrize(("options", "says"), [
     ({"drop_rate": 0.1}, r"backbone\.options\.drop_rate is 0\.1; timm draws who is dropped anew on each rank"),
     ({"global_pool": ""}, r"makes features of shape \(1, 32, 2, 2\) of an image, where heads read \(1, 32\); leave out global_pool"),
-    ({"head_hidden_size": 5}, r"makes features of shape \(1, 5\)"), ({"img_size": 16}, "cannot be built at img_size 16"),
+    ({"head_hidden_size": 5}, r"makes features of shape \(1, 5\)"),
+    ({"img_size": 16}, r"backbone\.options\.img_size is 16, and 'convnext_atto' has no such option"),
     ({"norm_layer": "batchnorm2d", "conv_mlp": True}, r"backbone\.weights is 'none', but 'convnext_atto' has batch norm")])
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str):
     with pytest.raises(UserError, match=says):

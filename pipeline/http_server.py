@@ -58,8 +58,8 @@ class Bounds:
     body_bytes: of one body. held_bytes: of all bodies that are being received or wait for their answers.
     """
 
-    head_s: float = 20.0
-    body_s: float = 30.0
+    head_s: float = 60.0
+    body_s: float = 60.0
     answer_s: float = 60.0
     idle_s: int = 60
     connections: int = CONNECTIONS

@@ -23,7 +23,7 @@ from workers.artefact import Artefact, digest_of, file_info, join, read_bytes, r
 from workers.data.draw import seed_of
 from workers.data.shards import MAX_PIXELS
 from workers.errors import UserError
-from workers.job import BackboneSettings, Frozen, StageJob, Task
+from workers.job import BackboneSettings, Frozen, StageJob, Task, with_neutral
 from workers.loop import merged
 from workers.methods import METHODS
 from workers.methods.base import Method
@@ -132,7 +132,8 @@ class Bundle:
         artefacts = {key: Artefact.need(job.root, key) for key, _ in places.values()}
         tasks = [t for t in job.tasks if t.name in job.states]
         c = job.backbone_settings
-        body = {"format": FORMAT, "method": job.method, "settings": job.settings, "backbone": c.model_copy(update={"weights": "none"}).model_dump(mode="json"),
+        settings = METHODS[job.method].Settings.model_validate(job.settings).model_dump(by_alias=True, mode="json")  # all: defaults may change
+        body = {"format": FORMAT, "method": job.method, "settings": settings, "backbone": c.model_copy(update={"weights": "none"}).model_dump(mode="json"),
                 "backbone_digest": artefacts[job.backbone].manifest["digest"], "scenario": job.scenario, "seed": job.seed,
                 "tasks": [described(t) for t in tasks],
                 "carried": {step: carried_file(step) for step in job.previous},
@@ -194,8 +195,9 @@ class Bundle:
         Raises UserError where what the bundle says does not fit together."""
         body = self.body
         try:
-            backbone_settings = BackboneSettings.model_validate(body["backbone"])
-            settings = METHODS[body["method"]].Settings.model_validate(body["settings"])
+            backbone_settings = BackboneSettings.model_validate(with_neutral(BackboneSettings, body["backbone"]))
+            cls = METHODS[body["method"]].Settings
+            settings = cls.model_validate(with_neutral(cls, body["settings"]))
         except (KeyError, ValidationError) as error:
             problem = f"method {error} is not known" if isinstance(error, KeyError) else str(error.errors()[0]["msg"])
             raise UserError(f"{self.where}: its settings cannot be used here ({problem}); use the version of Accrete that wrote it") from None
@@ -280,6 +282,17 @@ def state_file(task: str) -> str:
     return f"tasks/{task}.safetensors"
 
 
+def whole_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
+    """All settings of a method, as a file has them, with what it leaves out; as they are where this
+    version does not know them."""
+    cls = METHODS[method].Settings
+    try:
+        settings = cls.model_validate(with_neutral(cls, written))
+    except ValidationError:
+        return written
+    return settings.model_dump(by_alias=True, mode="json")
+
+
 def carried_file(step: str) -> str:
     return f"carried/{step}.safetensors"
 
@@ -303,6 +316,8 @@ def import_task(uri: str, data: bytes, where: str) -> Task:
                         "another run; only tasks of a star can be imported")
     needs, state = needs_of(data, where), TaskState.from_bytes(data, where)
     mine = {**{key: bundle.body[key] for key in COMMON}, "carried": carried_digests(bundle)}
+    for body in (needs, mine):  # an older one lists those alone that a config had set
+        body["settings"] = whole_settings(mine["method"], body["settings"])
     other = next((key for key, value in mine.items() if needs.get(key) != value), None)
     if other:
         values = (str(needs.get(other))[:60], str(mine[other])[:60])

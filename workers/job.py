@@ -61,6 +61,14 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
     return inputs
 
 
+def with_neutral(model: type[BaseModel], written: dict[str, Any]) -> dict[str, Any]:
+    """Settings as a file has them, with the neutral value of each setting that it does not have: it
+    was written before the setting existed, and the default may be another one."""
+    neutral = {info.alias or name: mark.value for name, info in model.model_fields.items()
+               for mark in info.metadata if isinstance(mark, Neutral)}
+    return {**neutral, **written}
+
+
 def _nested_inputs(value: Any, dumped: Any) -> Any:
     """What `key_inputs` makes of a field's value. dumped: the value as plain data."""
     if isinstance(value, BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from workers import bundle as bundles
 from workers.bundle import Bundle
 from workers.data.images import Limits
 from workers.errors import UserError
+from workers.job import Neutral
+from workers.methods import METHODS
 from workers.serve import Kept, Served
 
 TOLD = {"meat": ("meat", ""), "packnet": ("packnet", ""), "toast": ("toast", ""), "linear": ("linear", ""), "supsup_nn": ("supsup_nn", ""),
@@ -206,6 +208,32 @@ def test_every_damage_is_found(folder, file, damage):
 def test_a_bundle_goes_into_a_new_folder_alone(folder, runs):
     with pytest.raises(UserError, match="is there already and not an empty folder"):
         runs("meat").bundle.write(folder("meat"))
+
+
+class Retuned(METHODS["meat"].Settings):
+    """A later version, in which a default changed, and which has a new setting."""
+
+    alpha: float = 77.0
+    fresh: Annotated[int, Neutral(0)] = 5
+
+
+def test_a_folder_is_served_with_the_settings_it_was_made_with(folder, monkeypatch):
+    place = folder("meat")
+    before = Bundle.open(place).method().settings
+    assert json.loads(Path(place, "model.json").read_text())["settings"]["alpha"] == before.alpha
+    monkeypatch.setattr(METHODS["meat"], "Settings", Retuned)
+    after = Bundle.open(place).method().settings
+    assert (after.alpha, after.fresh) == (before.alpha, 0)
+
+
+def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder):
+    """An older version wrote only what a config had set."""
+    place = folder("meat")
+    bundle = Bundle.open(place)
+    bundle.body["settings"] = {}
+    data = bundles.export_task(bundle, "two")
+    bundles.remove_task(place, "two")
+    assert bundles.import_task(place, data, "two.task").name == "two"
 
 
 # ---- tasks that come and go ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config import ClusterSettings
 from workers.artefact import exists, join, passing_name, resolve, write_bytes
-from workers.errors import UserError
+from workers.errors import UserError, require_package
 from workers.filesystem import bare
 
 ENVIRONMENT = {
@@ -39,6 +39,7 @@ def connect(cluster: ClusterSettings) -> Any:
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    require_package("ray", "everything but a run with cluster.workers=0", "set that for a run")
     import ray  # after the environment is set: it is read at import
 
     if ray.is_initialized():

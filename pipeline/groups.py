@@ -81,7 +81,8 @@ class OnRay:
     """
 
     def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None], width: int):
-        self.joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # inside a search: whoever started Ray ends it
+        loaded = sys.modules.get("ray")
+        self.joined = loaded is not None and loaded.is_initialized()  # inside a search: whoever started Ray ends it
         ray = connect(cluster)
         self.ray, self.store, self.cluster, self.local, self.progress = ray, store, cluster, local, progress
         self.width = width  # most stages that can run side by side

@@ -16,7 +16,7 @@ from pipeline.track_mlflow import Calls, Machine, transient
 from pipeline.track_outbox import Outbox
 from pipeline.track_run import Place, RunWriter
 from workers.artefact import Artefact, join
-from workers.errors import UserError
+from workers.errors import UserError, require_package
 from workers.secrets import shown
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Recorder:
 
     def __init__(self, settings: TrackingSettings, storage: str, say: Say = to_stderr, remedy: str = "", place: Place | None = None):
         self.settings, self.storage, self.remedy = settings, storage, remedy or f"{this_python()} -m pipeline report CONFIG"
+        if settings.enabled:
+            require_package("mlflow", "the record of a run", "set tracking=off")
         self.writer = RunWriter(settings, storage, place or Place())
         self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, say)
         self.machine: Machine | None = None

@@ -26,7 +26,7 @@ from pipeline.track_mlflow import Calls, transient
 from pipeline.track_outbox import Outbox
 from pipeline.track_run import OPENED, Place, RunWriter, keys_of, tags_of
 from workers.artefact import join, read_bytes, read_json, resolve
-from workers.errors import UserError
+from workers.errors import UserError, require_package
 from workers.secrets import shown
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class SearchRecorder:
     def __init__(self, settings: TrackingSettings, storage: str, say: Say = to_stderr, remedy: str = ""):
         self.settings, self.storage = settings, storage
         self.remedy = remedy or f"{this_python()} -m pipeline search CONFIG"
+        if settings.enabled:
+            require_package("mlflow", "the record of a search", "set tracking=off")
         self.search: Mapping[str, Any] = {}
         self.trials: dict[int, Mapping[str, Any]] = {}  # the newest record of each
         self.writers: dict[int, RunWriter] = {}

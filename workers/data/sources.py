@@ -25,7 +25,7 @@ from workers.data.cache import Blocks, Cache
 from workers.data.draw import seed_of
 from workers.data.rows import Rows
 from workers.data.shards import decode
-from workers.errors import DamagedArtefact
+from workers.errors import DamagedArtefact, require_package
 
 WINDOW = 4096  # records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
 AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
@@ -112,6 +112,7 @@ class Streamed:
     """
 
     def __init__(self, rows: Rows, side: int, seed: int, workers: int, device: torch.device, repeats: int = 1):
+        require_package("webdataset", "a task whose decoded images exceed data.resident_mb", "raise data.resident_mb")
         self.rows, self.side, self.seed, self.workers, self.device, self.repeats = rows, side, seed, workers, device, repeats
         # One record serves several rows where two tasks share a class.
         self.rows_of: list[dict[str, list[int]]] = [{} for _ in rows.shards]

@@ -1,0 +1,73 @@
+"""A machine without ray, mlflow and webdataset: it runs what needs none of them, and says what else needs which."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from benchmarks import stream
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+RUN = """
+import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys(["ray", "mlflow", "webdataset", "sklearn"]))
+from pipeline import cli
+from pipeline.report import page
+page.build = lambda *_: {"report.html": b"a page"}
+results = {}
+for name, *options in json.loads(sys.argv[2]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        code = cli.main(["run", sys.argv[1], *(part for option in options for part in ("--set", option))])
+    results[name] = code, err.getvalue()
+print(json.dumps(results))
+"""
+
+
+def test_it_runs_without_ray_mlflow_and_webdataset_and_names_the_one_it_needs(tmp_path: Path):
+    card = stream.draw_images(tmp_path, 2, train=4, test=2, sides=(16,))
+    config = tmp_path / "config.yaml"
+    body = {
+        "name": "bare",
+        "storage": str(tmp_path / "storage"),
+        "tracking": False,
+        "stream": {"tasks": [{"card": card, "name": "t"}]},
+        "methods": {"linear": {"train": {"epochs": 1}}},
+        "backbone": dict(stream.tiny()),
+    }
+    config.write_text(yaml.safe_dump(body))
+    runs = [
+        ("streamed", "data.resident_mb=0"),
+        ("on Ray", "cluster.workers=1"),
+        ("recorded", "tracking=on"),
+        ("plain",),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(config), json.dumps(runs)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["plain"] == [0, ""]
+    assert results["on Ray"] == [
+        2,
+        "accrete: everything but a run with cluster.workers=0 needs the package ray, which is not "
+        "installed; install it, or set that for a run\n",
+    ]
+    assert results["recorded"] == [
+        2,
+        "accrete: the record of a run needs the package mlflow, which is not installed; install "
+        "it, or set tracking=off\n",
+    ]
+    code, said = results["streamed"]
+    assert code == 2
+    assert said.count("\n") == 1
+    assert "data.resident_mb needs the package webdataset, which is not installed; " in said

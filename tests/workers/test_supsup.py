@@ -22,7 +22,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
 from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
-from workers.model.masks import TopK
+from workers.model.masks import TopK, largest_at_once
 from workers.model.superposition import at_once, by_halves, entropy, left_over, shares, slopes, superfluous, superposed, values
 from workers.model.vit import build
 from workers.taskstate import TaskState
@@ -162,6 +162,8 @@ def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float):
         mask = TopK(scores, density).hard()
         assert int(mask.sum()) == 91 - int((1 - density) * 91)
         assert scores.abs()[mask].min() >= scores.abs()[~mask].max() if not mask.all() else True
+        dropped = 91 - int(mask.sum())
+        assert not dropped or torch.equal(largest_at_once(scores.abs().flatten(), dropped), mask.flatten()), "as a GPU finds it"
 
 
 def test_layer_budgets_are_those_of_the_formula():

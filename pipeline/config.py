@@ -48,7 +48,8 @@ class StreamSettings(Frozen):
 
 
 class ClusterSettings(Frozen):
-    """Where it runs. None of this can change a result."""
+    """Where it runs. None of this is in the key of a result. `workers`, `cpus_per_worker` and `gpus_per_worker` decide in which order floats
+    are summed, which rounds differently; the rest changes no bit."""
 
     largest_whole: ClassVar[int] = 100_000
 
@@ -57,7 +58,8 @@ class ClusterSettings(Frozen):
                         "demand: then groups are asked for although there is no room yet")
     min_workers: int = Field(0, ge=0, description="fewest ranks that a group goes on with when nodes are lost; it grows again between stages. 0: always "
                              "`workers`")
-    cpus_per_worker: int = Field(1, gt=0, description="also the number of threads of a rank")
+    cpus_per_worker: int = Field(1, gt=0, description="also the number of threads of a rank: results are the same to the last "
+                                 "bit for one number, and up to the order of summation for another")
     gpus_per_worker: float = Field(
         0.0, ge=0, le=1000, description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl wants a GPU each")
     memory_gb_per_worker: float = Field(0.0, ge=0, le=1e6, description="memory that Ray keeps for a rank; 0: it does not count")
@@ -67,7 +69,7 @@ class ClusterSettings(Frozen):
     address: str = Field("", description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: always private")
     retries: int = Field(2, ge=0, le=1000, description="how often a stage that was interrupted or failed is tried again")
     checkpoint_s: float = Field(60.0, ge=0, le=1e9, description="seconds between checkpoints inside a stage; 0: only when told to leave")
-    loader_workers: int = Field(2, ge=0, le=1000, description="decoding threads of a rank")
+    loader_workers: int = Field(2, ge=0, le=1000, description="decoding threads of a rank; any number gives the same bits")
     cache: str = Field("", description="folder of each node for shards and decoded images; empty: in the storage where that is a disk, else a temporary one")
     cache_gb: float = Field(50.0, gt=0, le=1e9, description="what it may hold before what was not used for longest is deleted")
 

@@ -17,7 +17,7 @@ from pipeline.report.files import Row
 from pipeline.report.tables import Matrix, RunTables
 from workers.errors import UserError
 
-ELSEWHERE = ("name", "seed", "storage", "cluster", "tracking")  # settings that make no other run, or cannot change a result
+ELSEWHERE = ("name", "seed", "storage", "cluster", "tracking")  # settings that make no other run, or change no result but in its rounding
 # number: what it says, how it is written, which end is best
 NUMBERS: dict[str, tuple[str, str, Callable[..., float] | None]] = {
     "average_accuracy": ("accuracy, averaged over the tasks, after the last one", "rate", max),

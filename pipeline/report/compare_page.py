@@ -183,7 +183,7 @@ def heat(axes: Any, values: NDArray[np.float64], tasks: Sequence[str], name: str
 # ---- what else differs -------------------------------------------------------------------------------------------------
 def settings(found: Comparison) -> str:
     return difference_table("settings", "Settings that differ", found.setting_rows(), "Settings that are the same in all runs are left out, as are seed, name, "
-                            "storage, cluster and tracking, which are listed above or cannot change a result.", "All settings are the same.")
+                            "storage, cluster and tracking, which are listed above or change no result but in its rounding.", "All settings are the same.")
 
 
 def provenance(found: Comparison) -> str:

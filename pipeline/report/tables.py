@@ -251,13 +251,26 @@ class RunTables:
         return rows
 
     def evidence(self, label: str) -> list[Row]:
-        """Per task: how often it was measured, and whether its logits had the same sha256 each time."""
-        seen: dict[str, list[str]] = {}
+        """Per task: how often it was measured, and whether its logits had the same sha256 each time. Only what was measured on one
+        kind of device with one number of threads is compared: others sum in another order."""
+        seen: dict[str, dict[str, list[str]]] = {}
         for after in self.tasks(label):
             for row in self.measured(label, after):
-                seen.setdefault(row["task"], []).append(row.get("logits_sha256") or "")
-        return [{"label": label, "task": task, "measured": len(hashes), "distinct_logits": len(set(hashes)),
-                 "logits_equal": len(set(hashes)) == 1 if len(hashes) > 1 and all(hashes) else None} for task, hashes in seen.items()]
+                places = seen.setdefault(row["task"], {})
+                places.setdefault(self._place(label, after), []).append(row.get("logits_sha256") or "")
+        found = []
+        for task, places in seen.items():
+            again = [hashes for hashes in places.values() if len(hashes) > 1 and all(hashes)]
+            found.append({"label": label, "task": task, "measured": sum(map(len, places.values())),
+                          "distinct_logits": max(len(set(hashes)) for hashes in places.values()),
+                          "logits_equal": all(len(set(hashes)) == 1 for hashes in again) if again else None})
+        return found
+
+    def _place(self, label: str, after: str) -> str:
+        """What decides the last bits of what was measured after learning `after`."""
+        artefact = self.artefacts.get(f"{label}/{after}/evaluate")
+        provenance = artefact.manifest.get("provenance") or {} if artefact else {}
+        return f"{provenance.get('device')} {provenance.get('threads')}"
 
     def measured(self, label: str, after: str) -> list[Row]:
         """What was measured after learning `after`: the row of the matrix, or of a star the new task and its canary, the

@@ -188,7 +188,7 @@ FREE = {
 
 @pytest.mark.parametrize(("section", "model"), [("cluster", ClusterSettings), ("tracking", TrackingSettings)])
 def test_where_a_run_happens_is_in_no_key(section, model, tmp_path):
-    assert FREE[section].keys() == model.model_fields.keys(), "say for the new setting that it cannot change a result"
+    assert FREE[section].keys() == model.model_fields.keys(), "say for the new setting that it cannot change a result but in its rounding"
     before = keys_of(config(), tmp_path)
     own: dict[str, Any] = {}
     for name, value in FREE[section].items():

@@ -154,6 +154,19 @@ def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
     assert last["logits_equal"] is None
 
 
+def test_logits_are_compared_where_they_were_measured_on_as_many_threads(tables, monkeypatch):
+    """On another number the same weights answer with other last bits."""
+    for threads, after in enumerate(tables.tasks("finetune")):
+        stage = tables.artefacts.get(f"finetune/{after}/evaluate")
+        if stage:
+            place = {"device": "cpu", "threads": 1 + (threads > 2)}
+            monkeypatch.setitem(stage.manifest, "provenance", place)
+    rows = {r["task"]: r for r in tables.evidence("finetune")}
+    assert (rows["birds"]["measured"], rows["birds"]["distinct_logits"]) == (3, 2)
+    assert rows["birds"]["logits_equal"] is False, "twice on one thread"
+    assert rows["leaves"]["logits_equal"] is None, "once on one, once on two"
+
+
 def test_equal_warnings_are_said_once_with_their_number(tables):
     assert [(r["stage"], r["stages"]) for r in tables.warnings()] == [("meat/roots/train", 3)]
 

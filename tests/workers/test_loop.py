@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from checks import CARRIED, STATE, Interrupted, interrupted_after
 from laboratory import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
@@ -43,6 +44,28 @@ def folder_of(job: StageJob) -> Path:
 def interrupt(lab: Lab, job: StageJob, steps: int) -> None:
     with pytest.raises(Interrupted), interrupted_after(steps):
         lab.stage(job)
+
+
+# ---- threads -----------------------------------------------------------------------------------
+def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order_of_summation(lab: Lab):
+    """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what rounding began, and Adam more so."""
+    run = lab.run("finetune", "sgd", epochs=1)
+    (job,), found = run.stages(0), []
+    run.prepare(job)
+    try:
+        for threads in (1, 1, 2):
+            torch.set_num_threads(threads)
+            found.append(loop.train_task(job, Group(), lambda event: None)[0])
+    finally:
+        torch.set_num_threads(1)
+    one, same, two = (safetensors.torch.load(files[CARRIED]) for files in found)
+    assert one.keys() == same.keys() == two.keys()
+    assert len(one) > 10
+    for name, tensor in one.items():
+        assert torch.equal(tensor, same[name]), name
+        if tensor.is_floating_point():
+            limit = 1e-4 * float(tensor.abs().max())
+            assert torch.allclose(tensor, two[name], rtol=0, atol=limit), name
 
 
 # ---- interruptions -------------------------------------------------------------------------------------------------------

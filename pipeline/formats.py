@@ -488,7 +488,7 @@ def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[st
     try:
         with _parquet_file(uri) as file:
             for batch in file.iter_batches(1, row_groups=[group], columns=list(columns)):
-                image, *label = (batch[column][0].as_py() for column in columns)
+                image, *label = (_value(batch[column][0]) for column in columns)
                 if label and isinstance(label[0], (str, bytes)) and len(label[0]) > LONGEST_LABEL:
                     raise UserError(f"{printable(uri)}: the label of row {row} has {len(label[0])} characters, and no class has a name of more than "
                                     f"{LONGEST_LABEL}; fetch the file again, or name another column in source.label")
@@ -500,6 +500,16 @@ def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[st
                 row += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{printable(uri)} is not readable as Parquet beyond row {row} ({str(error).splitlines()[0]}); fetch it again") from None
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """A scalar as Python's; text that is no UTF-8 as bytes."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        if isinstance(scalar, pa.StructScalar):
+            return {name: _value(scalar[name]) for name in scalar}
+        return scalar.as_buffer().to_pybytes()
 
 
 def _sklearn(card: Card, map_fn: MapFn) -> list[Unit]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline import build, draw, ingest
 from pipeline.config import check
 from pipeline.graph import Graph
 from pipeline.store import Store
+from tests import small_run
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods import METHODS
@@ -63,6 +67,22 @@ def second_card(monkeypatch):
     """The digits under any other name."""
     load = build.cards.load
     monkeypatch.setattr(build.cards, "load", lambda name, *rest: load("digits", *rest).model_copy(update={"name": name}))
+
+
+def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_path):
+    nfc, nfd = "caf\u00e9", "cafe\u0301"
+    for own, named in ((nfc, nfd), (nfd, nfc)):
+        path = small_run.make_card(tmp_path, "cafe", "01")
+        for split in ("train", "test"):
+            place = tmp_path / "raw" / "cafe" / split
+            (place / "1").rename(place / own)
+        card = yaml.safe_load(Path(path).read_text()) | {"classes": ["0", own]}
+        Path(path).write_text(yaml.safe_dump(card))
+        task = {"name": "a", "card": path, "classes": ["0", named]}
+        body = {"name": "r", "methods": {"finetune": {}}, "stream": {"tasks": [task]}}
+        (task,) = build.graph_of(check(body, "test"), Store(str(tmp_path)))[1]
+        assert task.classes == ("0", own)
+        shutil.rmtree(tmp_path / "raw")
 
 
 # ---- star, chain, union --------------------------------------------------------------------------------------------------

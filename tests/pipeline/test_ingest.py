@@ -20,6 +20,7 @@ from PIL import Image
 from pipeline.cards import Card, load
 from pipeline.formats import fingerprint
 from pipeline.ingest import ingest
+from tests import s3
 from workers.artefact import Artefact
 from workers.data.shards import Shards, decode
 from workers.errors import DamagedArtefact, UserError
@@ -311,6 +312,40 @@ def test_shards_and_members_whose_names_are_no_utf8_are_read(form, source, tmp_p
     manifest, shards = run(card, tmp_path)
     assert manifest["counts"]["train"] == 20 + (form == "tar")
     assert ("train/cat/caf_" in shards.index["key"].to_pylist()) == (form == "tar")
+
+
+def strings(*values: bytes) -> pa.Array:
+    """Text as a file may hold it: any bytes."""
+    ends = np.cumsum([0, *map(len, values)]).astype(np.int32)
+    return pa.Array.from_buffers(pa.string(), len(values), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))])
+
+
+def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(source, tmp_path):
+    images = pa.array([picture(i) for i in range(3)])
+    paths = pa.StructArray.from_arrays([images, strings(b"a.png", b"caf\xe9.png", b"b.png")], ["bytes", "path"])
+    (tmp_path / "pq").mkdir()
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"image": paths, "label": strings(b"cat", b"dog", b"caf\xe9")}), tmp_path / "pq" / f"{split}.parquet")
+    manifest, shards = run(card_of(tmp_path / "pq", "parquet", max_bad_fraction=0.5), tmp_path)
+    assert manifest["rejected"] == {"unlabelled": 2, "in train too": 2}
+    assert shards.index["key"].to_pylist()[:2] in (["train/cat/a", "train/dog/00000001"], ["train/dog/00000001", "train/cat/a"])
+
+
+def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(source, tmp_path, bucket):
+    client = s3.client_of(bucket.upstream)
+    card = card_of(f"s3://{bucket.bucket}/data?region=us-east-1", max_bad_fraction=0.1)
+    for file in sorted(p for p in source.rglob("*") if p.is_file()):
+        client.put_object(Bucket=bucket.bucket, Key=f"data/{file.relative_to(source)}", Body=file.read_bytes())
+    before = fingerprint(card)
+    assert before == fingerprint(card_of(source))
+    for name in ("README.md", "train/cat/notes.txt", "train/cat/a#1.png"):
+        client.put_object(Bucket=bucket.bucket, Key=f"data/{name}", Body=picture(321))
+    assert fingerprint(card) == before
+    _, expected = run(card_of(source), tmp_path, "disk")
+    manifest, shards = run(card, tmp_path, "bucket")
+    assert shards.index.equals(expected.index)
+    assert manifest["rejected"] == {"corrupt": 1, "other file": 1}
+    assert "which no URI can hold; rename it" in reasons(tmp_path, "bucket")["train/cat/a#1.png"]
 
 
 def test_equal_names_in_two_archives_of_one_name_get_keys_of_their_own(source, tmp_path):

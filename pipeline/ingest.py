@@ -108,7 +108,7 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
             label = named.get(nfc(label), printable(label))
         record = Record(item.split, printable(item.name), item.stem, label, item.problem and printable(item.problem), uri=item.uri,
                         offset=item.offset, size=item.size)
-        if data is not None:
+        if isinstance(data, bytes):  # a hostile Parquet row may hold anything
             record = replace(record, raw=raw_row(item, data))
         if not record.problem and label not in card.classes:
             why = "it has no label" if label is None else f"class {label!r:.80} is not on the card"
@@ -140,7 +140,7 @@ def raw_content(card: Card, map_fn: MapFn) -> str:
 
 
 def _raw_rows(unit: Unit) -> list[str]:
-    return [raw_row(item, data) for item, data in unit.read(*unit.args) if data is not None]
+    return [raw_row(item, data) for item, data in unit.read(*unit.args) if isinstance(data, bytes)]
 
 
 def digest_of_rows(rows: Iterable[str]) -> str:

@@ -129,9 +129,11 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
     return records
 
 
-def raw_row(item: Item, data: bytes) -> str:
-    """What an image of a source is before anything is made of it: split, name, label and digest of its bytes."""
-    return f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{hashlib.sha256(data).hexdigest()}"
+def raw_row(item: Item, data: Any) -> str:
+    """What an image of a source is before anything is made of it: split, name, label and digest of its bytes, or of
+    whatever a row of a table holds in their place."""
+    raw = data if isinstance(data, bytes) else repr(data).encode("utf-8", "backslashreplace")
+    return f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{hashlib.sha256(raw).hexdigest()}"
 
 
 def raw_content(card: Card, map_fn: MapFn) -> str:

@@ -86,10 +86,13 @@ class Case:
         return lab.run_of(self.method, {**TRAIN, **self.train}, **rest)
 
 
+folders: list[Path] = []  # of this process, given by `start`
+
+
 @cache
 def laboratory(device: str) -> Lab:
     """One for each device for as long as this process lives."""
-    return Lab(Path(tempfile.mkdtemp(prefix="accrete-strict-")), Group(device=torch.device(device)))
+    return Lab(folders[0] / device, Group(device=torch.device(device)))
 
 
 # ---- what is done on the device -----------------------------------------------------------------------------------------
@@ -156,8 +159,9 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
 
 
 # ---- cases in a process of their own ------------------------------------------------------------------------------------
-def start() -> None:
-    """Before a process takes cases."""
+def start(folder: Path) -> None:
+    """Before a process takes cases, whose results go to `folder`."""
+    folders.append(folder)
     torch.set_num_threads(1)
     strict_device.register()
 
@@ -220,10 +224,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("methods", nargs="*", choices=[*METHODS, []], help="methods; all without one")
     parser.add_argument("--record", action="store_true", help="lower what became lower, add what is new")
     options = parser.parse_args(argv)
-    start()
+    with tempfile.TemporaryDirectory() as folder:
+        start(Path(folder))
+        return measure(options.methods or [*METHODS], options.record)
+
+
+def measure(methods: list[str], record: bool) -> int:
+    """Prints the rows of these methods, and what rose; returns the exit code. record: the table's file is written anew."""
     text = TABLE.read_text()
     bounds, failed = recorded(text), False
-    for method in options.methods or METHODS:
+    for method in methods:
         for scenario in sorted(METHODS[method].scenarios):
             for step, counts in counts_of(method, scenario).items():
                 bound = bounds.get(step)
@@ -233,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
                 lower = Counts(*map(min, astuple(counts), astuple(bound or counts)))
                 print(row_of(step, counts), flush=True)
                 bounds[step] = lower
-    if options.record:
+    if record:
         TABLE.write_text(with_rows(text, bounds))
     return int(failed)
 

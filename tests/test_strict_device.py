@@ -47,9 +47,9 @@ TRAIN: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[ProcessPoolExecutor]:
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
     """A process that has the strict device; what is registered there stays there."""
-    with ProcessPoolExecutor(1, small_run.processes(), on_strict_device.start) as process:
+    with ProcessPoolExecutor(1, small_run.processes(), on_strict_device.start, (tmp_path_factory.mktemp("strict"),)) as process:
         yield process
 
 

@@ -48,6 +48,7 @@ class Builder:
     keys: dict[str, str] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)  # cards whose source and shards no longer exist
     split: Literal["test", "val"] = "test"  # what evaluations read
+    ask_sources: bool = True  # whether a source on another machine is asked for its fingerprint though its result stands
 
     def add(self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any) -> Stage:
         return self.keep(self.stage(stage_id, step, inputs, parents, **rest))
@@ -94,10 +95,12 @@ class Builder:
             cache=cache_folder(c.cluster.cache, self.store.storage), cache_gb=c.cluster.cache_gb, **rest)
 
 
-def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None, split: Literal["test", "val"] = "test") -> tuple[Graph, list[Task]]:
+def graph_of(config: Config, store: Store, provenance: dict[str, Any] | None = None, split: Literal["test", "val"] = "test",
+             ask_sources: bool = True) -> tuple[Graph, list[Task]]:
     """The stages of a run in topological order, and its tasks (the base task first, if there is one). With split `val`, for a search, methods are
-    judged on validation images, and there is no report; all that is trained has the same keys."""
-    builder = Builder(config, store, provenance or {}, split=split)
+    judged on validation images, and there is no report; all that is trained has the same keys.
+    ask_sources: False opens no connection to a source on another machine whose ingested result stands."""
+    builder = Builder(config, store, provenance or {}, split=split, ask_sources=ask_sources)
     entries = add_tasks(builder)
     tasks = [t for t in entries if t.role != "unlabelled"]
     if not tasks:
@@ -160,7 +163,7 @@ def read_sources_again(config: Config, store: Store, say: Callable[[str], None])
 
 
 def _add_card(builder: Builder, card: cards.Card) -> None:
-    source = raw_data.source_of(builder.store, card)
+    source = raw_data.source_of(builder.store, card, builder.ask_sources)
     inputs = raw_data.stage_inputs(card, source)
     stage = builder.add(f"data/{card.name}", inputs.pop("step"), inputs, [], job=IngestJob(card), note=source.note)
     if not source.present and Artefact.open(builder.store.root, stage.key) is None:

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from pipeline.config import sentence_of
 from pipeline.plain_yaml import expand, read_yaml
 from workers.errors import UserError
+from workers.filesystem import FIRST_CONTACT_S, StorageAway, patience
 from workers.job import Frozen, Neutral, key_inputs
 
 Split = Literal["train", "test"]
@@ -157,10 +158,16 @@ def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[st
     if source.format != "folder" or not body.get("num_classes"):
         raise UserError(f"{path}: `classes: from_source` needs a source of format folder, and num_classes beside it; add it, or list "
                         "the classes")
-    where, names = folders(expand(source.path), source.splits.get("train") or source.splits.get("test", "train"))
+    identity = "classes-" + hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()[:24]
+    try:
+        with patience(FIRST_CONTACT_S):
+            where, names = folders(expand(source.path), source.splits.get("train") or source.splits.get("test", "train"))
+    except StorageAway:
+        if not memory or not memory.remembered(identity):
+            raise
+        where, names = source.path, []
     check_forms(f"{path}: folders in {where}", names)
     names = sorted(map(nfc, names))
-    identity = "classes-" + hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()[:24]
     if memory and names and names != memory.remembered(identity):
         memory.remember(identity, names)
     names = names or (memory.remembered(identity) if memory else None) or []

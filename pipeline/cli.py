@@ -106,7 +106,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(args: argparse.Namespace, to_run: bool = False) -> tuple[Config, Store, Graph, list[Task]]:
-    """Config, store and graph; paths are absolute from here on. to_run: raw data that was written again in place is read first."""
+    """Config, store and graph; paths are absolute from here on. to_run: raw data that was written again in place is read first; else sources on
+    other machines whose results stand are not asked."""
     from pipeline import config as config_module
     from pipeline.cluster import is_submitted_job
     from pipeline.plain_yaml import absolute
@@ -123,7 +124,7 @@ def prepare(args: argparse.Namespace, to_run: bool = False) -> tuple[Config, Sto
 
     if to_run:
         build.read_sources_again(config, store, print)
-    graph, tasks = build.graph_of(config, store, provenance())
+    graph, tasks = build.graph_of(config, store, provenance(), ask_sources=to_run)
     return config, store, graph, tasks
 
 

@@ -26,6 +26,7 @@ from PIL import Image
 from pyarrow import fs
 
 from pipeline.cards import CARDS, Card, Split, nfc
+from workers import hub
 from workers.artefact import join, resolve
 from workers.errors import UserError
 
@@ -101,13 +102,16 @@ def folders(path: str, split: str) -> tuple[str, list[str]]:
 
 
 def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
-    """As `workers.artefact.resolve`, and through fsspec what pyarrow does not know (`hf://`)."""
+    """As `workers.artefact.resolve`, and through fsspec what pyarrow does not know (`hf://`). Raises StorageAway where the hub cannot be reached."""
     if not uri.startswith("hf://"):
         return resolve(uri)
-    import fsspec
-
     try:
+        import fsspec
+
+        hub.check_reachable()
         system, path = fsspec.core.url_to_fs(uri)
+    except UserError as error:
+        raise type(error)(f"source {uri!r}: {error}") from None
     except (ImportError, ValueError) as error:
         raise UserError(f"source {uri!r} cannot be opened ({error}); install huggingface_hub or download the files") from None
     return fs.PyFileSystem(fs.FSSpecHandler(system)), path
@@ -143,9 +147,14 @@ def listing(card: Card) -> list[Entry] | None:
             return None
         infos = [i for part in below
                  for i in system.get_file_info(fs.FileSelector(posixpath.join(path, part).rstrip("/"), allow_not_found=True, recursive=True))]
-    except OSError as error:
-        raise UserError(f"source {uri!r} cannot be listed ({printable(str(error).splitlines()[0])}); check the path, the network and "
-                        "your permissions") from None
+    except UserError:
+        raise
+    except Exception as error:  # the hub's HTTP client raises kinds of its own
+        if not isinstance(error, OSError) and not uri.startswith("hf://"):
+            raise
+        reason = printable((str(error).strip() or type(error).__name__).splitlines()[0])
+        raise UserError(f"source {uri!r} cannot be listed ({reason}); check the path, the network and your "
+                        "permissions") from None
     base = path.rstrip("/") + "/"
     odd = "corrupt: `?` or `#` in its name, which no URI can hold; rename it"
     files = {(i.path.removeprefix(base), i.size, i.mtime_ns or 0) for i in infos if i.type == fs.FileType.File}

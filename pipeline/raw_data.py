@@ -16,8 +16,9 @@ from typing import Any
 from pipeline import ingest
 from pipeline.cards import Card
 from pipeline.store import Store, key_of
-from workers.artefact import Artefact
+from workers.artefact import Artefact, is_local
 from workers.errors import UserError
+from workers.filesystem import FIRST_CONTACT_S, StorageAway, patience
 
 READ_THREADS = 16
 REWRITTEN = ("its raw files were written again since they were ingested (same paths and sizes); "
@@ -46,11 +47,22 @@ class Source:
         return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
 
 
-def source_of(store: Store, card: Card) -> Source:
-    """The source of a card; where the files are gone, the one that was there last, so that results
-    stand. Raises UserError where they are gone and were never known."""
-    listed = ingest.look(card)
-    fingerprint = listed[0] if listed else store.remembered(card.identity())
+def source_of(store: Store, card: Card, ask: bool = True) -> Source:
+    """The source of a card; where the files are gone, or on a machine that cannot be reached, the one
+    that was there last, so that results stand. Raises UserError where they were never known.
+    ask: False opens no connection to another machine for a source whose ingested result stands."""
+    last = store.remembered(card.identity())
+    known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None
+    if known_last and not ask and not is_local(card.source.path) and _stands(store, card, known_last):
+        return known_last
+    try:
+        with patience(FIRST_CONTACT_S):
+            listed = ingest.look(card)
+    except StorageAway:
+        if known_last is None:
+            raise
+        return known_last
+    fingerprint = listed[0] if listed else last
     if not isinstance(fingerprint, str):
         raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist, or holds no "
                         "images in its splits, and was never ingested into this storage; put the data there or mend `source.path` "
@@ -69,7 +81,11 @@ def source_of(store: Store, card: Card) -> Source:
 def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     """Reads the raw files of a card where they were written again since, and settles which content
     they are. Does nothing where they were not, or are gone."""
-    listed = ingest.look(card)
+    try:
+        with patience(FIRST_CONTACT_S):
+            listed = ingest.look(card)
+    except StorageAway:  # what is known of it goes on to be used, see `source_of`
+        return
     if listed is None:
         return
     known = _recall(store, card, listed[0])
@@ -95,6 +111,10 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
         else:
             say(f"data/{card.name}: they are other images; results of them get keys of their own, beside those of the images before")
     _remember(store, card, known)
+
+
+def _stands(store: Store, card: Card, source: Source) -> bool:
+    return Artefact.open(store.root, key_of(stage_inputs(card, source), ())) is not None
 
 
 def stage_inputs(card: Card, source: Source) -> dict[str, Any]:

@@ -33,11 +33,10 @@ from workers.artefact import (
     write_bytes,
 )
 from workers.errors import UserError
-from workers.filesystem import patience
+from workers.filesystem import FIRST_CONTACT_S, patience
 from workers.job import Task
 
 PLAIN = re.compile(r"[\w-]+")  # a key names a folder: a record from elsewhere must not lead out of the store
-FIRST_CONTACT_S = 20.0  # how long a storage may fail to answer before the run has begun: its address may be wrong
 EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
 MOST_CHANGES = 4  # versions that a note names
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew

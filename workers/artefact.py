@@ -57,6 +57,11 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     return system, posixpath.normpath(posixpath.join(top, parts.path.lstrip("/")))
 
 
+def is_local(uri: str) -> bool:
+    """Whether a path or URI lies on a disk of this machine, or on one that it has mounted."""
+    return "://" not in uri or uri.startswith("file://")
+
+
 def join(uri: str, *parts: str) -> str:
     """A place below `uri`; a query (`s3://bucket/folder?region=...`) stays at the end."""
     path, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")

@@ -23,6 +23,7 @@ from pyarrow import fs
 from workers.errors import UserError
 
 PATIENCE_S = 120.0  # how long a storage may fail to answer before the run ends
+FIRST_CONTACT_S = 20.0  # the same before the run has begun: its address may be wrong
 FIRST_S, LONGEST_S = 0.2, 5.0  # pauses between tries: each is twice the one before
 SAY_S = 5.0  # after so long a person is told what is waited for
 CONNECT_S, SILENT_S = 5.0, 20.0  # a connection without an answer, and one without a byte, are given up

@@ -21,6 +21,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import workers.model.convit  # noqa: F401 (enters timm's registry)
+from workers import hub
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import context, signature
@@ -194,7 +195,8 @@ def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Te
 
 def _from_hub(name: str) -> dict[str, Tensor]:
     try:
-        return timm.create_model(name, pretrained=True).state_dict()
+        with hub.only_what_is_reachable():
+            return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it ({reason}); fetch them on a machine with a "

@@ -39,6 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         sys.stderr.close()
         return 0
+    except ConnectionError as error:  # an OSError, but of no file
+        reason = shown(str(error)) or type(error).__name__
+        print(f"accrete: a connection was lost or refused ({reason}); what finished is kept, run the same command again when the other side answers",
+              file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"accrete: {error.filename or 'a file'} cannot be used ({error.strerror or error}); mend its path or permissions and run the same "
               "command again", file=sys.stderr)

@@ -25,6 +25,10 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per group; the driver looks once for all
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
 }
+ASK_S = 3.0  # for the answer to one small question
+CLIENT_QUESTION, HEAD_QUESTION = "/ray.rpc.RayletDriver/ClusterInfo", "/ray.rpc.NodeInfoGcsService/CheckAlive"  # of Ray's client server, of its head
+TOKEN_REMEDY = ("set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, or put that into ~/.ray/auth_token or into the file that "
+                "RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster without tokens)")
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 NAMESPACE = "accrete"
 HEAD = {"node:__internal_head__": 1e-3}  # what only the head node has: losing it is the end of the cluster anyway
@@ -51,6 +55,8 @@ def connect(cluster: ClusterSettings) -> Any:
         start_private(ray, cpus, quiet)
         return ray
     check_reachable(address)
+    if address != "auto":
+        check_token(address)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     code: dict[str, Any] = {} if is_submitted_job() else {"working_dir": root, "excludes": LEFT_AT_HOME}
     try:
@@ -81,11 +87,41 @@ def refusal(error: Exception) -> str:
     """Why a cluster did not let us in, in the words of its error that say it."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "oken" in text and "uthenticat" in text:
-        return ("it asks for its token: put what `ray get-auth-token` prints on its head node into the file ~/.ray/auth_token, or name "
-                "another file in RAY_AUTH_TOKEN_PATH")
+        return f"it asks for its token: {TOKEN_REMEDY}"
     if "local Raylet" in text or "raylet" in text:
         return "this machine is no node of it: from outside give ray://host:10001, the port of Ray's client server"
     return text[:300]
+
+
+def check_token(address: str) -> None:
+    """Raise UserError where a cluster does not take the token of this machine: Ray itself tries again for 20 to 80 s, and
+    then reports a timeout. Whatever else goes wrong here, joining tells better."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel  # adds the token as RAY_AUTH_MODE and the rest say
+    from ray.exceptions import AuthenticationError
+
+    method = CLIENT_QUESTION if address.startswith("ray://") else HEAD_QUESTION
+    try:
+        channel = init_grpc_channel(address.removeprefix("ray://"))
+        try:
+            channel.unary_unary(method)(b"", timeout=ASK_S)
+        finally:
+            channel.close()
+    except AuthenticationError:
+        raise UserError(f"the Ray cluster at {address!r} cannot be joined: no token was found here; {TOKEN_REMEDY}") from None
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise UserError(f"the Ray cluster at {address!r} does not let this machine in: {token_source()}; {TOKEN_REMEDY}") from None
+
+
+def token_source() -> str:
+    """What this machine shows to a cluster, without the token itself."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return f"it asks for a token, and RAY_AUTH_MODE is {os.environ.get('RAY_AUTH_MODE', '')!r} here"
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "the token in RAY_AUTH_TOKEN is not the one of the cluster"
+    place = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    return f"the token in {place} is not the one of the cluster"
 
 
 def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:

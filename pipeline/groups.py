@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline import failures
 from pipeline.build import IngestJob
 from pipeline.cluster import (
     Presence,
@@ -29,7 +30,7 @@ from pipeline.cluster import (
 )
 from pipeline.config import ClusterSettings
 from pipeline.graph import Stage
-from pipeline.launch import NO_ROOM, Local, attempt, own_error, run_ingest, run_segment
+from pipeline.launch import NO_ROOM, Local, attempt, run_ingest, run_segment
 from pipeline.offers import Offer, Queue
 from pipeline.run import Event
 from pipeline.store import Store
@@ -90,7 +91,7 @@ class OnRay:
         self.queue = registered(ray, Watching, self.name)
         try:
             self.around: Surroundings = ray.get(self.queue.look_around.remote())
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ConnectionError) as error:
             raise broke_down(ray, error) from None
         self.looked = time.monotonic()
         sweep(store, self.own)
@@ -111,7 +112,7 @@ class OnRay:
 
     def submit(self, stage: Stage, depth: int) -> None:
         if isinstance(stage.job, IngestJob):
-            self.ingests.append(self.threads.submit(attempt, stage, lambda: run_ingest(self.store, stage, self.map, self.progress)))
+            self.ingests.append(self.threads.submit(attempt, stage, lambda: run_ingest(self.store, stage, self.map, self.progress), self.store.storage))
         elif stage.job is None:
             self.local_waiting.append(stage)
         else:
@@ -121,7 +122,7 @@ class OnRay:
     def poll(self) -> list[Event]:
         try:
             return self._poll()
-        except self.ray.exceptions.RayError as error:
+        except (self.ray.exceptions.RayError, ConnectionError) as error:  # the client of ray:// raises the latter
             self.broken = True
             raise broke_down(self.ray, error) from None
 
@@ -146,7 +147,7 @@ class OnRay:
             self._leave()
         if self.local_waiting and not events:
             stage = self.local_waiting.popleft()
-            events.append(attempt(stage, lambda: self.local(stage)))
+            events.append(attempt(stage, lambda: self.local(stage), self.store.storage))
         return events
 
     def _ingested(self) -> list[Event]:
@@ -203,7 +204,7 @@ class OnRay:
         except self.ray.exceptions.NodeDiedError:
             message, moved = "its node was lost", True
         except Exception as error:
-            message = own_error(error)
+            message = failures.describe(error)
         if group.starts > self.cluster.retries and not moved:
             raise UserError(f"worker group {index} could not be started in {group.starts} tries: {message}; mend what it says, "
                             "or use fewer workers with --set cluster.workers=N")
@@ -274,7 +275,7 @@ class OnRay:
         if self.broken:  # a good end would wait for what does not answer; Ray's processes end with this one
             atexit.unregister(self.ray.shutdown)
             return
-        with suppress(self.ray.exceptions.RayError):  # whatever it is, closing does not hide why the run ended
+        with suppress(self.ray.exceptions.RayError, ConnectionError):  # whatever it is, closing does not hide why the run ended
             if self.groups:
                 self.ray.get(self.queue.close.remote())
                 self.ray.wait([group.task for group in self.groups.values()], num_returns=len(self.groups), timeout=10)
@@ -285,6 +286,10 @@ class OnRay:
 
 def broke_down(ray: Any, error: Exception) -> UserError:
     """What is said where not a worker is lost but what the driver itself needs."""
+    if isinstance(error, ConnectionError):
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return UserError(f"the connection to the Ray cluster was lost ({reason}); what finished is kept, run the same command again when the head "
+                         "node and its client port answer")
     unanswered = isinstance(error, ray.exceptions.GetTimeoutError)
     why = f"its head node has not answered for {ANSWER_S:.0f} s" if unanswered else str(error).strip().splitlines()[0]
     return UserError(f"Ray itself broke down ({why}); what finished is kept, run the same command again")
@@ -322,7 +327,7 @@ class RayMap:
         try:
             value = self.ray.get(under_way[0])
         except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # what went wrong, without the remote traceback around it
+            raise error.cause from error  # its sentence is of the cause; its traceback shows the remote one
         under_way.popleft()
         self.free.release()
         return value

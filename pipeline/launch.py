@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from pipeline import ingest, raw_data
+from pipeline import failures, ingest, raw_data
 from pipeline.build import IngestJob
 from pipeline.cluster import needs, where_ray_writes
 from pipeline.config import ClusterSettings
@@ -20,7 +19,7 @@ from pipeline.offers import Offer, Offers
 from pipeline.run import Event, Executor
 from pipeline.store import Store
 from workers import dist, notice
-from workers.artefact import Artefact, delete_dir, join
+from workers.artefact import Artefact, delete_dir, join, parent
 from workers.claim import claimed
 from workers.errors import DamagedArtefact, UserError
 from workers.loop import run_stage
@@ -51,7 +50,7 @@ class InProcess:
     def poll(self) -> list[Event]:
         stage = None if notice.given.is_set() else self.waiting.take()
         if stage is not None:
-            self.events.append(attempt(stage, lambda: self._run(stage)))
+            self.events.append(attempt(stage, lambda: self._run(stage), self.store.storage))
         elif notice.given.is_set():
             raise notice.Leaving
         events, self.events = self.events, []
@@ -68,8 +67,8 @@ class InProcess:
         self.listening()
 
 
-def attempt(stage: Stage, run: Callable[[], dict[str, Any]]) -> Event:
-    """Runs a stage and turns whatever happens into an event."""
+def attempt(stage: Stage, run: Callable[[], dict[str, Any]], storage: str, group: dist.Group | None = None) -> Event:
+    """Runs a stage and turns whatever happens into an event. What nobody foresaw leaves its traceback in `storage`."""
     try:
         return Event("done", stage.id, body=run())
     except notice.Leaving:
@@ -81,14 +80,9 @@ def attempt(stage: Stage, run: Callable[[], dict[str, Any]]) -> Event:
     except Exception as error:
         if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
             return Event("lost", stage.id, "a worker of its group is gone")  # what the others hear of it
-        return Event("failed", stage.id, own_error(error))
-
-
-def own_error(error: Exception) -> str:
-    """The error as its raiser worded it, with the place in the code where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" (at {os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{place}"
+        group = group or dist.Group()
+        trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
+        return Event("failed", stage.id, f"{failures.describe(error)}; traceback: {trace}")
 
 
 def run_ingest(store: Store, stage: Stage, map_fn: Callable[..., Iterable[Any]], progress: Callable[[Event], None]) -> dict[str, Any]:
@@ -151,7 +145,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             continue
         if stage == "stop":
             return
-        event = attempt(stage, lambda stage=stage: run_stage(stage.job, group, Told(ray, queue, index, stage)))  # type: ignore[misc]
+        event = attempt(stage, lambda stage=stage: run_stage(stage.job, group, Told(ray, queue, index, stage)),  # type: ignore[misc]
+                        parent(stage.job.root), group)
         if rank == 0 or event.kind not in ("done", "moved"):
             ray.get(queue.post.remote(index, event))
         if event.kind == "moved":

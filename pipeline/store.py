@@ -16,6 +16,7 @@ from typing import Any
 
 from pyarrow import fs
 
+from pipeline import failures
 from pipeline.config import Config, dump, flatten
 from pipeline.graph import Graph, Stage
 from workers.artefact import (
@@ -210,7 +211,7 @@ class Store:
 
     def garbage(self, earlier: bool = False) -> list[tuple[str, int]]:
         """Folders below the storage, with their bytes, that no named run needs: results of no named run, what interrupted
-        attempts left beside a result that stands, and its checkpoints.
+        attempts left beside a result that stands, its checkpoints and failures.
 
         earlier: also what runs needed only before their configs were changed. Raises UserError where
         a record cannot be read.
@@ -227,14 +228,14 @@ class Store:
                     raise UserError(f"{path} is not readable, so what run {name!r} needed before its config was changed is not known; remove that file")
                 needed |= needed_keys(kept)
         needed |= self._searched()
-        there = {place: listing(join(self.storage, place)) for place in ("stages", "checkpoints")}
+        there = {place: listing(join(self.storage, place)) for place in ("stages", "checkpoints", failures.FOLDER)}
         standing = {key: found.manifest["attempt"] for key in unclear(there) & needed if (found := Artefact.open(self.root, key))}
         sizes: dict[str, int] = {}
         for place, files in there.items():
             for path, size in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
-                if key not in needed or (place == "checkpoints" and key in standing):
+                if key not in needed or (place != "stages" and key in standing):
                     folder = key
                 elif below and attempt != standing.get(key, attempt):
                     folder = f"{key}/{attempt}"
@@ -268,13 +269,14 @@ class Store:
 
 
 def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
-    """Keys whose manifest has to be read to know what is left over: those with files of several attempts, or with checkpoints."""
+    """Keys whose manifest has to be read to know what is left over: those with files of several attempts, with checkpoints or failures."""
     attempts: dict[str, set[str]] = {}
     for path in there["stages"]:
         key, _, rest = path.partition("/")
         if "/" in rest:
             attempts.setdefault(key, set()).add(rest.partition("/")[0])
-    return {key for key, names in attempts.items() if len(names) > 1} | {path.partition("/")[0] for path in there["checkpoints"]}
+    beside = {path.partition("/")[0] for place, files in there.items() if place != "stages" for path in files}
+    return beside | {key for key, names in attempts.items() if len(names) > 1}
 
 
 def outdated(graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]) -> str | None:

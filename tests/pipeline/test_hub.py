@@ -99,7 +99,7 @@ def test_weights_that_the_hub_does_not_give_are_told_at_once(silent, monkeypatch
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="backbone.weights is 'hub', and the weights of 'vit_tiny_patch16_224' cannot be had"):
+    with pytest.raises(UserError, match=r"backbone\.weights is 'hub', and the weights of 'vit_tiny_patch16_224' cannot be had"):
         vit._from_hub("vit_tiny_patch16_224")
     assert len(silent.connections) == 1, "asked once, and not again by each try of its client"
     assert not constants.HF_HUB_OFFLINE

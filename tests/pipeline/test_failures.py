@@ -1,0 +1,126 @@
+"""A stage that fails leaves its whole traceback with node, rank and log, and its sentence names our own line and that file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import cli, failures, launch
+from pipeline.graph import Stage
+from pipeline.store import Store
+from tests import small_run
+from workers import dist
+from workers.artefact import Attempt
+from workers.errors import UserError
+
+
+def stage_of(key: str = "k1") -> Stage:
+    return Stage("meat/a/train", "train", key, {}, ())
+
+
+def break_in_torch() -> dict[str, object]:
+    """An error whose innermost frame is a file of torch."""
+    return {"x": torch.nn.functional.pad(torch.zeros(2, 2), (1, 1, 1, 1, 1, 1, 1, 1), mode="reflect")}
+
+
+def kept(storage: Path, key: str = "k1") -> list[Path]:
+    return sorted((storage / failures.FOLDER / key).glob("*.txt"))
+
+
+def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path):
+    def run() -> dict[str, object]:
+        torch.zeros(2) + torch.zeros(3)
+        return {}
+
+    event = launch.attempt(stage_of(), run, str(tmp_path), dist.Group(1, 4))
+    (path,) = kept(tmp_path)
+    assert event.kind == "failed"
+    assert f"traceback: {path}" in event.message
+    text = path.read_text()
+    assert "Traceback (most recent call last):" in text
+    assert "torch.zeros(2) + torch.zeros(3)" in text
+    assert [line for line in text.splitlines() if re.match("stage|key|host|rank", line)] == [
+        "stage: meat/a/train", "key: k1", f"host: {platform.node()}", "rank: 1 of 4"]
+    assert f"process: {os.getpid()}" in text
+    assert re.search(r"^log: .+", text, re.MULTILINE)
+
+
+def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path):
+    from workers.data.shards import open_image
+
+    event = launch.attempt(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
+    assert re.search(r"\(at workers/data/shards\.py:\d+ in open_image\)", event.message)
+    foreign = launch.attempt(stage_of(), break_in_torch, str(tmp_path))
+    assert re.search(r"\(at pipeline/launch\.py:\d+ in attempt\)", foreign.message), "a frame of torch or of a test is none of ours"
+
+
+def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path):
+    def run() -> dict[str, object]:
+        cause = KeyError("x")
+        cause.__cause__ = RuntimeError()
+        cause.__cause__.traceback_str = (  # type: ignore[attr-defined]
+            'ray::examine() (pid=1)\n  File "/tmp/r/_ray_pkg_1/pipeline/ingest.py", line 12, in examine\n'
+            '  File "/env/site-packages/ray/_private/workers/x.py", line 9, in y\nKeyError: x')
+        raise cause
+
+    assert "(at pipeline/ingest.py:12 in examine)" in launch.attempt(stage_of(), run, str(tmp_path)).message
+
+
+def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hides_no_error(tmp_path, monkeypatch):
+    def refused() -> dict[str, object]:
+        raise UserError("mend it")
+
+    assert launch.attempt(stage_of(), refused, str(tmp_path)).message == "mend it"
+    assert not kept(tmp_path)
+
+    def away(*_: object) -> None:
+        raise OSError("storage is away")
+
+    monkeypatch.setattr(failures, "write_bytes", away)
+    event = launch.attempt(stage_of(), break_in_torch, str(tmp_path))
+    assert "traceback: not kept: storage is away" in event.message
+
+
+def test_no_password_of_an_error_is_kept(tmp_path):
+    address = "https://{}@host/x".format("me:hush")
+
+    def run() -> dict[str, object]:
+        raise RuntimeError(f"{address} says no")
+
+    event = launch.attempt(stage_of(), run, str(tmp_path))
+    text = kept(tmp_path)[0].read_text()
+    assert "https://host/x says no" in event.message
+    assert "https://host/x says no" in text
+    assert "hush" not in event.message + text
+
+
+def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path):
+    store = Store(str(tmp_path))
+    for key in ("k1", "k2", "k3"):
+        launch.attempt(stage_of(key), break_in_torch, str(tmp_path))
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    Attempt(store.root, "k2").commit({})
+    stages = [{"id": f"a/{key}", "key": key, "step": "train"} for key in ("k1", "k2")]
+    store.save_record({"name": "mine", "stages": stages})
+    assert [path for path, _ in store.garbage()] == ["failures/k2", "failures/k3"]
+
+
+@pytest.mark.parametrize("step", ["train", "ingest"])
+def test_a_run_that_fails_says_where_its_traceback_is(step, tmp_path, quick, monkeypatch, capsys):
+    def broken(*_: object, **__: object) -> dict[str, object]:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(launch, "run_stage" if step == "train" else "run_ingest", broken)
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ["a"]), ["finetune"], cluster={"retries": 1})
+    assert cli.main(["run", small_run.write_config(tmp_path / "c.yaml", body)]) == 2
+    said = capsys.readouterr().err
+    path = Path(said.split("traceback: ")[1].split(";")[0].split(" ")[0])
+    assert said.count("\n") == 1
+    assert "ZeroDivisionError: by nothing (at pipeline/launch.py:" in said
+    assert "by nothing" in path.read_text()
+    assert path.is_relative_to(tmp_path / "storage" / "failures")

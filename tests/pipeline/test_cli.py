@@ -415,3 +415,14 @@ def test_plan_says_that_a_key_version_was_raised(own, monkeypatch, capsys):
     said = output(capsys, "plan", own.config())
     assert "the last run of this name had key version 1, this code has 2" in said
     assert set(table(said).values()) == {("miss", "key version 1 -> 2")}
+
+
+def test_a_lost_connection_is_no_file(monkeypatch, capsys):
+    def lost(*_: Any) -> None:
+        raise ConnectionError("Client is shutting down.")
+
+    monkeypatch.setattr(cli.browse, "serve", lost)
+    monkeypatch.setattr(cli.os.path, "isdir", lambda path: True)
+    assert cli.main(["ui"]) == 2
+    assert capsys.readouterr().err == ("accrete: a connection was lost or refused (Client is shutting down.); what finished is kept, "
+                                       "run the same command again when the other side answers\n")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pyarrow import fs
@@ -125,6 +127,68 @@ def test_an_address_that_answers_is_good(listening):
         cluster.check_reachable(address)
 
 
+class Gate:
+    """A gRPC server that lets in requests with the right token alone, as Ray's head and client server do."""
+
+    def __init__(self, token: str):
+        self.token, self.methods = token, list[str]()
+
+    def service(self, details: Any) -> Any:
+        import grpc
+
+        sent = dict(details.invocation_metadata).get("authorization", "")
+        self.methods.append(details.method)
+
+        def answer(_: bytes, context: Any) -> bytes:
+            if sent != f"Bearer {self.token}":
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid or missing authentication token")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+ASK = """
+import sys
+from pipeline import cluster
+from workers.errors import UserError
+try:
+    cluster.check_token(sys.argv[1])
+    print("let in")
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("environment", "said"), [
+    ({"RAY_AUTH_TOKEN": "right" * 8}, "let in"),
+    ({"RAY_AUTH_TOKEN": "wrong" * 8}, "the token in RAY_AUTH_TOKEN is not the one of the cluster"),
+    ({}, "no token was found here"), ({"RAY_AUTH_MODE": "disabled"}, "it asks for a token, and RAY_AUTH_MODE is 'disabled' here")])
+@pytest.mark.parametrize("scheme", ["ray://", ""])
+def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(scheme, environment, said, tmp_path):
+    """In a process of its own: Ray reads its mode and its token once."""
+    import concurrent.futures
+
+    import grpc
+
+    gate = Gate("right" * 8)
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(2), handlers=[gate])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    try:
+        told = subprocess.run([sys.executable, "-c", ASK, f"{scheme}127.0.0.1:{port}"], capture_output=True, text=True, timeout=120, check=True,
+                              env={**bare, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token", **environment})
+    finally:
+        server.stop(None)
+    assert said in told.stdout
+    assert told.stdout.count("\n") == 1
+    assert "rightright" not in told.stdout
+    assert "wrongwrong" not in told.stdout
+    if said != "let in":
+        assert "RAY_AUTH_TOKEN_PATH" in told.stdout
+        assert "RAY_AUTH_MODE=token" in told.stdout
+
+
 # ---- joined or started ------------------------------------------------------------------------------------------------------
 class FakeRay:
     """What it is started with; each start fails with the next of `errors`, as long as there are any."""
@@ -160,6 +224,7 @@ def listening():
 
 
 def connected(monkeypatch, ray: FakeRay, **own):
+    monkeypatch.setattr(cluster, "check_token", lambda address: None)  # it needs the real one
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert cluster.connect(ClusterSettings(**own)) is ray
     return ray.started

@@ -181,6 +181,19 @@ def test_a_head_that_does_not_answer_ends_the_run_with_a_sentence(tmp_path, monk
     assert driver.broken
 
 
+def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(tmp_path, capsys, monkeypatch):
+    driver = Driver(tmp_path, [1.0])
+    driver.holding(0, "0")
+
+    def lost(*_: Any, timeout: float = 0) -> Any:
+        raise ConnectionError("Failed to reconnect within the reconnection grace period (30s)")
+
+    driver.ray.get = lost
+    with pytest.raises(UserError, match=r"the connection to the Ray cluster was lost \(Failed to reconnect .*; what finished is kept"):
+        driver.poll()
+    assert driver.broken
+
+
 def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(tmp_path):
     driver = Driver(tmp_path, [1.0, 1.0])
     driver.holding(0, "0")

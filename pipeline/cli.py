@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.store import Lookup, Store
     from workers.job import Task
 
+BUCKET = re.compile(r"in bucket '([^']+)'")  # in what pyarrow says of an object
 MOST_SAID = 4000  # characters of an error; a worker's own may be long
 MOST_MAPS = 32  # test images of a task over which maps are drawn; a page shows no more
 
@@ -45,8 +48,7 @@ def main(argv: list[str] | None = None) -> int:
               file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"accrete: {error.filename or 'a file'} cannot be used ({error.strerror or error}); mend its path or permissions and run the same "
-              "command again", file=sys.stderr)
+        print(f"accrete: {file_sentence(error)}", file=sys.stderr)
         return 2
     except notice.Leaving:
         print("accrete: told to stop; what was under way is saved as far as its last checkpoint, run the same command again to go on", file=sys.stderr)
@@ -54,6 +56,20 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)
         return 130
+
+
+def file_sentence(error: OSError) -> str:
+    """What is said of a file, or of an object in a bucket, that cannot be used."""
+    text = shown(str(error.strerror or error))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'a file'} cannot be written ({text}); free some space there and run the same command again"
+    bucket = BUCKET.search(str(error))
+    if "AWS Error" in text or "google::cloud" in text:
+        from workers.filesystem import access_remedy
+
+        scheme = "s3" if "AWS Error" in text else "gs"
+        return f"the storage refuses ({text}); {access_remedy(f'{scheme}://' + (bucket.group(1) if bucket else ''))}"
+    return f"{error.filename or 'a file'} cannot be used ({text}); mend its path or permissions and run the same command again"
 
 
 def shown(text: str) -> str:

@@ -27,8 +27,9 @@ from pyarrow import fs
 
 from pipeline.cards import CARDS, Card, Split, nfc
 from workers import hub
-from workers.artefact import join, resolve
+from workers.artefact import is_local, join, resolve
 from workers.errors import UserError
+from workers.filesystem import access_remedy
 
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 IMAGES = {".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
@@ -153,8 +154,7 @@ def listing(card: Card) -> list[Entry] | None:
         if not isinstance(error, OSError) and not uri.startswith("hf://"):
             raise
         reason = printable((str(error).strip() or type(error).__name__).splitlines()[0])
-        raise UserError(f"source {uri!r} cannot be listed ({reason}); check the path, the network and your "
-                        "permissions") from None
+        raise UserError(f"source {uri!r} cannot be listed ({reason}); {_remedy(uri)}") from None
     base = path.rstrip("/") + "/"
     odd = "corrupt: `?` or `#` in its name, which no URI can hold; rename it"
     files = {(i.path.removeprefix(base), i.size, i.mtime_ns or 0) for i in infos if i.type == fs.FileType.File}
@@ -254,6 +254,13 @@ def check_forms(where: str, names: Iterable[str]) -> None:
             if other != path:
                 raise UserError(f"{where}: {other!a} and {path!a} are the same name in two Unicode forms (NFC and NFD); merge "
                                 "them, or rename one")
+
+
+def _remedy(uri: str) -> str:
+    """What to check where a source cannot be read."""
+    if is_local(uri) or uri.startswith("hf://"):
+        return "check the path, the network and your permissions"
+    return access_remedy(uri)
 
 
 def need_listing(card: Card) -> list[Entry]:
@@ -374,8 +381,9 @@ def read_at(uri: str, offset: int, size: int | None) -> bytes:
         with open_file(uri) as stream:
             return stream.read_at(stream.size() if size is None else size, offset)
     except OSError as error:
-        raise UserError(f"{printable(uri)} cannot be read ({printable(str(error).splitlines()[0])}); check that it is there and "
-                        "readable for every worker, then run the same command again") from None
+        remedy = "check that it is there and readable for every worker" if is_local(uri) else _remedy(uri)
+        raise UserError(f"{printable(uri)} cannot be read ({printable(str(error).splitlines()[0])}); {remedy}, then run the same command "
+                        "again") from None
 
 
 def _tar(card: Card, map_fn: MapFn) -> list[Unit]:

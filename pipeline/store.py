@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from workers.artefact import (
     Artefact,
     delete_dir,
     exists,
+    is_local,
     is_remains,
     join,
     listing,
@@ -34,7 +36,7 @@ from workers.artefact import (
     write_bytes,
 )
 from workers.errors import UserError
-from workers.filesystem import FIRST_CONTACT_S, patience
+from workers.filesystem import FIRST_CONTACT_S, access_remedy, patience
 from workers.job import Task
 
 PLAIN = re.compile(r"[\w-]+")  # a key names a folder: a record from elsewhere must not lead out of the store
@@ -106,8 +108,12 @@ class Store:
                 system, path = resolve(probe)
                 system.delete_file(path)
         except OSError as error:
-            raise UserError(f"storage {self.storage!r} cannot be written ({error}); choose another folder with --set storage=PATH "
-                            "or mend its permissions") from None
+            remedy = access_remedy(self.storage)
+            if is_local(self.storage):
+                remedy = "choose another folder with --set storage=PATH or mend its permissions"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    remedy = "free some space there, or choose another folder with --set storage=PATH"
+            raise UserError(f"storage {self.storage!r} cannot be written ({error}); {remedy}") from None
 
     def sweep(self) -> None:
         """Deletes what processes of this machine that were killed have left, where nobody else comes by: files half written, and probes."""

@@ -76,6 +76,49 @@ def opened(uri: str) -> tuple[fs.FileSystem, str]:
     return (system if isinstance(system, fs.LocalFileSystem) else fs.PyFileSystem(Patient(system, f"{parts.scheme}://{parts.netloc}"))), top
 
 
+def access_remedy(uri: str) -> str:
+    """What to check where a storage or source refuses: for a bucket its name, its region, and the place that credentials are
+    read from, never the credentials; for a folder its permissions."""
+    parts = urlsplit(uri)
+    bucket = parts.netloc.rpartition("@")[2]
+    if parts.scheme == "s3":
+        options = dict(parse_qsl(parts.query))
+        region = options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        where = f"region {region}" if region else "region us-east-1 (give another with ?region= in the URI or AWS_REGION)"
+        endpoint = options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        server = f" at {endpoint}" if endpoint else ""
+        return (f"check that bucket {bucket!r} exists in {where}{server}, and that the credentials, read from {aws_credentials()}, may list, "
+                "read, write and delete there")
+    if parts.scheme in ("gs", "gcs"):
+        return f"check that bucket {bucket!r} exists, and that the credentials, read from {google_credentials(uri)}, may list, read, write and delete there"
+    if parts.scheme in ("", "file"):
+        return "choose another folder or mend its permissions"
+    return f"check that {parts.scheme}://{bucket} is there, and that the credentials of this environment may list, read, write and delete there"
+
+
+def aws_credentials() -> str:
+    """Where the AWS client takes its credentials from: the first of its places that is filled."""
+    env = os.environ.get
+    if env("AWS_ACCESS_KEY_ID"):
+        return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    if env("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return f"the role {env('AWS_ROLE_ARN', '')} by AWS_WEB_IDENTITY_TOKEN_FILE"
+    path = os.path.expanduser(env("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")
+    if os.path.exists(path):
+        return f"profile {env('AWS_PROFILE') or 'default'} of {path}"
+    return f"the role of this machine (AWS_ACCESS_KEY_ID is not set, and there is no {path})"
+
+
+def google_credentials(uri: str) -> str:
+    """Where the client of Google's storage takes its credentials from."""
+    if urlsplit(uri).username == "anonymous":
+        return "nowhere (anonymous@ in the URI)"
+    if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+        return "GOOGLE_APPLICATION_CREDENTIALS"
+    path = os.path.expanduser("~/.config/gcloud/application_default_credentials.json")
+    return path if os.path.exists(path) else f"the role of this machine (GOOGLE_APPLICATION_CREDENTIALS is not set, and there is no {path})"
+
+
 def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
     """options: the query of the URI, which goes before AWS_REGION or AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL. Without
     either the region is us-east-1: an AWS bucket elsewhere answers with an error that names its region. Raises ValueError for other options."""

@@ -357,8 +357,8 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket):
     unneeded = sum(listing(join(store.root, f"{5:032d}")).values())
     bucket.seen.clear()
     assert dict(store.garbage()) == {f"stages/{0:032d}/{interrupted.name}": 2, f"stages/{5:032d}": unneeded}
-    assert bucket.counts("list-type=2") == {"GET": 4}  # runs, searches, stages, checkpoints
-    assert len(bucket.seen) <= 4 + 2 + 2, "a manifest was read of every stage"
+    assert bucket.counts("list-type=2") == {"GET": 5}  # runs, searches, stages, checkpoints, failures
+    assert len(bucket.seen) <= 5 + 2 + 2, "a manifest was read of every stage"
 
 
 # ---- where it is, and who may -------------------------------------------------------------------------------------------
@@ -437,3 +437,74 @@ def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch):
         tracking_uri("s3://bucket/x")
     assert bucket_folder("s3://bucket/x?region=eu-west-1&scheme=http&endpoint_override=host%3A9000") == "s3://bucket/x/mlartifacts"
     assert (os.environ["MLFLOW_S3_ENDPOINT_URL"], os.environ["AWS_DEFAULT_REGION"]) == ("http://host:9000", "eu-west-1")
+
+
+# ---- what is said where a bucket refuses -----------------------------------------------------------------------------------
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_REGION", "AWS_DEFAULT_REGION",
+               "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS")
+
+
+@pytest.mark.parametrize(("uri", "environment", "said"), [
+    ("s3://mine/x", {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "hush", "AWS_REGION": "eu-west-1"},
+     ["bucket 'mine'", "region eu-west-1", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"]),
+    ("s3://mine/x?region=eu-north-1&endpoint_override=minio:9000", {}, ["region eu-north-1 at minio:9000", "the role of this machine"]),
+    ("s3://mine", {"AWS_WEB_IDENTITY_TOKEN_FILE": "/t", "AWS_ROLE_ARN": "arn:1"}, ["region us-east-1 (give another", "the role arn:1"]),
+    ("gs://mine/x", {"GOOGLE_APPLICATION_CREDENTIALS": "/hush.json"}, ["bucket 'mine'", "GOOGLE_APPLICATION_CREDENTIALS"]),
+    ("gs://anonymous@mine/x", {}, ["bucket 'mine'", "anonymous@ in the URI"])])
+def test_a_remedy_for_a_bucket_names_it_its_region_and_where_credentials_come_from(uri, environment, said, tmp_path, monkeypatch):
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**environment, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    remedy = filesystem.access_remedy(uri)
+    for part in said:
+        assert part in remedy
+    assert "folder" not in remedy
+    assert "AKIA1" not in remedy
+    assert "hush" not in remedy
+
+
+def test_profiles_of_a_credentials_file_are_named(tmp_path, monkeypatch):
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIA1\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert f"profile lab of {tmp_path}/credentials" in filesystem.access_remedy("s3://mine")
+
+
+@pytest.mark.parametrize("why", ["missing", "denied"])
+def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(why, bucket, tmp_path, capsys):
+    from tests import small_run
+
+    name = "nobodys-bucket" if why == "missing" else bucket.bucket
+    bucket.faults[:] = [Fault("403")] if why == "denied" else []
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ("a",)), storage=f"s3://{name}/x")
+    assert cli.main(["plan", small_run.write_config(tmp_path / "c.yaml", body)]) == 2
+    said = capsys.readouterr().err
+    assert f"bucket '{name}' exists in region us-east-1" in said
+    assert "read from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in said
+    assert "folder" not in said
+    assert said.count("\n") == 1
+
+
+def test_a_bucket_that_refuses_in_the_middle_is_no_file(bucket, monkeypatch, capsys):
+    bucket.faults[:] = [Fault("403")]
+    write = [lambda *_: write_bytes(join(bucket.uri, "x"), b"1")]
+    monkeypatch.setattr(cli.browse, "serve", lambda *_: write[0]())
+    assert cli.main(["ui", "--storage", bucket.uri]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("accrete: the storage refuses (")
+    assert f"bucket '{bucket.bucket}' exists in region" in said
+    assert said.count("\n") == 1
+
+
+def test_a_full_disk_is_told_as_one(tmp_path, monkeypatch):
+    import errno
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store_module, "write_bytes", full)
+    with pytest.raises(UserError, match=r"No space left on device.*free some space there"):
+        store_module.Store(str(tmp_path)).check_writable()

@@ -125,7 +125,7 @@ class Store:
                 if path.endswith(".part") and is_remains(posixpath.basename(path)):
                     remove(join(top, place, path))
         for entry in os.scandir(top):
-            if entry.name.startswith(".probe-") and is_remains(entry.name):
+            if entry.name.startswith((".probe-", "mlflow.db.")) and is_remains(entry.name):
                 remove(entry.path)
 
     def look_up(self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True) -> Lookup:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
+import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from pipeline import track_database
 from pipeline.report.entries import Point, key_name
 from workers.artefact import join
 from workers.errors import UserError
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
                "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}  # it would print the password too
 BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
+# Of a database, in the words of SQLite, PostgreSQL and MySQL, and of a disk: what waiting does not mend.
+FINAL = re.compile(r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly database|[Rr]ead-only|no such (table|column)|does not exist"
+                   r"|unable to open database file|not a database|malformed|out-of-date database schema|authentication failed|Access denied")
+FINAL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 BUSY = (408, 409, 429)  # refusals of a server that it may not repeat
 
 
@@ -39,7 +47,7 @@ def tracking_uri(storage: str, uri: str = "") -> str:
                         "MLFLOW_TRACKING_URI, or set tracking=off")
     folder = Path(storage.removeprefix("file://")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{folder / 'mlflow.db'}"
+    return track_database.sqlite_uri(folder / "mlflow.db")
 
 
 def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tuple[MlflowClient, str, str]:
@@ -50,10 +58,14 @@ def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tupl
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is told by whoever asked
     from mlflow import MlflowClient
+    from mlflow.store.db import utils
 
+    utils.MAX_RETRY_COUNT = 1  # by itself it tries a database that does not answer for 100 s
     address = tracking_uri(storage, uri)
+    if database := track_database.sqlite_path(address):
+        track_database.prepare(database, make_tables, utils._get_latest_schema_revision)
     client = MlflowClient(address)
     found = client.get_experiment_by_name(experiment)
     if found is not None:
@@ -65,6 +77,20 @@ def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tupl
         local = "://" not in storage or storage.startswith("file://")
         artefacts = Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri() if local else bucket_folder(storage)
     return client, address, client.create_experiment(experiment, artifact_location=artefacts)
+
+
+def make_tables(uri: str) -> None:
+    """All tables of MLflow in a new database, which is closed afterwards."""
+    from mlflow.store.db import utils
+    from sqlalchemy import event
+
+    engine = utils.create_sqlalchemy_engine(uri)
+    # Nobody sees it before it is whole and synced: a sync after each of its statements would cost seconds.
+    event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
+    try:
+        utils._initialize_tables(engine)
+    finally:
+        engine.dispose()
 
 
 @contextmanager
@@ -94,16 +120,19 @@ def bucket_folder(storage: str) -> str:
 
 
 def transient(error: Exception) -> bool:
-    """Whether the same call may succeed later: no connection, no answer, a server or a database in trouble."""
+    """Whether the same call may succeed later: no connection, no answer, a server or a database in trouble. A full disk, and a
+    database that is not as it should be, stay as they are for as long as anybody waits."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError
 
+    if FINAL.search(str(error)) or getattr(error, "errno", None) in FINAL_ERRNOS:
+        return False
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
         return status >= 500 or status in BUSY
     if type(error).__module__.partition(".")[0] in ("boto3", "botocore"):  # of artefacts in a bucket
         return not any(code in str(error) for code in ("AccessDenied", "NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Credentials"))
-    return isinstance(error, (OSError, OperationalError))
+    return isinstance(error, (OSError, OperationalError, sqlite3.OperationalError))
 
 
 class Data(NamedTuple):

@@ -1,0 +1,197 @@
+"""The database of records: whole or not there, whenever its maker is killed; found again whatever its folder is called."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pipeline import track_database, track_mlflow
+from pipeline.config import TrackingSettings
+from pipeline.store import Store
+from pipeline.track_outbox import Outbox
+from workers import filesystem
+from workers.errors import UserError
+
+REVISION = "latest"
+MAKE_AND_DIE = """
+import os, signal, sys
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from pipeline import track_mlflow
+left = [int(sys.argv[2])]
+@event.listens_for(Engine, "before_cursor_execute")
+def count(*_):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "beside":
+    track_mlflow.open_store(sys.argv[1])
+else:  # as MLflow alone does it
+    track_mlflow.make_tables(f"sqlite:///{sys.argv[1]}/mlflow.db")
+"""
+
+
+def initialize(uri: str) -> None:
+    """A database of two tables, as MLflow would make it."""
+    path = track_database.sqlite_path(uri)
+    assert path
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript(f"CREATE TABLE runs (id); CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES ('{REVISION}')")
+
+
+def prepare(path: Path) -> None:
+    track_database.prepare(path, initialize, lambda: REVISION)
+
+
+def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_path):
+    seen: list[list[str]] = []
+
+    def watched(uri: str) -> None:
+        initialize(uri)
+        seen.append([entry.name for entry in tmp_path.iterdir()])
+
+    track_database.prepare(tmp_path / "mlflow.db", watched, lambda: REVISION)
+    assert len(seen) == 1
+    assert "mlflow.db" not in seen[0], "it was not there before it was whole"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
+    prepare(tmp_path / "mlflow.db")
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("left", ["empty", "no version", "no tables", "another version", "no row"])
+def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(left, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(filesystem, "say", said.append)
+    path = tmp_path / "mlflow.db"
+    statements = {"empty": "", "no version": "CREATE TABLE runs (id)", "no tables": "CREATE TABLE alembic_version (version_num)",
+                  "no row": "CREATE TABLE runs (id); CREATE TABLE alembic_version (version_num)",
+                  "another version": "CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES ('older')"}[left]
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript(statements)
+    path.touch()
+    prepare(path)
+    assert track_database.is_whole(path, lambda: REVISION)
+    aside = [entry for entry in tmp_path.iterdir() if "half-made" in entry.name]
+    assert len(aside) == len(said) == (left != "empty")
+    assert all("was left half-made" in line and aside[0].name in line for line in said)
+
+
+def test_a_database_with_runs_is_left_as_it_is(tmp_path):
+    path = tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript("CREATE TABLE runs (id); INSERT INTO runs VALUES (1)")
+    before = path.read_bytes()
+    prepare(path)
+    assert path.read_bytes() == before
+    (tmp_path / "no.db").write_bytes(b"no database at all" * 100)
+    with pytest.raises(UserError, match=r"no\.db is no SQLite database"):
+        prepare(tmp_path / "no.db")
+
+
+def test_of_two_makers_at_once_one_database_stands(tmp_path):
+    path = tmp_path / "mlflow.db"
+
+    def slower(uri: str) -> None:
+        initialize(uri)
+        os.link(track_database.sqlite_path(uri), path)  # type: ignore[arg-type]  # another process on a disk without locks
+        inodes.append(path.stat().st_ino)
+
+    inodes: list[int] = []
+    track_database.prepare(path, slower, lambda: REVISION)
+    assert [path.stat().st_ino] == inodes
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+@pytest.mark.parametrize("name", ["a?b", "a#b", "a%3Fb", "a b", "a%b", "\N{LATIN SMALL LETTER A WITH DIAERESIS}", "plain"])
+def test_a_path_is_the_same_after_it_was_a_uri(name, tmp_path):
+    path = tmp_path / name / "mlflow.db"
+    path.parent.mkdir()
+    uri = track_database.sqlite_uri(path)
+    assert track_database.sqlite_path(uri) == path
+    initialize(uri)
+    assert path.exists()
+    assert track_mlflow.tracking_uri(str(path.parent)) == uri
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("uri", ["sqlite://", "sqlite:///:memory:", "sqlite:///file:x?uri=true", "postgresql://host/db", "http://host", "sqlite:///"])
+def test_other_databases_are_none_of_ours(uri):
+    assert track_database.sqlite_path(uri) is None
+
+
+def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path):
+    storage = tmp_path / "a?b"
+    client, _, experiment = track_mlflow.open_store(str(storage))
+    run = client.create_run(experiment)
+    (tmp_path / "note.txt").write_text("x")
+    client.log_artifact(run.info.run_id, str(tmp_path / "note.txt"))
+    assert [entry.path for entry in client.list_artifacts(run.info.run_id)] == ["note.txt"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"a?b", "note.txt"}
+    assert (storage / "mlflow.db").stat().st_size
+
+
+@pytest.mark.parametrize(("statement", "where"), [
+    (60, "beside"), pytest.param(1, "beside", marks=pytest.mark.slow), pytest.param(150, "beside", marks=pytest.mark.slow),
+    (60, "at its place"), pytest.param(20, "at its place", marks=pytest.mark.slow), pytest.param(150, "at its place", marks=pytest.mark.slow)])
+def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(statement, where, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(filesystem, "say", said.append)
+    killed = subprocess.run([sys.executable, "-c", MAKE_AND_DIE, str(tmp_path), str(statement), where], timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "mlflow.db").exists() == (where != "beside")
+    client, _, experiment = track_mlflow.open_store(str(tmp_path))
+    assert client.create_run(experiment).info.status == "RUNNING"
+    assert len(said) == (where != "beside")
+    Store(str(tmp_path)).sweep()
+    left = [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("mlflow.db") and "half-made" not in entry.name]
+    assert left == ["mlflow.db"]
+
+
+# ---- what waiting does not mend -----------------------------------------------------------------------------------------------
+def failures() -> list[Exception]:
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
+    from sqlalchemy.exc import OperationalError
+
+    words = ["table runs already exists", "database or disk is full", "attempt to write a readonly database", "no such table: runs",
+             "unable to open database file"]
+    wrapped = [MlflowException(f"(sqlite3.OperationalError) {text}", TEMPORARILY_UNAVAILABLE) for text in words]
+    return [OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied"),
+            *wrapped, *(OperationalError("insert", {}, Exception(text)) for text in words), *(sqlite3.OperationalError(text) for text in words)]
+
+
+def test_a_full_disk_and_a_table_that_exists_are_no_outage():
+    for error in failures():
+        assert not track_mlflow.transient(error), error
+    assert track_mlflow.transient(sqlite3.OperationalError("database is locked"))
+
+
+def test_they_are_told_at_once_and_nobody_waits(tmp_path):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def asked() -> bool:
+        raise AssertionError("a full disk is no server that may come back")
+
+    lines: list[str] = []
+    outbox = Outbox("MLflow", asked, lambda: None, track_mlflow.transient, lines.append)
+    outbox.put(full)
+    assert outbox.close(TrackingSettings().patience_s) == 0
+    assert lines == []
+    assert "No space left on device; this part is not in the record" in outbox.warnings[0]
+
+
+def test_a_database_that_does_not_answer_is_not_tried_in_silence(tmp_path):
+    """MLflow alone would try a database for 100 s, and warn of each try."""
+    from mlflow.store.db import utils
+
+    track_mlflow.open_store(str(tmp_path))
+    assert utils.MAX_RETRY_COUNT == 1

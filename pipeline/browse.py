@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 LOOPBACK = "127.0.0.1"
-UP_S = 60.0  # a server that has not answered by then is given up
+SAY_S = 10.0  # how often a person is told that the server is still starting
+LAST_LINES = 30  # of a server's log, to say why it ended
 MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
 
 
@@ -56,10 +59,23 @@ def recorded(client: MlflowClient, experiment: str, kind: str = "run", most: int
             for r in found]
 
 
-def server_command(uri: str, storage: str, host: str, port: int) -> list[str]:
-    """`mlflow server` with one process that serves and none that works on jobs."""
-    return [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--default-artifact-root", join(storage, "mlartifacts"),
+def page_base(address: str) -> str:
+    """The address of a tracking server as the start of links for people: without user, password and query."""
+    return shown(address).partition("?")[0].rstrip("/")
+
+
+def server_command(storage: str, host: str, port: int) -> list[str]:
+    """`mlflow server` with one process that serves and none that works on jobs. Its database is named by `server_environment`:
+    everybody on this machine can read the arguments of a process."""
+    return [sys.executable, "-m", "mlflow", "server", "--default-artifact-root", join(storage, "mlartifacts"),
             "--host", host, "--port", str(port), "--workers", "1"]
+
+
+def server_environment(uri: str) -> dict[str, str]:
+    """The environment of `mlflow server` over the database `uri`."""
+    from pipeline.track_mlflow import ENVIRONMENT
+
+    return {**os.environ, **ENVIRONMENT, "MLFLOW_BACKEND_STORE_URI": uri}
 
 
 def address_options(parser: argparse.ArgumentParser) -> None:
@@ -96,26 +112,27 @@ def free_port(host: str, port: int = 0) -> int:
 
 def serve(storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete") -> int:
     """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs. Returns its exit code."""
-    from pipeline.track_mlflow import ENVIRONMENT, open_store, refusals_told
+    from pipeline.track_mlflow import open_store, refusals_told
 
     with refusals_told(storage, uri):
         client, address, number = open_store(storage, uri, experiment)
         if address.startswith(("http://", "https://")):
-            print_links(client, shown(address).rstrip("/"), number)
+            print_links(client, page_base(address), number)
             return 0
     port = free_port(host, port)
     warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated `ui` takes its server with it
-    server = subprocess.Popen(server_command(address, storage, host, port), env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(server_command(storage, host, port), env=server_environment(address), stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True, errors="replace")
+    log: deque[str] = deque(maxlen=LAST_LINES)
+    reader = threading.Thread(target=log.extend, args=(server.stderr or (),), daemon=True)  # a full pipe would stop the server
+    reader.start()
     try:
         if not wait_until_up(server, host, port):
-            said = (server.communicate(timeout=5)[1] if server.poll() is not None else "").strip().splitlines()
-            raise UserError(f"mlflow server did not start on {host}:{port}" + (f" ({said[-1]})" if said else "") + "; try another --port")
+            reader.join(5)
+            raise UserError(why_it_ended(server, log, host, port))
         print_links(client, f"http://{host}:{port}", number)
         print("stop with Ctrl-C", flush=True)
-        for _ in server.stderr or ():  # its log is of no use here, but a full pipe would stop it
-            pass
         return server.wait()
     except KeyboardInterrupt:
         return 0
@@ -123,6 +140,9 @@ def serve(storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", expe
         if server.poll() is None:
             server.terminate()
             server.wait(timeout=20)
+        reader.join(5)
+        if server.stderr and not reader.is_alive():
+            server.stderr.close()
 
 
 def print_links(client: MlflowClient, base: str, experiment: str) -> None:
@@ -135,13 +155,25 @@ def print_links(client: MlflowClient, base: str, experiment: str) -> None:
     sys.stdout.flush()
 
 
+def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, port: int) -> str:
+    """A sentence from the last lines of a server that ended before it answered."""
+    lines = [" ".join(shown(line).split()) for line in log if line.strip()]
+    last = lines[-1][:300] if lines else "it said nothing"
+    taken = any("ddress already in use" in line for line in lines)
+    remedy = "another program took the port meanwhile: try another --port, or none for a free one" if taken else "mend what it says and try again"
+    return f"mlflow server ended with exit code {server.returncode} before it answered on {host}:{port} ({last}); {remedy}"
+
+
 def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
-    """True once the port answers; False when the server ended or took too long."""
-    deadline = time.monotonic() + UP_S
-    while time.monotonic() < deadline and server.poll() is None:
+    """True once the port answers, however long that takes; False when the server has ended. Says now and then that it waits."""
+    started = told = time.monotonic()
+    while server.poll() is None:
         try:
             socket.create_connection((host, port), timeout=1).close()
             return True
         except OSError:
             time.sleep(0.2)
+        if time.monotonic() - told > SAY_S:
+            told = time.monotonic()
+            print(f"accrete: mlflow server is starting, for {told - started:.0f} s now; Ctrl-C ends it", file=sys.stderr, flush=True)
     return False

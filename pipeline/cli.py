@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline import browse, draw, predict
-from workers import notice
+from workers import notice, secrets
 from workers.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def file_sentence(error: OSError) -> str:
 
 def shown(text: str) -> str:
     """One line for a terminal, whatever names of files and classes are in it: no escape sequences, no page of one value."""
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(secrets.shown(text).split()))
     return line if len(line) <= MOST_SAID else f"{line[: MOST_SAID // 2]} ... {line[-MOST_SAID // 2 :]}"
 
 

@@ -12,6 +12,7 @@ from pipeline.graph import Graph
 from pipeline.report.tables import RunTables
 from pipeline.run import ENDED, Decision, Event, Outcome, Walk
 from pipeline.store import Lookup
+from workers.secrets import shown
 
 if TYPE_CHECKING:
     from pipeline.searchfile import Search
@@ -70,7 +71,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line of its own."""
-        print(f"{self._clear()}[{self.done}/{self.total}] {text}", file=self.stream, flush=True)
+        print(f"{self._clear()}[{self.done}/{self.total}] {shown(text)}", file=self.stream, flush=True)
 
     def _live(self, text: str) -> None:
         if self.live:

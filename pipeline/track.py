@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.browse import compare_link, run_link, this_python
+from pipeline.browse import compare_link, page_base, run_link, this_python
 from pipeline.track_mlflow import Calls, Machine, transient
 from pipeline.track_outbox import Outbox
 from pipeline.track_run import Place, RunWriter
 from workers.artefact import Artefact, join
 from workers.errors import UserError, require_package
-from workers.secrets import shown
 
 if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
@@ -110,7 +109,7 @@ class Recorder:
         if self.writer.where is None:
             return []
         uri, experiment, parent, methods = self.writer.where
-        base = base or (shown(uri).rstrip("/") if uri.startswith("http") else "")
+        base = base or (page_base(uri) if uri.startswith("http") else "")
         if not base:
             return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
         return [f"record: {run_link(base, experiment, parent)}",

@@ -34,6 +34,9 @@ BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
 FINAL = re.compile(r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly database|[Rr]ead-only|no such (table|column)|does not exist"
                    r"|unable to open database file|not a database|malformed|out-of-date database schema|authentication failed|Access denied")
 FINAL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "psycopg[binary]", "MySQLdb": "mysqlclient"}  # module of a driver -> its package, where the names differ
+BROKEN_PASSWORD = re.compile(r"https?://[^\s/?#@:]*:[^\s@]*[/?#]\S*@", re.IGNORECASE)
+HOST_AND_PORT = re.compile(r"https?://[^\s/?#@:]*:\d*(?:[/?#]|$)", re.IGNORECASE)
 BUSY = (408, 409, 429)  # refusals of a server that it may not repeat
 
 
@@ -41,6 +44,7 @@ def tracking_uri(storage: str, uri: str = "") -> str:
     """Where records go: `uri`, else MLFLOW_TRACKING_URI, else SQLite in the storage folder."""
     found = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if found:
+        check_password(found)
         return found
     if "://" in storage and not storage.startswith("file://"):
         raise UserError(f"storage {storage!r} cannot hold MLflow's SQLite database; name a tracking server in tracking.uri or "
@@ -64,9 +68,16 @@ def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tupl
 
     utils.MAX_RETRY_COUNT = 1  # by itself it tries a database that does not answer for 100 s
     address = tracking_uri(storage, uri)
+    with drivers_told(address):
+        return _opened(MlflowClient, address, storage, experiment)
+
+
+def _opened(client_of: type[MlflowClient], address: str, storage: str, experiment: str) -> tuple[MlflowClient, str, str]:
+    from mlflow.store.db import utils
+
     if database := track_database.sqlite_path(address):
         track_database.prepare(database, make_tables, utils._get_latest_schema_revision)
-    client = MlflowClient(address)
+    client = client_of(address)
     found = client.get_experiment_by_name(experiment)
     if found is not None:
         if found.lifecycle_stage == "deleted":
@@ -93,6 +104,34 @@ def make_tables(uri: str) -> None:
         engine.dispose()
 
 
+def check_password(uri: str) -> None:
+    """Raise UserError where the password of a server's address ends the part of the URI that it stands in."""
+    if BROKEN_PASSWORD.match(uri) and not HOST_AND_PORT.match(uri):
+        raise UserError("the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, `?` or `#` in it, which end the host's part of "
+                        "a URI; write them as %2F, %3F and %23, or give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead")
+
+
+@contextmanager
+def drivers_told(address: str) -> Iterator[None]:
+    """Raises UserError for a database that SQLAlchemy has no driver for here."""
+    from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+
+    scheme = address.partition("://")[0]
+    try:
+        yield
+    except ImportError as error:
+        name = error.name or str(error)
+        package = DRIVERS.get(name.partition(".")[0], name.partition(".")[0])
+        raise UserError(f"the database of {shown(address)} needs the Python package {name!r}, which is not installed; install it beside MLflow "
+                        f"(pip install {package}), or name another tracking URI") from None
+    except NoSuchModuleError:
+        raise UserError(f"no database is known by the scheme {scheme!r} of the tracking URI; MLflow knows sqlite, postgresql, mysql, mssql, and servers "
+                        "by http and https") from None
+    except ArgumentError:
+        raise UserError(f"the tracking URI {shown(address)} is not of the form {scheme}://user:password@host:port/database; mend tracking.uri or "
+                        "MLFLOW_TRACKING_URI") from None
+
+
 @contextmanager
 def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
     """For a person who asks MLflow something: what it answers instead is a UserError of one sentence."""
@@ -100,8 +139,9 @@ def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         from mlflow.exceptions import MlflowException  # not before the environment is set
+        from sqlalchemy.exc import SQLAlchemyError
 
-        if not isinstance(error, MlflowException):
+        if not isinstance(error, (MlflowException, SQLAlchemyError)):
             raise
         reason = " ".join(shown(str(error)).split())[:300]
         raise UserError(f"MLflow at {shown(tracking_uri(storage, uri))} does not show its runs ({reason}); start it, or mend MLFLOW_TRACKING_URI") from None

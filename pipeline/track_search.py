@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyarrow import fs
 
-from pipeline.browse import run_link, this_python
+from pipeline.browse import page_base, run_link, this_python
 from pipeline.config import flatten
 from pipeline.plain_yaml import dump_yaml
 from pipeline.report import trials
@@ -27,7 +27,6 @@ from pipeline.track_outbox import Outbox
 from pipeline.track_run import OPENED, Place, RunWriter, keys_of, tags_of
 from workers.artefact import join, read_bytes, read_json, resolve
 from workers.errors import UserError, require_package
-from workers.secrets import shown
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -90,7 +89,7 @@ class SearchRecorder:
         if self.where is None:
             return []
         uri, experiment, run = self.where
-        base = base or (shown(uri).rstrip("/") if uri.startswith("http") else "")
+        base = base or (page_base(uri) if uri.startswith("http") else "")
         return [f"record: {run_link(base, experiment, run)}" if base else f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
 
     @classmethod

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,16 +45,18 @@ def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(host, tmp_pa
 
     started: list[list[str]] = []
 
-    def popen(command: list[str], **_: Any) -> Any:
+    def popen(command: list[str], env: dict[str, str], **_: Any) -> Any:
         started.append(command)
+        assert env["MLFLOW_BACKEND_STORE_URI"] == "postgresql://me:hush@host/db"
         raise Ended
 
-    monkeypatch.setattr(track_mlflow, "open_store", lambda *_: (None, "sqlite:///x", "0"))
+    monkeypatch.setattr(track_mlflow, "open_store", lambda *_: (None, "postgresql://me:hush@host/db", "0"))
     monkeypatch.setattr(browse.subprocess, "Popen", popen)
     monkeypatch.setattr(browse.signal, "signal", lambda *_: None)
     with pytest.raises(Ended):
         cli.main(["ui", "--storage", str(tmp_path), "--host", host])
     assert started[0][started[0].index("--host") + 1] == host
+    assert "hush" not in " ".join(started[0]), "everybody on this machine sees the arguments of a process"
     assert ("anyone who reaches" in capfd.readouterr().err) == (host != "127.0.0.1")
 
 
@@ -145,3 +150,88 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(tmp_path
     angry.close(60)
     assert "https://host:5000/api says no" in angry.warnings[0]
     assert "hush" not in "".join([*lines, *angry.warnings])
+
+
+@pytest.mark.parametrize(("uri", "said"), [
+    ("postgresql+psycopg2://me:hu/sh#w@host/db",
+     "accrete: the database of postgresql+psycopg2://host/db needs the Python package 'psycopg2', which is not installed; "
+     "install it beside MLflow (pip install psycopg2-binary)"),
+    ("postgresql://me:hush@host/db", "accrete: the database of postgresql://host/db needs the Python package 'psycopg"),
+    ("mysql+pymysql://me:hush@host/db", "accrete: the database of mysql+pymysql://host/db needs the Python package 'pymysql'"),
+    ("http://me:hu/sh@host:5000", "accrete: the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, `?` or `#` in it"),
+    ("https://me:hu#sh@host", "accrete: the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with")])
+def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(uri, said, tmp_path, monkeypatch, capfd):
+    for module in ("psycopg", "psycopg2", "pymysql"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
+    told = "".join(capfd.readouterr())
+    assert told.startswith(said)
+    assert told.count("\n") == 1
+    assert not {"hush", "hu/sh", "hu#sh"} & {word for word in ("hush", "hu/sh", "hu#sh") if word in told}
+
+
+STARTING = """
+import socket, sys, time
+time.sleep({wait})
+if {port}:
+    listener = socket.create_server(("127.0.0.1", {port}))
+    time.sleep(60)
+print("a first line\\nno way: postgresql://me:hush@host/db", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def starting(wait: float, port: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", STARTING.format(wait=wait, port=port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(monkeypatch, capfd):
+    monkeypatch.setattr(browse, "SAY_S", 0.2)
+    port = browse.free_port("127.0.0.1")
+    server = starting(1.0, port)
+    try:
+        assert browse.wait_until_up(server, "127.0.0.1", port)
+    finally:
+        server.kill()
+        server.communicate()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert all(line.startswith("accrete: mlflow server is starting, for ") for line in lines)
+
+
+def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_for(tmp_path, monkeypatch, capfd):
+    from pipeline import track_mlflow
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(track_mlflow, "open_store", lambda *_: (None, "sqlite:///x", "0"))
+    monkeypatch.setattr(browse.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", STARTING.format(wait=0, port=0)], **how))
+    monkeypatch.setattr(browse.signal, "signal", lambda *_: None)
+    assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
+    said = capfd.readouterr().err
+    assert "mlflow server ended with exit code 3 before it answered on 127.0.0.1:" in said
+    assert "(no way: postgresql://host/db)" in said
+    assert "--port" not in said
+    assert said.count("\n") == 1
+    assert "another program took the port" in browse.why_it_ended(SimpleNamespace(returncode=1), ["[Errno 98] Address already in use"], "h", 1)
+
+
+@pytest.mark.slow
+def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path):
+    psutil = pytest.importorskip("psutil")
+    (tmp_path / "hush").mkdir()
+    (tmp_path / "storage").mkdir()
+    port = browse.free_port("127.0.0.1")
+    server = subprocess.Popen(browse.server_command(str(tmp_path / "storage"), "127.0.0.1", port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                              text=True, env=browse.server_environment(f"sqlite:///{tmp_path}/hush/mlflow.db"))
+    try:
+        assert browse.wait_until_up(server, "127.0.0.1", port)
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        assert len(processes) >= 2, "the server and its worker"
+        assert "hush" not in " ".join(part for process in processes for part in process.cmdline())
+        assert (tmp_path / "hush" / "mlflow.db").exists(), "it is this database that they serve"
+    finally:
+        for process in psutil.Process(server.pid).children(recursive=True):
+            process.kill()
+        server.kill()
+        server.wait()

@@ -184,7 +184,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
 
 
 def test_the_server_works_without_job_processes(tmp_path):
-    assert browse.server_command("sqlite:///x", str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
+    assert browse.server_command(str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
     assert track_mlflow.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 

@@ -233,8 +233,9 @@ class RealServer:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self):
-        command = browse.server_command(f"sqlite:///{self.folder}/mlflow.db", str(self.folder), "127.0.0.1", self.port)
-        self.process = subprocess.Popen(command, env={**os.environ, **track_mlflow.ENVIRONMENT}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command = browse.server_command(str(self.folder), "127.0.0.1", self.port)
+        environment = browse.server_environment(f"sqlite:///{self.folder}/mlflow.db")
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                         text=True, start_new_session=True)
         assert browse.wait_until_up(self.process, "127.0.0.1", self.port)
 

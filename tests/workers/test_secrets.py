@@ -14,6 +14,7 @@ from workers.secrets import refuse_secrets, shown
     "s3://AKIA:hush/hush@bucket/x", "s3://AKIA:hush@bucket/x", "s3://hush@bucket/x", "gs://hush@bucket", "https://me:hush@host/x", "abfs://me:hush@account/x",
     "s3://bucket/x?access_key=AKIA&secret_key=hush", "s3://bucket/x?region=a&session_token=hush", "https://host/x?sig=hush", "s3://bucket/x?X-Amz-Signature=hush",
     "s3://AKIA:12/hush@bucket/x", "gs://hush@bucket/x", " \n S3://AKIA:hush@bucket/x", "postgresql+psycopg2://me:hush@host/db", "https://hush@host/x", "http://:hush@host/x",
+    "postgresql://me:pa/hush#w@host/db", "postgresql://me:12/hush@host/db", "https://me:12/hush@host/x", "mysql://me:?hush@host/db",
     "https://host/x?PASSWORD=hush", "https://host/x?a=1&awscredential=hush", "s3://bucket/x?secret%5Fkey=hush", "s3://bucket/x?secret_key="])
 def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
     from tests import small_run
@@ -36,7 +37,7 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
     said = "".join(capsys.readouterr())
     assert "hush" not in said
     assert "Traceback" not in said
-    assert said.count("give it in the environment") == 9
+    assert said.count("give it in the environment") == 9, said
 
 
 def test_a_uri_that_names_a_secret_of_the_environment_is_refused(monkeypatch):
@@ -60,6 +61,27 @@ def test_addresses_are_shown_without_their_user():
     assert shown("API request to https://me:hush@host/x and s3://a/b@c, me@here failed") == "API request to https://host/x and s3://a/b@c, me@here failed"
     for text in ("https://host/x@y", "https://host?a=b@c", "https://host#a@b", "sqlite:////x@y/mlflow.db", "http://[::1]:5000", "http://[", ""):
         assert shown(text) == text
+
+
+@pytest.mark.parametrize("uri", [
+    "postgresql://me:pa/hush#w@host/db", "postgresql://me:hush/x#w@host/db", "postgresql://me:hush@more@host/db", "mysql+pymysql://me:?hush@host/db",
+    "https://me:12/hush@host/x", "http://me:#hush@host:5000", "https://hush@host/x", "https://host/x?token=hush", "https://host/x?a=1&api_key=hush#hush",
+    "https://host/x?token=a&hush", "https://host/x?%74oken=hush", "https://host/x?X-Amz-Signature=hush&a=1", "https://host/x#access_token=hush",
+    "s3://b/x?secret_key=hush", "https://host/x;password=hush", "postgresql://host/db?user=me&password=hush"])
+def test_no_form_of_a_secret_in_a_uri_is_shown(uri):
+    for text in (uri, f"cannot connect to {uri!r}, (Background on {uri})", f"a\n{uri}\nb"):
+        said = shown(text)
+        assert "hush" not in said
+        assert "host" in said or "s3://b" in said
+    assert shown(f"{uri} b").endswith(" b"), "what follows stays"
+
+
+def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:pa ss%2Fhush@host/db")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee" * 8)
+    monkeypatch.setenv("HF_TOKEN", "a")
+    assert shown("no password 'pa ss%2Fhush' or 'pa ss/hush' at host") == "no password '***' or '***' at host"
+    assert shown(f"the token {'c0ffee' * 8} is wrong, and a word is a word") == "the token *** is wrong, and a word is a word"
 
 
 def test_a_sentence_names_the_setting_that_holds_the_secret():

@@ -8,9 +8,10 @@ import os
 import platform
 import re
 import socket
+import sys
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per group; the driver looks once for all
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
 }
+OTHER_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # whatever the system: without, a node's address is 127.0.0.1
 ASK_S = 3.0  # for the answer to one small question
 CLIENT_QUESTION, HEAD_QUESTION = "/ray.rpc.RayletDriver/ClusterInfo", "/ray.rpc.NodeInfoGcsService/CheckAlive"  # of Ray's client server, of its head
 TOKEN_REMEDY = ("set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, or put that into ~/.ray/auth_token or into the file that "
@@ -65,6 +67,25 @@ def connect(cluster: ClusterSettings) -> Any:
         ray.shutdown()
         raise UserError(f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or set cluster.address=local") from None
     return ray
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Inside, Ray starts processes that listen on 127.0.0.1: a private cluster has no other nodes, and its metrics pages ask for
+    no token. What Ray has no address for, it binds to all: the rendezvous of torch.distributed."""
+    constants = sys.modules.get("ray._private.ray_constants")
+    before, usual = os.environ.get(OTHER_NODES), getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    os.environ[OTHER_NODES] = "0"
+    if constants is not None:
+        constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        os.environ.pop(OTHER_NODES)
+        if before is not None:
+            os.environ[OTHER_NODES] = before
+        if constants is not None:
+            constants.ENABLE_RAY_CLUSTER = usual  # type: ignore[attr-defined]
 
 
 def address_of(cluster: ClusterSettings) -> str:
@@ -128,7 +149,8 @@ def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
     """A local cluster of its own, in a second try too: on a very busy machine Ray's 30 s for its processes are not enough."""
     for tries_left in (1, 0):
         try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
+            with on_loopback():
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
             return
         except Exception as error:  # Ray raises bare ones
             ray.shutdown()

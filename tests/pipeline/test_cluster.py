@@ -287,6 +287,24 @@ def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_ca
     assert cluster.address_of(ClusterSettings()) == "local"
 
 
+def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(bare_environment, listening, monkeypatch):
+    from ray._private import ray_constants
+
+    seen: list[tuple[str | None, bool]] = []
+
+    class Watched(FakeRay):
+        def init(self, **how) -> None:
+            seen.append((os.environ.get(cluster.OTHER_NODES), ray_constants.ENABLE_RAY_CLUSTER))
+            super().init(**how)
+
+    monkeypatch.delenv(cluster.OTHER_NODES, raising=False)
+    connected(monkeypatch, Watched())
+    connected(monkeypatch, Watched(), address=listening)
+    assert seen == [("0", False), (None, True)]
+    assert cluster.OTHER_NODES not in os.environ
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == cluster.OTHER_NODES
+
+
 def test_a_ray_that_is_up_is_used_as_it_is(bare_environment, monkeypatch):
     assert connected(monkeypatch, FakeRay(up=True), address="127.0.0.1:1") == []
 

@@ -216,6 +216,31 @@ def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_
     assert "another program took the port" in browse.why_it_ended(SimpleNamespace(returncode=1), ["[Errno 98] Address already in use"], "h", 1)
 
 
+PRIVATE = """
+import ipaddress, time
+import psutil
+from pipeline.cluster import connect
+from pipeline.config import ClusterSettings
+ray = connect(ClusterSettings(workers=1, address="local"))
+ray.get(ray.remote(lambda: 1).remote())
+time.sleep(3)
+driver = psutil.Process()
+found = [(process.name(), each.laddr.ip) for process in [driver, *driver.children(recursive=True)] for each in process.net_connections("inet")
+         if each.status == "LISTEN"]
+ray.shutdown()
+print(len(found), [name for name, ip in found if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback])
+"""
+
+
+@pytest.mark.slow
+def test_a_private_ray_listens_for_this_machine_alone():
+    pytest.importorskip("psutil")
+    told = subprocess.run([sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=240, check=True).stdout.splitlines()[-1]
+    count, open_to_all = told.split(" ", 1)
+    assert int(count) > 5, "its servers were seen"
+    assert open_to_all == "[]"
+
+
 @pytest.mark.slow
 def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path):
     psutil = pytest.importorskip("psutil")

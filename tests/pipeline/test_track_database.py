@@ -139,8 +139,8 @@ def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path):
 
 
 @pytest.mark.parametrize(("statement", "where"), [
-    (60, "beside"), pytest.param(1, "beside", marks=pytest.mark.slow), pytest.param(150, "beside", marks=pytest.mark.slow),
-    (60, "at its place"), pytest.param(20, "at its place", marks=pytest.mark.slow), pytest.param(150, "at its place", marks=pytest.mark.slow)])
+    (53, "beside"), pytest.param(1, "beside", marks=pytest.mark.slow), pytest.param(150, "beside", marks=pytest.mark.slow),
+    (53, "at its place"), pytest.param(22, "at its place", marks=pytest.mark.slow), pytest.param(150, "at its place", marks=pytest.mark.slow)])
 def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(statement, where, tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(filesystem, "say", said.append)

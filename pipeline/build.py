@@ -361,7 +361,10 @@ def cache_folder(named: str, storage: str) -> str:
     if named:
         return os.path.join(os.path.abspath(os.path.expanduser(named)), "accrete-cache")  # one of our own: what else lies there is never deleted
     if "://" not in storage:
-        return os.path.join(os.path.abspath(storage), "cache")
+        folder = os.path.join(os.path.abspath(storage), "cache")
+        # What a user caches is for that user alone: who shares a storage with its first user has a cache beside.
+        others = os.path.isdir(folder) and os.stat(folder).st_uid != os.getuid()
+        return f"{folder}-{os.getuid()}" if others else folder
     import tempfile
 
     return os.path.join(tempfile.gettempdir(), f"accrete-cache-{os.getuid()}")

@@ -111,6 +111,9 @@ class Store:
             remedy = access_remedy(self.storage)
             if is_local(self.storage):
                 remedy = "choose another folder with --set storage=PATH or mend its permissions"
+                if error.errno == errno.EACCES and os.path.isdir(self.storage) and os.stat(self.storage).st_uid != os.getuid():
+                    remedy = (f"it belongs to another user: choose another folder with --set storage=PATH, or have that user share it with a group "
+                              f"(chgrp -R GROUP, chmod -R g+rwX {self.storage}, and chmod g+s on each of its folders)")
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     remedy = "free some space there, or choose another folder with --set storage=PATH"
             raise UserError(f"storage {self.storage!r} cannot be written ({error}); {remedy}") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from workers import filesystem
-from workers.artefact import NO_LINKS, passing_name
+from workers.artefact import NO_LINKS, make_dirs, passing_name, share_file
 from workers.errors import UserError
 
 BESIDE = ("-journal", "-wal", "-shm")  # what SQLite keeps next to a database
@@ -50,7 +50,7 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
     """
     if is_whole(path, latest):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(str(path.parent))
     with locked(path.parent):
         if is_whole(path, latest):  # another process has made it meanwhile
             return
@@ -100,6 +100,7 @@ def _make(path: Path, initialize: Callable[[str], None]) -> None:
     part = path.with_name(f"{path.name}.{passing_name()}.part")
     try:
         initialize(sqlite_uri(part))
+        share_file(str(part))
         with open(part, "rb") as stream:
             os.fsync(stream.fileno())
         try:

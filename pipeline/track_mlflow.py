@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 from pipeline import track_database
 from pipeline.report.entries import Point, key_name
-from workers.artefact import join
+from workers.artefact import join, make_dirs
 from workers.errors import UserError
 from workers.secrets import shown
 
@@ -50,7 +50,7 @@ def tracking_uri(storage: str, uri: str = "") -> str:
         raise UserError(f"storage {storage!r} cannot hold MLflow's SQLite database; name a tracking server in tracking.uri or "
                         "MLFLOW_TRACKING_URI, or set tracking=off")
     folder = Path(storage.removeprefix("file://")).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_dirs(str(folder))
     return track_database.sqlite_uri(folder / "mlflow.db")
 
 

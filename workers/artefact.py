@@ -21,6 +21,7 @@ import os
 import platform
 import posixpath
 import re
+import stat
 import sys
 import uuid
 from collections.abc import Iterable
@@ -110,10 +111,11 @@ def write_bytes(uri: str, data: bytes) -> None:
     once its end was asked for, and not if any part failed. Raises StorageAway where the storage does not answer."""
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        make_dirs(os.path.dirname(path))
         part = f"{path}.{passing_name()}.part"
         try:
             with open(part, "wb") as stream:
+                share_file(part)
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -124,6 +126,35 @@ def write_bytes(uri: str, data: bytes) -> None:
             raise
     else:
         put(system, path, data)
+
+
+def is_shared(folder: str) -> bool:
+    """Whether a folder is meant for a group: it passes its group on (setgid), and its group may write. What is made in it
+    is then for the group too, whatever the umask of who makes it."""
+    mode = os.stat(folder).st_mode
+    return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP)
+
+
+def share_file(path: str) -> None:
+    """A file that was just made, for the group of its folder where that is shared."""
+    if is_shared(os.path.dirname(path)):
+        os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | stat.S_IRGRP | stat.S_IWGRP)
+
+
+def make_dirs(folder: str) -> None:
+    """The folder and those above it that are not there; each for the group of the one above where that is shared."""
+    if os.path.isdir(folder):
+        return
+    above = os.path.dirname(folder)
+    make_dirs(above)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:  # another process was faster
+        if not os.path.isdir(folder):
+            raise
+        return
+    if is_shared(above):
+        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISGID | stat.S_IRWXG)
 
 
 def passing_name() -> str:
@@ -200,9 +231,10 @@ class Attempt:
         system, path = resolve(target)
         if isinstance(system, fs.LocalFileSystem):
             part = os.path.join(os.path.dirname(path), self.name, MANIFEST)
-            os.makedirs(os.path.dirname(part), exist_ok=True)
+            make_dirs(os.path.dirname(part))
             try:
                 with open(part, "wb") as stream:
+                    share_file(part)
                     stream.write(data)
                     stream.flush()
                     os.fsync(stream.fileno())

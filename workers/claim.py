@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from workers import dist
-from workers.artefact import join
+from workers.artefact import join, make_dirs, share_file
 
 POLL_S = 0.02
 TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives have a timeout
@@ -49,8 +49,10 @@ def claimed(root: str, key: str, group: dist.Group | None = None, wait: bool = T
 
 def _take(path: str) -> int | None:
     """An open, locked file; None where another process has it."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    make_dirs(os.path.dirname(path))
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with suppress(PermissionError):  # of another user, who has shared it already
+        share_file(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.stat(path).st_ino == os.fstat(file).st_ino:  # else whoever had it has removed it since

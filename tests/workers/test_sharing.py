@@ -1,0 +1,141 @@
+"""Two users of a group on one storage, whatever their umasks: what one writes the other reads, replaces and deletes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline import build
+from pipeline.store import Store
+from workers.artefact import Artefact, Attempt, delete_dir, join, make_dirs, withdraw, write_bytes
+from workers.claim import claimed
+
+
+def use(storage: str, name: str) -> None:
+    """What a run does in a storage, in short: looks, reads, withdraws, writes, claims, commits."""
+    store = Store(storage)
+    store.check_writable()
+    for other in ("first", "second"):
+        if (found := Artefact.open(store.root, other)) is not None:
+            assert found.read("state") == b"1"
+            withdraw(store.root, other)
+    write_bytes(join(storage, "runs", "r", "run.json"), name.encode())
+    with claimed(store.root, "k"):
+        attempt = Attempt(store.root, name)
+        attempt.write("deep/er/state", b"1")
+        attempt.write("state", b"1")
+        assert attempt.commit({})
+    delete_dir(join(storage, "stages", "old"))
+    Attempt(store.root, "old").write("state", b"1")
+
+
+def as_user(user: int, group: int, mask: int, call: Callable[[], None]) -> str:
+    """`call()` in a process of another user. Returns the traceback, empty where there is none. The interpreter may lie where that user cannot
+    read, so the process is forked with all that it needs imported."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setgid(group)
+            os.setuid(user)
+            os.umask(mask)
+            call()
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode()[-4000:])
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as stream:
+        told = stream.read().decode()
+    os.waitpid(child, 0)
+    return told
+
+
+def umasked(mask: int) -> int:
+    return os.umask(mask)
+
+
+@pytest.fixture
+def shared(tmp_path: Path):
+    """A storage for a group; the umask of whoever runs the tests is strict meanwhile."""
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    storage.chmod(0o2770)
+    before = umasked(0o077)
+    yield storage
+    umasked(before)
+
+
+def modes(storage: Path) -> dict[str, int]:
+    return {str(path.relative_to(storage)): stat.S_IMODE(path.stat().st_mode) for path in storage.rglob("*")}
+
+
+def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(shared):
+    write_bytes(join(str(shared), "runs", "r", "run.json"), b"1")
+    attempt = Attempt(str(shared / "stages"), "k")
+    attempt.write("deep/er/state", b"1")
+    attempt.commit({})
+    with claimed(str(shared / "stages"), "c"):
+        found = modes(shared)
+    assert {"claims/c", "runs/r/run.json", "stages/k/manifest.json", f"stages/k/{attempt.name}/deep/er/state"} <= found.keys()
+    for path, mode in found.items():
+        wanted = 0o2070 if (shared / path).is_dir() else 0o060
+        assert mode & wanted == wanted, path
+        assert not mode & 0o007, "others have no more than the umask gives them"
+
+
+def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path):
+    before = umasked(0o027)
+    try:
+        make_dirs(str(tmp_path / "a" / "b"))
+        write_bytes(str(tmp_path / "a" / "b" / "c"), b"1")
+    finally:
+        umasked(before)
+    found = modes(tmp_path)
+    assert {path: found[path] & 0o777 for path in ("a", "a/b", "a/b/c")} == {"a": 0o750, "a/b": 0o750, "a/b/c": 0o640}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
+@pytest.mark.parametrize("masks", [(0o077, 0o022), (0o022, 0o077)])
+def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, tmp_path):
+    for part in (tmp_path, *tmp_path.parents[:2]):  # pytest's own folders are for its user alone
+        part.chmod(0o755)
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    os.chown(storage, 12001, 12000)
+    storage.chmod(0o2770)
+    for user, name, mask in ((12001, "first", masks[0]), (12002, "second", masks[1]), (12001, "third", masks[0])):
+        assert as_user(user, 12000, mask, lambda name=name: use(str(storage), name)) == ""  # type: ignore[misc]
+    assert (storage / "runs" / "r" / "run.json").read_text() == "third"
+    found = Artefact.open(str(storage / "stages"), "third")
+    assert found is not None
+    assert found.read("state") == b"1"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
+def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(tmp_path):
+    for part in (tmp_path, *tmp_path.parents[:2]):
+        part.chmod(0o755)
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    os.chown(storage, 12001, 12000)
+    storage.chmod(0o755)
+    assert as_user(12001, 12000, 0o022, lambda: use(str(storage), "first")) == ""
+    told = as_user(12002, 12000, 0o022, lambda: use(str(storage), "second"))
+    assert "UserError: storage" in told
+    assert f"chmod -R g+rwX {storage}" in told
+    assert "chmod g+s" in told
+
+
+def test_a_cache_that_another_user_made_is_left_to_that_user(tmp_path, monkeypatch):
+    storage = str(tmp_path)
+    assert build.cache_folder("", storage) == f"{storage}/cache"
+    (tmp_path / "cache").mkdir()
+    assert build.cache_folder("", storage) == f"{storage}/cache"
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert build.cache_folder("", storage) == f"{storage}/cache-12345"

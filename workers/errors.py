@@ -1,6 +1,7 @@
 """The one error that people see: a sentence that says what, where, the rule, and the remedy."""
 
 import importlib.util
+import sys
 
 
 class UserError(ValueError):
@@ -23,5 +24,5 @@ def require_package(name: str, user: str, remedy: str) -> None:
 
     A bare machine has what training needs and may lack ray, mlflow and webdataset.
     """
-    if importlib.util.find_spec(name) is None:
+    if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
         raise UserError(f"{user} needs the package {name}, which is not installed; install it, or {remedy}")

@@ -210,12 +210,13 @@ def search(args: argparse.Namespace) -> int:
 def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """The report stage: pages, pictures and tables of the whole run, from the store alone."""
     from pipeline.report import page
-    from workers.artefact import Attempt, contents
+    from workers.artefact import Attempt, opened_once
 
     started = time.monotonic()
-    made_of = contents(store.root, [graph[parent].key for parent in stage.parents])
     attempt = Attempt(store.root, stage.key)
-    for name, data in page.build(store.storage, record, draw.to_svg(graph, {})).items():
+    with opened_once(store.root, [graph[parent].key for parent in stage.parents]) as made_of:
+        files = page.build(store.storage, record, draw.to_svg(graph, {}))
+    for name, data in files.items():
         attempt.write(name, data)
     manifest = {"kind": "report", "stage": stage.id, "step": "report", "wall_s": round(time.monotonic() - started, 3), "made_of": made_of}
     attempt.commit(manifest)

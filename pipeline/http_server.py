@@ -92,7 +92,7 @@ class Hosts:
 
     def __init__(self, listen: str, names: Iterable[str] = ()):
         self.names = {"localhost", "127.0.0.1", "::1", *(name.lower().strip("[]") for name in (listen, *names))} - {""}
-        self.any_address = listen in ("0.0.0.0", "::", "")
+        self.any_address = not listen or (is_address(listen) and ipaddress.ip_address(listen).is_unspecified)
 
     def allow(self, host: str) -> bool:
         """host: as in the header `Host`, with or without a port."""

@@ -24,9 +24,11 @@ import re
 import stat
 import sys
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -41,6 +43,7 @@ MANIFEST = "manifest.json"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # from filesystems that know no hard links
 LARGE_BYTES = 64 << 20
 MOST_JSON = 64 << 20
+_opened: ContextVar[Mapping[tuple[str, str], Artefact]] = ContextVar("opened", default=MappingProxyType({}))
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
@@ -283,10 +286,17 @@ def content_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest() if parts else ""
 
 
-def contents(root: str, keys: Iterable[str]) -> dict[str, str]:
-    """Key -> content, of the results among `keys` that stand."""
+@contextmanager
+def opened_once(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Key -> content, of the results among `keys` that stand. Inside the block, and in its thread,
+    `Artefact.open` answers for them from the manifests that were read for this."""
     artefacts = {key: Artefact.open(root, key) for key in keys}
-    return {key: content_of(found.manifest) for key, found in artefacts.items() if found}
+    standing = {(root, key): artefact for key, artefact in artefacts.items() if artefact}
+    token = _opened.set({**_opened.get(), **standing})
+    try:
+        yield {key: content_of(artefact.manifest) for (_, key), artefact in standing.items()}
+    finally:
+        _opened.reset(token)
 
 
 def stays_inside(manifest: dict[str, Any]) -> bool:
@@ -310,6 +320,8 @@ class Artefact:
     @classmethod
     def open(cls, root: str, key: str) -> Artefact | None:
         """The artefact, or None where no manifest stands that is as it was written."""
+        if artefact := _opened.get().get((root, key)):
+            return artefact
         try:
             manifest = read_json(join(root, key, MANIFEST))
         except (FileNotFoundError, ValueError):

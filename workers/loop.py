@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from workers import checkpoint, dist, notice, optim
-from workers.artefact import Artefact, Attempt, content_of, contents
+from workers.artefact import Artefact, Attempt, content_of, opened_once
 from workers.checkpoint import Checkpoint
 from workers.claim import claimed
 from workers.data.draw import seed_of
@@ -55,9 +55,9 @@ def standing(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
 
 def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
-    made_of = contents(job.root, job.parents) if group.rank == 0 else {}  # before they are read
     run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
-    files, manifest = run(job, group, report)
+    with opened_once(job.root, job.parents) as made_of:
+        files, manifest = run(job, group, report)
     manifest |= {"stage": job.id, "step": job.step, "method": job.method, "task": job.task.name if job.task else None,
                  "wall_s": round(time.perf_counter() - started, 3), "workers": group.world,
                  "made_of": made_of,

@@ -225,7 +225,10 @@ class Front:
         return upload
 
     def hold(self, upload: Upload, chunk: bytes) -> None:
-        """Adds a chunk. Where all bodies take too much, those go that began first and are still incomplete."""
+        """Adds a chunk. Where all bodies take too much, those go that began first and are still incomplete. Raises Refused where
+        this one goes, or has gone a moment ago: a chunk may arrive before its reader is woken by the deadline."""
+        if upload not in self.uploads:
+            raise upload.refusal
         upload.data += chunk
         self.held += len(chunk)
         while self.held > self.bounds.held_bytes:

@@ -158,6 +158,26 @@ def test_a_stalled_body_makes_room_for_one_that_arrives() -> None:
         wait_for(lambda: server.front.held == 0)
 
 
+def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
+    """Its last chunk may arrive before the deadline wakes its reader."""
+    async def main() -> tuple[int, int]:
+        front = http_server.Front(echo, {}, http_server.Hosts("localhost"), bounds=Bounds(held_bytes=10))
+        parts = [b"x" * 8, b"y", b""]
+
+        async def receive() -> dict[str, object]:
+            part = parts.pop(0)
+            if part == b"y":  # another body has arrived meanwhile
+                front.release(next(iter(front.uploads)))
+            return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+        scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [(b"host", b"localhost")]}
+        with pytest.raises(http_server.Refused) as refused:
+            await front.reply(http_server.Request(scope, receive))
+        return refused.value.status, front.held
+
+    assert asyncio.run(main()) == (408, 0)
+
+
 def test_where_the_system_allows_few_connections_fewer_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))

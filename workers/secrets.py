@@ -11,7 +11,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from workers.errors import UserError
 
 # A user, or a user and a password, which may hold what a URI forbids there ("/", "?", "#", "@"): up to the last "@".
-USER = re.compile(r"(?<=://)(?:[^\s/?#:@]*:\S*@|[^\s/?#]*@)")
+# No further than the longest password, so that a long text takes time in proportion.
+USER = re.compile(r"(?<=://)(?:[^\s/?#:@]*:\S{0,4000}@|[^\s/?#]*@)")
 # A parameter of a query: its mark, its name, its value, and parts that an "&" within the value would make of it.
 PARAMETER = re.compile(r"([?&;#])([^\s=&;?#]{1,100})=([^\s&]*(?:&[^\s&=]+(?=&|\s|$))*)")
 PASSWORD = re.compile(r"://[^\s/?#:@]*:(.*)@", re.DOTALL)

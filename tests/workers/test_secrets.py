@@ -7,7 +7,7 @@ import pytest
 from pipeline import cli
 from workers.artefact import resolve
 from workers.errors import UserError
-from workers.secrets import refuse_secrets, shown
+from workers.secrets import USER, refuse_secrets, shown
 
 
 @pytest.mark.parametrize("uri", [
@@ -74,6 +74,12 @@ def test_no_form_of_a_secret_in_a_uri_is_shown(uri):
         assert "hush" not in said
         assert "host" in said or "s3://b" in said
     assert shown(f"{uri} b").endswith(" b"), "what follows stays"
+
+
+def test_a_long_text_is_searched_in_proportion_to_its_length():
+    """Each `://` looks for its `@` no further than a password may be long."""
+    assert USER.search("://a:/" + "b" * 3000 + "@")
+    assert not USER.search("://a:/" + "b" * 5000 + "@")
 
 
 def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(monkeypatch):

@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
     ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
     browse.address_options(ui_parser)
     gc = command("gc", collect_garbage, "delete stage results that no named run needs; asks first", config=False)
-    gc.add_argument("--earlier", action="store_true", help="also those that runs needed only before their config files were changed")
+    gc.add_argument("--earlier", action="store_true", help="also those that runs needed only before their config files or images were changed")
     gc.add_argument("--storage", default="storage", help="storage folder (default: storage)")
     gc.add_argument("--yes", action="store_true", help="do not ask")
     return top
@@ -409,7 +409,7 @@ def collect_garbage(args: argparse.Namespace) -> int:
     garbage = store.garbage(args.earlier)
     changed = [] if args.earlier else store.earlier_names()
     if changed:
-        print(f"what runs needed before their config files were changed is kept ({', '.join(changed)}); --earlier lets go of it")
+        print(f"what runs needed before their config files or images were changed is kept ({', '.join(changed)}); --earlier lets go of it")
     size = sum(b for _, b in garbage)
     if not garbage:
         print("nothing to delete: every result belongs to a named run")

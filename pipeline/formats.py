@@ -36,6 +36,7 @@ IMAGES = {".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 SUFFIXES = {"folder": IMAGES, "tar": {".tar"}, "parquet": {".parquet"}}
 SPECIAL = {stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
 SPLITS: tuple[Split, ...] = ("train", "test")
+MOST_NAMED = 3  # reasons that an error gives for what is left out, and names of each
 CHUNK = 256  # files, members or images per unit
 LABEL_MEMBER = "cls"
 LONGEST_LABEL = 4096  # bytes of a class name in a source
@@ -261,6 +262,16 @@ def _remedy(uri: str) -> str:
     if is_local(uri) or uri.startswith("hf://"):
         return "check the path, the network and your permissions"
     return access_remedy(uri)
+
+
+def left_out(problems: Iterable[tuple[str, str | None]]) -> str:
+    """The first of what is not used, by reason, as a part of a sentence; empty where there is nothing."""
+    names: dict[str, list[str]] = {}
+    for name, problem in problems:
+        if problem:
+            names.setdefault(problem, []).append(printable(name))
+    parts = [f"{', '.join(some[:MOST_NAMED])}{' ...' if len(some) > MOST_NAMED else ''}, {problem}" for problem, some in names.items()]
+    return f" (left out: {'; '.join(parts[:MOST_NAMED])})" if parts else ""
 
 
 def need_listing(card: Card) -> list[Entry]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from pipeline.cards import MAX_PIXELS_PER_BYTE, Card, nfc
 from pipeline.csv_text import to_csv
-from pipeline.formats import Item, MapFn, Unit, fingerprint, look, png, printable, read_at, safe, units
+from pipeline.formats import Item, MapFn, Unit, fingerprint, left_out, look, png, printable, read_at, safe, units
 from workers.artefact import Artefact, Attempt, delete_dir, join, write_bytes
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, open_image, rgb
@@ -228,9 +228,8 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
         if missing and (split == "train" or (card.source.label is not None and len(missing) == len(card.classes))):
             what = f"class {missing[0]!r} has no train images" if split == "train" else "there are no test images"
             out = [r for r in records if r.problem and r.split == split and not r.problem.startswith("unlabelled")]
-            said = f" (left out: {'; '.join(f'{r.name}, {r.problem}' for r in out[:3])})" if out else ""
-            raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}{said}; add them, mend `classes` and "
-                            "source.splits of the card, or set test_fraction to hold some out")
+            raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}{left_out((r.name, r.problem) for r in out)}; "
+                            "add them, mend `classes` and source.splits of the card, or set test_fraction to hold some out")
     return kept, sorted(rejected, key=lambda row: (row[1] != "train", row[5], row[3]))
 
 

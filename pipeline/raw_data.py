@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline import ingest
 from pipeline.cards import Card
+from pipeline.formats import left_out, listing
 from pipeline.store import Store, key_of
 from workers.artefact import Artefact, is_local
 from workers.errors import UserError
@@ -64,8 +65,9 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
         return known_last
     fingerprint = listed[0] if listed else last
     if not isinstance(fingerprint, str):
+        reasons = left_out((entry.name, entry.problem) for entry in listing(card) or ())
         raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist, or holds no "
-                        "images in its splits, and was never ingested into this storage; put the data there or mend `source.path` "
+                        f"images in its splits{reasons}, and was never ingested into this storage; put the data there or mend `source.path` "
                         "or `source.splits` on the card")
     known = _recall(store, card, fingerprint)
     if listed is None:

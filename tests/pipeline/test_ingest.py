@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from pipeline import raw_data
 from pipeline.cards import Card, load
 from pipeline.formats import fingerprint
 from pipeline.ingest import ingest
+from pipeline.store import Store
 from tests import s3
 from workers.artefact import Artefact
 from workers.data.shards import Shards, decode
@@ -254,6 +256,17 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(source, tmp_p
         "train/cat/root": holds, "train/slash": holds, "train/cat/more/up": holds,
         "train/dog/more": again.format("train/cat/more, which is"),
         "train/cat/self": "other file: a link to itself"}
+
+
+def test_a_source_whose_folders_all_lie_elsewhere_says_so(source, tmp_path):
+    """A data set that is put together from links to folders: what to name in its place is said."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for split in ("train", "test"):
+        (linked / split).symlink_to(source / split)
+    store = Store(str(tmp_path / "storage"))
+    with pytest.raises(UserError, match=r"\(left out: test, train, link: to a folder outside the source; move .* holds both\)"):
+        raw_data.source_of(store, card_of(linked))
 
 
 def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source, tmp_path):

@@ -372,7 +372,7 @@ def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_le
     methods = {"meat": {"train": {"lr": 0.01}}}
     output(capsys, "run", own.config(methods=methods))
     said = output(capsys, "gc", "--yes", "--storage", str(own.storage))
-    assert "what runs needed before their config files were changed is kept (small)" in said
+    assert "what runs needed before their config files or images were changed is kept (small)" in said
     assert len(before - folders(own)) == 1, "the old report alone: it is made again at no cost"
     said = output(capsys, "run", own.config())
     assert re.search(r"\n1 stages run, 7 reused", said)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def shared(tmp_path: Path):
     umasked(before)
 
 
+@pytest.fixture
+def folder_of_all() -> Iterator[Path]:
+    """A folder that every user may enter; pytest's own folders are for its user alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 def modes(storage: Path) -> dict[str, int]:
     return {str(path.relative_to(storage)): stat.S_IMODE(path.stat().st_mode) for path in storage.rglob("*")}
 
@@ -102,10 +111,8 @@ def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
 @pytest.mark.parametrize("masks", [(0o077, 0o022), (0o022, 0o077)])
-def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, tmp_path):
-    for part in (tmp_path, *tmp_path.parents[:2]):  # pytest's own folders are for its user alone
-        part.chmod(0o755)
-    storage = tmp_path / "storage"
+def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, folder_of_all):
+    storage = folder_of_all / "storage"
     storage.mkdir()
     os.chown(storage, 12001, 12000)
     storage.chmod(0o2770)
@@ -118,10 +125,8 @@ def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, tmp_p
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
-def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(tmp_path):
-    for part in (tmp_path, *tmp_path.parents[:2]):
-        part.chmod(0o755)
-    storage = tmp_path / "storage"
+def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(folder_of_all):
+    storage = folder_of_all / "storage"
     storage.mkdir()
     os.chown(storage, 12001, 12000)
     storage.chmod(0o755)

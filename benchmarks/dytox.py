@@ -21,7 +21,10 @@ from workers.model.task_attention import TaskAttention, TokenHead, TokenNetwork
 from workers.model.vit import build
 
 BATCH, CLASSES = 16, 100
-DEMANDS = {10: 1.25, 50: 2.2}  # tasks -> least ratio of a training step over the loop to one at once
+DEMANDS = {
+    10: 1.25,
+    50: 2.2,
+}  # tasks -> least ratio of a training step over the loop to one at once
 GROWTH = 1.25  # most that a step with 50 tokens costs, relative to one with 1
 
 
@@ -30,7 +33,9 @@ class Looped(TokenNetwork):
 
     def embeddings(self, images: Tensor) -> Tensor:
         patches = self.encoder.forward_features(images)
-        return torch.cat([one_token(self.attention, head.token, patches) for head in self.each()], 1)
+        return torch.cat(
+            [one_token(self.attention, head.token, patches) for head in self.each()], 1
+        )
 
     def logits(self, e: Tensor) -> Tensor:
         return torch.cat([head(e[:, place]) for place, head in enumerate(self.each())], 1)
@@ -40,7 +45,10 @@ def one_token(block: TaskAttention, token: Tensor, patches: Tensor) -> Tensor:
     """(D,), (B, N, D) -> (B, 1, D)."""
     tokens = token.expand(len(patches), 1, -1)
     z = block.norm1(torch.cat([tokens, patches], 1))
-    q, k, v = (layer(x).unflatten(2, (block.num_heads, -1)).transpose(1, 2) for layer, x in ((block.q, z[:, :1]), (block.k, z), (block.v, z)))
+    q, k, v = (
+        layer(x).unflatten(2, (block.num_heads, -1)).transpose(1, 2)
+        for layer, x in ((block.q, z[:, :1]), (block.k, z), (block.v, z))
+    )
     e = tokens + block.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
     return e + block.mlp(block.norm2(e))
 
@@ -58,7 +66,9 @@ def networks(tasks: int) -> tuple[TokenNetwork, Looped]:
 def step(network: TokenNetwork, images: Tensor, labels: Tensor) -> Tensor:
     network.zero_grad(set_to_none=True)
     logits = network(images)
-    F.binary_cross_entropy_with_logits(logits, F.one_hot(labels, logits.shape[1]).float()).backward()
+    F.binary_cross_entropy_with_logits(
+        logits, F.one_hot(labels, logits.shape[1]).float()
+    ).backward()
     return logits.detach()
 
 
@@ -83,7 +93,9 @@ def naive_herding(features: Tensor, count: int) -> list[int]:
     mean, chosen = unit.mean(0), list[int]()
     for _ in range(count):
         rest = [i for i in range(len(unit)) if i not in chosen]
-        chosen.append(min(rest, key=lambda i: float((mean - unit[[*chosen, i]].mean(0)).square().sum())))
+        chosen.append(
+            min(rest, key=lambda i: float((mean - unit[[*chosen, i]].mean(0)).square().sum()))
+        )
     return chosen
 
 
@@ -94,25 +106,71 @@ def main() -> None:
     steps: dict[str, Any] = {}
     for tasks in (1, *DEMANDS):
         fast, slow = networks(tasks)
-        report.equal(f"logits of {tasks} tasks, at once and one by one", step(fast, images, labels), step(slow, images, labels), 1e-4)
-        steps |= {f"at once, {tasks}": partial(step, fast, images, labels), f"loop, {tasks}": partial(step, slow, images, labels)}
+        report.equal(
+            f"logits of {tasks} tasks, at once and one by one",
+            step(fast, images, labels),
+            step(slow, images, labels),
+            1e-4,
+        )
+        steps |= {
+            f"at once, {tasks}": partial(step, fast, images, labels),
+            f"loop, {tasks}": partial(step, slow, images, labels),
+        }
     timing = interleave(steps, rounds=5)
     for tasks, demand in DEMANDS.items():
-        report.at_least(f"training step with {tasks} tasks, loop over tokens / all at once", timing.ratio(f"loop, {tasks}", f"at once, {tasks}"), demand)
+        report.at_least(
+            f"training step with {tasks} tasks, loop over tokens / all at once",
+            timing.ratio(f"loop, {tasks}", f"at once, {tasks}"),
+            demand,
+        )
     report.note("with 1 task", f"{timing.ratio('loop, 1', 'at once, 1'):.2f}x")
-    report.at_most("training step at once, 50 tasks / 1 task", timing.ratio("at once, 50", "at once, 1"), GROWTH)
+    report.at_most(
+        "training step at once, 50 tasks / 1 task",
+        timing.ratio("at once, 50", "at once, 1"),
+        GROWTH,
+    )
 
     encoder: Any = build(BackboneSettings(name="convit_local", img_size=32, weights="none"))
     layer, x = encoder.blocks[2].attn, torch.randn(BATCH, 64, 384)
-    report.equal("gated attention, one table and one per image", layer(x).detach(), attention_per_image(layer, x).detach(), 1e-5)
-    timing = interleave({"one": partial(backward, layer, x), "per image": partial(backward, partial(attention_per_image, layer), x)}, rounds=9)
-    report.at_least("gated attention with gradients, a table per image / one table", timing.ratio("per image", "one"), 1.0)
+    report.equal(
+        "gated attention, one table and one per image",
+        layer(x).detach(),
+        attention_per_image(layer, x).detach(),
+        1e-5,
+    )
+    timing = interleave(
+        {
+            "one": partial(backward, layer, x),
+            "per image": partial(backward, partial(attention_per_image, layer), x),
+        },
+        rounds=9,
+    )
+    report.at_least(
+        "gated attention with gradients, a table per image / one table",
+        timing.ratio("per image", "one"),
+        1.0,
+    )
 
     features = torch.randn(500, 384)
     none = torch.Generator()
-    report.equal("exemplars, fast and naive", torch.tensor(herding(features, 20, none)), torch.tensor(naive_herding(features, 20)), 0)
-    timing = interleave({"fast": partial(herding, features, 20, none), "naive": partial(naive_herding, features, 20)}, rounds=3)
-    report.at_least("herding 20 of 500 images, trying each / one product per pick", timing.ratio("naive", "fast"), 10)
+    report.equal(
+        "exemplars, fast and naive",
+        torch.tensor(herding(features, 20, none)),
+        torch.tensor(naive_herding(features, 20)),
+        0,
+    )
+    timing = interleave(
+        {
+            "fast": partial(herding, features, 20, none),
+            "naive": partial(naive_herding, features, 20),
+        },
+        rounds=3,
+    )
+    report.at_least(
+        "herding 20 of 500 images, trying each / one product per pick",
+        timing.ratio("naive", "fast"),
+        10,
+    )
     report.exit()
 
 

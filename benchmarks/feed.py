@@ -52,7 +52,10 @@ def by_hand(shards: list[str], job: StageJob) -> Iterator[Tensor]:
 
 def batch_of(pixels: list[np.ndarray], job: StageJob) -> Tensor:
     stacked = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (job.backbone_settings.mean, job.backbone_settings.std))
+    mean, std = (
+        torch.tensor(v).view(1, 3, 1, 1)
+        for v in (job.backbone_settings.mean, job.backbone_settings.std)
+    )
     return (stacked.float().div_(255) - mean) / std
 
 
@@ -78,7 +81,9 @@ def make(job: StageJob) -> Feed:
 def sorted_images(batches: Iterable[Tensor]) -> Tensor:
     """All images, in an order that depends on their pixels alone."""
     images = torch.cat(list(batches)).flatten(1).double()
-    weights = torch.rand(images.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.rand(
+        images.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     return images[(images @ weights).argsort()]
 
 
@@ -86,26 +91,64 @@ def main() -> None:
     start()
     report = Report()
     with tempfile.TemporaryDirectory() as folder:
-        card = stream.draw_images(Path(folder), CLASSES, TRAIN, 1, sides=(32, 40, 48, 64), suffixes=(".png", ".jpg"))
-        store, graph, _ = stream.plan(Path(folder), card, 1, backbone={**stream.tiny(SIDE)}, methods={"linear": {}}, data={"val_fraction": 0.0},
-                                      train={"batch_size": BATCH}, cluster={"loader_workers": 1})
+        card = stream.draw_images(
+            Path(folder), CLASSES, TRAIN, 1, sides=(32, 40, 48, 64), suffixes=(".png", ".jpg")
+        )
+        store, graph, _ = stream.plan(
+            Path(folder),
+            card,
+            1,
+            backbone={**stream.tiny(SIDE)},
+            methods={"linear": {}},
+            data={"val_fraction": 0.0},
+            train={"batch_size": BATCH},
+            cluster={"loader_workers": 1},
+        )
         stream.ingest(store, graph)
         job = stream.job_of(graph, "linear/t-0/train")
         data = Artefact.need(job.root, graph["data/generated"].key)
-        shards = [data.uri(name) for name in sorted(data.manifest["files"]) if name.startswith("train")]
-        resident, streamed = make(job), make(replace(job, data=job.data.model_copy(update={"resident_mb": 0})))
+        shards = [
+            data.uri(name) for name in sorted(data.manifest["files"]) if name.startswith("train")
+        ]
+        resident, streamed = (
+            make(job),
+            make(replace(job, data=job.data.model_copy(update={"resident_mb": 0}))),
+        )
         assert (resident.resident, streamed.resident) == (True, False)
         expected = sorted_images(by_hand(shards, job))
         for name, feed in (("resident", resident), ("streamed", streamed)):
-            report.equal(f"{name}, pixels of an epoch", sorted_images(epoch(feed)), expected, atol=1e-5)
+            report.equal(
+                f"{name}, pixels of an epoch", sorted_images(epoch(feed)), expected, atol=1e-5
+            )
 
-        timing = interleave({"by hand": lambda: exhaust(by_hand(shards, job)), "resident": lambda: exhaust(epoch(resident)),
-                             "first": partial(decoding_epoch, job), "streamed": lambda: exhaust(epoch(streamed))}, rounds=7)
-        report.at_least("resident feed, later epochs, against tarfile + Pillow", timing.ratio("by hand", "resident"), RESIDENT_DEMAND)
-        report.at_least("resident feed, first epoch, against tarfile + Pillow", timing.ratio("by hand", "first"), FIRST_DEMAND)
-        report.at_least("streamed feed against tarfile + Pillow", timing.ratio("by hand", "streamed"), STREAMED_DEMAND)
+        timing = interleave(
+            {
+                "by hand": lambda: exhaust(by_hand(shards, job)),
+                "resident": lambda: exhaust(epoch(resident)),
+                "first": partial(decoding_epoch, job),
+                "streamed": lambda: exhaust(epoch(streamed)),
+            },
+            rounds=7,
+        )
+        report.at_least(
+            "resident feed, later epochs, against tarfile + Pillow",
+            timing.ratio("by hand", "resident"),
+            RESIDENT_DEMAND,
+        )
+        report.at_least(
+            "resident feed, first epoch, against tarfile + Pillow",
+            timing.ratio("by hand", "first"),
+            FIRST_DEMAND,
+        )
+        report.at_least(
+            "streamed feed against tarfile + Pillow",
+            timing.ratio("by hand", "streamed"),
+            STREAMED_DEMAND,
+        )
         for name in timing.seconds:
-            report.note(f"{name}, images per second of CPU", f"{CLASSES * TRAIN / timing.median(name):,.0f}")
+            report.note(
+                f"{name}, images per second of CPU", f"{CLASSES * TRAIN / timing.median(name):,.0f}"
+            )
     report.exit()
 
 

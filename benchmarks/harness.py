@@ -35,12 +35,17 @@ def start(highest_load: float = HIGHEST_LOAD) -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     if load > highest_load:
-        print(f"skipped: the 1-minute load is {load:.1f}, above {highest_load:.1f}; run it again on a quieter machine, "
-              "or set ACCRETE_BENCH_LOAD")
+        print(
+            f"skipped: the 1-minute load is {load:.1f}, above {highest_load:.1f}; run it again "
+            "on a quieter machine, "
+            "or set ACCRETE_BENCH_LOAD"
+        )
         sys.exit(0)
 
 
-def interleave(variants: dict[str, Callable[[], object]], rounds: int = 9, warmup: int = 1, seed: int = 0) -> Timing:
+def interleave(
+    variants: dict[str, Callable[[], object]], rounds: int = 9, warmup: int = 1, seed: int = 0
+) -> Timing:
     """Calls each variant once per round, in a new random order each round: slow spells of the machine hit all alike."""
     order, shuffle = list(variants), random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in order}
@@ -72,7 +77,9 @@ class Report:
         self._line(ratio <= demand, what, f"{ratio:.2f}x", f"at most {demand:.2f}x")
 
     def below(self, what: str, seconds: float, demand: float) -> None:
-        self._line(seconds <= demand, what, f"{seconds * 1000:.1f} ms", f"at most {demand * 1000:.0f} ms")
+        self._line(
+            seconds <= demand, what, f"{seconds * 1000:.1f} ms", f"at most {demand * 1000:.0f} ms"
+        )
 
     def note(self, what: str, value: str) -> None:
         print(f"      {what}: {value}")

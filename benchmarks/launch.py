@@ -54,13 +54,25 @@ class Times:
         self.launched[decision.stage] = time.monotonic()
 
 
-def star(folder: Path, tasks: int, methods: dict[str, Any] | None = None, **cluster: Any) -> tuple[Store, Graph, Config]:
+def star(
+    folder: Path, tasks: int, methods: dict[str, Any] | None = None, **cluster: Any
+) -> tuple[Store, Graph, Config]:
     card = stream.draw_images(folder, 2 * tasks, train=4, test=2, sides=(16,))
-    return stream.plan(folder, card, tasks, backbone={**stream.tiny()}, train={"epochs": 1}, methods=methods or {"linear": {}},
-                       data={"val_fraction": 0.0}, cluster={"loader_workers": 1, **cluster})
+    return stream.plan(
+        folder,
+        card,
+        tasks,
+        backbone={**stream.tiny()},
+        train={"epochs": 1},
+        methods=methods or {"linear": {}},
+        data={"val_fraction": 0.0},
+        cluster={"loader_workers": 1, **cluster},
+    )
 
 
-def walk_over(store: Store, graph: Graph, executor: Callable[[set[str]], Executor]) -> tuple[Outcome, Times]:
+def walk_over(
+    store: Store, graph: Graph, executor: Callable[[set[str]], Executor]
+) -> tuple[Outcome, Times]:
     times, lookups = Times(), look_up_all(graph, store, None)
     watchers: list[Watcher] = [times, Console(graph, lookups, io.StringIO())]
     return run_graph(graph, store, executor, 0, watchers, lookups), times
@@ -84,9 +96,16 @@ def local(report: Report) -> None:
                 cpu.setdefault(stage.step, []).append(time.process_time() - began)
                 return manifest
 
-        walk_over(store, graph, lambda todo: Timed(store, config.cluster, nothing_to_report, lambda event: None))
+        walk_over(
+            store,
+            graph,
+            lambda todo: Timed(store, config.cluster, nothing_to_report, lambda event: None),
+        )
         for step in ("train", "evaluate"):
-            report.note(f"in this process, CPU of a {step} stage", f"{statistics.median(cpu[step][1:]) * 1000:.0f} ms")
+            report.note(
+                f"in this process, CPU of a {step} stage",
+                f"{statistics.median(cpu[step][1:]) * 1000:.0f} ms",
+            )
         total = sum(statistics.median(cpu[s.step][1:]) for s in stages) / len(stages)
         report.below("in this process, CPU per stage", total, LOCAL_DEMAND)
 
@@ -96,16 +115,32 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, graph, config = star(Path(folder), RAY_TASKS, methods, workers=1, groups=1)
         cpu, cluster = time.process_time(), config.cluster
-        _, times = walk_over(store, graph, lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 1))
+        _, times = walk_over(
+            store,
+            graph,
+            lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 1),
+        )
         cpu = time.process_time() - cpu
-        first, inside = times.done["backbone"]  # the first stage of the group; it waits for nothing but the group
-        report.note(f"cold start of a worker group, {name}, until its first stage begins", f"{first - inside - times.launched['backbone']:.1f} s")
-        order = sorted((when, stage, inside) for stage, (when, inside) in times.done.items() if graph[stage].method)
+        first, inside = times.done[
+            "backbone"
+        ]  # the first stage of the group; it waits for nothing but the group
+        report.note(
+            f"cold start of a worker group, {name}, until its first stage begins",
+            f"{first - inside - times.launched['backbone']:.1f} s",
+        )
+        order = sorted(
+            (when, stage, inside)
+            for stage, (when, inside) in times.done.items()
+            if graph[stage].method
+        )
         gaps = [(after[0] - before[0], after[2]) for before, after in pairwise(order)]
         gap, inside = (statistics.median(values) for values in zip(*gaps, strict=True))
         report.below(f"warm: a further stage, {name}", gap, RAY_DEMAND)
         report.note(f"{name}, of that inside the stage", f"{inside * 1000:.0f} ms")
-        report.note(f"{name}, CPU of the driver per stage", f"{cpu / len(order) * 1000:.0f} ms, start included")
+        report.note(
+            f"{name}, CPU of the driver per stage",
+            f"{cpu / len(order) * 1000:.0f} ms, start included",
+        )
 
 
 def beside(report: Report) -> None:
@@ -116,19 +151,51 @@ def beside(report: Report) -> None:
             place = Path(folder) / str(groups)
             card = stream.draw_images(place, 2 * CHAIN_TASKS, train=200, test=200, sides=(32,))
             store, graph, config = stream.plan(
-                place, card, CHAIN_TASKS, methods={"finetune": {}}, train={"epochs": 4, "batch_size": 20}, data={"val_fraction": 0.0},
-                backbone={"img_size": 32, "crop_pct": 1.0, "options": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 2}},
-                cluster={"loader_workers": 1, "workers": 1, "groups": groups})
+                place,
+                card,
+                CHAIN_TASKS,
+                methods={"finetune": {}},
+                train={"epochs": 4, "batch_size": 20},
+                data={"val_fraction": 0.0},
+                backbone={
+                    "img_size": 32,
+                    "crop_pct": 1.0,
+                    "options": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 2},
+                },
+                cluster={"loader_workers": 1, "workers": 1, "groups": groups},
+            )
             cluster: ClusterSettings = config.cluster
-            _, times = walk_over(store, graph, lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 2))  # noqa: B023
-            spans = {stage: (when - inside, when) for stage, (when, inside) in times.done.items() if graph[stage].method}
-            wall[groups] = max(end for _, end in spans.values()) - min(begin for begin, _ in spans.values())
+            _, times = walk_over(
+                store,
+                graph,
+                lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 2),
+            )  # noqa: B023
+            spans = {
+                stage: (when - inside, when)
+                for stage, (when, inside) in times.done.items()
+                if graph[stage].method
+            }
+            wall[groups] = max(end for _, end in spans.values()) - min(
+                begin for begin, _ in spans.values()
+            )
             trains = [span for stage, span in spans.items() if graph[stage].step == "train"]
-            evaluates = sorted((span for stage, span in spans.items() if graph[stage].step == "evaluate"), key=lambda span: span[1])[:-1]
-            inside = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in evaluates for b in trains)
+            evaluates = sorted(
+                (span for stage, span in spans.items() if graph[stage].step == "evaluate"),
+                key=lambda span: span[1],
+            )[:-1]
+            inside = sum(
+                max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in evaluates for b in trains
+            )
             whole = sum(end - begin for begin, end in evaluates)
-            report.note(f"chain of {CHAIN_TASKS} tasks, {groups} group(s)", f"{wall[groups]:.1f} s, of that training {sum(b - a for a, b in trains):.1f} s")
-    report.at_least("evaluation of all tasks but the last beside the training of a later one, share", inside / whole, BESIDE_DEMAND)
+            report.note(
+                f"chain of {CHAIN_TASKS} tasks, {groups} group(s)",
+                f"{wall[groups]:.1f} s, of that training {sum(b - a for a, b in trains):.1f} s",
+            )
+    report.at_least(
+        "evaluation of all tasks but the last beside the training of a later one, share",
+        inside / whole,
+        BESIDE_DEMAND,
+    )
     report.note("wall time of the chain, one group / two", f"{wall[1] / wall[2]:.2f}x")
 
 

@@ -42,7 +42,9 @@ class Probe:
 
     def numbers(self) -> dict[str, Tensor]:
         assert self.job.task is not None
-        head = {name: t.flatten() for name, t in self.method.heads.export(self.job.task.name).items()}
+        head = {
+            name: t.flatten() for name, t in self.method.heads.export(self.job.task.name).items()
+        }
         return head | {name: torch.tensor([row[name] for row in self.history]) for name in WATCHED}
 
 
@@ -52,18 +54,36 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         card = stream.draw_images(Path(folder), CLASSES, train=PER_CLASS, test=1, sides=(SIDE,))
         backbone = {"name": "vit_tiny_patch16_224", "img_size": SIDE, "crop_pct": 1.0}
-        store, graph, _ = stream.plan(Path(folder), card, 1, backbone=backbone, methods={"linear": {}}, data={"val_fraction": 0.1},
-                                      train=TrainSettings(epochs=EPOCHS, batch_size=BATCH).model_dump())
+        store, graph, _ = stream.plan(
+            Path(folder),
+            card,
+            1,
+            backbone=backbone,
+            methods={"linear": {}},
+            data={"val_fraction": 0.1},
+            train=TrainSettings(epochs=EPOCHS, batch_size=BATCH).model_dump(),
+        )
         stream.ingest(store, graph)
         loop.run_stage(stream.job_of(graph, "backbone"), GROUP, lambda event: None)
         job = stream.job_of(graph, "linear/t-0/train")
         Probe(replace(job, train=job.train.model_copy(update={"epochs": 1}))).once()  # decodes
         mine, theirs = Probe(job), Probe(job)
-        timing = interleave({"once": mine.once, "every epoch": theirs.every_epoch}, rounds=1, warmup=0)
+        timing = interleave(
+            {"once": mine.once, "every epoch": theirs.every_epoch}, rounds=1, warmup=0
+        )
         expected = theirs.numbers()
         for name, found in mine.numbers().items():
-            report.equal(f"{name} of {EPOCHS} epochs, features once and in every epoch", found, expected[name], 1e-6)
-    report.at_least(f"linear probe of {EPOCHS} epochs, features in every epoch / once", timing.ratio("every epoch", "once"), DEMAND)
+            report.equal(
+                f"{name} of {EPOCHS} epochs, features once and in every epoch",
+                found,
+                expected[name],
+                1e-6,
+            )
+    report.at_least(
+        f"linear probe of {EPOCHS} epochs, features in every epoch / once",
+        timing.ratio("every epoch", "once"),
+        DEMAND,
+    )
     report.note("with features computed once", f"{timing.median('once'):.2f} s of CPU")
     report.exit()
 

@@ -19,7 +19,10 @@ from workers.methods.meat import Meat, MeatSettings
 from workers.model.vit import build
 from workers.taskstate import TaskState
 
-DEMANDS = {0.5: 1.3, 0.8: 1.1}  # keep ratio of tokens and neurons -> least ratio of plain timm to compact
+DEMANDS = {
+    0.5: 1.3,
+    0.8: 1.1,
+}  # keep ratio of tokens and neurons -> least ratio of plain timm to compact
 SHARED_DEMAND = 2.0  # one token mask for all blocks, keep ratio .5: tokens die at the first block
 BATCH = 8
 
@@ -34,11 +37,24 @@ def meat(settings: BackboneSettings, keep: float, shared: bool) -> Meat:
     """A method that serves task `t` with random masks."""
     generator = torch.Generator().manual_seed(0)
     method = Meat(build(settings), MeatSettings(ffn_masks="neuron"), seed=0)
-    masks = {name: random_mask(generator, *shape, keep=keep) for name, shape in method.mask_shapes().items()}
+    masks = {
+        name: random_mask(generator, *shape, keep=keep)
+        for name, shape in method.mask_shapes().items()
+    }
     if shared:
         masks["tokens"] = masks["tokens"][:1].expand_as(masks["tokens"])
     head = nn.Linear(method.heads.width, 100).state_dict()
-    method.load(TaskState("t", tuple(map(str, range(100))), "meat", method.backbone_digest, masks=masks, head=head, meta=method.sites.meta))
+    method.load(
+        TaskState(
+            "t",
+            tuple(map(str, range(100))),
+            "meat",
+            method.backbone_digest,
+            masks=masks,
+            head=head,
+            meta=method.sites.meta,
+        )
+    )
     return method.eval()
 
 
@@ -53,13 +69,29 @@ def main() -> None:
         method = meat(settings, keep, shared)
         pruned = copy.deepcopy(method).compact("t")
         label = f"keep {keep}" + (", one token mask for all blocks" if shared else "")
-        report.equal(f"{label}, logits of compact and dense", pruned(images), method.logits(images, "t"), 1e-5)
-        timing = interleave({"plain": partial(plain, images), "compact": partial(pruned, images),
-                             "dense": partial(method.logits, images, "t")})
-        report.at_least(f"{label}, compact against plain timm", timing.ratio("plain", "compact"),
-                        SHARED_DEMAND if shared else DEMANDS[keep])
-        report.note(f"{label}, compact against dense masks", f"{timing.ratio('dense', 'compact'):.2f}x, "
-                    f"{timing.median('compact') * 1000:.0f} ms per batch")
+        report.equal(
+            f"{label}, logits of compact and dense",
+            pruned(images),
+            method.logits(images, "t"),
+            1e-5,
+        )
+        timing = interleave(
+            {
+                "plain": partial(plain, images),
+                "compact": partial(pruned, images),
+                "dense": partial(method.logits, images, "t"),
+            }
+        )
+        report.at_least(
+            f"{label}, compact against plain timm",
+            timing.ratio("plain", "compact"),
+            SHARED_DEMAND if shared else DEMANDS[keep],
+        )
+        report.note(
+            f"{label}, compact against dense masks",
+            f"{timing.ratio('dense', 'compact'):.2f}x, "
+            f"{timing.median('compact') * 1000:.0f} ms per batch",
+        )
     report.exit()
 
 

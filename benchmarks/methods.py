@@ -25,11 +25,40 @@ from workers.model import vit
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
 STEPS = 100  # in an epoch of the schedule; a timed step is one of its first
 SERVING_DEMAND = 1.10  # a served task with folded masks / the plain backbone with a head
-ADDING = ("adapter", "vpt", "ctr_tsm", "ctr_full", "tfm", "toast", "toast_lite")  # these compute more than the backbone by design: only measured
+ADDING = (
+    "adapter",
+    "vpt",
+    "ctr_tsm",
+    "ctr_full",
+    "tfm",
+    "toast",
+    "toast_lite",
+)  # these compute more than the backbone by design: only measured
 TRAINING_DEMANDS = {  # a step / a step of full fine-tuning, both in CPU time; methods that are not named are only measured
-    "linear": 0.45, "adapter": 0.95, "piggyback": 1.2, "ksm": 1.25, "meat": 1.3, "supsup": 1.4, "hat": 1.2, "adahat": 1.25, "packnet": 1.15, "wsn": 1.75,
-    "tfm": 1.35, "apd": 1.45, "ctr_tsm": 1.05, "ctr_full": 2.1, "lwf": 1.45,
-    "replay": 1.1, "icarl": 1.5, "e2e": 1.5, "ucir": 1.5, "bic": 1.5, "wa": 1.5, "podnet": 1.6, "dytox": 1.4}
+    "linear": 0.45,
+    "adapter": 0.95,
+    "piggyback": 1.2,
+    "ksm": 1.25,
+    "meat": 1.3,
+    "supsup": 1.4,
+    "hat": 1.2,
+    "adahat": 1.25,
+    "packnet": 1.15,
+    "wsn": 1.75,
+    "tfm": 1.35,
+    "apd": 1.45,
+    "ctr_tsm": 1.05,
+    "ctr_full": 2.1,
+    "lwf": 1.45,
+    "replay": 1.1,
+    "icarl": 1.5,
+    "e2e": 1.5,
+    "ucir": 1.5,
+    "bic": 1.5,
+    "wa": 1.5,
+    "podnet": 1.6,
+    "dytox": 1.4,
+}
 TASKS = tuple(Task(f"t{i}", "none", "none", tuple(map(str, range(CLASSES)))) for i in range(2))
 GROUP = dist.Group()
 DATA = DataSettings()
@@ -46,7 +75,10 @@ class Pictures:
 
     def evaluate(self) -> Iterator[Batch]:
         for place, task in enumerate(self.tasks):
-            images, labels = torch.randn(4 * CLASSES, 3, SIDE, SIDE), torch.arange(4 * CLASSES) % CLASSES
+            images, labels = (
+                torch.randn(4 * CLASSES, 3, SIDE, SIDE),
+                torch.arange(4 * CLASSES) % CLASSES,
+            )
             draw = Draw(0, 0, 0, torch.arange(len(labels)), len(labels), torch.device("cpu"))
             yield Batch(images, labels, torch.full_like(labels, place), draw, keys=keys_of(task))
 
@@ -62,20 +94,44 @@ class Training:
     def __init__(self, name: str, backbone: torch.nn.Module, scenario: str):
         cls = METHODS[name]
         settings = cls.Settings()
-        self.job = StageJob("benchmark", "", "train", "", name, {}, BackboneSettings(), DATA, TRAIN, scenario, 0, TASKS[0], TASKS[:1])
+        self.job = StageJob(
+            "benchmark",
+            "",
+            "train",
+            "",
+            name,
+            {},
+            BackboneSettings(),
+            DATA,
+            TRAIN,
+            scenario,
+            0,
+            TASKS[0],
+            TASKS[:1],
+        )
         state, carried, first = None, None, cls.planned(settings, 0)[0].name
         herds = [step.name for step in cls.planned(settings, 0) if step.name == "herd"]
-        for position, step in [(0, step) for step in (first, *herds)] * bool(cls.carries) + [(int(bool(cls.carries)), first)]:
+        for position, step in [(0, step) for step in (first, *herds)] * bool(cls.carries) + [
+            (int(bool(cls.carries)), first)
+        ]:
             torch.manual_seed(0)
             self.method: Method = cls(copy.deepcopy(backbone), settings, seed=0)
             self.method.scenario, self.method.stream = scenario, TASKS[: position + 1]
-            self.method.keys_of = lambda task: {name: keys_of(task)[i::CLASSES] for i, name in enumerate(task.classes)}
+            self.method.keys_of = lambda task: {
+                name: keys_of(task)[i::CLASSES] for i, name in enumerate(task.classes)
+            }
             if state is not None and cls.loads_states(scenario):
                 self.method.load(state)
             memory = self.method.memory(TASKS[position], step, carried)
-            tasks = tuple(t for t in self.method.stream if cls.trains_on == "seen" or t == TASKS[position] or memory.get(t.name))
+            tasks = tuple(
+                t
+                for t in self.method.stream
+                if cls.trains_on == "seen" or t == TASKS[position] or memory.get(t.name)
+            )
             self.method.feed_of = lambda split, training, tasks=tasks: Pictures(tasks)  # type: ignore[misc]
-            rates = Rates(TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN))
+            rates = Rates(
+                TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN)
+            )
             groups = self.method.begin(TASKS[position], step, carried, rates, tasks)
             trained = {id(p) for g in groups for p in g["params"]}
             for p in self.method.parameters():
@@ -92,10 +148,18 @@ class Training:
 
     def step(self) -> Tensor:
         draw = Draw(0, 0, self.steps, torch.arange(BATCH), BATCH, torch.device("cpu"))
-        batch = Batch(self.images, self.labels, self.tasks, draw, counts=tuple(torch.bincount(self.tasks).tolist()))
+        batch = Batch(
+            self.images,
+            self.labels,
+            self.tasks,
+            draw,
+            counts=tuple(torch.bincount(self.tasks).tolist()),
+        )
         progress = Progress(self.steps // STEPS, self.steps % STEPS, 10, STEPS)
         self.steps += 1
-        return loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)["loss"]
+        return loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)[
+            "loss"
+        ]
 
     @torch.no_grad()
     def served(self) -> Method:
@@ -121,7 +185,10 @@ def main(names: list[str]) -> None:
         training = Training(name, BACKBONE, scenario)
         training.step()
         timing = interleave({"full": full[scenario].step, name: training.step}, ROUNDS)
-        ratio, what = timing.ratio(name, "full"), f"{name}, a training step against full fine-tuning"
+        ratio, what = (
+            timing.ratio(name, "full"),
+            f"{name}, a training step against full fine-tuning",
+        )
         if name in TRAINING_DEMANDS:
             report.at_most(what, ratio, TRAINING_DEMANDS[name])
         else:
@@ -137,8 +204,15 @@ def serve(name: str, training: Training, report: Report) -> None:
     assert task is not None
     plain, images = copy.deepcopy(BACKBONE).eval(), training.images
     method.logits(images, task.name)  # folds
-    head = method.heads[task.name] if task.name in method.heads.names else torch.nn.Linear(192, CLASSES)
-    timing = interleave({"plain": lambda: head(plain(images)), name: lambda: method.logits(images, task.name)}, 3 * ROUNDS)
+    head = (
+        method.heads[task.name]
+        if task.name in method.heads.names
+        else torch.nn.Linear(192, CLASSES)
+    )
+    timing = interleave(
+        {"plain": lambda: head(plain(images)), name: lambda: method.logits(images, task.name)},
+        3 * ROUNDS,
+    )
     ratio, what = timing.ratio(name, "plain"), f"{name}, serving a task against the plain backbone"
     if name in ADDING:
         report.note(what, f"{ratio:.2f}x")
@@ -147,4 +221,6 @@ def serve(name: str, training: Training, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"])  # that one decides on images of a feed; its step is supsup's
+    main(
+        sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"]
+    )  # that one decides on images of a feed; its step is supsup's

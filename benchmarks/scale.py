@@ -44,7 +44,10 @@ class Instant:
 
     def submit(self, stage: Stage, depth: int) -> None:
         body = {"kind": "train", "sizes": {}, "wall_s": 0.0}
-        self.events += [Event("progress", stage.id, body={"task": stage.task}), Event("done", stage.id, body=body)]
+        self.events += [
+            Event("progress", stage.id, body={"task": stage.task}),
+            Event("done", stage.id, body=body),
+        ]
 
     def poll(self) -> list[Event]:
         events, self.events = self.events, []
@@ -61,7 +64,11 @@ def drawn(folder: Path, tasks: int, methods: dict[str, Any]) -> tuple[Store, Gra
 
 def pairs(count: int) -> dict[str, Any]:
     """So many stars and chains; no two stages are the same work."""
-    return {f"{method}-{i}": {"method": method, "train": {"lr": 1e-4 * (i + 1)}} for method in ("linear", "finetune") for i in range(count)}
+    return {
+        f"{method}-{i}": {"method": method, "train": {"lr": 1e-4 * (i + 1)}}
+        for method in ("linear", "finetune")
+        for i in range(count)
+    }
 
 
 def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[], object]]:
@@ -70,11 +77,22 @@ def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[
     lookups = look_up_all(graph, empty, None)
 
     def walk() -> None:
-        outcome = run_graph(graph, empty, lambda todo: Instant(), 0, [Console(graph, lookups, io.StringIO())], lookups)
+        outcome = run_graph(
+            graph,
+            empty,
+            lambda todo: Instant(),
+            0,
+            [Console(graph, lookups, io.StringIO())],
+            lookups,
+        )
         assert outcome.ran == len(graph)
 
-    return {"graph": partial(graph_of, config, store), "look-up": partial(look_up_all, graph, empty, record), "walk, events, screen": walk,
-            "record": lambda: store.save_record(record_of(graph, config, [], {}))}
+    return {
+        "graph": partial(graph_of, config, store),
+        "look-up": partial(look_up_all, graph, empty, record),
+        "walk, events, screen": walk,
+        "record": lambda: store.save_record(record_of(graph, config, [], {})),
+    }
 
 
 def publish(store: Store, graph: Graph) -> None:
@@ -85,14 +103,26 @@ def publish(store: Store, graph: Graph) -> None:
         attempt.commit({"kind": "train"})
 
 
-def measure(runs: dict[int, dict[str, Callable[[], object]]], report: Report, what: str) -> dict[int, float]:
+def measure(
+    runs: dict[int, dict[str, Callable[[], object]]], report: Report, what: str
+) -> dict[int, float]:
     """CPU seconds per stage of all parts together, by number of stages; the parts are noted."""
-    timing = interleave({f"{part}, {stages}": call for stages, parts in runs.items() for part, call in parts.items()}, rounds=3)
+    timing = interleave(
+        {
+            f"{part}, {stages}": call
+            for stages, parts in runs.items()
+            for part, call in parts.items()
+        },
+        rounds=3,
+    )
     found = {}
     for stages, parts in runs.items():
         costs = {part: timing.median(f"{part}, {stages}") / stages for part in parts}
         found[stages] = sum(costs.values())
-        report.note(f"{what}, {stages} stages, CPU per stage", ", ".join(f"{part} {cost * 1000:.3f} ms" for part, cost in costs.items()))
+        report.note(
+            f"{what}, {stages} stages, CPU per stage",
+            ", ".join(f"{part} {cost * 1000:.3f} ms" for part, cost in costs.items()),
+        )
     return found
 
 
@@ -100,16 +130,25 @@ def memory(folder: Path, methods: int) -> float:
     """Bytes per stage at the end of a run: the graph with its jobs, look-ups, the walk, the record."""
     gc.collect()
     tracemalloc.start()
-    store, graph, config = stream.plan(folder, str(folder / "card.yaml"), TASKS, backbone={**stream.tiny()}, methods=pairs(methods))
-    lookups, record = look_up_all(graph, Store(f"{store.storage}-of-nothing"), None), record_of(graph, config, [], {})
-    outcome = run_graph(graph, store, lambda todo: Instant(), 0, [Console(graph, lookups, io.StringIO())], lookups)
+    store, graph, config = stream.plan(
+        folder, str(folder / "card.yaml"), TASKS, backbone={**stream.tiny()}, methods=pairs(methods)
+    )
+    lookups, record = (
+        look_up_all(graph, Store(f"{store.storage}-of-nothing"), None),
+        record_of(graph, config, [], {}),
+    )
+    outcome = run_graph(
+        graph, store, lambda todo: Instant(), 0, [Console(graph, lookups, io.StringIO())], lookups
+    )
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert outcome.ran == len(graph) == len(record["stages"])
     return held / len(graph)
 
 
-def demand_flat(report: Report, what: str, found: dict[int, float], demand: float = GROWTH_DEMAND) -> None:
+def demand_flat(
+    report: Report, what: str, found: dict[int, float], demand: float = GROWTH_DEMAND
+) -> None:
     few, some, many = found
     report.at_most(f"{what}, {many} stages against {few}", found[many] / found[few], demand)
     report.at_most(f"{what}, {many} stages against {some}", found[many] / found[some], demand)
@@ -121,21 +160,41 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         places = {methods: Path(name) / str(methods) for methods in METHODS}
         runs = {methods: drawn(place, TASKS, pairs(methods)) for methods, place in places.items()}
-        cost = measure({len(graph): parts_of(store, graph, config) for store, graph, config in runs.values()}, report, "driver")
+        cost = measure(
+            {len(graph): parts_of(store, graph, config) for store, graph, config in runs.values()},
+            report,
+            "driver",
+        )
         report.below("driver, CPU per stage, most", max(cost.values()), DRIVER_DEMAND)
         demand_flat(report, "driver, CPU per stage", cost)
         for store, graph, _ in runs.values():
             publish(store, graph)
-        cost = measure({len(graph): {"look-up of what stands, verified": partial(look_up_all, graph, store, None)} for store, graph, _ in runs.values()},
-                       report, "store on a disk")
+        cost = measure(
+            {
+                len(graph): {
+                    "look-up of what stands, verified": partial(look_up_all, graph, store, None)
+                }
+                for store, graph, _ in runs.values()
+            },
+            report,
+            "store on a disk",
+        )
         demand_flat(report, "store on a disk, CPU of a look-up per stage", cost, STORE_DEMAND)
-        measure({len(graph): {"listing": store.garbage} for store, graph, _ in runs.values()}, report, "store on a disk")
+        measure(
+            {len(graph): {"listing": store.garbage} for store, graph, _ in runs.values()},
+            report,
+            "store on a disk",
+        )
         held = {len(runs[methods][1]): memory(place, methods) for methods, place in places.items()}
         for stages, some in held.items():
             report.note(f"driver, {stages} stages, memory per stage", f"{some / 1000:.1f} kB")
         demand_flat(report, "driver, memory per stage", held)
         store, graph, config = drawn(Path(name) / "star", STAR_TASKS, {"linear": {}})
-        measure({len(graph): parts_of(store, graph, config)}, report, f"driver, a star of {STAR_TASKS} tasks")
+        measure(
+            {len(graph): parts_of(store, graph, config)},
+            report,
+            f"driver, a star of {STAR_TASKS} tasks",
+        )
     report.exit()
 
 

@@ -23,16 +23,33 @@ from pipeline import search, searchfile
 TRIALS = 100
 SIDE_BY_SIDE = 2
 OVERHEAD_DEMAND = 1.0  # seconds
-SPACE = {"methods.packnet.prune": {"dist": "choice", "values": [0.4, 0.5, 0.6, 0.7]},
-         "methods.packnet.steps.retrain.epochs": {"dist": "choice", "values": [1, 2, 3]}}
+SPACE = {
+    "methods.packnet.prune": {"dist": "choice", "values": [0.4, 0.5, 0.6, 0.7]},
+    "methods.packnet.steps.retrain.epochs": {"dist": "choice", "values": [1, 2, 3]},
+}
 
 
 def prepared(folder: Path) -> searchfile.Search:
     card = stream.draw_images(folder, 4, train=8, test=2, sides=(16,))
-    body = {"name": "base", "storage": str(folder / "storage"), "tracking": False, "stream": {"tasks": [{"card": card, "split": 2}]},
-            "backbone": stream.tiny(), "train": {"epochs": 1}, "data": {"val_fraction": 0.4}, "methods": {"packnet": {}}, "cluster": {"loader_workers": 1}}
+    body = {
+        "name": "base",
+        "storage": str(folder / "storage"),
+        "tracking": False,
+        "stream": {"tasks": [{"card": card, "split": 2}]},
+        "backbone": stream.tiny(),
+        "train": {"epochs": 1},
+        "data": {"val_fraction": 0.4},
+        "methods": {"packnet": {}},
+        "cluster": {"loader_workers": 1},
+    }
     (folder / "base.yaml").write_text(yaml.safe_dump(body))
-    asked = {"base": "base.yaml", "space": SPACE, "budget": {"trials": TRIALS}, "seeds": [], "concurrent": SIDE_BY_SIDE}
+    asked = {
+        "base": "base.yaml",
+        "space": SPACE,
+        "budget": {"trials": TRIALS},
+        "seeds": [],
+        "concurrent": SIDE_BY_SIDE,
+    }
     (folder / "trials.yaml").write_text(yaml.safe_dump(asked))
     return searchfile.prepare(str(folder / "trials.yaml"), [], {})
 
@@ -40,7 +57,9 @@ def prepared(folder: Path) -> searchfile.Search:
 def main() -> None:
     start()
     report = Report()
-    ended: list[tuple[float, float]] = []  # of each trial: when it was heard to have ended, and the seconds of its stages
+    ended: list[
+        tuple[float, float]
+    ] = []  # of each trial: when it was heard to have ended, and the seconds of its stages
 
     def tell(record: dict[str, Any]) -> None:
         if record["status"] == "finished" and record["number"] not in said:
@@ -56,10 +75,18 @@ def main() -> None:
         records = found.records()
     report.note("start of Ray, ingest and the first trial, wall", f"{ended[0][0] - began:.1f} s")
     wall, work = ended[-1][0] - ended[0][0], sum(seconds for _, seconds in ended[1:])
-    report.below(f"{TRIALS} trials: overhead per trial, {SIDE_BY_SIDE} side by side", (SIDE_BY_SIDE * wall - work) / (TRIALS - 1), OVERHEAD_DEMAND)
+    report.below(
+        f"{TRIALS} trials: overhead per trial, {SIDE_BY_SIDE} side by side",
+        (SIDE_BY_SIDE * wall - work) / (TRIALS - 1),
+        OVERHEAD_DEMAND,
+    )
     run, reused = (sum(record["stages"][kind] for record in records) for kind in ("run", "reused"))
     points = len({str(sorted(record["params"].items())) for record in records})
-    report.note(f"{TRIALS} trials of {points} points", f"{run} stages run, {reused} found in the store: {reused / (run + reused):.1%} of all saved")
+    report.note(
+        f"{TRIALS} trials of {points} points",
+        f"{run} stages run, {reused} found in the store: {reused / (run + reused):.1%} of all "
+        "saved",
+    )
     report.exit()
 
 

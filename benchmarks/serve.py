@@ -24,7 +24,12 @@ from workers.taskstate import TaskState
 
 TASKS, BATCH, CLASSES = (2, 5, 10, 20), 64, 10
 SETTINGS = BackboneSettings(name="vit_tiny_patch16_224", img_size=96, options={"depth": 6})
-ALONE = {2: 2.5, 5: 2.2, 10: 1.8, 20: 1.1}  # number of tasks -> least ratio of the loop over images to groups
+ALONE = {
+    2: 2.5,
+    5: 2.2,
+    10: 1.8,
+    20: 1.1,
+}  # number of tasks -> least ratio of the loop over images to groups
 EVERY = {2: 1.5, 5: 3.0, 10: 5.5, 20: 9.0}  # of every task's network over the batch
 
 
@@ -33,21 +38,41 @@ def meat(tasks: int) -> Meat:
     method = Meat(build(SETTINGS), MeatSettings(ffn_masks="neuron"), seed=0)
     generator = torch.Generator().manual_seed(0)
     for task in range(tasks):
-        masks = {name: random_mask(generator, *shape, keep=0.5) for name, shape in method.mask_shapes().items()}
+        masks = {
+            name: random_mask(generator, *shape, keep=0.5)
+            for name, shape in method.mask_shapes().items()
+        }
         head = nn.Linear(method.heads.width, CLASSES).state_dict()
         names = tuple(map(str, range(CLASSES)))
-        method.load(TaskState(f"t{task}", names, "meat", method.backbone_digest, masks=masks, head=head, meta=method.sites.meta))
+        method.load(
+            TaskState(
+                f"t{task}",
+                names,
+                "meat",
+                method.backbone_digest,
+                masks=masks,
+                head=head,
+                meta=method.sites.meta,
+            )
+        )
     return method.requires_grad_(False).eval()
 
 
 def bytes_of(*modules: nn.Module) -> int:
     """Of all tensors, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in modules for t in (*m.parameters(), *m.buffers())}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for m in modules
+        for t in (*m.parameters(), *m.buffers())
+    }
     return sum(storages.values())
 
 
 def rows_of(tasks: list[str]) -> dict[str, Tensor]:
-    return {name: torch.tensor([i for i, task in enumerate(tasks) if task == name]) for name in dict.fromkeys(tasks)}
+    return {
+        name: torch.tensor([i for i, task in enumerate(tasks) if task == name])
+        for name in dict.fromkeys(tasks)
+    }
 
 
 @torch.no_grad()
@@ -61,7 +86,9 @@ def grouped(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
 
 @torch.no_grad()
 def one_by_one(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
-    return torch.cat([networks(task)(image[None]) for image, task in zip(images, tasks, strict=True)])
+    return torch.cat(
+        [networks(task)(image[None]) for image, task in zip(images, tasks, strict=True)]
+    )
 
 
 @torch.no_grad()
@@ -88,7 +115,10 @@ def main() -> None:
     report, process = Report(), psutil.Process()
     for count in TASKS:
         method, names = meat(count), [f"t{i}" for i in range(count)]
-        images, tasks = torch.randn(BATCH, 3, 96, 96), [names[i] for i in torch.randint(count, (BATCH,)).tolist()]
+        images, tasks = (
+            torch.randn(BATCH, 3, 96, 96),
+            [names[i] for i in torch.randint(count, (BATCH,)).tolist()],
+        )
         kept = Kept(1 << 30, {p.untyped_storage().data_ptr() for p in method.parameters()})
         networks = partial(kept.get, make=method.compact)
         before = process.memory_info().rss
@@ -98,18 +128,45 @@ def main() -> None:
         models = full_models(method, names)
         full = grouped(models.__getitem__, images, tasks)
         separate = bytes_of(*models.values()), process.memory_info().rss - before
-        report.equal(f"{count} tasks, logits grouped and one by one", answers, one_by_one(networks, images, tasks), 1e-5)
+        report.equal(
+            f"{count} tasks, logits grouped and one by one",
+            answers,
+            one_by_one(networks, images, tasks),
+            1e-5,
+        )
         report.equal(f"{count} tasks, logits grouped and of full models", answers, full, 1e-5)
-        timing = interleave({"grouped": partial(grouped, networks, images, tasks), "alone": partial(one_by_one, networks, images, tasks),
-                             "every": partial(every_network, networks, images, tasks, names),
-                             "full": partial(grouped, models.__getitem__, images, tasks)}, rounds=3)
-        report.at_least(f"{count} tasks, image by image / grouped", timing.ratio("alone", "grouped"), ALONE[count])
-        report.at_least(f"{count} tasks, every task's network over the batch / grouped", timing.ratio("every", "grouped"), EVERY[count])
-        report.note(f"{count} tasks, a full model per task, grouped too / ours", f"{timing.ratio('full', 'grouped'):.2f}x")
-        report.note(f"{count} tasks, images per second grouped", f"{BATCH / timing.median('grouped'):.0f}")
+        timing = interleave(
+            {
+                "grouped": partial(grouped, networks, images, tasks),
+                "alone": partial(one_by_one, networks, images, tasks),
+                "every": partial(every_network, networks, images, tasks, names),
+                "full": partial(grouped, models.__getitem__, images, tasks),
+            },
+            rounds=3,
+        )
+        report.at_least(
+            f"{count} tasks, image by image / grouped",
+            timing.ratio("alone", "grouped"),
+            ALONE[count],
+        )
+        report.at_least(
+            f"{count} tasks, every task's network over the batch / grouped",
+            timing.ratio("every", "grouped"),
+            EVERY[count],
+        )
+        report.note(
+            f"{count} tasks, a full model per task, grouped too / ours",
+            f"{timing.ratio('full', 'grouped'):.2f}x",
+        )
+        report.note(
+            f"{count} tasks, images per second grouped", f"{BATCH / timing.median('grouped'):.0f}"
+        )
         tensors = f"{separate[0] / 1e6:.1f} / {shared[0] / 1e6:.1f} MB"
-        report.note(f"{count} tasks, memory of full models / ours", f"{separate[0] / shared[0]:.2f}x in tensors ({tensors}), "
-                    f"resident +{separate[1] / 1e6:.0f} / +{shared[1] / 1e6:.0f} MB")
+        report.note(
+            f"{count} tasks, memory of full models / ours",
+            f"{separate[0] / shared[0]:.2f}x in tensors ({tensors}), "
+            f"resident +{separate[1] / 1e6:.0f} / +{shared[1] / 1e6:.0f} MB",
+        )
         del models, method, kept, networks, timing
         gc.collect()
     report.exit()

@@ -54,7 +54,9 @@ class TwoFullPasses:
 def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
     """Tasks whose feedback reaches all blocks, as after some training; the last is the one in training."""
     torch.manual_seed(0)
-    method = Toast(build(BackboneSettings(name="deit_tiny_patch16_224")).to(dtype), ToastSettings(), seed=0)
+    method = Toast(
+        build(BackboneSettings(name="deit_tiny_patch16_224")).to(dtype), ToastSettings(), seed=0
+    )
     tasks = [Task(f"task {i}", "card", "", tuple(map(str, range(CLASSES)))) for i in range(TASKS)]
     for task in tasks:
         method.begin(task, "train", None, Rates(1e-3, 0.0, BATCH, 1.0), (task,))
@@ -69,7 +71,10 @@ def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
 
 def step(method: Toast, features: Any, batch: Batch) -> Tensor:
     """Loss and gradients, which it returns in one row."""
-    parameters = [*method.own.parameters(), *method.heads[method.training_tasks[0].name].parameters()]
+    parameters = [
+        *method.own.parameters(),
+        *method.heads[method.training_tasks[0].name].parameters(),
+    ]
     loss = method.classification_loss(features(batch), batch)
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
@@ -82,7 +87,9 @@ def shared(method: Toast, batch: Batch) -> Tensor:
 @torch.no_grad()
 def answers(method: Toast, slow: TwoFullPasses, images: Tensor, tasks: list[str]) -> Tensor:
     """One task after the other."""
-    return torch.stack([method.heads[name](slow.features(images, method.loaded[name] or {})) for name in tasks])
+    return torch.stack(
+        [method.heads[name](slow.features(images, method.loaded[name] or {})) for name in tasks]
+    )
 
 
 @torch.no_grad()
@@ -97,17 +104,46 @@ def main() -> None:
         method, tasks = tuned(dtype)
         slow, images = TwoFullPasses(method.backbone), torch.randn(BATCH, 3, 224, 224, dtype=dtype)
         rows = torch.arange(BATCH)
-        batch = Batch(images, rows % CLASSES, torch.zeros_like(rows), Draw(0, 0, 0, rows, BATCH, torch.device("cpu")))
-        in_full = partial(step, method, lambda batch, m=method, s=slow: s.features(batch.images, dict(m.own.items())))
-        steps = {"shared": partial(step, method, partial(shared, method), batch), "in full": partial(in_full, batch),
-                 f"{TASKS} shared": partial(together, method, images, tasks), f"{TASKS} in full": partial(answers, method, slow, images, tasks)}
+        batch = Batch(
+            images,
+            rows % CLASSES,
+            torch.zeros_like(rows),
+            Draw(0, 0, 0, rows, BATCH, torch.device("cpu")),
+        )
+        in_full = partial(
+            step,
+            method,
+            lambda batch, m=method, s=slow: s.features(batch.images, dict(m.own.items())),
+        )
+        steps = {
+            "shared": partial(step, method, partial(shared, method), batch),
+            "in full": partial(in_full, batch),
+            f"{TASKS} shared": partial(together, method, images, tasks),
+            f"{TASKS} in full": partial(answers, method, slow, images, tasks),
+        }
         if dtype == torch.float64:
             wanted = steps["in full"]()
-            report.equal("gradients, relative to the largest", steps["shared"]() / wanted.abs().max(), wanted / wanted.abs().max(), 1e-9)
-            report.equal(f"logits of {TASKS} tasks", steps[f"{TASKS} shared"](), steps[f"{TASKS} in full"](), 1e-9)
+            report.equal(
+                "gradients, relative to the largest",
+                steps["shared"]() / wanted.abs().max(),
+                wanted / wanted.abs().max(),
+                1e-9,
+            )
+            report.equal(
+                f"logits of {TASKS} tasks",
+                steps[f"{TASKS} shared"](),
+                steps[f"{TASKS} in full"](),
+                1e-9,
+            )
     timing = interleave(steps, rounds=5)
-    report.at_least("training step, two full passes / shared", timing.ratio("in full", "shared"), STEP)
-    report.at_least(f"inference of {TASKS} tasks, two full passes each / the first pass shared", timing.ratio(f"{TASKS} in full", f"{TASKS} shared"), INFERENCE)
+    report.at_least(
+        "training step, two full passes / shared", timing.ratio("in full", "shared"), STEP
+    )
+    report.at_least(
+        f"inference of {TASKS} tasks, two full passes each / the first pass shared",
+        timing.ratio(f"{TASKS} in full", f"{TASKS} shared"),
+        INFERENCE,
+    )
     report.exit()
 
 

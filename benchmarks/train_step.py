@@ -59,7 +59,12 @@ class Ours:
         self.job, self.batches = job, batches
         self.method = fresh(job)
         steps = EPOCHS * len(batches)
-        rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(steps, len(batches), job.train))
+        rates = Rates(
+            job.train.lr,
+            job.train.weight_decay,
+            job.train.batch_size,
+            optim.mean_rate_steps(steps, len(batches), job.train),
+        )
         self.groups = self.method.begin(job.task, "train", None, rates, (job.task,))
         self.method.train()
         self.positions = positions(len(batches))
@@ -71,19 +76,31 @@ class Ours:
     def step(self) -> Tensor:
         progress = next(self.positions)
         batch = self.batches[progress.step]
-        return loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)["loss"]
+        return loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)[
+            "loss"
+        ]
 
 
 class Plain:
     """The same network in a straight-line loop: optimizer and schedule are PyTorch's own."""
 
     def __init__(self, ours: Ours, loss: Loss):
-        pairs = copy.deepcopy((ours.method, ours.groups))  # together, so that the groups hold the copy's parameters
+        pairs = copy.deepcopy(
+            (ours.method, ours.groups)
+        )  # together, so that the groups hold the copy's parameters
         self.method, groups = pairs
         self.loss, self.batches, train = loss, ours.batches, ours.job.train
         defaults = [{"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups]
         self.optimizer = torch.optim.AdamW(defaults, fused=True)
-        self.schedule = LambdaLR(self.optimizer, partial(optim.factor, total=EPOCHS * len(self.batches), per_epoch=len(self.batches), train=train))
+        self.schedule = LambdaLR(
+            self.optimizer,
+            partial(
+                optim.factor,
+                total=EPOCHS * len(self.batches),
+                per_epoch=len(self.batches),
+                train=train,
+            ),
+        )
         self.positions = positions(len(self.batches))
 
     def step(self) -> Tensor:
@@ -101,7 +118,11 @@ class Plain:
 
 
 def positions(steps: int) -> Iterator[Progress]:
-    return (Progress(epoch, step, EPOCHS, steps) for epoch in cycle(range(EPOCHS)) for step in range(steps))
+    return (
+        Progress(epoch, step, EPOCHS, steps)
+        for epoch in cycle(range(EPOCHS))
+        for step in range(steps)
+    )
 
 
 def weights_of(module: nn.Module) -> Tensor:
@@ -111,32 +132,61 @@ def weights_of(module: nn.Module) -> Tensor:
 def compare(name: str, job: StageJob, loss: Loss, report: Report) -> None:
     """Equality first, then one step, then one epoch: `fit` with its feed, sums and reports against the bare steps."""
     assert job.task is not None
-    batches = [batches[0] for batches in Feed(job, (job.task,), "train", GROUP, training=True).epoch(0)]
+    batches = [
+        batches[0] for batches in Feed(job, (job.task,), "train", GROUP, training=True).epoch(0)
+    ]
     ours = Ours(job, batches)
     plain = Plain(ours, loss)
     ours.ready()
     got, want = (torch.stack([side.step() for _ in range(BATCHES)]) for side in (ours, plain))
     report.equal(f"{name}, losses of {BATCHES} steps", got, want, atol=0)
-    report.equal(f"{name}, weights after them", weights_of(ours.method), weights_of(plain.method), atol=0)
+    report.equal(
+        f"{name}, weights after them", weights_of(ours.method), weights_of(plain.method), atol=0
+    )
     timing = interleave({"ours": ours.step, "plain": plain.step}, ROUNDS)
-    report.at_most(f"{name}, a step of the train loop against plain PyTorch", timing.ratio("ours", "plain"), DEMAND)
+    report.at_most(
+        f"{name}, a step of the train loop against plain PyTorch",
+        timing.ratio("ours", "plain"),
+        DEMAND,
+    )
     report.note(f"{name}, a step", f"{timing.median('ours') * 1000:.0f} ms of CPU")
 
     rounds, warmup = ROUNDS // 3, 1
-    methods = deque(fresh(job) for _ in range(rounds + warmup))  # made beforehand: a stage's start is `launch`'s subject
-    timing = interleave({"ours": lambda: loop.fit(job, methods.popleft(), None, GROUP, lambda event: None), "plain": plain.epoch},
-                        rounds, warmup)
-    report.at_most(f"{name}, an epoch of {BATCHES} steps with feed and bookkeeping", timing.ratio("ours", "plain"), DEMAND)
+    methods = deque(
+        fresh(job) for _ in range(rounds + warmup)
+    )  # made beforehand: a stage's start is `launch`'s subject
+    timing = interleave(
+        {
+            "ours": lambda: loop.fit(job, methods.popleft(), None, GROUP, lambda event: None),
+            "plain": plain.epoch,
+        },
+        rounds,
+        warmup,
+    )
+    report.at_most(
+        f"{name}, an epoch of {BATCHES} steps with feed and bookkeeping",
+        timing.ratio("ours", "plain"),
+        DEMAND,
+    )
 
 
 def main() -> None:
     start()
     report = Report()
     with tempfile.TemporaryDirectory() as folder:
-        card = stream.draw_images(Path(folder), classes=8, train=BATCH * BATCHES // 8, test=1, sides=(SIDE,))
+        card = stream.draw_images(
+            Path(folder), classes=8, train=BATCH * BATCHES // 8, test=1, sides=(SIDE,)
+        )
         backbone = {"name": "vit_tiny_patch16_224", "img_size": SIDE, "crop_pct": 1.0}
-        store, graph, _ = stream.plan(Path(folder), card, 1, backbone=backbone, methods={"finetune": {}, "meat": {}}, data={"val_fraction": 0.0},
-                                      train=TrainSettings(epochs=1, batch_size=BATCH).model_dump())
+        store, graph, _ = stream.plan(
+            Path(folder),
+            card,
+            1,
+            backbone=backbone,
+            methods={"finetune": {}, "meat": {}},
+            data={"val_fraction": 0.0},
+            train=TrainSettings(epochs=1, batch_size=BATCH).model_dump(),
+        )
         stream.ingest(store, graph)
         loop.run_stage(stream.job_of(graph, "backbone"), GROUP, lambda event: None)
         compare("fine-tuning", stream.job_of(graph, "finetune/t-0/train"), plain_loss, report)

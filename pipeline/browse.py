@@ -50,13 +50,32 @@ def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
     return f"{base}/#/compare-runs?runs={next(lists)}&experiments={next(lists)}&workflowType=machine_learning"
 
 
-def recorded(client: MlflowClient, experiment: str, kind: str = "run", most: int = 10) -> list[tuple[str, str, list[str]]]:
+def recorded(
+    client: MlflowClient, experiment: str, kind: str = "run", most: int = 10
+) -> list[tuple[str, str, list[str]]]:
     """(name, run id, run ids of its methods) of the graphs recorded last, the newest first. kind: `search` for searches, with the ids of their trials."""
     newest = ["attributes.start_time DESC"]
-    found = client.search_runs([experiment], f"tags.`accrete.kind` = '{kind}'", max_results=most, order_by=newest)
-    below = client.search_runs([experiment], f"tags.`accrete.kind` = '{'trial' if kind == 'search' else 'method'}'", max_results=1000, order_by=newest)
-    return [(r.info.run_name or "", r.info.run_id, [m.info.run_id for m in reversed(below) if m.data.tags.get("mlflow.parentRunId") == r.info.run_id])
-            for r in found]
+    found = client.search_runs(
+        [experiment], f"tags.`accrete.kind` = '{kind}'", max_results=most, order_by=newest
+    )
+    below = client.search_runs(
+        [experiment],
+        f"tags.`accrete.kind` = '{'trial' if kind == 'search' else 'method'}'",
+        max_results=1000,
+        order_by=newest,
+    )
+    return [
+        (
+            r.info.run_name or "",
+            r.info.run_id,
+            [
+                m.info.run_id
+                for m in reversed(below)
+                if m.data.tags.get("mlflow.parentRunId") == r.info.run_id
+            ],
+        )
+        for r in found
+    ]
 
 
 def page_base(address: str) -> str:
@@ -67,8 +86,20 @@ def page_base(address: str) -> str:
 def server_command(storage: str, host: str, port: int) -> list[str]:
     """`mlflow server` with one process that serves and none that works on jobs. Its database is named by `server_environment`:
     everybody on this machine can read the arguments of a process."""
-    return [sys.executable, "-m", "mlflow", "server", "--default-artifact-root", join(storage, "mlartifacts"),
-            "--host", host, "--port", str(port), "--workers", "1"]
+    return [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--default-artifact-root",
+        join(storage, "mlartifacts"),
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
 
 
 def server_environment(uri: str) -> dict[str, str]:
@@ -80,7 +111,12 @@ def server_environment(uri: str) -> dict[str, str]:
 
 def address_options(parser: argparse.ArgumentParser) -> None:
     """Where a server listens: for this machine alone unless a person says otherwise."""
-    parser.add_argument("--host", default=LOOPBACK, help=f"address to listen on (default: {LOOPBACK}, for this machine alone; nobody is asked for a password)")
+    parser.add_argument(
+        "--host",
+        default=LOOPBACK,
+        help=f"address to listen on (default: {LOOPBACK}, for this machine alone; nobody is "
+        "asked for a password)",
+    )
     parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
 
 
@@ -94,8 +130,13 @@ def is_loopback(host: str) -> bool:
 def warn_if_exposed(host: str, port: int, what: str) -> None:
     """One line on stderr where other machines can reach a server. what: what whoever reaches it can do, and that nothing stops them."""
     if not is_loopback(host):
-        print(f"accrete: anyone who reaches {host}:{port} can {what}; put it behind a proxy that asks for a password, or leave out --host and tunnel: "
-              f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}", file=sys.stderr, flush=True)
+        print(
+            f"accrete: anyone who reaches {host}:{port} can {what}; put it behind a proxy that "
+            "asks for a password, or leave out --host and tunnel: "
+            f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def free_port(host: str, port: int = 0) -> int:
@@ -106,11 +147,16 @@ def free_port(host: str, port: int = 0) -> int:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             said = getattr(error, "strerror", None) or error
-            raise UserError(f"port {port} on {host} cannot be used ({said}); give another with --port, or none for a free one") from None
+            raise UserError(
+                f"port {port} on {host} cannot be used ({said}); give another with --port, or "
+                "none for a free one"
+            ) from None
         return probe.getsockname()[1]
 
 
-def serve(storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete") -> int:
+def serve(
+    storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete"
+) -> int:
     """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs. Returns its exit code."""
     from pipeline.track_mlflow import open_store, refusals_told
 
@@ -121,11 +167,21 @@ def serve(storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", expe
             return 0
     port = free_port(host, port)
     warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated `ui` takes its server with it
-    server = subprocess.Popen(server_command(storage, host, port), env=server_environment(address), stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True, errors="replace")
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a terminated `ui` takes its server with it
+    server = subprocess.Popen(
+        server_command(storage, host, port),
+        env=server_environment(address),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
     log: deque[str] = deque(maxlen=LAST_LINES)
-    reader = threading.Thread(target=log.extend, args=(server.stderr or (),), daemon=True)  # a full pipe would stop the server
+    reader = threading.Thread(
+        target=log.extend, args=(server.stderr or (),), daemon=True
+    )  # a full pipe would stop the server
     reader.start()
     try:
         if not wait_until_up(server, host, port):
@@ -151,7 +207,10 @@ def print_links(client: MlflowClient, base: str, experiment: str) -> None:
         for name, run, below in recorded(client, experiment, kind):
             print(f"  {name}: {run_link(base, experiment, run)}")
             if len(below) > 1:
-                print(f"  {' ' * len(name)}  its {parts} side by side: {compare_link(base, experiment, below)}")
+                print(
+                    f"  {' ' * len(name)}  its {parts} side by side: "
+                    f"{compare_link(base, experiment, below)}"
+                )
     sys.stdout.flush()
 
 
@@ -160,8 +219,15 @@ def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, p
     lines = [" ".join(shown(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "it said nothing"
     taken = any("ddress already in use" in line for line in lines)
-    remedy = "another program took the port meanwhile: try another --port, or none for a free one" if taken else "mend what it says and try again"
-    return f"mlflow server ended with exit code {server.returncode} before it answered on {host}:{port} ({last}); {remedy}"
+    remedy = (
+        "another program took the port meanwhile: try another --port, or none for a free one"
+        if taken
+        else "mend what it says and try again"
+    )
+    return (
+        f"mlflow server ended with exit code {server.returncode} before it answered on "
+        f"{host}:{port} ({last}); {remedy}"
+    )
 
 
 def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
@@ -175,5 +241,10 @@ def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
             time.sleep(0.2)
         if time.monotonic() - told > SAY_S:
             told = time.monotonic()
-            print(f"accrete: mlflow server is starting, for {told - started:.0f} s now; Ctrl-C ends it", file=sys.stderr, flush=True)
+            print(
+                f"accrete: mlflow server is starting, for {told - started:.0f} s now; Ctrl-C "
+                "ends it",
+                file=sys.stderr,
+                flush=True,
+            )
     return False

@@ -44,17 +44,27 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except ConnectionError as error:  # an OSError, but of no file
         reason = shown(str(error)) or type(error).__name__
-        print(f"accrete: a connection was lost or refused ({reason}); what finished is kept, run the same command again when the other side answers",
-              file=sys.stderr)
+        print(
+            f"accrete: a connection was lost or refused ({reason}); what finished is kept, run "
+            "the same command again when the other side answers",
+            file=sys.stderr,
+        )
         return 2
     except OSError as error:
         print(f"accrete: {file_sentence(error)}", file=sys.stderr)
         return 2
     except notice.Leaving:
-        print("accrete: told to stop; what was under way is saved as far as its last checkpoint, run the same command again to go on", file=sys.stderr)
+        print(
+            "accrete: told to stop; what was under way is saved as far as its last checkpoint, "
+            "run the same command again to go on",
+            file=sys.stderr,
+        )
         return 143
     except KeyboardInterrupt:
-        print("accrete: interrupted; what finished is kept, run the same command again to go on", file=sys.stderr)
+        print(
+            "accrete: interrupted; what finished is kept, run the same command again to go on",
+            file=sys.stderr,
+        )
         return 130
 
 
@@ -62,20 +72,36 @@ def file_sentence(error: OSError) -> str:
     """What is said of a file, or of an object in a bucket, that cannot be used."""
     text = shown(str(error.strerror or error))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename or 'a file'} cannot be written ({text}); free some space there and run the same command again"
+        return (
+            f"{error.filename or 'a file'} cannot be written ({text}); free some space there "
+            "and run the same command again"
+        )
     bucket = BUCKET.search(str(error))
     if "AWS Error" in text or "google::cloud" in text:
         from workers.filesystem import access_remedy
 
         scheme = "s3" if "AWS Error" in text else "gs"
-        return f"the storage refuses ({text}); {access_remedy(f'{scheme}://' + (bucket.group(1) if bucket else ''))}"
-    return f"{error.filename or 'a file'} cannot be used ({text}); mend its path or permissions and run the same command again"
+        return (
+            f"the storage refuses ({text}); "
+            f"{access_remedy(f'{scheme}://' + (bucket.group(1) if bucket else ''))}"
+        )
+    return (
+        f"{error.filename or 'a file'} cannot be used ({text}); mend its path or permissions "
+        "and run the same command again"
+    )
 
 
 def shown(text: str) -> str:
     """One line for a terminal, whatever names of files and classes are in it: no escape sequences, no page of one value."""
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(secrets.shown(text).split()))
-    return line if len(line) <= MOST_SAID else f"{line[: MOST_SAID // 2]} ... {line[-MOST_SAID // 2 :]}"
+    line = "".join(
+        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for c in " ".join(secrets.shown(text).split())
+    )
+    return (
+        line
+        if len(line) <= MOST_SAID
+        else f"{line[: MOST_SAID // 2]} ... {line[-MOST_SAID // 2 :]}"
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,47 +112,118 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="python -m pipeline", description="Grow one vision transformer by one task at a time.")
+    top = Parser(
+        prog="python -m pipeline", description="Grow one vision transformer by one task at a time."
+    )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, function: Any, text: str, config: bool = True, **several: Any) -> argparse.ArgumentParser:
+    def command(
+        name: str, function: Any, text: str, config: bool = True, **several: Any
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=function)
         if config:
             sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml", **several)
-            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                             help="override a setting, e.g. --set train.epochs=3; a run that computes something else "
-                             "than its file says is a run of its own, NAME-train.epochs-3, unless --set name=NAME says otherwise")
+            sub.add_argument(
+                "--set",
+                action="append",
+                default=[],
+                metavar="KEY=VALUE",
+                dest="overrides",
+                help="override a setting, e.g. --set train.epochs=3; a run that computes "
+                "something else "
+                "than its file says is a run of its own, NAME-train.epochs-3, unless --set "
+                "name=NAME says otherwise",
+            )
         return sub
 
     command("run", run, "run what is missing of a config's graph, then report")
-    plan_parser = command("plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing")
+    plan_parser = command(
+        "plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing"
+    )
     plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
-    plan_parser.add_argument("--cost", action="store_true", help="also forecast device-hours and wall time, from what the storage has measured")
-    command("search", search, "search the settings of a config, judged on validation images, and measure the winner on test data")
+    plan_parser.add_argument(
+        "--cost",
+        action="store_true",
+        help="also forecast device-hours and wall time, from what the storage has measured",
+    )
+    command(
+        "search",
+        search,
+        "search the settings of a config, judged on validation images, and measure the winner "
+        "on test data",
+    )
     command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
     command("report", report, "write the report of a config's run again, from the store")
-    analyse_parser = command("analyse", analyse, "measure the attention of finished runs, from the store; several configs are compared", nargs="+")
-    analyse_parser.add_argument("--images", type=int, default=256, metavar="N", help="test images of each task, about (default: 256)")
-    analyse_parser.add_argument("--maps", type=int, default=4, metavar="N", help="test images of each task over which maps are drawn (default: 4; 0: none)")
-    analyse_parser.add_argument("--robustness", action="store_true", help="also hide the centre of images, and attack them")
-    analyse_parser.add_argument("--on", nargs="+", default=[], metavar="CARD", help="also test on all test images of other cards, whose classes a task has")
+    analyse_parser = command(
+        "analyse",
+        analyse,
+        "measure the attention of finished runs, from the store; several configs are compared",
+        nargs="+",
+    )
+    analyse_parser.add_argument(
+        "--images",
+        type=int,
+        default=256,
+        metavar="N",
+        help="test images of each task, about (default: 256)",
+    )
+    analyse_parser.add_argument(
+        "--maps",
+        type=int,
+        default=4,
+        metavar="N",
+        help="test images of each task over which maps are drawn (default: 4; 0: none)",
+    )
+    analyse_parser.add_argument(
+        "--robustness", action="store_true", help="also hide the centre of images, and attack them"
+    )
+    analyse_parser.add_argument(
+        "--on",
+        nargs="+",
+        default=[],
+        metavar="CARD",
+        help="also test on all test images of other cards, whose classes a task has",
+    )
     predict.commands(command)
-    compare_parser = command("compare", compare, "lay finished runs side by side, from the store", config=False)
-    compare_parser.add_argument("run", nargs="+", metavar="RUN", help="name of a run in the storage, or path of its config")
-    compare_parser.add_argument("--storage", default="storage", help="storage folder of runs that are given by name (default: storage)")
+    compare_parser = command(
+        "compare", compare, "lay finished runs side by side, from the store", config=False
+    )
+    compare_parser.add_argument(
+        "run", nargs="+", metavar="RUN", help="name of a run in the storage, or path of its config"
+    )
+    compare_parser.add_argument(
+        "--storage",
+        default="storage",
+        help="storage folder of runs that are given by name (default: storage)",
+    )
     compare_parser.add_argument("--out", metavar="FILE", help="also write the page here")
-    ui_parser = command("ui", ui, "serve MLflow on this machine and print links to the runs", config=False)
-    ui_parser.add_argument("--storage", default="storage", help="storage folder of the runs (default: storage)")
+    ui_parser = command(
+        "ui", ui, "serve MLflow on this machine and print links to the runs", config=False
+    )
+    ui_parser.add_argument(
+        "--storage", default="storage", help="storage folder of the runs (default: storage)"
+    )
     browse.address_options(ui_parser)
-    gc = command("gc", collect_garbage, "delete stage results that no named run needs; asks first", config=False)
-    gc.add_argument("--earlier", action="store_true", help="also those that runs needed only before their config files or images were changed")
+    gc = command(
+        "gc",
+        collect_garbage,
+        "delete stage results that no named run needs; asks first",
+        config=False,
+    )
+    gc.add_argument(
+        "--earlier",
+        action="store_true",
+        help="also those that runs needed only before their config files or images were changed",
+    )
     gc.add_argument("--storage", default="storage", help="storage folder (default: storage)")
     gc.add_argument("--yes", action="store_true", help="do not ask")
     return top
 
 
-def prepare(args: argparse.Namespace, to_run: bool = False) -> tuple[Config, Store, Graph, list[Task]]:
+def prepare(
+    args: argparse.Namespace, to_run: bool = False
+) -> tuple[Config, Store, Graph, list[Task]]:
     """Config, store and graph; paths are absolute from here on. to_run: raw data that was written again in place is read first; else sources on
     other machines whose results stand are not asked."""
     from pipeline import config as config_module
@@ -137,8 +234,11 @@ def prepare(args: argparse.Namespace, to_run: bool = False) -> tuple[Config, Sto
     config = config_module.load(args.config, args.overrides)
     store = Store(absolute(config.storage))
     if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
-        raise UserError(f"storage {config.storage!r} is relative, and the folder of a submitted job goes when it ends; give a place that all nodes share "
-                        "with --set storage=PLACE")
+        raise UserError(
+            f"storage {config.storage!r} is relative, and the folder of a submitted job goes "
+            "when it ends; give a place that all nodes share "
+            "with --set storage=PLACE"
+        )
     store.check_writable()
     store.sweep()
     from pipeline import build
@@ -154,12 +254,17 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(args, to_run=True)
     config = prepared[0]
     if config.name != config.base_name:
-        print(f"run {config.name}: --set changes what {config.base_name} computes, so this is a run of its own")
+        print(
+            f"run {config.name}: --set changes what {config.base_name} computes, so this is a "
+            "run of its own"
+        )
     execute(*prepared, command_of(args), command_of(args, "report"))
     return 0
 
 
-def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], command: str, remedy: str) -> RunTables:
+def execute(
+    config: Config, store: Store, graph: Graph, tasks: list[Task], command: str, remedy: str
+) -> RunTables:
     """Runs a graph, records it and says what came out. command: what a person types to go on with it; remedy: to have its record written anew."""
     from pipeline import console, launch, track
     from pipeline.report import inside
@@ -178,10 +283,19 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
     status = "KILLED"
 
     def executor(todo: set[str]) -> Executor:
-        return launch.executor(store, config.cluster, graph, todo, screen.progress, lambda stage: make_report(store, graph, record, stage))
+        return launch.executor(
+            store,
+            config.cluster,
+            graph,
+            todo,
+            screen.progress,
+            lambda stage: make_report(store, graph, record, stage),
+        )
 
     try:
-        outcome = run_graph(graph, store, executor, config.cluster.retries, [screen, recording], lookups)
+        outcome = run_graph(
+            graph, store, executor, config.cluster.retries, [screen, recording], lookups
+        )
         status = "FAILED" if outcome.failures else "FINISHED"
         raise_failures(outcome, command)
         files = inside.shown(report_files(store, graph), record, store)
@@ -192,7 +306,9 @@ def execute(config: Config, store: Store, graph: Graph, tasks: list[Task], comma
             print("\n".join(recorder.warnings), file=sys.stderr)
     page = export(store, config.name, files)
     tables = RunTables.load(store.storage, record)
-    print(console.summary(tables, outcome, [*recorder.warnings, f"report: {page}", *recorder.links()]))
+    print(
+        console.summary(tables, outcome, [*recorder.warnings, f"report: {page}", *recorder.links()])
+    )
     return tables
 
 
@@ -218,7 +334,13 @@ def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage
         files = page.build(store.storage, record, draw.to_svg(graph, {}))
     for name, data in files.items():
         attempt.write(name, data)
-    manifest = {"kind": "report", "stage": stage.id, "step": "report", "wall_s": round(time.monotonic() - started, 3), "made_of": made_of}
+    manifest = {
+        "kind": "report",
+        "stage": stage.id,
+        "step": "report",
+        "wall_s": round(time.monotonic() - started, 3),
+        "made_of": made_of,
+    }
     attempt.commit(manifest)
     return manifest
 
@@ -251,8 +373,14 @@ def plan(args: argparse.Namespace) -> int:
     status = {s.id: "miss" if s.id in todo else "hit" for s in graph}
     width = max(len(s.id) for s in graph)
     for stage in graph:
-        print(f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  {note(stage, lookups, todo)}")
-    print(f"\n{len(graph)} stages: {len(graph) - len(todo)} stand, {len(todo)} to run (marked * below)\n")
+        print(
+            f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  "
+            f"{note(stage, lookups, todo)}"
+        )
+    print(
+        f"\n{len(graph)} stages: {len(graph) - len(todo)} stand, {len(todo)} to run (marked * "
+        "below)\n"
+    )
     for line in version_notes(lookups, previous, provenance()):
         print(f"{line}\n")
     print(draw.to_text(graph, status))
@@ -265,7 +393,10 @@ def plan(args: argparse.Namespace) -> int:
             with open(args.svg, "w", encoding="utf-8") as stream:
                 stream.write(draw.to_svg(graph, status))
         except OSError as error:
-            raise UserError(f"--svg {args.svg!r} cannot be written ({error.strerror}); name a file in a folder that is there") from None
+            raise UserError(
+                f"--svg {args.svg!r} cannot be written ({error.strerror}); name a file in a "
+                "folder that is there"
+            ) from None
         print(f"\npicture: {args.svg}")
     return 0
 
@@ -275,7 +406,11 @@ def note(stage: Stage, lookups: dict[str, Lookup], todo: set[str]) -> str:
     if stage.id in todo:
         text = lookups[stage.id].reason
     else:
-        text = "" if lookups[stage.id].hit else "result is gone, and nothing that is missing waits for it"
+        text = (
+            ""
+            if lookups[stage.id].hit
+            else "result is gone, and nothing that is missing waits for it"
+        )
     return "; ".join(filter(None, (text, stage.note)))
 
 
@@ -288,7 +423,10 @@ def ingest(args: argparse.Namespace) -> int:
     for stage in part:
         manifest = store.look_up(stage, verify=False).manifest or {}
         counts = ", ".join(f"{n} {split}" for split, n in manifest.get("counts", {}).items())
-        rejected = ", ".join(f"{n} {reason}" for reason, n in manifest.get("rejected", {}).items()) or "none rejected"
+        rejected = (
+            ", ".join(f"{n} {reason}" for reason, n in manifest.get("rejected", {}).items())
+            or "none rejected"
+        )
         print(f"{stage.id}: {counts}; {rejected}")
     return 0
 
@@ -301,8 +439,16 @@ def bring(part: Graph, config: Config, store: Store, command: str) -> None:
 
     lookups = look_up_all(part, store, previous_record(store, config))
     console = Console(part, lookups)
-    outcome = run_graph(part, store, lambda todo: launch.executor(store, config.cluster, part, todo, console.progress, lambda stage: {}),
-                        config.cluster.retries, [console], lookups)
+    outcome = run_graph(
+        part,
+        store,
+        lambda todo: launch.executor(
+            store, config.cluster, part, todo, console.progress, lambda stage: {}
+        ),
+        config.cluster.retries,
+        [console],
+        lookups,
+    )
     raise_failures(outcome, command)
 
 
@@ -325,7 +471,11 @@ def report(args: argparse.Namespace) -> int:
     if all(Artefact.open(store.root, stage.key) for stage in graph if stage.step == "evaluate"):
         recorder.models(graph)
     recorder.finish(files)
-    print("\n".join([*recorder.warnings, f"report: {export(store, config.name, files)}", *recorder.links()]))
+    print(
+        "\n".join(
+            [*recorder.warnings, f"report: {export(store, config.name, files)}", *recorder.links()]
+        )
+    )
     return 0
 
 
@@ -338,29 +488,48 @@ def analyse(args: argparse.Namespace) -> int:
     for option, least, most in (("images", 1, math.inf), ("maps", 0, MOST_MAPS)):
         if not least <= (given := getattr(args, option)) <= most:
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
-            raise UserError(f"--{option} is {given}; give the number of test images of a task, {bounds}")
+            raise UserError(
+                f"--{option} is {given}; give the number of test images of a task, {bounds}"
+            )
     runs: list[analysis.Analysed] = []
     others: list[Task] = []
     for path in args.config:
-        config, store, graph, tasks = prepare(argparse.Namespace(config=path, overrides=args.overrides))
+        config, store, graph, tasks = prepare(
+            argparse.Namespace(config=path, overrides=args.overrides)
+        )
         if config.name in {run.name for run in runs}:
-            raise UserError(f"analyse: two of these configs are runs called {config.name!r}, so that their numbers could not be told apart; give each once, "
-                            "with a `name` of its own (--set goes into all of them)")
-        runs.append(analysis.Analysed(config, graph, store, record_for(store, graph, config, tasks)))
+            raise UserError(
+                f"analyse: two of these configs are runs called {config.name!r}, so that their "
+                "numbers could not be told apart; give each once, "
+                "with a `name` of its own (--set goes into all of them)"
+            )
+        runs.append(
+            analysis.Analysed(config, graph, store, record_for(store, graph, config, tasks))
+        )
         analysis.check_finished(runs[-1])
         part, others = build.cards_graph(config, store, args.on)
         analysis.check_covered(runs[-1:], others)
-        bring(part, config, store, " ".join([browse.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]))
+        bring(
+            part,
+            config,
+            store,
+            " ".join([browse.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]),
+        )
     found = analysis.analysed(runs, args.images, args.maps, args.robustness, others)
     first, pages, said = runs[0], "", list[str]()
     made = inside.written(found.parts, [run.record for run in runs], first.store)
     folder = os.path.dirname(export(first.store, first.name, made))
     for run in runs:
         picture = draw.to_svg(run.graph, {})
-        files = inside.shown(report_of(run.store, run.graph, run.record, picture), run.record, run.store)
+        files = inside.shown(
+            report_of(run.store, run.graph, run.record, picture), run.record, run.store
+        )
         recorder = track.Recorder(run.config.tracking, run.store.storage, remedy="the same command")
         recorder.start(run.record, picture)
-        recorder.analysed(made if run is first else {}, entries.analysis_points(run.name, found.attention, found.robustness, args.images))
+        recorder.analysed(
+            made if run is first else {},
+            entries.analysis_points(run.name, found.attention, found.robustness, args.images),
+        )
         recorder.finish(files)
         pages = pages or export(run.store, run.name, files)
         said += [*recorder.warnings, *(recorder.links() if run is first else [])]
@@ -374,16 +543,24 @@ def record_for(store: Store, graph: Graph, config: Config, tasks: list[Task]) ->
     from pipeline.store import record_of
 
     found = store.record(config.name)
-    stands = found is not None and {s["id"]: s["key"] for s in found["stages"]} == {s.id: s.key for s in graph}
+    stands = found is not None and {s["id"]: s["key"] for s in found["stages"]} == {
+        s.id: s.key for s in graph
+    }
     return found if found is not None and stands else record_of(graph, config, tasks, provenance())
 
 
-def report_of(store: Store, graph: Graph, record: Mapping[str, Any], picture: str) -> dict[str, bytes]:
+def report_of(
+    store: Store, graph: Graph, record: Mapping[str, Any], picture: str
+) -> dict[str, bytes]:
     """The files of the report stage; made anew where there are none."""
     from pipeline.report import page
     from workers.artefact import Artefact
 
-    return report_files(store, graph) if Artefact.open(store.root, graph["report"].key) else page.build(store.storage, record, picture)
+    return (
+        report_files(store, graph)
+        if Artefact.open(store.root, graph["report"].key)
+        else page.build(store.storage, record, picture)
+    )
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -397,7 +574,10 @@ def ui(args: argparse.Namespace) -> int:
 
     storage = absolute(args.storage)
     if "://" not in storage and not os.path.isdir(storage):
-        raise UserError(f"storage {args.storage!r} does not exist; give the folder that holds the runs with --storage")
+        raise UserError(
+            f"storage {args.storage!r} does not exist; give the folder that holds the runs with "
+            "--storage"
+        )
     return browse.serve(storage, args.host, args.port)
 
 
@@ -409,12 +589,18 @@ def collect_garbage(args: argparse.Namespace) -> int:
     garbage = store.garbage(args.earlier)
     changed = [] if args.earlier else store.earlier_names()
     if changed:
-        print(f"what runs needed before their config files or images were changed is kept ({', '.join(changed)}); --earlier lets go of it")
+        print(
+            "what runs needed before their config files or images were changed is kept "
+            f"({', '.join(changed)}); --earlier lets go of it"
+        )
     size = sum(b for _, b in garbage)
     if not garbage:
         print("nothing to delete: every result belongs to a named run")
         return 0
-    print(f"{len(garbage)} results and remains of interrupted ones, {size / 1e6:.1f} MB, belong to no named run")
+    print(
+        f"{len(garbage)} results and remains of interrupted ones, {size / 1e6:.1f} MB, belong "
+        "to no named run"
+    )
     if not args.yes and ask("delete them? [y/N] ") not in ("y", "yes"):
         print("nothing was deleted")
         return 0
@@ -460,7 +646,16 @@ def ask(question: str) -> str:
 
 
 def command_of(args: argparse.Namespace, command: str = "run") -> str:
-    return " ".join([browse.this_python(), "-m pipeline", command, *map(shlex.quote, [args.config, *(part for o in args.overrides for part in ("--set", o))])])
+    return " ".join(
+        [
+            browse.this_python(),
+            "-m pipeline",
+            command,
+            *map(
+                shlex.quote, [args.config, *(part for o in args.overrides for part in ("--set", o))]
+            ),
+        ]
+    )
 
 
 def provenance() -> dict[str, Any]:
@@ -472,14 +667,31 @@ def provenance() -> dict[str, Any]:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     try:
         command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=12"]
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+        commit = subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=False
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         commit = ""
     packages = {}
-    for name in ("torch", "torchvision", "timm", "ray", "mlflow", "webdataset", "pyarrow", "numpy", "pillow"):
+    for name in (
+        "torch",
+        "torchvision",
+        "timm",
+        "ray",
+        "mlflow",
+        "webdataset",
+        "pyarrow",
+        "numpy",
+        "pillow",
+    ):
         try:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"git_commit": commit, "packages": packages, "python": platform.python_version(), "platform": platform.platform(terse=True),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return {
+        "git_commit": commit,
+        "packages": packages,
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }

@@ -21,20 +21,47 @@ from workers.errors import UserError, require_package
 from workers.filesystem import bare
 
 ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per group; the driver looks once for all
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "TOKENIZERS_PARALLELISM": "false",
 }
 OTHER_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # whatever the system: without, a node's address is 127.0.0.1
 ASK_S = 3.0  # for the answer to one small question
-CLIENT_QUESTION, HEAD_QUESTION = "/ray.rpc.RayletDriver/ClusterInfo", "/ray.rpc.NodeInfoGcsService/CheckAlive"  # of Ray's client server, of its head
-TOKEN_REMEDY = ("set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, or put that into ~/.ray/auth_token or into the file that "
-                "RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster without tokens)")
+CLIENT_QUESTION, HEAD_QUESTION = (
+    "/ray.rpc.RayletDriver/ClusterInfo",
+    "/ray.rpc.NodeInfoGcsService/CheckAlive",
+)  # of Ray's client server, of its head
+TOKEN_REMEDY = (
+    "set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, or put that into "
+    "~/.ray/auth_token or into the file that "
+    "RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster "
+    "without tokens)"
+)
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 NAMESPACE = "accrete"
-HEAD = {"node:__internal_head__": 1e-3}  # what only the head node has: losing it is the end of the cluster anyway
-PACKAGES = ("torch", "torchvision", "timm", "ray", "webdataset", "pyarrow", "numpy", "pillow", "safetensors", "pydantic")  # what workers compute with
+HEAD = {
+    "node:__internal_head__": 1e-3
+}  # what only the head node has: losing it is the end of the cluster anyway
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "ray",
+    "webdataset",
+    "pyarrow",
+    "numpy",
+    "pillow",
+    "safetensors",
+    "pydantic",
+)  # what workers compute with
 LEFT_AT_HOME = [".venv", ".git", "storage", "tests", "benchmarks", "__pycache__"]
 
 
@@ -60,12 +87,17 @@ def connect(cluster: ClusterSettings) -> Any:
     if address != "auto":
         check_token(address)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    code: dict[str, Any] = {} if is_submitted_job() else {"working_dir": root, "excludes": LEFT_AT_HOME}
+    code: dict[str, Any] = (
+        {} if is_submitted_job() else {"working_dir": root, "excludes": LEFT_AT_HOME}
+    )
     try:
         ray.init(address=address, runtime_env={**code, "env_vars": variables()}, **quiet)
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
-        raise UserError(f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or set cluster.address=local") from None
+        raise UserError(
+            f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or "
+            "set cluster.address=local"
+        ) from None
     return ray
 
 
@@ -101,7 +133,9 @@ def is_submitted_job() -> bool:
 def variables() -> dict[str, str]:
     """What workers get of this environment. What a job was submitted with, Ray brings along, and refuses to be told again."""
     submitted = json.loads(os.environ.get(JOB, "{}")).get("runtime_env") or {}
-    return {name: os.environ[name] for name in ENVIRONMENT if name not in submitted.get("env_vars", {})}
+    return {
+        name: os.environ[name] for name in ENVIRONMENT if name not in submitted.get("env_vars", {})
+    }
 
 
 def refusal(error: Exception) -> str:
@@ -110,7 +144,10 @@ def refusal(error: Exception) -> str:
     if "oken" in text and "uthenticat" in text:
         return f"it asks for its token: {TOKEN_REMEDY}"
     if "local Raylet" in text or "raylet" in text:
-        return "this machine is no node of it: from outside give ray://host:10001, the port of Ray's client server"
+        return (
+            "this machine is no node of it: from outside give ray://host:10001, the port of "
+            "Ray's client server"
+        )
     return text[:300]
 
 
@@ -118,7 +155,9 @@ def check_token(address: str) -> None:
     """Raise UserError where a cluster does not take the token of this machine: Ray itself tries again for 20 to 80 s, and
     then reports a timeout. Whatever else goes wrong here, joining tells better."""
     import grpc
-    from ray._private.grpc_utils import init_grpc_channel  # adds the token as RAY_AUTH_MODE and the rest say
+    from ray._private.grpc_utils import (
+        init_grpc_channel,
+    )  # adds the token as RAY_AUTH_MODE and the rest say
     from ray.exceptions import AuthenticationError
 
     method = CLIENT_QUESTION if address.startswith("ray://") else HEAD_QUESTION
@@ -129,16 +168,25 @@ def check_token(address: str) -> None:
         finally:
             channel.close()
     except AuthenticationError:
-        raise UserError(f"the Ray cluster at {address!r} cannot be joined: no token was found here; {TOKEN_REMEDY}") from None
+        raise UserError(
+            f"the Ray cluster at {address!r} cannot be joined: no token was found here; "
+            f"{TOKEN_REMEDY}"
+        ) from None
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise UserError(f"the Ray cluster at {address!r} does not let this machine in: {token_source()}; {TOKEN_REMEDY}") from None
+            raise UserError(
+                f"the Ray cluster at {address!r} does not let this machine in: "
+                f"{token_source()}; {TOKEN_REMEDY}"
+            ) from None
 
 
 def token_source() -> str:
     """What this machine shows to a cluster, without the token itself."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
-        return f"it asks for a token, and RAY_AUTH_MODE is {os.environ.get('RAY_AUTH_MODE', '')!r} here"
+        return (
+            f"it asks for a token, and RAY_AUTH_MODE is {os.environ.get('RAY_AUTH_MODE', '')!r} "
+            "here"
+        )
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "the token in RAY_AUTH_TOKEN is not the one of the cluster"
     place = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
@@ -150,14 +198,23 @@ def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
     for tries_left in (1, 0):
         try:
             with on_loopback():
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=200_000_000, **quiet)
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    object_store_memory=200_000_000,
+                    **quiet,
+                )
             return
         except Exception as error:  # Ray raises bare ones
             ray.shutdown()
             if not tries_left:
                 said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise UserError(f"Ray did not start on this machine ({said}); run the same command again when it is less busy, "
-                                "or without Ray by --set cluster.workers=0") from None
+                raise UserError(
+                    f"Ray did not start on this machine ({said}); run the same command again "
+                    "when it is less busy, "
+                    "or without Ray by --set cluster.workers=0"
+                ) from None
 
 
 def check_reachable(address: str) -> None:
@@ -166,12 +223,18 @@ def check_reachable(address: str) -> None:
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
         if address == "auto":
             return
-        raise UserError(f"cluster address {address!r} is not of the form host:port; mend cluster.address or RAY_ADDRESS, or set cluster.address=local")
+        raise UserError(
+            f"cluster address {address!r} is not of the form host:port; mend cluster.address or "
+            "RAY_ADDRESS, or set cluster.address=local"
+        )
     try:
         socket.create_connection((host, int(port)), timeout=2).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a name of a host that cannot be one
-        raise UserError(f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address or RAY_ADDRESS, "
-                        "or set cluster.address=local") from None
+        raise UserError(
+            f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address "
+            "or RAY_ADDRESS, "
+            "or set cluster.address=local"
+        ) from None
 
 
 # ---- what it consists of -------------------------------------------------------------------------------------------------
@@ -205,8 +268,17 @@ def look_around() -> Surroundings:
     from ray.util import list_named_actors
 
     leaving = state.get_draining_nodes()
-    nodes = {n["NodeID"]: Node(n["NodeID"], n["NodeManagerAddress"], n["Alive"], n.get("DeathReasonMessage") or "", n["NodeID"] in leaving,
-                               n.get("Resources") or {}) for n in ray.nodes()}
+    nodes = {
+        n["NodeID"]: Node(
+            n["NodeID"],
+            n["NodeManagerAddress"],
+            n["Alive"],
+            n.get("DeathReasonMessage") or "",
+            n["NodeID"] in leaving,
+            n.get("Resources") or {},
+        )
+        for n in ray.nodes()
+    }
     drivers: dict[str, tuple[str, ...]] = {}
     for actor in list_named_actors(all_namespaces=True):
         if actor["namespace"] == NAMESPACE:
@@ -224,12 +296,16 @@ class Presence:
 
 def name_in(ray: Any, search: bool = False) -> str:
     """A name to register an actor by: others see that this driver is there, and leave it its share. search: its trials register too."""
-    return f"{ray.get_runtime_context().get_job_id()}-{'search' if search else uuid.uuid4().hex[:8]}"
+    return (
+        f"{ray.get_runtime_context().get_job_id()}-{'search' if search else uuid.uuid4().hex[:8]}"
+    )
 
 
 def registered(ray: Any, actor: type, name: str) -> Any:
     """A handle of a new actor, which others find by its name. It lives on the head node, and ends with this driver."""
-    return ray.remote(num_cpus=0, resources=HEAD, name=name, namespace=NAMESPACE, scheduling_strategy="DEFAULT")(actor).remote()
+    return ray.remote(
+        num_cpus=0, resources=HEAD, name=name, namespace=NAMESPACE, scheduling_strategy="DEFAULT"
+    )(actor).remote()
 
 
 def where_ray_writes(uri: str) -> dict[str, Any]:
@@ -241,15 +317,23 @@ def where_ray_writes(uri: str) -> dict[str, Any]:
 # ---- how much of it is ours ----------------------------------------------------------------------------------------------
 def needs(cluster: ClusterSettings) -> dict[str, float]:
     """What one worker takes, in Ray's words."""
-    wanted = {"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker, "memory": cluster.memory_gb_per_worker * 2**30, **cluster.resources}
+    wanted = {
+        "CPU": cluster.cpus_per_worker,
+        "GPU": cluster.gpus_per_worker,
+        "memory": cluster.memory_gb_per_worker * 2**30,
+        **cluster.resources,
+    }
     return {name: amount for name, amount in wanted.items() if amount}
 
 
 def positions(around: Surroundings, cluster: ClusterSettings) -> int:
     """How many workers the nodes hold that are there and stay."""
     wanted, least = needs(cluster), cluster.min_workers or cluster.workers
-    each = [int(min(node.resources.get(name, 0.0) / amount + 1e-9 for name, amount in wanted.items()))
-            for node in around.nodes.values() if node.alive and not node.leaves]
+    each = [
+        int(min(node.resources.get(name, 0.0) / amount + 1e-9 for name, amount in wanted.items()))
+        for node in around.nodes.values()
+        if node.alive and not node.leaves
+    ]
     if cluster.placement == "STRICT_PACK":
         each = [count for count in each if count >= least]
     if cluster.placement == "STRICT_SPREAD" and sum(count > 0 for count in each) < least:
@@ -263,12 +347,18 @@ def slice_of(total: int, mine: str, all_: tuple[str, ...]) -> int:
     return total // len(names) + (names.index(mine) < total % len(names))
 
 
-def sizes_of_groups(around: Surroundings, cluster: ClusterSettings, name: str, width: int) -> list[int]:
+def sizes_of_groups(
+    around: Surroundings, cluster: ClusterSettings, name: str, width: int
+) -> list[int]:
     """The workers of each group that this driver may have now: every driver on the cluster has the same share of it, and has a group even
     where that is none. name: what this one has registered. width: most stages that can run side by side."""
     job = name.partition("-")[0]
     mine = slice_of(positions(around, cluster), job, tuple(around.drivers))
-    mine = slice_of(mine, name, tuple(other for other in around.drivers.get(job, ()) if not other.endswith("-search")))
+    mine = slice_of(
+        mine,
+        name,
+        tuple(other for other in around.drivers.get(job, ()) if not other.endswith("-search")),
+    )
     least = cluster.min_workers or cluster.workers
     groups = max(1, min(width, cluster.groups or width, mine // least))
     return [max(least, min(cluster.workers, mine // groups))] * groups
@@ -283,15 +373,23 @@ def check_fits(around: Surroundings, cluster: ClusterSettings) -> None:
     for node in around.nodes.values():
         for name in needs(cluster) if node.alive else ():
             total[name] = total.get(name, 0.0) + node.resources.get(name, 0.0)
-    raise UserError(f"{least} workers that take {in_words(needs(cluster))} each do not fit into this cluster ({in_words(total) or 'no node'}); lower "
-                    "cluster.workers or what each takes, add nodes, or, where nodes are started on demand, say how many groups to ask for "
-                    "with cluster.groups")
+    raise UserError(
+        f"{least} workers that take {in_words(needs(cluster))} each do not fit into this "
+        f"cluster ({in_words(total) or 'no node'}); lower "
+        "cluster.workers or what each takes, add nodes, or, where nodes are started on demand, "
+        "say how many groups to ask for "
+        "with cluster.groups"
+    )
 
 
 def in_words(resources: Mapping[str, float]) -> str:
     words = {"CPU": "{:g} CPUs", "GPU": "{:g} GPUs"}
-    return ", ".join(f"{amount / 2**30:.3g} GB of memory" if name == "memory" else words.get(name, "{:g} x " + name).format(amount)
-                     for name, amount in resources.items())
+    return ", ".join(
+        f"{amount / 2**30:.3g} GB of memory"
+        if name == "memory"
+        else words.get(name, "{:g} x " + name).format(amount)
+        for name, amount in resources.items()
+    )
 
 
 # ---- whether its nodes can do what this machine can ------------------------------------------------------------------------
@@ -320,20 +418,33 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
     probe = join(storage, f".probe-{passing_name()}")
     write_bytes(probe, b"accrete")
     try:
-        asked = {ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))(facts).remote(probe): node
-                 for node in nodes.values() if node.alive}
+        asked = {
+            ray.remote(
+                num_cpus=0,
+                max_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            )(facts).remote(probe): node
+            for node in nodes.values()
+            if node.alive
+        }
         for answer, node in asked.items():
             try:
                 theirs, unseen = ray.get(answer)
             except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-                raise UserError(f"node {node} cannot run this project's code ({str(error).strip().splitlines()[-1]}); install the versions of "
-                                "constraints.txt there") from None
+                raise UserError(
+                    f"node {node} cannot run this project's code "
+                    f"({str(error).strip().splitlines()[-1]}); install the versions of "
+                    "constraints.txt there"
+                ) from None
             except ray.exceptions.RayError:  # it was lost meanwhile
                 continue
             compare(node, theirs, versions())
             if unseen:
-                raise UserError(f"node {node} does not see storage {storage!r} ({unseen}); give a folder that all nodes share, or a bucket whose "
-                                "credentials they have, with --set storage=PLACE")
+                raise UserError(
+                    f"node {node} does not see storage {storage!r} ({unseen}); give a folder "
+                    "that all nodes share, or a bucket whose "
+                    "credentials they have, with --set storage=PLACE"
+                )
     finally:
         system, path = resolve(probe)
         system.delete_file(path)
@@ -344,5 +455,8 @@ def compare(node: Node, theirs: Mapping[str, str], ours: Mapping[str, str]) -> N
     for name, version in ours.items():
         if theirs.get(name, "") != version:
             has = f"has {name} {theirs[name]}" if theirs.get(name) else f"has no {name}"
-            raise UserError(f"node {node} {has}, this machine {version or 'has none'}: results would not be the same; install the versions of "
-                            "constraints.txt on both")
+            raise UserError(
+                f"node {node} {has}, this machine {version or 'has none'}: results would not be "
+                "the same; install the versions of "
+                "constraints.txt on both"
+            )

@@ -30,7 +30,10 @@ def compare(args: Namespace) -> int:
     runs = [load(run, absolute(args.storage)) for run in args.run]
     names = [str(run.record["name"]) for run in runs]
     for index, run in enumerate(runs):
-        if any((run.record["name"], run.storage) == (other.record["name"], other.storage) for other in runs[:index]):
+        if any(
+            (run.record["name"], run.storage) == (other.record["name"], other.storage)
+            for other in runs[:index]
+        ):
             raise UserError(f"compare: run {names[index]!r} is named twice; name each run once")
     from pipeline.report import compare as numbers
     from pipeline.report import compare_page, files
@@ -46,7 +49,10 @@ def compare(args: Namespace) -> int:
             with open(args.out, "wb") as stream:
                 stream.write(page)
         except OSError as error:
-            raise UserError(f"--out {args.out!r} cannot be written ({error.strerror}); name a file in a folder that is there") from None
+            raise UserError(
+                f"--out {args.out!r} cannot be written ({error.strerror}); name a file in a "
+                "folder that is there"
+            ) from None
     print(f"{text(found)}\n\npage: {args.out or join(folder, 'compare.html')}\ntables: {folder}")
     return 0
 
@@ -67,9 +73,18 @@ def load(run: str, storage: str) -> RunTables:
     if record is None:
         names = [other for other in store.run_names() if other != name]
         if exists(store.record_path(name)):
-            raise UserError(f"compare: the record of run {name!r} in {place!r} is not as it was written; start the run again")
+            raise UserError(
+                f"compare: the record of run {name!r} in {place!r} is not as it was written; "
+                "start the run again"
+            )
         near = difflib.get_close_matches(name, names, 1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names[:8])}" if names else "name its storage with --storage, or run it first"
+        remedy = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"there are: {', '.join(names[:8])}"
+            if names
+            else "name its storage with --storage, or run it first"
+        )
         raise UserError(f"compare: storage {place!r} has no record of a run {name!r}; {remedy}")
     return RunTables.load(place, record)
 
@@ -77,7 +92,11 @@ def load(run: str, storage: str) -> RunTables:
 def folder_of(names: Sequence[str]) -> str:
     """`A~B`; cut where it is too long for a file system, and then told apart by a hash."""
     whole = "~".join(names)
-    return whole if len(whole) <= LONGEST else f"{whole[:LONGEST]}~{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return (
+        whole
+        if len(whole) <= LONGEST
+        else f"{whole[:LONGEST]}~{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    )
 
 
 def text(found: Comparison) -> str:
@@ -89,13 +108,25 @@ def text(found: Comparison) -> str:
     for e in found.entries:
         base = found.base(e)
         less = plain(e.against(base, "average_accuracy"), "rate", sign=True) if base else ""
-        body.append([e.name, str(len(e.group.runs)), *(plain(e.spread(name), NUMBERS[name][1]) for name in PRINTED), less])
+        body.append(
+            [
+                e.name,
+                str(len(e.group.runs)),
+                *(plain(e.spread(name), NUMBERS[name][1]) for name in PRINTED),
+                less,
+            ]
+        )
     head = ["run", "n", *(name.replace("_", " ") for name in PRINTED), "accuracy minus the first"]
     rows = found.setting_rows()
     tables = [table_text(head, body)]
     if rows:
         titles = [g.name for g in found.groups]
-        tables.append(table_text(["setting", *titles], [[row["name"], *(row[t][:40] for t in titles)] for row in rows]))
+        tables.append(
+            table_text(
+                ["setting", *titles],
+                [[row["name"], *(row[t][:40] for t in titles)] for row in rows],
+            )
+        )
     return "\n\n".join([*found.notes, *tables])
 
 

@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.plain_yaml import apply_override, merge, read_with_bases
 from workers.errors import UserError
@@ -21,20 +28,39 @@ from workers.secrets import refuse_secrets
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that change no result
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
-PLAIN = {r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values", r"^dictionary": "this mapping", r"a valid (list|tuple)": "a list",
-         r"^(list|tuple)": "this list", r"^string": "this text", r"a valid string": "text"}  # pydantic's words for Python's types
+PLAIN = {
+    r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values",
+    r"^dictionary": "this mapping",
+    r"a valid (list|tuple)": "a list",
+    r"^(list|tuple)": "this list",
+    r"^string": "this text",
+    r"a valid string": "text",
+}  # pydantic's words for Python's types
 
 
 class TaskEntry(Frozen):
     """One line of the stream; with `split`, as many tasks of equal size, in the card's class order."""
 
     card: str
-    name: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="default: the card's name")
-    classes: tuple[str, ...] | None = Field(None, min_length=1, description="default: all classes of the card")
-    order: str = Field("", description="CARD/NAME of a file in a card's `orders`: which classes, in which order, in place of `classes`")
-    split: int = Field(0, ge=0, description="number of tasks that the classes are dealt to; 0 means one task")
-    role: Literal["task", "base", "unlabelled"] = Field("task", description="`base`: the backbone is trained on it first; `unlabelled`: no task, but images "
-                                                        "that steps in front of the first task see without their labels")
+    name: str = Field(
+        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="default: the card's name"
+    )
+    classes: tuple[str, ...] | None = Field(
+        None, min_length=1, description="default: all classes of the card"
+    )
+    order: str = Field(
+        "",
+        description="CARD/NAME of a file in a card's `orders`: which classes, in which order, in place "
+        "of `classes`",
+    )
+    split: int = Field(
+        0, ge=0, description="number of tasks that the classes are dealt to; 0 means one task"
+    )
+    role: Literal["task", "base", "unlabelled"] = Field(
+        "task",
+        description="`base`: the backbone is trained on it first; `unlabelled`: no task, but images "
+        "that steps in front of the first task see without their labels",
+    )
 
     @field_validator("classes", mode="before")
     @classmethod
@@ -53,30 +79,87 @@ class ClusterSettings(Frozen):
 
     largest_whole: ClassVar[int] = 100_000
 
-    workers: int = Field(0, ge=0, description="ranks per worker group; 0 runs everything in this process, without Ray")
-    groups: int = Field(0, ge=0, description="most worker groups side by side; 0: as many as there is room for. Set it where nodes are started on "
-                        "demand: then groups are asked for although there is no room yet")
-    min_workers: int = Field(0, ge=0, description="fewest ranks that a group goes on with when nodes are lost; it grows again between stages. 0: always "
-                             "`workers`")
-    cpus_per_worker: int = Field(1, gt=0, description="also the number of threads of a rank: results are the same to the last "
-                                 "bit for one number, and up to the order of summation for another")
+    workers: int = Field(
+        0,
+        ge=0,
+        description="ranks per worker group; 0 runs everything in this process, without Ray",
+    )
+    groups: int = Field(
+        0,
+        ge=0,
+        description="most worker groups side by side; 0: as many as there is room for. Set it where "
+        "nodes are started on "
+        "demand: then groups are asked for although there is no room yet",
+    )
+    min_workers: int = Field(
+        0,
+        ge=0,
+        description="fewest ranks that a group goes on with when nodes are lost; it grows again between "
+        "stages. 0: always "
+        "`workers`",
+    )
+    cpus_per_worker: int = Field(
+        1,
+        gt=0,
+        description="also the number of threads of a rank: results are the same to the last "
+        "bit for one number, and up to the order of summation for another",
+    )
     gpus_per_worker: float = Field(
-        0.0, ge=0, le=1000, description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl wants a GPU each")
-    memory_gb_per_worker: float = Field(0.0, ge=0, le=1e6, description="memory that Ray keeps for a rank; 0: it does not count")
+        0.0,
+        ge=0,
+        le=1000,
+        description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl wants a "
+        "GPU each",
+    )
+    memory_gb_per_worker: float = Field(
+        0.0, ge=0, le=1e6, description="memory that Ray keeps for a rank; 0: it does not count"
+    )
     resources: dict[str, Annotated[float, Field(gt=0, le=1e9)]] = Field(
-        default_factory=dict, description="what else a rank takes of its node, e.g. `accelerator_type:H100: 0.001`")
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="ranks of a group: on few nodes, or on many")
-    address: str = Field("", description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: always private")
-    retries: int = Field(2, ge=0, le=1000, description="how often a stage that was interrupted or failed is tried again")
-    checkpoint_s: float = Field(60.0, ge=0, le=1e9, description="seconds between checkpoints inside a stage; 0: only when told to leave")
-    loader_workers: int = Field(2, ge=0, le=1000, description="decoding threads of a rank; any number gives the same bits")
-    cache: str = Field("", description="folder of each node for shards and decoded images; empty: in the storage where that is a disk, else a temporary one")
-    cache_gb: float = Field(50.0, gt=0, le=1e9, description="what it may hold before what was not used for longest is deleted")
+        default_factory=dict,
+        description="what else a rank takes of its node, e.g. `accelerator_type:H100: 0.001`",
+    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="ranks of a group: on few nodes, or on many"
+    )
+    address: str = Field(
+        "",
+        description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: "
+        "always private",
+    )
+    retries: int = Field(
+        2,
+        ge=0,
+        le=1000,
+        description="how often a stage that was interrupted or failed is tried again",
+    )
+    checkpoint_s: float = Field(
+        60.0,
+        ge=0,
+        le=1e9,
+        description="seconds between checkpoints inside a stage; 0: only when told to leave",
+    )
+    loader_workers: int = Field(
+        2, ge=0, le=1000, description="decoding threads of a rank; any number gives the same bits"
+    )
+    cache: str = Field(
+        "",
+        description="folder of each node for shards and decoded images; empty: in the storage where "
+        "that is a disk, else a temporary one",
+    )
+    cache_gb: float = Field(
+        50.0,
+        gt=0,
+        le=1e9,
+        description="what it may hold before what was not used for longest is deleted",
+    )
 
     @model_validator(mode="after")
     def _elastic(self) -> ClusterSettings:
         if self.min_workers > self.workers:
-            raise ValueError(f"min_workers is {self.min_workers} and workers {self.workers}: a group has at least min_workers ranks and at most workers")
+            raise ValueError(
+                f"min_workers is {self.min_workers} and workers {self.workers}: a group has at "
+                "least min_workers ranks and at most workers"
+            )
         return self
 
 
@@ -84,11 +167,28 @@ class TrackingSettings(Frozen):
     """The record in MLflow; `tracking: off` keeps none."""
 
     enabled: bool = True
-    uri: str = Field("", description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the storage folder")
+    uri: str = Field(
+        "",
+        description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the storage "
+        "folder",
+    )
     experiment: str = "accrete"
-    patience_s: float = Field(60.0, ge=0, le=1e6, description="seconds that the end of a run waits for a tracking server that is away")
-    models: bool = Field(True, description="also log each method of a finished run as a model that serves its tasks, and register it")
-    system_metrics: bool = Field(False, description="also sample CPU, memory, disk, network and GPUs of the driver's machine; needs psutil")
+    patience_s: float = Field(
+        60.0,
+        ge=0,
+        le=1e6,
+        description="seconds that the end of a run waits for a tracking server that is away",
+    )
+    models: bool = Field(
+        True,
+        description="also log each method of a finished run as a model that serves its tasks, and "
+        "register it",
+    )
+    system_metrics: bool = Field(
+        False,
+        description="also sample CPU, memory, disk, network and GPUs of the driver's machine; needs "
+        "psutil",
+    )
 
 
 class OwnEntry(Frozen):
@@ -117,7 +217,9 @@ class Config(Frozen):
 
     name: str = Field(pattern=NAME)
     seed: int = Field(0, ge=0)
-    storage: str = Field("storage", min_length=1, description="folder or URI of everything that is kept")
+    storage: str = Field(
+        "storage", min_length=1, description="folder or URI of everything that is kept"
+    )
     stream: StreamSettings
     backbone: BackboneSettings = BackboneSettings()
     data: DataSettings = DataSettings()
@@ -142,7 +244,10 @@ class Config(Frozen):
             body = _parted(raw, f"methods.{label}", ("train", "data", "steps", "tasks"))
             tasks = body.get("tasks", {})
             if isinstance(tasks, dict):
-                body["tasks"] = {as_name(task): _parted(own, f"methods.{label}.tasks.{task}", ("train", "steps")) for task, own in tasks.items()}
+                body["tasks"] = {
+                    as_name(task): _parted(own, f"methods.{label}.tasks.{task}", ("train", "steps"))
+                    for task, own in tasks.items()
+                }
             entries[label] = {"method": body["settings"].pop("method", label), **body}
         return entries
 
@@ -150,7 +255,9 @@ class Config(Frozen):
     def _labels(self) -> Config:
         for label in self.methods:
             if not re.fullmatch(NAME, label):
-                raise ValueError(f"methods.{label}: a label has letters, digits, '_', '.' and '-' only")
+                raise ValueError(
+                    f"methods.{label}: a label has letters, digits, '_', '.' and '-' only"
+                )
         return self
 
     @property
@@ -162,22 +269,37 @@ class Config(Frozen):
         """A method as the steps of a task have it: with what stands under `tasks` for this one. None: as all tasks are served."""
         entry = self.methods[label]
         own = entry.tasks.get(task or "", OwnEntry())
-        return entry.model_copy(update={"train": entry.train | own.train, "steps": merge(entry.steps, own.steps), "settings": entry.settings | own.settings})
+        return entry.model_copy(
+            update={
+                "train": entry.train | own.train,
+                "steps": merge(entry.steps, own.steps),
+                "settings": entry.settings | own.settings,
+            }
+        )
 
-    def train_of(self, label: str, step: str = "train", where: str = "", task: str | None = None) -> TrainSettings:
+    def train_of(
+        self, label: str, step: str = "train", where: str = "", task: str | None = None
+    ) -> TrainSettings:
         """The training settings of one step of one method: `train`, then the method's, then the task's, then the step's."""
         entry = self.entry_of(label, task)
         merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
         return checked(TrainSettings, merged, f"{place_of(label, task)}.train", where)
 
     def data_of(self, label: str, where: str = "") -> DataSettings:
-        return checked(DataSettings, {**self.data.model_dump(), **self.methods[label].data}, f"methods.{label}.data", where)
+        return checked(
+            DataSettings,
+            {**self.data.model_dump(), **self.methods[label].data},
+            f"methods.{label}.data",
+            where,
+        )
 
 
 def as_name(value: Any) -> str:
     """A name that may be written as a whole number. Raises ValueError where YAML reads it as something else."""
     if type(value) not in (str, int):
-        raise ValueError(f"a name is text or a whole number, and {value!r:.80} is neither; write it in quotes")
+        raise ValueError(
+            f"a name is text or a whole number, and {value!r:.80} is neither; write it in quotes"
+        )
     return str(value)
 
 
@@ -198,8 +320,19 @@ def load(path: str, overrides: list[str] | None = None) -> Config:
     """Reads a config file, applies `key.sub=value` overrides, checks everything. Raises UserError with one sentence."""
     file = Path(path)
     if not file.exists():
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1) if file.parent.exists() else []
-        raise UserError(f"config {path!r} does not exist" + (f"; did you mean {str(file.parent / near[0])!r}?" if near else "; give the path of a .yaml file"))
+        near = (
+            difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1)
+            if file.parent.exists()
+            else []
+        )
+        raise UserError(
+            f"config {path!r} does not exist"
+            + (
+                f"; did you mean {str(file.parent / near[0])!r}?"
+                if near
+                else "; give the path of a .yaml file"
+            )
+        )
     body = read_with_bases(file)
     plain = copy.deepcopy(body)
     for override in overrides or []:
@@ -219,30 +352,49 @@ def check(body: dict[str, Any], where: str) -> Config:
     config = checked(Config, body, "", where)
     for label, task in _entries(config):
         for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
-            if config.train_of(label, step, where, task).keep == "best" and not config.data_of(label, where).val_fraction:
+            if (
+                config.train_of(label, step, where, task).keep == "best"
+                and not config.data_of(label, where).val_fraction
+            ):
                 key = "train.keep" if step == "train" else f"steps.{step}.keep"
-                raise UserError(f"{where}: {place_of(label, task)}.{key} is 'best' with data.val_fraction 0: the best epoch is chosen on validation "
-                                "images; hold some out, or set it to last")
+                raise UserError(
+                    f"{where}: {place_of(label, task)}.{key} is 'best' with data.val_fraction "
+                    "0: the best epoch is chosen on validation "
+                    "images; hold some out, or set it to last"
+                )
     _check_methods(config, where)
     return config
 
 
 def _entries(config: Config) -> list[tuple[str, str | None]]:
     """Every method by label as it is for all tasks, and then as it is for each that has something of its own."""
-    return [(label, task) for label, entry in config.methods.items() for task in (None, *entry.tasks)]
+    return [
+        (label, task) for label, entry in config.methods.items() for task in (None, *entry.tasks)
+    ]
 
 
 def _check_methods(config: Config, where: str) -> None:
-    from workers.methods import METHODS  # imports torch, so it comes after everything that can be checked without
+    from workers.methods import (
+        METHODS,
+    )  # imports torch, so it comes after everything that can be checked without
 
     for label, entry in config.methods.items():
         if entry.method not in METHODS:
             near = difflib.get_close_matches(entry.method, list(METHODS), 1)
-            raise UserError(f"{where}: methods.{label} names method {entry.method!r}, which does not exist; "
-                            + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(METHODS))}"))
+            raise UserError(
+                f"{where}: methods.{label} names method {entry.method!r}, which does not exist; "
+                + (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else f"there are: {', '.join(sorted(METHODS))}"
+                )
+            )
         if config.stream.scenario not in METHODS[entry.method].scenarios:
-            raise UserError(f"{where}: methods.{label} cannot serve stream.scenario {config.stream.scenario!r}; "
-                            f"{entry.method!r} serves {', '.join(sorted(METHODS[entry.method].scenarios))}")
+            raise UserError(
+                f"{where}: methods.{label} cannot serve stream.scenario "
+                f"{config.stream.scenario!r}; "
+                f"{entry.method!r} serves {', '.join(sorted(METHODS[entry.method].scenarios))}"
+            )
     for label, task in _entries(config):
         _check_entry(config, label, task, METHODS[config.methods[label].method], where)
 
@@ -256,11 +408,19 @@ def _check_entry(config: Config, label: str, task: str | None, cls: Any, where: 
     steps = [s.name for s in cls.steps]
     for step in entry.steps:
         if step not in steps:
-            raise UserError(f"{where}: {place}.steps.{step} is not a step of {entry.method!r}; its steps are {', '.join(steps)}")
+            raise UserError(
+                f"{where}: {place}.steps.{step} is not a step of {entry.method!r}; its steps "
+                f"are {', '.join(steps)}"
+            )
         config.train_of(label, step, where, task)
     for step in (s.name for s in cls.steps if s.trains):
         try:
-            cls.check(settings, config.train_of(label, step, where, task), config.data_of(label, where), config.stream.scenario)
+            cls.check(
+                settings,
+                config.train_of(label, step, where, task),
+                config.data_of(label, where),
+                config.stream.scenario,
+            )
         except UserError as error:
             raise UserError(f"{where}: {place}: {error}") from None
 
@@ -270,19 +430,26 @@ def _check_own(settings: dict[str, Any], cls: Any, place: str, label: str, where
     able = [*sorted(cls.per_task), "steps", "train"]
     for key, value in settings.items():
         if key in {"data", *_keys_at(cls.Settings, [])} - cls.per_task:
-            raise UserError(f"{where}: {place}.{key} is {value!r:.80}, and {key} is one for all tasks of {cls.name!r}; set it at methods.{label}.{key} "
-                            f"(a task's own may be: {', '.join(able)})")
+            raise UserError(
+                f"{where}: {place}.{key} is {value!r:.80}, and {key} is one for all tasks of "
+                f"{cls.name!r}; set it at methods.{label}.{key} "
+                f"(a task's own may be: {', '.join(able)})"
+            )
         if key not in able:
             near = difflib.get_close_matches(key, able, 1, 0.5)
-            raise UserError(f"{where}: {place}.{key} is not a known key (value {value!r:.80}); "
-                            + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(able)}"))
+            raise UserError(
+                f"{where}: {place}.{key} is not a known key (value {value!r:.80}); "
+                + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(able)}")
+            )
 
 
 def checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise UserError((f"{where}: " if where else "") + sentence_of(error, model, prefix)) from None
+        raise UserError(
+            (f"{where}: " if where else "") + sentence_of(error, model, prefix)
+        ) from None
 
 
 def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
@@ -295,14 +462,22 @@ def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
     if first["type"] == "extra_forbidden":
         valid = sorted(_keys_at(model, loc[:-1]))
         near = difflib.get_close_matches(loc[-1], valid, 1, 0.5)
-        return f"{key} is not a known key (value {shown}); " + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(valid) or 'none'}")
+        return f"{key} is not a known key (value {shown}); " + (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"valid keys are: {', '.join(valid) or 'none'}"
+        )
     if first["type"] == "missing":
         return f"{key} is missing; add it"
     message = first["msg"].removeprefix("Value error, ").removesuffix(" after validation, not 0")
     message = message[0].lower() + message[1:]
     for python, plain in PLAIN.items():
         message = re.sub(python, plain, message)
-    remedy = "write it in quotes" if first["type"] == "string_type" and isinstance(first["input"], (int, float)) else "change it"
+    remedy = (
+        "write it in quotes"
+        if first["type"] == "string_type" and isinstance(first["input"], (int, float))
+        else "change it"
+    )
     return f"{key} is {shown}: {message}; {remedy}" if key else f"{message}; {remedy}"
 
 
@@ -310,7 +485,12 @@ def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
     """Keys that the model accepts below `path` (list positions and free labels are stepped over)."""
     current: list[type[BaseModel]] = [model]
     for part in path:
-        nested = [m for c in current if part in c.model_fields for m in _models_in(c.model_fields[part].annotation)]
+        nested = [
+            m
+            for c in current
+            if part in c.model_fields
+            for m in _models_in(c.model_fields[part].annotation)
+        ]
         current = nested or current
     for found in current:
         for name, info in found.model_fields.items():
@@ -327,7 +507,11 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested values as dotted keys, for comparing two sets of inputs."""
     if isinstance(value, Mapping) and value:
-        return {k: v for name, sub in value.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()}
+        return {
+            k: v
+            for name, sub in value.items()
+            for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()
+        }
     return {prefix: list(value) if isinstance(value, tuple) else value}
 
 
@@ -335,8 +519,11 @@ def named_by_overrides(config: Config, plain: Config) -> Config:
     """A run that computes something else than its file says has a name, and so a record, a report
     and MLflow runs, of its own: NAME-seed-1 for `--set seed=1`. plain: the file without overrides."""
     before, after = (flatten(computed(settings)) for settings in (plain, config))
-    changed = {key: after.get(key) for key in sorted(before.keys() | after.keys())
-               if before.get(key, {}) != after.get(key, {})}  # an empty mapping says nothing
+    changed = {
+        key: after.get(key)
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, {}) != after.get(key, {})
+    }  # an empty mapping says nothing
     if not changed or config.name != plain.name:
         return config
     text = "-".join(f"{key}-{value}" for key, value in changed.items())

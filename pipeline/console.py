@@ -41,7 +41,10 @@ class Console:
             self.say(f"{decision.stage}: not run, {decision.reason}")
         elif decision.kind == "retry":
             count = f"try {walk.tries[decision.stage] + 1} of {walk.retries + 1}"
-            self.say(f"{decision.stage}: {decision.reason}; tried again from its last checkpoint ({count})")
+            self.say(
+                f"{decision.stage}: {decision.reason}; tried again from its last checkpoint "
+                f"({count})"
+            )
         elif decision.kind == "move":
             self.say(f"{decision.stage}: {decision.reason}; it goes on from there")
         elif decision.kind == "recompute":
@@ -54,7 +57,9 @@ class Console:
         if event.kind == "progress":
             self.progress(event)
         elif event.kind == "done":
-            self.say(f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}")
+            self.say(
+                f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}"
+            )
             if event.body.get("note"):
                 self.say(f"{event.stage}: {event.body['note']}")
 
@@ -71,11 +76,18 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line of its own."""
-        print(f"{self._clear()}[{self.done}/{self.total}] {shown(text)}", file=self.stream, flush=True)
+        print(
+            f"{self._clear()}[{self.done}/{self.total}] {shown(text)}", file=self.stream, flush=True
+        )
 
     def _live(self, text: str) -> None:
         if self.live:
-            print(f"{self._clear()}[{self.done}/{self.total}] {text}"[:158], end="", file=self.stream, flush=True)
+            print(
+                f"{self._clear()}[{self.done}/{self.total}] {text}"[:158],
+                end="",
+                file=self.stream,
+                flush=True,
+            )
 
     def _clear(self) -> str:
         return "\r\x1b[2K" if self.live else ""
@@ -83,18 +95,27 @@ class Console:
 
 def _progress(body: dict[str, Any]) -> str:
     if "doing" in body:
-        return f"{body['doing']} {body.get('images', 0)}" + (f"/{body['of']}" if body.get("of") else "") + " images"
+        return (
+            f"{body['doing']} {body.get('images', 0)}"
+            + (f"/{body['of']}" if body.get("of") else "")
+            + " images"
+        )
     if "epoch" not in body:
         return f"{body.get('task', '')} {body.get('done', 0)}/{body.get('of', 1)}"
     accuracy = f", validation {body['accuracy']:.3f}" if body.get("accuracy") is not None else ""
-    return f"epoch {body['epoch']}/{body['epochs']}, loss {body['loss']:.4f}{accuracy}, {body['images_per_s']:.0f} images/s, {_seconds(body['left_s'])} left"
+    return (
+        f"epoch {body['epoch']}/{body['epochs']}, loss {body['loss']:.4f}{accuracy}, "
+        f"{body['images_per_s']:.0f} images/s, {_seconds(body['left_s'])} left"
+    )
 
 
 def _gist(manifest: dict[str, Any]) -> str:
     """What came out of a stage, in a few words."""
     kind = manifest.get("kind")
     if kind == "evaluate":
-        return ", ".join(f"{r['task']} {r['correct'] / r['total']:.3f}" for r in manifest["result"]["rows"])
+        return ", ".join(
+            f"{r['task']} {r['correct'] / r['total']:.3f}" for r in manifest["result"]["rows"]
+        )
     if kind == "train":
         return f"trained, {_bytes(sum(manifest['sizes'].values()))} for the task"
     if kind == "ingest":
@@ -109,16 +130,43 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
     lines: list[str] = []
     for label in tables.labels:
         lines += ["", matrix_text(tables, label)]
-    lines += ["", table_text(
-        ["method", "average accuracy", "forgetting", "bytes per task", "all bytes / backbone", "trained parameters"],
-        [[row["label"], _rate(row.get("average_accuracy")), _rate(row.get("forgetting")), _bytes(row.get("bytes_per_task")),
-          _number(row.get("growth"), ".2f"), _number(row.get("trained_parameters"), ",")] for row in tables.summary()])]
+    lines += [
+        "",
+        table_text(
+            [
+                "method",
+                "average accuracy",
+                "forgetting",
+                "bytes per task",
+                "all bytes / backbone",
+                "trained parameters",
+            ],
+            [
+                [
+                    row["label"],
+                    _rate(row.get("average_accuracy")),
+                    _rate(row.get("forgetting")),
+                    _bytes(row.get("bytes_per_task")),
+                    _number(row.get("growth"), ".2f"),
+                    _number(row.get("trained_parameters"), ","),
+                ]
+                for row in tables.summary()
+            ],
+        ),
+    ]
     warnings = tables.warnings()
     lines += [""] + [f"warning: {w['stage']}: {w['warning']}" for w in warnings] if warnings else []
     if outcome.ran == 0:
-        lines += ["", f"nothing to do: all {outcome.reused} stage results stand, no stage was run ({_seconds(outcome.seconds)})"]
+        lines += [
+            "",
+            f"nothing to do: all {outcome.reused} stage results stand, no stage was run "
+            f"({_seconds(outcome.seconds)})",
+        ]
     else:
-        lines += ["", f"{outcome.ran} stages run, {outcome.reused} reused, {_seconds(outcome.seconds)}"]
+        lines += [
+            "",
+            f"{outcome.ran} stages run, {outcome.reused} reused, {_seconds(outcome.seconds)}",
+        ]
     return "\n".join([*lines, *links])
 
 
@@ -129,13 +177,22 @@ def matrix_text(tables: RunTables, label: str) -> str:
     head = f"{label}: accuracy in %, row = after task, column = on task"
     lines = [head, " " * width + "".join(f"{t:>{width}}" for t in matrix.tasks)]
     for name, row in zip(matrix.tasks, matrix.rates, strict=True):
-        lines.append(f"{name:>{width}}" + "".join(f"{'.' if v != v else f'{100 * v:.1f}':>{width}}" for v in row.tolist()))
+        lines.append(
+            f"{name:>{width}}"
+            + "".join(f"{'.' if v != v else f'{100 * v:.1f}':>{width}}" for v in row.tolist())
+        )
     return "\n".join(lines)
 
 
 def table_text(head: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(r, widths, strict=True))) for r in [head, *rows])
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+        )
+        for r in [head, *rows]
+    )
 
 
 def _rate(value: Any) -> str:
@@ -171,41 +228,86 @@ class SearchScreen:
             return
         self.said.add(number)
         last = record["results"][-1] if record["results"] else None
-        score = f"{100 * last['accuracy']:.2f} % after {last['position'] + 1} of {len(self.search.tasks)} tasks" if last else "no result"
-        why = {"stopped": ", stopped early", "failed": f", failed: {record['message']}"}.get(record["status"], "")
+        score = (
+            f"{100 * last['accuracy']:.2f} % after {last['position'] + 1} of "
+            f"{len(self.search.tasks)} tasks"
+            if last
+            else "no result"
+        )
+        why = {"stopped": ", stopped early", "failed": f", failed: {record['message']}"}.get(
+            record["status"], ""
+        )
         phase = f"{record['phase']}, " if record["phase"] else ""
         stages = f"{record['stages']['run']} stages run, {record['stages']['reused']} reused"
-        print(f"{phase}trial {number}: {point_text(record['params'])}: {score}{why}; {stages}, {record['device_s']:.0f} s", flush=True)
+        print(
+            f"{phase}trial {number}: {point_text(record['params'])}: {score}{why}; {stages}, "
+            f"{record['device_s']:.0f} s",
+            flush=True,
+        )
 
     def head(self) -> str:
         settings = self.search.settings
-        bounds = ", ".join(f"{value:g} {name}" for name, value in settings.budget.model_dump().items() if value is not None)
+        bounds = ", ".join(
+            f"{value:g} {name}"
+            for name, value in settings.budget.model_dump().items()
+            if value is not None
+        )
         known = len(self.search.records())
         again = f"; {known} trial{'s' * (known > 1)} known from before" if known else ""
-        return (f"search {self.search.name}: {settings.algorithm}" + (f" with {settings.scheduler}" if settings.scheduler != "none" else "")
-                + f", protocol {settings.protocol}, " + (f"{len(self.search.space.grid())} points" if settings.algorithm == "grid" else f"budget {bounds}")
-                + f", judged on validation images of {len(self.search.tasks)} tasks{again}" + (f"\nnote: {self.search.note}" if self.search.note else ""))
+        return (
+            f"search {self.search.name}: {settings.algorithm}"
+            + (f" with {settings.scheduler}" if settings.scheduler != "none" else "")
+            + f", protocol {settings.protocol}, "
+            + (
+                f"{len(self.search.space.grid())} points"
+                if settings.algorithm == "grid"
+                else f"budget {bounds}"
+            )
+            + f", judged on validation images of {len(self.search.tasks)} tasks{again}"
+            + (f"\nnote: {self.search.note}" if self.search.note else "")
+        )
 
     def won(self, trial: int, path: str) -> str:
         """trial: the number of the winner. path: of its config."""
         records = self.search.records()
-        run, reused = (sum(record["stages"][kind] for record in records) for kind in ("run", "reused"))
+        run, reused = (
+            sum(record["stages"][kind] for record in records) for kind in ("run", "reused")
+        )
         hours = sum(record["device_s"] for record in records) / 3600
         winner = next(record for record in records if record["number"] == trial)
-        return (f"\n{len(records)} trials, {run} stages run, {reused} reused, {hours:.3f} device-hours\n"
-                f"winner: trial {trial}, {point_text(winner['params'])}: {100 * winner['results'][-1]['accuracy']:.2f} % on validation images\n"
-                f"its config: {path}")
+        return (
+            f"\n{len(records)} trials, {run} stages run, {reused} reused, {hours:.3f} "
+            "device-hours\n"
+            f"winner: trial {trial}, {point_text(winner['params'])}: "
+            f"{100 * winner['results'][-1]['accuracy']:.2f} % on validation images\n"
+            f"its config: {path}"
+        )
 
     def tested(self, tests: Sequence[Mapping[str, Any]]) -> str:
         if not tests:
             return "no seeds, so the winner was not measured on test data"
         rates = [100 * test["average_accuracy"] for test in tests]
         spread = f" +- {statistics.stdev(rates):.2f}" if len(rates) > 1 else ""
-        return (f"\nwinner on test data, which the search has not seen: {statistics.mean(rates):.2f}{spread} % average accuracy with "
-                f"seed{'s' * (len(rates) > 1)} {', '.join(str(test['seed']) for test in tests)} ({', '.join(f'{rate:.2f}' for rate in rates)})")
+        return (
+            "\nwinner on test data, which the search has not seen: "
+            f"{statistics.mean(rates):.2f}{spread} % average accuracy with "
+            f"seed{'s' * (len(rates) > 1)} {', '.join(str(test['seed']) for test in tests)} "
+            f"({', '.join(f'{rate:.2f}' for rate in rates)})"
+        )
 
 
 def point_text(params: Mapping[str, Any]) -> str:
     """A point in a line: the last part of each key, and numbers with four digits."""
-    keys = {key: key.removeprefix(f"methods.{key.split('.')[1]}.") if key.startswith("methods.") else key for key in params}
-    return ", ".join(f"{keys[key]}={value:.4g}" if isinstance(value, float) else f"{keys[key]}={value}" for key, value in params.items()) or "the base"
+    keys = {
+        key: key.removeprefix(f"methods.{key.split('.')[1]}.")
+        if key.startswith("methods.")
+        else key
+        for key in params
+    }
+    return (
+        ", ".join(
+            f"{keys[key]}={value:.4g}" if isinstance(value, float) else f"{keys[key]}={value}"
+            for key, value in params.items()
+        )
+        or "the base"
+    )

@@ -12,8 +12,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four are the same signs in full width
-HARMLESS = re.compile(r"-|[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")  # a number as text, and the sign for "nothing here"
+FORMULA = re.compile(
+    r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]"
+)  # the last four are the same signs in full width
+HARMLESS = re.compile(
+    r"-|[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?"
+)  # a number as text, and the sign for "nothing here"
 
 
 def as_cell(value: Any) -> Any:

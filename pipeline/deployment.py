@@ -27,7 +27,9 @@ ONGOING = 64  # requests that the replica works on
 TOGETHER, WAIT_S = 32, 0.005  # requests in a batch, and how long the first waits for others
 IMAGES, IMAGE_BYTES = 64, 16 << 20
 READERS = min(4, os.cpu_count() or 1)  # requests that are decoded side by side
-PARTS = 1 << 22  # lists and objects in a body: each takes memory before anything else is known of it
+PARTS = (
+    1 << 22
+)  # lists and objects in a body: each takes memory before anything else is known of it
 FIELDS = {"images", "tasks", "rule", "top"}
 
 
@@ -47,16 +49,30 @@ class Deployment:
 
     def __init__(self, folder: str, total_pixels: int):
         self.served = Served.open(folder)
-        self.limits = Limits(self.served.bundle.body["max_pixels"], total_pixels, images=IMAGES, image_bytes=IMAGE_BYTES, body_bytes=Bounds.body_bytes)
+        self.limits = Limits(
+            self.served.bundle.body["max_pixels"],
+            total_pixels,
+            images=IMAGES,
+            image_bytes=IMAGE_BYTES,
+            body_bytes=Bounds.body_bytes,
+        )
         self.budget = PixelBudget(total_pixels)
         self.readers = ThreadPoolExecutor(READERS, "read")
 
     def tasks(self) -> dict[str, Any]:
         """What GET /tasks answers."""
         body = self.served.bundle.body
-        return {"method": body["method"], "scenario": body["scenario"], "infers": self.served.infers,
-                "tasks": [{"name": t.name, "classes": list(t.classes)} for t in self.served.tasks],
-                "limits": {"images": IMAGES, "pixels": self.limits.total_pixels, "bytes": Bounds.body_bytes}}
+        return {
+            "method": body["method"],
+            "scenario": body["scenario"],
+            "infers": self.served.infers,
+            "tasks": [{"name": t.name, "classes": list(t.classes)} for t in self.served.tasks],
+            "limits": {
+                "images": IMAGES,
+                "pixels": self.limits.total_pixels,
+                "bytes": Bounds.body_bytes,
+            },
+        }
 
     async def predict(self, data: bytes) -> Reply:
         """The answer to the body of POST /predict."""
@@ -74,7 +90,12 @@ class Deployment:
         body = request_of(data)
         rule, top = body.get("rule", "refuse"), body.get("top", 0)
         tasks = self.served.checked(len(body["images"]), body.get("tasks"), rule, top)
-        return Asked(pixels_of(body["images"], self.served.augment.size_in, self.limits, self.budget), tasks, rule, self.served.bounded(top))
+        return Asked(
+            pixels_of(body["images"], self.served.augment.size_in, self.limits, self.budget),
+            tasks,
+            rule,
+            self.served.bounded(top),
+        )
 
     @serve.batch(max_batch_size=TOGETHER, batch_wait_timeout_s=WAIT_S)
     async def together(self, asked: list[Asked]) -> list[list[Answer] | UserError]:
@@ -93,7 +114,13 @@ def predict_of(handle: DeploymentHandle) -> Callable[[bytes], Awaitable[Reply]]:
             response.cancel()
             raise
         except (RayError, RayServeException) as error:
-            return Reply(503, {"error": f"the model cannot answer now ({type(error).__name__}); send this request again later"})
+            return Reply(
+                503,
+                {
+                    "error": f"the model cannot answer now ({type(error).__name__}); send this "
+                    "request again later"
+                },
+            )
 
     return predict
 
@@ -113,7 +140,12 @@ def answered(served: Served, asked: Sequence[Asked]) -> list[list[Answer] | User
     for places in parts.values():
         first = asked[places[0]]
         try:
-            answers = served.answers(np.concatenate([asked[p].pixels for p in places]), [t for p in places for t in asked[p].tasks], first.rule, first.top)
+            answers = served.answers(
+                np.concatenate([asked[p].pixels for p in places]),
+                [t for p in places for t in asked[p].tasks],
+                first.rule,
+                first.top,
+            )
         except UserError as error:
             for place in places:
                 found[place] = error
@@ -129,22 +161,30 @@ def request_of(data: bytes) -> dict[str, Any]:
     """JSON with `images`, and if wanted `tasks`, `rule`, `top`. Raises UserError."""
     shape = '{"images": [BASE64, ...], "tasks": NAME or [NAME, ...]}'
     if data.count(b"[") + data.count(b"{") > PARTS:
-        raise UserError(f"the body holds more than {PARTS} lists and objects; send images as base64")
+        raise UserError(
+            f"the body holds more than {PARTS} lists and objects; send images as base64"
+        )
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
         if "digits" in str(error):  # of Python's limit for whole numbers
-            raise UserError("the body holds a number of thousands of digits; send none that long") from None
+            raise UserError(
+                "the body holds a number of thousands of digits; send none that long"
+            ) from None
         raise UserError(f"the body is not JSON; send {shape}") from None
     if not isinstance(body, dict) or not isinstance(body.get("images"), list) or not body["images"]:
         raise UserError(f"the body has no list of images; send {shape}")
     unknown = sorted(set(body) - FIELDS)
     if unknown:
-        raise UserError(f"the body has a field {unknown[0][:80]!r}; it may have {', '.join(sorted(FIELDS))}")
+        raise UserError(
+            f"the body has a field {unknown[0][:80]!r}; it may have {', '.join(sorted(FIELDS))}"
+        )
     tasks = body.get("tasks")
-    if not isinstance(tasks, (str, list, type(None))) or not all(isinstance(t, (str, type(None))) for t in tasks or ()):
+    if not isinstance(tasks, (str, list, type(None))) or not all(
+        isinstance(t, (str, type(None))) for t in tasks or ()
+    ):
         raise UserError("tasks must be a name, or a list with a name or null for each image")
     return body
 

@@ -30,7 +30,10 @@ def to_text(graph: Graph, status: Mapping[str, str]) -> str:
             before = stage
         evaluated = [s for s in graph if s.method == label and s.step == "evaluate"]
         to_run = sum(status.get(s.id) == "miss" for s in evaluated)
-        lines.append(f"{label:<{width}}   {text}   + {len(evaluated)} evaluate" + (f" ({to_run} to run)" if to_run else ""))
+        lines.append(
+            f"{label:<{width}}   {text}   + {len(evaluated)} evaluate"
+            + (f" ({to_run} to run)" if to_run else "")
+        )
     return "\n".join(lines)
 
 
@@ -47,31 +50,48 @@ def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
     place = {i: (12 + depth[i] * (BOX_W + GAP_X), 12 + rows[i] * (BOX_H + GAP_Y)) for i in depth}
     width = max(x for x, _ in place.values()) + BOX_W + 12
     height = max(y for _, y in place.values()) + BOX_H + 12
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-             'font-family="system-ui, sans-serif" font-size="11">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" '
+        'font-family="system-ui, sans-serif" font-size="11">'
+    ]
     for stage in graph:
         x2, y2 = place[stage.id]
-        implied = {above for parent in stage.parents for above in graph[parent].parents}  # an arrow that follows from two others is left out
+        implied = {
+            above for parent in stage.parents for above in graph[parent].parents
+        }  # an arrow that follows from two others is left out
         for parent in stage.parents:
             if parent in implied:
                 continue
             x1, y1 = place[parent][0] + BOX_W, place[parent][1] + BOX_H / 2
             mid = (x1 + x2) / 2
-            parts.append(f'<path d="M{x1} {y1} C{mid} {y1} {mid} {y2 + BOX_H / 2} {x2} {y2 + BOX_H / 2}" fill="none" stroke="#b8b8b8"/>')
+            parts.append(
+                f'<path d="M{x1} {y1} C{mid} {y1} {mid} {y2 + BOX_H / 2} {x2} {y2 + BOX_H / 2}" '
+                'fill="none" stroke="#b8b8b8"/>'
+            )
     for stage in graph:
         x, y = place[stage.id]
         colour = COLOURS.get(status.get(stage.id, ""), "#eeeeee")
         upper = _short(stage.task or stage.id.removeprefix("data/"))
         lower = _short(f"{stage.method} · {stage.step}" if stage.method else stage.step)
-        parts.append(f'<g><title>{escape(stage.id)} {stage.key[:12]} {escape(status.get(stage.id, ""))}</title>'
-                     f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="5" fill="{colour}" stroke="#888"/>'
-                     f'<text x="{x + BOX_W / 2}" y="{y + 15}" text-anchor="middle">{escape(upper)}</text>'
-                     f'<text x="{x + BOX_W / 2}" y="{y + 29}" text-anchor="middle" fill="#555">{escape(lower)}</text></g>')
+        parts.append(
+            f"<g><title>{escape(stage.id)} {stage.key[:12]} "
+            f"{escape(status.get(stage.id, ''))}</title>"
+            f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="5" fill="{colour}" '
+            'stroke="#888"/>'
+            f'<text x="{x + BOX_W / 2}" y="{y + 15}" text-anchor="middle">{escape(upper)}</text>'
+            f'<text x="{x + BOX_W / 2}" y="{y + 29}" text-anchor="middle" '
+            f'fill="#555">{escape(lower)}</text></g>'
+        )
     return "".join(parts) + "</svg>"
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS // 2] + "…" + text[1 - MOST_LETTERS // 2 :]
+    return (
+        text
+        if len(text) <= MOST_LETTERS
+        else text[: MOST_LETTERS // 2] + "…" + text[1 - MOST_LETTERS // 2 :]
+    )
 
 
 def _rows(graph: Graph, depth: Mapping[str, int]) -> dict[str, int]:

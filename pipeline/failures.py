@@ -18,7 +18,10 @@ from workers.secrets import shown
 
 FOLDER = "failures"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FRAME = re.compile(r'File "(?!.*site-packages)[^"\n]*?(?P<module>(?:pipeline|workers)/[^"\n]*\.py)", line (?P<line>\d+), in (?P<name>\S+)')
+FRAME = re.compile(
+    r'File "(?!.*site-packages)[^"\n]*?(?P<module>(?:pipeline|workers)/[^"\n]*\.py)", line '
+    r"(?P<line>\d+), in (?P<name>\S+)"
+)
 LONGEST = 500  # characters of an error's own words in the sentence; the file has them all
 
 
@@ -32,7 +35,9 @@ def describe(error: Exception) -> str:
 def own_frame(error: BaseException) -> str:
     """`workers/loop.py:120 in train_step`: the innermost frame below `pipeline/` or `workers/`; empty where there is none.
     Of an error that Ray has brought from another process, the frame there."""
-    remote = [*FRAME.finditer(getattr(error.__cause__, "traceback_str", ""))]  # a RayTaskError has it as text
+    remote = [
+        *FRAME.finditer(getattr(error.__cause__, "traceback_str", ""))
+    ]  # a RayTaskError has it as text
     if remote:
         return f"{remote[-1]['module']}:{remote[-1]['line']} in {remote[-1]['name']}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -42,13 +47,23 @@ def own_frame(error: BaseException) -> str:
     return ""
 
 
-def keep(storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1) -> str:
+def keep(
+    storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1
+) -> str:
     """Write the whole traceback of a failed stage below `storage`, with host, rank and log. Return the path of the file, or
     why there is none: a storage that is away must not hide the error itself."""
     host, now = platform.node(), time.strftime("%Y%m%dT%H%M%S")
     place = join(storage, FOLDER, key, f"{now}-{host}-rank{rank}-{os.getpid()}.txt")
-    lines = [f"stage: {stage_id}", f"key: {key}", f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", f"host: {host}",
-             f"rank: {rank} of {world}", f"process: {os.getpid()}", f"log: {log_path() or 'the terminal of this process'}", ""]
+    lines = [
+        f"stage: {stage_id}",
+        f"key: {key}",
+        f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
+        f"host: {host}",
+        f"rank: {rank} of {world}",
+        f"process: {os.getpid()}",
+        f"log: {log_path() or 'the terminal of this process'}",
+        "",
+    ]
     body = "\n".join(lines) + "\n" + "".join(traceback.format_exception(error))
     try:
         write_bytes(place, shown(body).encode(errors="replace"))

@@ -31,7 +31,9 @@ from workers.methods import METHODS
 
 Basis = Literal["same method", "other method", "not measured"]
 BASES: tuple[Basis, ...] = ("same method", "other method", "not measured")
-MOST_SOURCES = 8  # finished stages that are read for one method and step, of the runs that were started last
+MOST_SOURCES = (
+    8  # finished stages that are read for one method and step, of the runs that were started last
+)
 
 
 @dataclass(frozen=True)
@@ -92,25 +94,48 @@ class Images:
         if found is None:
             return None
         try:
-            table = pq.read_table(io.BytesIO(found.read("index.parquet")), columns=["split", "class"])
+            table = pq.read_table(
+                io.BytesIO(found.read("index.parquet")), columns=["split", "class"]
+            )
         except (DamagedArtefact, OSError):
             return None
         return Counter(zip(table["split"].to_pylist(), table["class"].to_pylist(), strict=True))
 
 
 # ---- what was measured -------------------------------------------------------------------------------------------------
-def work_of(step: str, inputs: Mapping[str, Any], tasks: Mapping[str, tuple[str, tuple[str, ...]]], images: Images) -> tuple[float | None, int]:
+def work_of(
+    step: str,
+    inputs: Mapping[str, Any],
+    tasks: Mapping[str, tuple[str, tuple[str, ...]]],
+    images: Images,
+) -> tuple[float | None, int]:
     """Images of an epoch, and epochs. tasks: name -> key of its data, its classes. A training step counts its own task's images, where it is
     measured and where it is to come; what a memory adds is in its seconds per image. One that trains on all tasks so far counts them all."""
     evaluates, method = step == "evaluate", METHODS.get(inputs.get("method", ""))
     every = evaluates or (method is not None and method.trains_on == "seen")
-    names = [name for name, _ in inputs.get("seen", ())] if every else [inputs["task"]] if inputs.get("task") else []
+    names = (
+        [name for name, _ in inputs.get("seen", ())]
+        if every
+        else [inputs["task"]]
+        if inputs.get("task")
+        else []
+    )
     split = "test" if evaluates and inputs.get("split") != "val" else "train"
     parts = [images.of(*tasks[name], split) if name in tasks else None for name in names]
-    total = None if any(part is None for part in parts) else float(sum(part for part in parts if part is not None))
-    held_out = inputs.get("val_fraction", 0.0) if evaluates else (inputs.get("data") or {}).get("val_fraction", 0.0)
+    total = (
+        None
+        if any(part is None for part in parts)
+        else float(sum(part for part in parts if part is not None))
+    )
+    held_out = (
+        inputs.get("val_fraction", 0.0)
+        if evaluates
+        else (inputs.get("data") or {}).get("val_fraction", 0.0)
+    )
     share = 1.0 if split == "test" else held_out if evaluates else 1 - held_out
-    return None if total is None else total * share, 1 if evaluates else int((inputs.get("train") or {}).get("epochs", 0))
+    return None if total is None else total * share, 1 if evaluates else int(
+        (inputs.get("train") or {}).get("epochs", 0)
+    )
 
 
 def precision_of(inputs: Mapping[str, Any]) -> str:
@@ -120,10 +145,17 @@ def precision_of(inputs: Mapping[str, Any]) -> str:
 def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a backbone decides how fast it is."""
     found = config.get("backbone") or {}
-    return found.get("name"), found.get("img_size"), repr(sorted((found.get("options") or {}).items())), repr(found.get("context"))
+    return (
+        found.get("name"),
+        found.get("img_size"),
+        repr(sorted((found.get("options") or {}).items())),
+        repr(found.get("context")),
+    )
 
 
-def measured(store: Store, config: Config, images: Images) -> dict[tuple[str, str, str], list[Measured]]:
+def measured(
+    store: Store, config: Config, images: Images
+) -> dict[tuple[str, str, str], list[Measured]]:
     """(method, step, precision) -> what finished stages took, of the runs in this storage with the backbone and the kind of device of `config`."""
     found: dict[tuple[str, str, str], list[Measured]] = {}
     read: set[str] = set()
@@ -131,14 +163,30 @@ def measured(store: Store, config: Config, images: Images) -> dict[tuple[str, st
     for record in sorted(records, key=lambda r: str(r.get("created")), reverse=True):
         if backbone_of(record.get("config") or {}) != backbone_of(dump(config)):
             continue
-        tasks = {t["name"]: (t["data"], tuple(t["classes"])) for t in record.get("tasks", ()) if "data" in t}
+        tasks = {
+            t["name"]: (t["data"], tuple(t["classes"]))
+            for t in record.get("tasks", ())
+            if "data" in t
+        }
         for stage in record["stages"]:
-            kind = (stage.get("method") or "", stage.get("step", ""), precision_of(stage.get("inputs") or {}))
-            if kind[1] in ("ingest", "report") or stage["key"] in read or len(found.get(kind, ())) >= MOST_SOURCES:
+            kind = (
+                stage.get("method") or "",
+                stage.get("step", ""),
+                precision_of(stage.get("inputs") or {}),
+            )
+            if (
+                kind[1] in ("ingest", "report")
+                or stage["key"] in read
+                or len(found.get(kind, ())) >= MOST_SOURCES
+            ):
                 continue
             read.add(stage["key"])
             artefact = Artefact.open(store.root, stage["key"])
-            one = measure(artefact, work_of(kind[1], stage.get("inputs") or {}, tasks, images)) if artefact else None
+            one = (
+                measure(artefact, work_of(kind[1], stage.get("inputs") or {}, tasks, images))
+                if artefact
+                else None
+            )
             if one and one.device.startswith("cpu") == (not config.cluster.gpus_per_worker):
                 found.setdefault(kind, []).append(one)
     return found
@@ -156,7 +204,9 @@ def measure(artefact: Artefact, work: tuple[float | None, int]) -> Measured | No
     epoch_s = history_s(artefact) if epochs else None
     if epoch_s is None:
         return Measured(0.0, wall * workers / (images * max(1, epochs)), device)
-    return Measured(max(0.0, wall - epoch_s) * workers, epoch_s * workers / (images * epochs), device)
+    return Measured(
+        max(0.0, wall - epoch_s) * workers, epoch_s * workers / (images * epochs), device
+    )
 
 
 def history_s(artefact: Artefact) -> float | None:
@@ -171,11 +221,19 @@ def history_s(artefact: Artefact) -> float | None:
 
 
 # ---- what is to come ---------------------------------------------------------------------------------------------------
-def forecast(graph: Graph, config: Config, store: Store, todo: set[str], tasks: Iterable[Task]) -> Forecast:
+def forecast(
+    graph: Graph, config: Config, store: Store, todo: set[str], tasks: Iterable[Task]
+) -> Forecast:
     """Costs of the stages `todo`."""
     images = Images(store, {s.key: s.job.card for s in graph if isinstance(s.job, IngestJob)})
     sources = measured(store, config, images)
-    places = {t.name: (t.data, t.classes) for t in [*tasks, *(s.job.task for s in graph if isinstance(s.job, StageJob) and s.job.task)]}
+    places = {
+        t.name: (t.data, t.classes)
+        for t in [
+            *tasks,
+            *(s.job.task for s in graph if isinstance(s.job, StageJob) and s.job.task),
+        ]
+    }
     costs, devices = dict[str, Cost](), set[str]()
     for stage in graph:
         if stage.id not in todo or not isinstance(stage.job, StageJob):
@@ -183,24 +241,54 @@ def forecast(graph: Graph, config: Config, store: Store, todo: set[str], tasks: 
         work = work_of(stage.step, stage.inputs, places, images)
         basis, known = basis_of(stage, config, sources, work)
         devices |= {one.device for one in known}
-        costs[stage.id] = Cost(stage.method or stage.step, stage.step, *work, seconds_of(known, work), basis)
-    seconds = {i: cost.device_s / max(1, config.cluster.workers) for i, cost in costs.items() if cost.device_s is not None}
+        costs[stage.id] = Cost(
+            stage.method or stage.step, stage.step, *work, seconds_of(known, work), basis
+        )
+    seconds = {
+        i: cost.device_s / max(1, config.cluster.workers)
+        for i, cost in costs.items()
+        if cost.device_s is not None
+    }
     groups = 1 if config.cluster.workers == 0 else config.cluster.groups
-    unknown = tuple(name for name, (data, classes) in places.items() if images.of(data, classes, "train") is None)
-    parts = {label: {i for i, cost in costs.items() if cost.label == label} for label in dict.fromkeys(c.label for c in costs.values())}
-    walls = {label: wall(graph, part, seconds, groups or len(graph)) for label, part in {**parts, "together": set(costs)}.items()}
-    return Forecast(costs, max(1, config.cluster.workers), groups, walls, tuple(sorted(devices)), unknown)
+    unknown = tuple(
+        name
+        for name, (data, classes) in places.items()
+        if images.of(data, classes, "train") is None
+    )
+    parts = {
+        label: {i for i, cost in costs.items() if cost.label == label}
+        for label in dict.fromkeys(c.label for c in costs.values())
+    }
+    walls = {
+        label: wall(graph, part, seconds, groups or len(graph))
+        for label, part in {**parts, "together": set(costs)}.items()
+    }
+    return Forecast(
+        costs, max(1, config.cluster.workers), groups, walls, tuple(sorted(devices)), unknown
+    )
 
 
-def basis_of(stage: Stage, config: Config, sources: Mapping[tuple[str, str, str], list[Measured]],
-             work: tuple[float | None, int]) -> tuple[Basis, list[Measured]]:
+def basis_of(
+    stage: Stage,
+    config: Config,
+    sources: Mapping[tuple[str, str, str], list[Measured]],
+    work: tuple[float | None, int],
+) -> tuple[Basis, list[Measured]]:
     """What the forecast of a stage rests on, and the measurements."""
     if work[0] is None:
         return "not measured", []
-    method, precision = config.methods[stage.method].method if stage.method else "", precision_of(stage.inputs)
+    method, precision = (
+        config.methods[stage.method].method if stage.method else "",
+        precision_of(stage.inputs),
+    )
     if same := sources.get((method, stage.step, precision)):
         return "same method", same
-    others = [one for (_, step, exact), some in sources.items() if (step, exact) == (stage.step, precision) for one in some]
+    others = [
+        one
+        for (_, step, exact), some in sources.items()
+        if (step, exact) == (stage.step, precision)
+        for one in some
+    ]
     return ("other method", others) if others else ("not measured", [])
 
 
@@ -209,7 +297,9 @@ def seconds_of(known: list[Measured], work: tuple[float | None, int]) -> float |
     images, epochs = work
     if not known or images is None:
         return None
-    return statistics.median(one.fixed_s for one in known) + images * max(1, epochs) * statistics.median(one.image_s for one in known)
+    return statistics.median(one.fixed_s for one in known) + images * max(
+        1, epochs
+    ) * statistics.median(one.image_s for one in known)
 
 
 def wall(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
@@ -239,17 +329,38 @@ def text(found: Forecast) -> str:
         device_s = [c.device_s for c in costs if c.device_s is not None]
         hours = [f"{sum(device_s) / 3600:.3g}", f"{wall_s / 3600:.3g}"] if device_s else ["-", "-"]
         basis = Counter(c.basis for c in costs)
-        rows.append([label, str(len(costs)), f"{work:,.0f}", *hours, *(str(basis[name]) for name in BASES)])
-    lines = [table_text(["cost", "stages", "images x epochs", "device-hours", "wall hours", *BASES], rows), ""]
-    where = "as many groups as are asked for" if not found.groups else f"{found.groups} group{'s' * (found.groups > 1)}"
+        rows.append(
+            [label, str(len(costs)), f"{work:,.0f}", *hours, *(str(basis[name]) for name in BASES)]
+        )
+    lines = [
+        table_text(
+            ["cost", "stages", "images x epochs", "device-hours", "wall hours", *BASES], rows
+        ),
+        "",
+    ]
+    where = (
+        "as many groups as are asked for"
+        if not found.groups
+        else f"{found.groups} group{'s' * (found.groups > 1)}"
+    )
     missing = sum(c.device_s is None for c in found.costs.values())
-    lines.append(f"wall hours: with {where} of {found.workers} worker{'s' * (found.workers > 1)}"
-                 + (f", without {missing} stages that are not measured" if missing else "") + "; without ingest, report and the start of Ray")
+    lines.append(
+        f"wall hours: with {where} of {found.workers} worker{'s' * (found.workers > 1)}"
+        + (f", without {missing} stages that are not measured" if missing else "")
+        + "; without ingest, report and the start of Ray"
+    )
     if found.devices:
         lines.append(f"measured on: {'; '.join(found.devices)}")
     if found.unknown:
-        lines.append(f"no count of images: {', '.join(found.unknown[:5])}{' ...' if len(found.unknown) > 5 else ''}; bring the data in with "
-                     "`python -m pipeline ingest CONFIG`, or put `counts` on its card")
+        lines.append(
+            "no count of images: "
+            f"{', '.join(found.unknown[:5])}{' ...' if len(found.unknown) > 5 else ''}; bring "
+            "the data in with "
+            "`python -m pipeline ingest CONFIG`, or put `counts` on its card"
+        )
     if missing:
-        lines.append("to measure what is not, run one task of it first, with this backbone, on this kind of device and into this storage")
+        lines.append(
+            "to measure what is not, run one task of it first, with this backbone, on this kind "
+            "of device and into this storage"
+        )
     return "\n".join(lines)

@@ -32,15 +32,35 @@ from workers.errors import UserError
 from workers.filesystem import access_remedy
 
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-IMAGES = {".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+IMAGES = {
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+}
 SUFFIXES = {"folder": IMAGES, "tar": {".tar"}, "parquet": {".parquet"}}
-SPECIAL = {stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+SPECIAL = {
+    stat.S_ISFIFO: "a named pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
 SPLITS: tuple[Split, ...] = ("train", "test")
 MOST_NAMED = 3  # reasons that an error gives for what is left out, and names of each
 CHUNK = 256  # files, members or images per unit
 LABEL_MEMBER = "cls"
 LONGEST_LABEL = 4096  # bytes of a class name in a source
-MOST_BYTES = 512 << 20  # of one encoded image: without compression, 16 bits a channel, they are 400 MB at the default max_pixels
+MOST_BYTES = (
+    512 << 20
+)  # of one encoded image: without compression, 16 bits a channel, they are 400 MB at the default max_pixels
 LONGEST_KEY = 255  # characters of a part of a key, as many as a file system gives a name
 MOST_HEADER = 1 << 20  # of one header in a tar
 
@@ -115,7 +135,10 @@ def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
     except UserError as error:
         raise type(error)(f"source {uri!r}: {error}") from None
     except (ImportError, ValueError) as error:
-        raise UserError(f"source {uri!r} cannot be opened ({error}); install huggingface_hub or download the files") from None
+        raise UserError(
+            f"source {uri!r} cannot be opened ({error}); install huggingface_hub or download "
+            "the files"
+        ) from None
     return fs.PyFileSystem(fs.FSSpecHandler(system)), path
 
 
@@ -132,7 +155,9 @@ def listing(card: Card) -> list[Entry] | None:
     file is listed under its own name. Raises UserError where it cannot be listed."""
     uri, below = place(card), [""]
     if card.source.format == "folder":
-        below = [name for name in card.source.splits.values() if name and ".." not in name.split("/")]
+        below = [
+            name for name in card.source.splits.values() if name and ".." not in name.split("/")
+        ]
     system, path = open_fs(uri)
     try:
         if isinstance(system, fs.LocalFileSystem):
@@ -147,8 +172,15 @@ def listing(card: Card) -> list[Entry] | None:
             return [Entry(found.base_name, found.size, found.mtime_ns or 0)]
         if found.type == fs.FileType.NotFound:
             return None
-        infos = [i for part in below
-                 for i in system.get_file_info(fs.FileSelector(posixpath.join(path, part).rstrip("/"), allow_not_found=True, recursive=True))]
+        infos = [
+            i
+            for part in below
+            for i in system.get_file_info(
+                fs.FileSelector(
+                    posixpath.join(path, part).rstrip("/"), allow_not_found=True, recursive=True
+                )
+            )
+        ]
     except UserError:
         raise
     except Exception as error:  # the hub's HTTP client raises kinds of its own
@@ -158,9 +190,16 @@ def listing(card: Card) -> list[Entry] | None:
         raise UserError(f"source {uri!r} cannot be listed ({reason}); {_remedy(uri)}") from None
     base = path.rstrip("/") + "/"
     odd = "corrupt: `?` or `#` in its name, which no URI can hold; rename it"
-    files = {(i.path.removeprefix(base), i.size, i.mtime_ns or 0) for i in infos if i.type == fs.FileType.File}
-    return [Entry(name, size, time, odd if set(name) & set("?#") else None)
-            for name, size, time in sorted(files) if not any(part.startswith(".") for part in name.split("/"))]
+    files = {
+        (i.path.removeprefix(base), i.size, i.mtime_ns or 0)
+        for i in infos
+        if i.type == fs.FileType.File
+    }
+    return [
+        Entry(name, size, time, odd if set(name) & set("?#") else None)
+        for name, size, time in sorted(files)
+        if not any(part.startswith(".") for part in name.split("/"))
+    ]
 
 
 def walk(root: str, below: Sequence[str], kinds: set[str]) -> list[Entry]:
@@ -207,11 +246,23 @@ def walk(root: str, below: Sequence[str], kinds: set[str]) -> list[Entry]:
     for name in links:  # it grows
         real = os.path.realpath(os.path.join(root, name))
         if real in read or real in above:
-            here = f"{read[real]}, which is" if real in read else "a folder that holds others which are"
+            here = (
+                f"{read[real]}, which is"
+                if real in read
+                else "a folder that holds others which are"
+            )
             entries.append(Entry(name, 0, 0, f"other file: a link to {here} read anyway"))
         elif not real.startswith(base.rstrip("/") + "/"):
-            entries.append(Entry(name, 0, 0, "link: to a folder outside the source; move that folder into the source, or let source.path name one that "
-                                          "holds both"))
+            entries.append(
+                Entry(
+                    name,
+                    0,
+                    0,
+                    "link: to a folder outside the source; move that folder into the source, or "
+                    "let source.path name one that "
+                    "holds both",
+                )
+            )
         else:
             visit(name)
     return sorted(entries)
@@ -222,11 +273,21 @@ def _entry(name: str, found: os.DirEntry[str], kinds: set[str]) -> Entry:
     try:
         info = found.stat()
     except OSError as error:
-        why = {errno.ENOENT: "to nothing", errno.ELOOP: "to itself"}.get(error.errno or 0, f"that cannot be followed ({error.strerror})")
-        return Entry(name, 0, 0, f"link: {why}" if suffix_of(name) in kinds else f"other file: a link {why}")
+        why = {errno.ENOENT: "to nothing", errno.ELOOP: "to itself"}.get(
+            error.errno or 0, f"that cannot be followed ({error.strerror})"
+        )
+        return Entry(
+            name, 0, 0, f"link: {why}" if suffix_of(name) in kinds else f"other file: a link {why}"
+        )
     if stat.S_ISREG(info.st_mode):
         return Entry(name, info.st_size, info.st_mtime_ns)
-    return Entry(name, 0, 0, f"other file: {next((kind for test, kind in SPECIAL.items() if test(info.st_mode)), 'no plain file')}")
+    return Entry(
+        name,
+        0,
+        0,
+        "other file: "
+        f"{next((kind for test, kind in SPECIAL.items() if test(info.st_mode)), 'no plain file')}",
+    )
 
 
 def is_utf8(text: str) -> bool:
@@ -253,8 +314,11 @@ def check_forms(where: str, names: Iterable[str]) -> None:
             path = name[:end]
             other = first.setdefault(nfc(path), path)
             if other != path:
-                raise UserError(f"{where}: {other!a} and {path!a} are the same name in two Unicode forms (NFC and NFD); merge "
-                                "them, or rename one")
+                raise UserError(
+                    f"{where}: {other!a} and {path!a} are the same name in two Unicode forms "
+                    "(NFC and NFD); merge "
+                    "them, or rename one"
+                )
 
 
 def _remedy(uri: str) -> str:
@@ -270,7 +334,10 @@ def left_out(problems: Iterable[tuple[str, str | None]]) -> str:
     for name, problem in problems:
         if problem:
             names.setdefault(problem, []).append(printable(name))
-    parts = [f"{', '.join(some[:MOST_NAMED])}{' ...' if len(some) > MOST_NAMED else ''}, {problem}" for problem, some in names.items()]
+    parts = [
+        f"{', '.join(some[:MOST_NAMED])}{' ...' if len(some) > MOST_NAMED else ''}, {problem}"
+        for problem, some in names.items()
+    ]
     return f" (left out: {'; '.join(parts[:MOST_NAMED])})" if parts else ""
 
 
@@ -278,9 +345,16 @@ def need_listing(card: Card) -> list[Entry]:
     """What the splits of a card hold. Raises UserError where that is nothing."""
     files = listing(card)
     if not files:
-        state = "does not exist" if files is None else f"holds no images in its splits ({dict(card.source.splits)})"
-        raise UserError(f"card {card.name!r}: its source {place(card)} {state}; put the data there, or point source.path of the "
-                        "card (or the environment variable in it) to where it is")
+        state = (
+            "does not exist"
+            if files is None
+            else f"holds no images in its splits ({dict(card.source.splits)})"
+        )
+        raise UserError(
+            f"card {card.name!r}: its source {place(card)} {state}; put the data there, or "
+            "point source.path of the "
+            "card (or the environment variable in it) to where it is"
+        )
     return files
 
 
@@ -290,7 +364,11 @@ def of_split(card: Card, split: Split, files: Sequence[Entry]) -> list[Entry]:
     if not pattern:
         return []
     if card.source.format == "folder":
-        return [entry for entry in files if entry.name == pattern or entry.name.startswith(f"{pattern}/")]
+        return [
+            entry
+            for entry in files
+            if entry.name == pattern or entry.name.startswith(f"{pattern}/")
+        ]
     if is_one_file(card, files):  # all of it is train
         return [*files] if split == "train" else []
     globs = (pattern, f"{pattern}/*", f"{pattern}-*", f"{pattern}_*", f"{pattern}.*")
@@ -318,8 +396,11 @@ def archives(card: Card, split: Split, files: Sequence[Entry]) -> tuple[list[str
     uris, rest, base = [], [], base_of(card)
     for entry in of_split(card, split, files):
         if entry.problem and not entry.problem.startswith("other file"):
-            raise UserError(f"card {card.name!r}: {printable(entry.name)} in its source {place(card)} is left out ({entry.problem}), and it may hold many "
-                            "images; mend or remove it")
+            raise UserError(
+                f"card {card.name!r}: {printable(entry.name)} in its source {place(card)} is "
+                f"left out ({entry.problem}), and it may hold many "
+                "images; mend or remove it"
+            )
         if entry.problem or suffix_of(entry.name) not in SUFFIXES[card.source.format]:
             rest.append(Item(split, entry.name, "", None, entry.problem or other_file(entry.name)))
         else:
@@ -334,8 +415,13 @@ def other_file(name: str) -> str:
 # ---- the formats ---------------------------------------------------------------------------------------------------------
 def units(card: Card, map_fn: MapFn) -> list[Unit]:
     """The whole source, in an order that depends on the source alone. Raises UserError where it is missing or unreadable."""
-    return {"folder": _folder, "tar": _tar, "parquet": _parquet, "sklearn": _sklearn, "torchvision": _torchvision}[
-        card.source.format](card, map_fn)
+    return {
+        "folder": _folder,
+        "tar": _tar,
+        "parquet": _parquet,
+        "sklearn": _sklearn,
+        "torchvision": _torchvision,
+    }[card.source.format](card, map_fn)
 
 
 def fingerprint(card: Card) -> str | None:
@@ -351,12 +437,23 @@ def look(card: Card) -> tuple[str, str] | None:
     if card.source.format in ("sklearn", "torchvision"):
         return f"{card.source.format}:{card.source.name}", "-"
     files = listing(card) or []
-    used = sorted({(nfc(entry.name), entry.size, entry.modified) for split in SPLITS
-                   for entry in of_split(card, split, files)
-                   if not entry.problem and suffix_of(entry.name) in SUFFIXES[card.source.format]})
-    sizes = "\n".join(f"{name}\t{size}" for name, size, _ in used).encode("utf-8", "surrogateescape")
+    used = sorted(
+        {
+            (nfc(entry.name), entry.size, entry.modified)
+            for split in SPLITS
+            for entry in of_split(card, split, files)
+            if not entry.problem and suffix_of(entry.name) in SUFFIXES[card.source.format]
+        }
+    )
+    sizes = "\n".join(f"{name}\t{size}" for name, size, _ in used).encode(
+        "utf-8", "surrogateescape"
+    )
     times = "\n".join(str(time) for *_, time in used).encode()
-    return (hashlib.sha256(sizes).hexdigest(), hashlib.sha256(times).hexdigest()[:32]) if used else None
+    return (
+        (hashlib.sha256(sizes).hexdigest(), hashlib.sha256(times).hexdigest()[:32])
+        if used
+        else None
+    )
 
 
 def _folder(card: Card, map_fn: MapFn) -> list[Unit]:
@@ -367,9 +464,13 @@ def _folder(card: Card, map_fn: MapFn) -> list[Unit]:
         for entry in of_split(card, split, files):
             parts = PurePosixPath(entry.name).relative_to(card.source.splits[split]).parts
             stem, suffix = os.path.splitext(entry.name.rpartition("/")[2])
-            problem = entry.problem or (too_large(entry.size) if suffix.lower() in IMAGES else other_file(entry.name))
+            problem = entry.problem or (
+                too_large(entry.size) if suffix.lower() in IMAGES else other_file(entry.name)
+            )
             label = parts[0] if len(parts) > 1 else None
-            items.append(Item(split, entry.name, stem, label, problem, join(base, entry.name), 0, entry.size))
+            items.append(
+                Item(split, entry.name, stem, label, problem, join(base, entry.name), 0, entry.size)
+            )
     return _chunks(items)
 
 
@@ -392,9 +493,16 @@ def read_at(uri: str, offset: int, size: int | None) -> bytes:
         with open_file(uri) as stream:
             return stream.read_at(stream.size() if size is None else size, offset)
     except OSError as error:
-        remedy = "check that it is there and readable for every worker" if is_local(uri) else _remedy(uri)
-        raise UserError(f"{printable(uri)} cannot be read ({printable(str(error).splitlines()[0])}); {remedy}, then run the same command "
-                        "again") from None
+        remedy = (
+            "check that it is there and readable for every worker"
+            if is_local(uri)
+            else _remedy(uri)
+        )
+        raise UserError(
+            f"{printable(uri)} cannot be read ({printable(str(error).splitlines()[0])}); "
+            f"{remedy}, then run the same command "
+            "again"
+        ) from None
 
 
 def _tar(card: Card, map_fn: MapFn) -> list[Unit]:
@@ -425,22 +533,42 @@ def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
                 key, suffix = _key_of(uri, member)
                 samples.setdefault(key, {})[suffix] = member
                 if not 0 <= member.size <= stream.size() - member.offset_data:
-                    raise tarfile.ReadError(f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow")
+                    raise tarfile.ReadError(
+                        f"member {member.name!r:.80} has {member.size} bytes, and so many do "
+                        "not follow"
+                    )
                 if suffix == extension:
-                    labels[key] = stream.read_at(min(member.size, LONGEST_LABEL), member.offset_data).decode("utf-8", "replace").strip()
+                    labels[key] = (
+                        stream.read_at(min(member.size, LONGEST_LABEL), member.offset_data)
+                        .decode("utf-8", "replace")
+                        .strip()
+                    )
             if stream.size() < tar.offset + tarfile.BLOCKSIZE:
                 raise tarfile.ReadError("it ends without an end mark")
     except UserError:
         raise
-    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # the last two from headers that no program writes
-        raise UserError(f"{printable(uri)} is cut short or no uncompressed tar ({error}); fetch it again, or unpack its compression") from None
+    except (
+        tarfile.TarError,
+        EOFError,
+        ValueError,
+        RecursionError,
+    ) as error:  # the last two from headers that no program writes
+        raise UserError(
+            f"{printable(uri)} is cut short or no uncompressed tar ({error}); fetch it again, "
+            "or unpack its compression"
+        ) from None
     items = []
     for key, members in samples.items():
         image = next((m for suffix, m in members.items() if f".{suffix}" in IMAGES), None)
         label, stem = _name_of(labels.get(key), classes), key.rsplit("/", 1)[-1]
         where = f"{posixpath.basename(open_fs(uri)[1])}:{key}"
-        items.append(Item(split, where, stem, label, "corrupt: no image in the sample") if image is None else
-                     Item(split, where, stem, label, too_large(image.size), uri, image.offset_data, image.size))
+        items.append(
+            Item(split, where, stem, label, "corrupt: no image in the sample")
+            if image is None
+            else Item(
+                split, where, stem, label, too_large(image.size), uri, image.offset_data, image.size
+            )
+        )
     return items
 
 
@@ -458,9 +586,17 @@ class _Headers:
 
 def _key_of(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
     """WebDataset's key (all up to the first dot of the file name) and extension of a member."""
-    if member.name.startswith("/") or ".." in member.name.split("/") or not member.isreg() or member.issparse():
-        raise UserError(f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside the archive; shards hold plain files with "
-                        "relative names, write this one anew")
+    if (
+        member.name.startswith("/")
+        or ".." in member.name.split("/")
+        or not member.isreg()
+        or member.issparse()
+    ):
+        raise UserError(
+            f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside the "
+            "archive; shards hold plain files with "
+            "relative names, write this one anew"
+        )
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.partition(".")
     return f"{folder}/{stem}" if folder else stem, suffix.lower()
@@ -482,7 +618,10 @@ def _name_of(label: Any, classes: tuple[str, ...]) -> str | None:
 
 
 def _parquet(card: Card, map_fn: MapFn) -> list[Unit]:
-    files, columns = need_listing(card), (card.source.image, *([] if card.source.label is None else [card.source.label]))
+    files, columns = (
+        need_listing(card),
+        (card.source.image, *([] if card.source.label is None else [card.source.label])),
+    )
     found = []
     for split in SPLITS:
         uris, rest = archives(card, split, files)
@@ -491,14 +630,25 @@ def _parquet(card: Card, map_fn: MapFn) -> list[Unit]:
             try:
                 with _parquet_file(uri) as file:
                     groups, names = file.metadata.num_row_groups, file.schema_arrow.names
-                    first = np.cumsum([0, *(file.metadata.row_group(g).num_rows for g in range(groups))]).tolist()
+                    first = np.cumsum(
+                        [0, *(file.metadata.row_group(g).num_rows for g in range(groups))]
+                    ).tolist()
             except (pa.ArrowInvalid, OSError) as error:
-                raise UserError(f"{printable(uri)} is not readable as Parquet ({str(error).splitlines()[0]}); fetch it again") from None
+                raise UserError(
+                    f"{printable(uri)} is not readable as Parquet "
+                    f"({str(error).splitlines()[0]}); fetch it again"
+                ) from None
             missing = [column for column in columns if column not in names]
             if missing:
-                raise UserError(f"{printable(uri)} has no column {missing[0]!r}, only {', '.join(names)}; name the columns in source.image "
-                                f"and source.label of card {card.name!r}")
-            found += [Unit(read_parquet, (split, uri, g, first[g], columns, card.classes)) for g in range(groups)]
+                raise UserError(
+                    f"{printable(uri)} has no column {missing[0]!r}, only {', '.join(names)}; "
+                    "name the columns in source.image "
+                    f"and source.label of card {card.name!r}"
+                )
+            found += [
+                Unit(read_parquet, (split, uri, g, first[g], columns, card.classes))
+                for g in range(groups)
+            ]
     return found
 
 
@@ -508,8 +658,9 @@ def _parquet_file(uri: str) -> Iterator[pq.ParquetFile]:
         yield file
 
 
-def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[str, ...],
-                 classes: tuple[str, ...]) -> Iterator[tuple[Item, bytes | None]]:
+def read_parquet(
+    split: str, uri: str, group: int, first: int, columns: tuple[str, ...], classes: tuple[str, ...]
+) -> Iterator[tuple[Item, bytes | None]]:
     """One row group, read once and row after row, so that a group of any size needs little memory, and so do rows that all say the same huge value,
     which a file holds once. columns: of the image, and of the label if there is one. Raises UserError where it cannot be read to its end."""
     row = first
@@ -518,16 +669,36 @@ def read_parquet(split: str, uri: str, group: int, first: int, columns: tuple[st
             for batch in file.iter_batches(1, row_groups=[group], columns=list(columns)):
                 image, *label = (_value(batch[column][0]) for column in columns)
                 if label and isinstance(label[0], (str, bytes)) and len(label[0]) > LONGEST_LABEL:
-                    raise UserError(f"{printable(uri)}: the label of row {row} has {len(label[0])} characters, and no class has a name of more than "
-                                    f"{LONGEST_LABEL}; fetch the file again, or name another column in source.label")
+                    raise UserError(
+                        f"{printable(uri)}: the label of row {row} has {len(label[0])} "
+                        "characters, and no class has a name of more than "
+                        f"{LONGEST_LABEL}; fetch the file again, or name another column in "
+                        "source.label"
+                    )
                 path = image.get("path") if isinstance(image, dict) else None
                 data = image.get("bytes") if isinstance(image, dict) else image
-                problem = too_large(len(data)) if isinstance(data, bytes) else "corrupt: the row holds no bytes"
+                problem = (
+                    too_large(len(data))
+                    if isinstance(data, bytes)
+                    else "corrupt: the row holds no bytes"
+                )
                 stem = PurePosixPath(path).stem if isinstance(path, str) and path else f"{row:08d}"
-                yield Item(split, f"{uri.rsplit('/', 1)[-1]}:{row}", stem, _name_of(label[0] if label else None, classes), problem), data
+                yield (
+                    Item(
+                        split,
+                        f"{uri.rsplit('/', 1)[-1]}:{row}",
+                        stem,
+                        _name_of(label[0] if label else None, classes),
+                        problem,
+                    ),
+                    data,
+                )
                 row += 1
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{printable(uri)} is not readable as Parquet beyond row {row} ({str(error).splitlines()[0]}); fetch it again") from None
+        raise UserError(
+            f"{printable(uri)} is not readable as Parquet beyond row {row} "
+            f"({str(error).splitlines()[0]}); fetch it again"
+        ) from None
 
 
 def _value(scalar: pa.Scalar) -> Any:
@@ -542,7 +713,10 @@ def _value(scalar: pa.Scalar) -> Any:
 
 def _sklearn(card: Card, map_fn: MapFn) -> list[Unit]:
     if card.source.name != "digits":
-        raise UserError(f"card {card.name!r}: source.name is {card.source.name!r}; of scikit-learn's data sets `digits` is images")
+        raise UserError(
+            f"card {card.name!r}: source.name is {card.source.name!r}; of scikit-learn's data "
+            "sets `digits` is images"
+        )
     return [Unit(read_digits, (card.classes,))]
 
 
@@ -550,17 +724,24 @@ def read_digits(classes: tuple[str, ...]) -> Iterator[tuple[Item, bytes | None]]
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    for row, (values, label) in enumerate(zip(digits.images, digits.target, strict=True)):  # (8, 8), 0 to 16
+    for row, (values, label) in enumerate(
+        zip(digits.images, digits.target, strict=True)
+    ):  # (8, 8), 0 to 16
         image = Image.fromarray((values * 255 / 16).round().astype(np.uint8))
-        yield Item("train", f"digits:{row}", f"{row:08d}", _name_of(int(label), classes)), png(image)
+        yield (
+            Item("train", f"digits:{row}", f"{row:08d}", _name_of(int(label), classes)),
+            png(image),
+        )
 
 
 def _torchvision(card: Card, map_fn: MapFn) -> list[Unit]:
     path, name, found = place(card), card.source.name, []
     for split in SPLITS:
         size = len(torchvision_set(path, name, split, True))
-        found += [Unit(read_torchvision, (path, name, split, i, min(i + 4 * CHUNK, size), card.classes))
-                  for i in range(0, size, 4 * CHUNK)]
+        found += [
+            Unit(read_torchvision, (path, name, split, i, min(i + 4 * CHUNK, size), card.classes))
+            for i in range(0, size, 4 * CHUNK)
+        ]
     return found
 
 
@@ -571,18 +752,25 @@ def torchvision_set(path: str, name: str, split: str, download: bool) -> Any:
     kind = getattr(datasets, name, None)
     options = inspect.signature(kind).parameters if inspect.isclass(kind) else {}
     if not {"root", "download"} <= options.keys() or not {"train", "split"} & options.keys():
-        raise UserError(f"source.name is {name!r}, which is no data set of torchvision with train and test splits that can be "
-                        "downloaded; some are CIFAR10, CIFAR100, MNIST, SVHN")
+        raise UserError(
+            f"source.name is {name!r}, which is no data set of torchvision with train and test "
+            "splits that can be "
+            "downloaded; some are CIFAR10, CIFAR100, MNIST, SVHN"
+        )
     chosen: dict[str, Any] = {"train": split == "train"} if "train" in options else {"split": split}
     try:
         return kind(root=path, download=download, **chosen)  # type: ignore[misc]
     except (OSError, RuntimeError) as error:
-        raise UserError(f"torchvision's {name} is not below {path} and cannot be downloaded ({str(error).splitlines()[0]}); put "
-                        "its files there, or run this once on a machine with a network") from None
+        raise UserError(
+            f"torchvision's {name} is not below {path} and cannot be downloaded "
+            f"({str(error).splitlines()[0]}); put "
+            "its files there, or run this once on a machine with a network"
+        ) from None
 
 
-def read_torchvision(path: str, name: str, split: str, start: int, stop: int,
-                     classes: tuple[str, ...]) -> Iterator[tuple[Item, bytes | None]]:
+def read_torchvision(
+    path: str, name: str, split: str, start: int, stop: int, classes: tuple[str, ...]
+) -> Iterator[tuple[Item, bytes | None]]:
     data = torchvision_set(path, name, split, False)
     for row in range(start, stop):
         image, label = data[row]

@@ -42,11 +42,16 @@ class Graph:
     def of(cls, name: str, stages: list[Stage]) -> Graph:
         by_id = {s.id: s for s in stages}
         if len(by_id) != len(stages):
-            raise UserError(f"run {name!r}: two stages have the same id; give tasks and methods different names")
+            raise UserError(
+                f"run {name!r}: two stages have the same id; give tasks and methods different names"
+            )
         try:
             order = list(TopologicalSorter({s.id: s.parents for s in stages}).static_order())
         except CycleError as error:
-            raise UserError(f"run {name!r}: the stages wait for each other in a circle: {' -> '.join(error.args[1])}") from None
+            raise UserError(
+                f"run {name!r}: the stages wait for each other in a circle: "
+                f"{' -> '.join(error.args[1])}"
+            ) from None
         return cls(name, {i: by_id[i] for i in order})
 
     def __iter__(self) -> Iterator[Stage]:

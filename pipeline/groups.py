@@ -81,11 +81,26 @@ class OnRay:
     stages of a group. Whoever is lost, its stage is offered again and goes on from its last checkpoint.
     """
 
-    def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None], width: int):
+    def __init__(
+        self,
+        store: Store,
+        cluster: ClusterSettings,
+        local: Local,
+        progress: Callable[[Event], None],
+        width: int,
+    ):
         loaded = sys.modules.get("ray")
-        self.joined = loaded is not None and loaded.is_initialized()  # inside a search: whoever started Ray ends it
+        self.joined = (
+            loaded is not None and loaded.is_initialized()
+        )  # inside a search: whoever started Ray ends it
         ray = connect(cluster)
-        self.ray, self.store, self.cluster, self.local, self.progress = ray, store, cluster, local, progress
+        self.ray, self.store, self.cluster, self.local, self.progress = (
+            ray,
+            store,
+            cluster,
+            local,
+            progress,
+        )
         self.width = width  # most stages that can run side by side
         self.name, self.own, self.books = name_in(ray), passing_name(), 0
         self.queue = registered(ray, Watching, self.name)
@@ -112,7 +127,14 @@ class OnRay:
 
     def submit(self, stage: Stage, depth: int) -> None:
         if isinstance(stage.job, IngestJob):
-            self.ingests.append(self.threads.submit(attempt, stage, lambda: run_ingest(self.store, stage, self.map, self.progress), self.store.storage))
+            self.ingests.append(
+                self.threads.submit(
+                    attempt,
+                    stage,
+                    lambda: run_ingest(self.store, stage, self.map, self.progress),
+                    self.store.storage,
+                )
+            )
         elif stage.job is None:
             self.local_waiting.append(stage)
         else:
@@ -122,7 +144,10 @@ class OnRay:
     def poll(self) -> list[Event]:
         try:
             return self._poll()
-        except (self.ray.exceptions.RayError, ConnectionError) as error:  # the client of ray:// raises the latter
+        except (
+            self.ray.exceptions.RayError,
+            ConnectionError,
+        ) as error:  # the client of ray:// raises the latter
             self.broken = True
             raise broke_down(self.ray, error) from None
 
@@ -140,7 +165,9 @@ class OnRay:
             news, self.places = self._answer(self.queue.offer.remote(outbox))
             self.used |= {node for nodes in self.places.values() for node in nodes}
             self._mind_groups()
-            if time.monotonic() - self.looked > LOOK_S or any(event.kind == "lost" for event in news):
+            if time.monotonic() - self.looked > LOOK_S or any(
+                event.kind == "lost" for event in news
+            ):
                 self._look_around()
             events += [self._explained(event) for event in news]
         if notice.given.is_set():
@@ -163,16 +190,31 @@ class OnRay:
             if index not in self.groups:
                 self._start(index, workers)
         for index, group in self.groups.items():
-            if index not in self.places and index < len(sizes) and group.workers > sizes[index]:  # it would wait for a node that is gone
+            if (
+                index not in self.places and index < len(sizes) and group.workers > sizes[index]
+            ):  # it would wait for a node that is gone
                 self._cancel(group)
-        outgrown = [i for i in self.places if i >= len(sizes) or (i in self.groups and self.groups[i].workers != sizes[i])]
+        outgrown = [
+            i
+            for i in self.places
+            if i >= len(sizes) or (i in self.groups and self.groups[i].workers != sizes[i])
+        ]
         if outgrown:
             self.queue.dismiss.remote(outgrown, False)
 
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
-        fn = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")(run_segment)  # not within what a trial of a search has reserved
+        fn = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")(
+            run_segment
+        )  # not within what a trial of a search has reserved
         self.books += 1
-        task = fn.remote(self.queue, index, self.cluster, workers, join(self.store.storage, "ray"), f"group-{self.own}-{self.books}")
+        task = fn.remote(
+            self.queue,
+            index,
+            self.cluster,
+            workers,
+            join(self.store.storage, "ray"),
+            f"group-{self.own}-{self.books}",
+        )
         self.groups[index] = Running(task, workers, starts + 1, time.monotonic())
 
     def _cancel(self, group: Running) -> None:
@@ -185,15 +227,24 @@ class OnRay:
         for index in self.places:
             if index in self.groups:
                 self.groups[index].starts, self.groups[index].since = 0, None
-        done, _ = self.ray.wait([group.task for group in self.groups.values()], num_returns=len(self.groups), timeout=0)
+        done, _ = self.ray.wait(
+            [group.task for group in self.groups.values()], num_returns=len(self.groups), timeout=0
+        )
         for index, group in [*self.groups.items()]:
             if group.task in done:
                 self._replace(index, group)
-        late = [group for group in self.groups.values() if group.since is not None and time.monotonic() - group.since > WAIT_S]
+        late = [
+            group
+            for group in self.groups.values()
+            if group.since is not None and time.monotonic() - group.since > WAIT_S
+        ]
         if late:
             free = self.ray.available_resources()
-            self._say(f"waiting for {len(late)} groups of {late[0].workers} workers that take {in_words(needs(self.cluster))} each; free now: "
-                      f"{in_words({name: free.get(name, 0.0) for name in needs(self.cluster)})}")
+            self._say(
+                f"waiting for {len(late)} groups of {late[0].workers} workers that take "
+                f"{in_words(needs(self.cluster))} each; free now: "
+                f"{in_words({name: free.get(name, 0.0) for name in needs(self.cluster)})}"
+            )
         for group in late:
             group.since = None  # told once
 
@@ -206,12 +257,17 @@ class OnRay:
         except Exception as error:
             message = failures.describe(error)
         if group.starts > self.cluster.retries and not moved:
-            raise UserError(f"worker group {index} could not be started in {group.starts} tries: {message}; mend what it says, "
-                            "or use fewer workers with --set cluster.workers=N")
+            raise UserError(
+                f"worker group {index} could not be started in {group.starts} tries: {message}; "
+                "mend what it says, "
+                "or use fewer workers with --set cluster.workers=N"
+            )
         self._answer(self.queue.abandon.remote(index, message, moved))
         self.places.pop(index, None)
         self.looked = 0.0  # what was lost with it is told at the next look
-        sizes = sizes_of_groups(self._answer(self.queue.look_around.remote()), self.cluster, self.name, self.width)
+        sizes = sizes_of_groups(
+            self._answer(self.queue.look_around.remote()), self.cluster, self.name, self.width
+        )
         del self.groups[index]
         if self.left_since is None and index < len(sizes):
             self._start(index, sizes[index], group.starts)
@@ -223,20 +279,45 @@ class OnRay:
         self.looked = time.monotonic()
         for node in self.around.nodes.values():
             old = before.nodes.get(node.id)
-            groups = [index for index, nodes in self.places.items() if node.id in nodes and index in self.groups]
+            groups = [
+                index
+                for index, nodes in self.places.items()
+                if node.id in nodes and index in self.groups
+            ]
             if node.alive and old is None:
-                self._say(f"node {node} joined ({in_words({n: node.resources[n] for n in ('CPU', 'GPU') if n in node.resources})})")
+                self._say(
+                    f"node {node} joined "
+                    f"({in_words({n: node.resources[n] for n in ('CPU', 'GPU') if n in node.resources})})"
+                )
                 if address_of(self.cluster) != "local":
                     check_nodes(self.ray, {node.id: node}, self.store.storage)
             elif not node.alive and old is not None and old.alive:
-                here = "has gone on elsewhere" if node.id in self.used and not groups else "goes on from its last checkpoint"
-                self._say(f"node {node} was lost; " + (f"what ran on it {here}" if node.id in self.used else "nothing of this run was on it"))
+                here = (
+                    "has gone on elsewhere"
+                    if node.id in self.used and not groups
+                    else "goes on from its last checkpoint"
+                )
+                self._say(
+                    f"node {node} was lost; "
+                    + (
+                        f"what ran on it {here}"
+                        if node.id in self.used
+                        else "nothing of this run was on it"
+                    )
+                )
                 for index in groups:  # not when its workers are found dead: another group may have time for its stage at once
                     self._answer(self.queue.abandon.remote(index, f"node {node} was lost", True))
                     del self.places[index]
                     self.groups[index].since = time.monotonic()
             elif node.leaves and old is not None and not old.leaves:
-                self._say(f"node {node} is going to be taken away; " + ("what runs on it is saved and moved" if groups else "nothing of this run is on it"))
+                self._say(
+                    f"node {node} is going to be taken away; "
+                    + (
+                        "what runs on it is saved and moved"
+                        if groups
+                        else "nothing of this run is on it"
+                    )
+                )
                 if groups:
                     self.queue.dismiss.remote(groups, True)
         if self.left_since is None:
@@ -248,11 +329,23 @@ class OnRay:
             return event
         stage = self.stages[event.stage]
         age = checkpoint.age_s(self.store.root, stage.key)
-        lost = "and it has no checkpoint yet" if age is None else f"and with it at most {age:.0f} s of work"
-        gone = [node for node in (self.around.nodes.get(name) for name in event.body["nodes"]) if node and not node.alive]
+        lost = (
+            "and it has no checkpoint yet"
+            if age is None
+            else f"and with it at most {age:.0f} s of work"
+        )
+        gone = [
+            node
+            for node in (self.around.nodes.get(name) for name in event.body["nodes"])
+            if node and not node.alive
+        ]
         if gone:
             return replace(event, kind="moved", message=f"node {gone[0]} was lost, {lost}")
-        return replace(event, kind="moved" if event.body["moved"] else "lost", message=f"{event.message}, {lost}")
+        return replace(
+            event,
+            kind="moved" if event.body["moved"] else "lost",
+            message=f"{event.message}, {lost}",
+        )
 
     def _leave(self) -> None:
         """This driver was told to go: its groups save what they do. Raises Leaving when they have, or did not in time."""
@@ -272,13 +365,21 @@ class OnRay:
     def close(self) -> None:
         self.listening()
         self.threads.shutdown(wait=False, cancel_futures=True)
-        if self.broken:  # a good end would wait for what does not answer; Ray's processes end with this one
+        if (
+            self.broken
+        ):  # a good end would wait for what does not answer; Ray's processes end with this one
             atexit.unregister(self.ray.shutdown)
             return
-        with suppress(self.ray.exceptions.RayError, ConnectionError):  # whatever it is, closing does not hide why the run ended
+        with suppress(
+            self.ray.exceptions.RayError, ConnectionError
+        ):  # whatever it is, closing does not hide why the run ended
             if self.groups:
                 self.ray.get(self.queue.close.remote())
-                self.ray.wait([group.task for group in self.groups.values()], num_returns=len(self.groups), timeout=10)
+                self.ray.wait(
+                    [group.task for group in self.groups.values()],
+                    num_returns=len(self.groups),
+                    timeout=10,
+                )
         sweep(self.store, self.own)
         if not self.joined:
             self.ray.shutdown()
@@ -288,11 +389,20 @@ def broke_down(ray: Any, error: Exception) -> UserError:
     """What is said where not a worker is lost but what the driver itself needs."""
     if isinstance(error, ConnectionError):
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return UserError(f"the connection to the Ray cluster was lost ({reason}); what finished is kept, run the same command again when the head "
-                         "node and its client port answer")
+        return UserError(
+            f"the connection to the Ray cluster was lost ({reason}); what finished is kept, run "
+            "the same command again when the head "
+            "node and its client port answer"
+        )
     unanswered = isinstance(error, ray.exceptions.GetTimeoutError)
-    why = f"its head node has not answered for {ANSWER_S:.0f} s" if unanswered else str(error).strip().splitlines()[0]
-    return UserError(f"Ray itself broke down ({why}); what finished is kept, run the same command again")
+    why = (
+        f"its head node has not answered for {ANSWER_S:.0f} s"
+        if unanswered
+        else str(error).strip().splitlines()[0]
+    )
+    return UserError(
+        f"Ray itself broke down ({why}); what finished is kept, run the same command again"
+    )
 
 
 def sweep(store: Store, own: str) -> None:

@@ -91,8 +91,15 @@ class Hosts:
     """
 
     def __init__(self, listen: str, names: Iterable[str] = ()):
-        self.names = {"localhost", "127.0.0.1", "::1", *(name.lower().strip("[]") for name in (listen, *names))} - {""}
-        self.any_address = not listen or (is_address(listen) and ipaddress.ip_address(listen).is_unspecified)
+        self.names = {
+            "localhost",
+            "127.0.0.1",
+            "::1",
+            *(name.lower().strip("[]") for name in (listen, *names)),
+        } - {""}
+        self.any_address = not listen or (
+            is_address(listen) and ipaddress.ip_address(listen).is_unspecified
+        )
 
     def allow(self, host: str) -> bool:
         """host: as in the header `Host`, with or without a port."""
@@ -129,7 +136,9 @@ class Front:
     ):
         self.predict, self.tasks, self.hosts, self.is_healthy = predict, tasks, hosts, is_healthy
         self.bounds = bounds or Bounds()
-        self.incomplete: dict[Connection, None] = {}  # connections that wait for a request's head, the oldest first
+        self.incomplete: dict[
+            Connection, None
+        ] = {}  # connections that wait for a request's head, the oldest first
         self.uploads: dict[Upload, None] = {}  # the oldest first
         self.connections = self.bounds.connections
         self.held = 0  # bytes of bodies
@@ -147,7 +156,11 @@ class Front:
         except ClientDisconnect:
             return
         except Exception as error:  # one request ends no other
-            print(f"accrete: a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"accrete: a request failed: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             reply = Reply(500, {"error": "the server failed; its output says why"})
         headers = {"retry-after": "1"} if reply.status == 503 else None
         await JSONResponse(reply.body, reply.status, headers)(scope, receive, send)
@@ -161,7 +174,11 @@ class Front:
         if route == ("GET", "/tasks"):
             return Reply(200, dict(self.tasks))
         if route != ("POST", "/predict"):
-            raise Refused(404, f"there is no {route[0][:20]} {route[1][:80]}; there are POST /predict, GET /tasks and GET /health")
+            raise Refused(
+                404,
+                f"there is no {route[0][:20]} {route[1][:80]}; there are POST /predict, GET "
+                "/tasks and GET /health",
+            )
         self.check_room()
         upload = await self.receive(request)
         try:
@@ -178,31 +195,55 @@ class Front:
         """Raises Refused where another site's page asks."""
         host = request.headers.get("host", "")
         if not self.hosts.allow(host):
-            raise Refused(421, f"host {host[:80]!r} is not served here; ask under the server's own address, or start it with --allow-host NAME")
+            raise Refused(
+                421,
+                f"host {host[:80]!r} is not served here; ask under the server's own address, or "
+                "start it with --allow-host NAME",
+            )
         origin = request.headers.get("origin")
         if origin is not None and not self.hosts.allow(origin.partition("://")[2]):
-            raise Refused(403, f"pages of {origin[:80]!r} may not ask here; start the server with --allow-host NAME to allow those of NAME")
+            raise Refused(
+                403,
+                f"pages of {origin[:80]!r} may not ask here; start the server with --allow-host "
+                "NAME to allow those of NAME",
+            )
 
     def check_room(self) -> None:
         """Raises Refused where too many predictions are under way."""
         if self.predictions >= self.bounds.requests:
-            raise Refused(503, f"{self.predictions} requests are being answered; send this one again later")
+            raise Refused(
+                503, f"{self.predictions} requests are being answered; send this one again later"
+            )
 
     async def health_reply(self) -> Reply:
         async with self.health_check:
             if time.monotonic() > self.health_until:
                 try:
-                    self.health = await asyncio.wait_for(asyncio.to_thread(self.is_healthy), self.bounds.head_s)
+                    self.health = await asyncio.wait_for(
+                        asyncio.to_thread(self.is_healthy), self.bounds.head_s
+                    )
                 except Exception:
                     self.health = False
                 self.health_until = time.monotonic() + 1
-        return Reply(200, {"status": "ok"}) if self.health else Reply(503, {"error": "the model does not answer; it is being started again"})
+        return (
+            Reply(200, {"status": "ok"})
+            if self.health
+            else Reply(503, {"error": "the model does not answer; it is being started again"})
+        )
 
     # ---- bodies ------------------------------------------------------------------------------------------------------
     async def receive(self, request: Request) -> Upload:
         """Raises Refused where the body is too large, too slow, or gives way to later ones."""
-        large = Refused(413, f"the body takes more than {self.bounds.body_bytes} bytes; send fewer or smaller images")
-        slow = Refused(408, f"the body did not arrive within {self.bounds.body_s:g} s; send fewer or smaller images")
+        large = Refused(
+            413,
+            f"the body takes more than {self.bounds.body_bytes} bytes; send fewer or smaller "
+            "images",
+        )
+        slow = Refused(
+            408,
+            f"the body did not arrive within {self.bounds.body_s:g} s; send fewer or smaller "
+            "images",
+        )
         length = request.headers.get("content-length", "").lstrip("0") or "0"
         if len(length) > len(str(self.bounds.body_bytes)) or int(length) > self.bounds.body_bytes:
             raise large
@@ -233,7 +274,11 @@ class Front:
         self.held += len(chunk)
         while self.held > self.bounds.held_bytes:
             oldest = next(iter(self.uploads))
-            refusal = Refused(503, f"bodies of more than {self.bounds.held_bytes} bytes are being received; send this one again later")
+            refusal = Refused(
+                503,
+                f"bodies of more than {self.bounds.held_bytes} bytes are being received; send "
+                "this one again later",
+            )
             if oldest is upload:
                 raise refusal
             self.release(oldest)
@@ -251,12 +296,18 @@ class Front:
         work = asyncio.ensure_future(self.predict(body))
         left = asyncio.ensure_future(disconnected(request.receive))
         try:
-            await asyncio.wait({work, left}, timeout=self.bounds.answer_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {work, left}, timeout=self.bounds.answer_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if work.done():
                 return work.result()
             if left.done():
                 raise ClientDisconnect
-            raise Refused(504, f"there was no answer within {self.bounds.answer_s:g} s; send fewer images, or send this request again later")
+            raise Refused(
+                504,
+                f"there was no answer within {self.bounds.answer_s:g} s; send fewer images, or "
+                "send this request again later",
+            )
         finally:
             work.cancel()
             left.cancel()
@@ -338,13 +389,17 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
     )
     server = uvicorn.Server(config)
     with bound(host, port) as sock:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True, name="http")
+        thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [sock]}, daemon=True, name="http"
+        )
         thread.start()
         try:
             deadline = time.monotonic() + START_S
             while not server.started:
                 if not thread.is_alive() or time.monotonic() > deadline:
-                    raise UserError(f"the HTTP server did not start on {host}:{port}; try another --port")
+                    raise UserError(
+                        f"the HTTP server did not start on {host}:{port}; try another --port"
+                    )
                 time.sleep(0.01)
             yield sock.getsockname()[1]
         finally:
@@ -355,7 +410,9 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
 def bound(host: str, port: int) -> socket.socket:
     """A socket that is bound, of the address's own family. Raises UserError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -365,7 +422,10 @@ def bound(host: str, port: int) -> socket.socket:
             raise
     except (OSError, OverflowError) as error:
         said = getattr(error, "strerror", None) or error
-        raise UserError(f"port {port} on {host} cannot be used ({said}); give another with --port, or none for a free one") from None
+        raise UserError(
+            f"port {port} on {host} cannot be used ({said}); give another with --port, or none "
+            "for a free one"
+        ) from None
     return sock
 
 

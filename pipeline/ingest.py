@@ -18,7 +18,19 @@ import pyarrow.parquet as pq
 
 from pipeline.cards import MAX_PIXELS_PER_BYTE, Card, nfc
 from pipeline.csv_text import to_csv
-from pipeline.formats import Item, MapFn, Unit, fingerprint, left_out, look, png, printable, read_at, safe, units
+from pipeline.formats import (
+    Item,
+    MapFn,
+    Unit,
+    fingerprint,
+    left_out,
+    look,
+    png,
+    printable,
+    read_at,
+    safe,
+    units,
+)
 from workers.artefact import Artefact, Attempt, delete_dir, join, write_bytes
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, open_image, rgb
@@ -27,9 +39,22 @@ from workers.errors import UserError
 __all__ = ["REVISION", "fingerprint", "ingest", "look"]
 
 REVISION = 1  # raise it when the same source gives other shards
-KEPT = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # formats whose bytes are kept as they are
+KEPT = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+}  # formats whose bytes are kept as they are
 SMALL_PIXELS = 1_000_000  # an image of no more may be of one colour, in as few bytes as it takes
-ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))  # first column, row; steps
+ADAM7 = (
+    (0, 0, 8, 8),
+    (4, 0, 8, 8),
+    (0, 4, 4, 8),
+    (2, 0, 4, 4),
+    (0, 2, 2, 4),
+    (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)  # first column, row; steps
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of PNG's colour types
 PIECE = 1 << 20  # bytes that are inflated at a time
 REJECTED = "rejected.csv"
@@ -55,7 +80,14 @@ class Record:
     raw: str = ""  # see `raw_row`
 
 
-def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any], progress: Report | None = None) -> dict[str, Any]:
+def ingest(
+    card: Card,
+    root: str,
+    key: str,
+    map_fn: MapFn,
+    extra: dict[str, Any],
+    progress: Report | None = None,
+) -> dict[str, Any]:
     """Writes the artefact `key` below `root` and returns its manifest.
 
     map_fn(fn, items): results in order; the shards are the same bytes whatever it does in parallel. Raises UserError where
@@ -73,11 +105,23 @@ def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any]
         content = content_of(table)
         check_promises(card, counts, content)
         attempt.write(INDEX, _parquet(table))
-        attempt.write(REJECTED, to_csv(("key", "split", "class", "reason", "kept", "source"), rejected))
-        attempt.commit({
-            **extra, "kind": "ingest", "card": card.name, "classes": list(card.order()), "counts": counts, "content": content,
-            "rejected": dict(sorted(Counter(row[3].split(":")[0] for row in rejected).items())),
-            "fingerprint": fingerprint(card), "raw_content": raw, "max_pixels": card.max_pixels})
+        attempt.write(
+            REJECTED, to_csv(("key", "split", "class", "reason", "kept", "source"), rejected)
+        )
+        attempt.commit(
+            {
+                **extra,
+                "kind": "ingest",
+                "card": card.name,
+                "classes": list(card.order()),
+                "counts": counts,
+                "content": content,
+                "rejected": dict(sorted(Counter(row[3].split(":")[0] for row in rejected).items())),
+                "fingerprint": fingerprint(card),
+                "raw_content": raw,
+                "max_pixels": card.max_pixels,
+            }
+        )
     except BaseException:
         attempt.discard()
         raise
@@ -87,7 +131,9 @@ def ingest(card: Card, root: str, key: str, map_fn: MapFn, extra: dict[str, Any]
 
 
 # ---- first pass: every image is opened once ------------------------------------------------------------------------------
-def _examined(parts: list[Unit], card: Card, staged: str, map_fn: MapFn, report: Report) -> list[Record]:
+def _examined(
+    parts: list[Unit], card: Card, staged: str, map_fn: MapFn, report: Report
+) -> list[Record]:
     jobs = [(unit, card, join(staged, f"{i:06d}")) for i, unit in enumerate(parts)]
     records: list[Record] = []
     for found in map_fn(examine, jobs):
@@ -106,8 +152,16 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
         label = item.label if card.source.label is not None else card.classes[0]
         if label is not None and label not in card.classes:
             label = named.get(nfc(label), printable(label))
-        record = Record(item.split, printable(item.name), item.stem, label, item.problem and printable(item.problem), uri=item.uri,
-                        offset=item.offset, size=item.size)
+        record = Record(
+            item.split,
+            printable(item.name),
+            item.stem,
+            label,
+            item.problem and printable(item.problem),
+            uri=item.uri,
+            offset=item.offset,
+            size=item.size,
+        )
         if isinstance(data, bytes):  # a hostile Parquet row may hold anything
             record = replace(record, raw=raw_row(item, data))
         if not record.problem and label not in card.classes:
@@ -133,7 +187,9 @@ def raw_row(item: Item, data: Any) -> str:
     """What an image of a source is before anything is made of it: split, name, label and digest of its bytes, or of
     whatever a row of a table holds in their place."""
     raw = data if isinstance(data, bytes) else repr(data).encode("utf-8", "backslashreplace")
-    return f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{hashlib.sha256(raw).hexdigest()}"
+    return (
+        f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{hashlib.sha256(raw).hexdigest()}"
+    )
 
 
 def raw_content(card: Card, map_fn: MapFn) -> str:
@@ -155,8 +211,11 @@ def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE
         image = open_image(data, max_pixels)
         width, height = image.size
         if width * height > max(SMALL_PIXELS, per_byte * len(data)):
-            return (f"{width} x {height} pixels in {len(data)} bytes are more than max_pixels_per_byte = {per_byte}; if they are "
-                    "meant, raise it on the card")
+            return (
+                f"{width} x {height} pixels in {len(data)} bytes are more than "
+                f"max_pixels_per_byte = {per_byte}; if they are "
+                "meant, raise it on the card"
+            )
         image.verify()
         if image.format == "PNG" and not all_rows(data):
             return "image file is truncated (its data ends before its last row)"
@@ -165,7 +224,11 @@ def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE
         raise
     except Exception as error:  # Pillow's plugins raise almost anything on damaged files
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return "not an image" if "cannot identify" in text else re.sub(r"\s*<[^>]*at 0x[0-9a-f]+>", "", text)
+        return (
+            "not an image"
+            if "cannot identify" in text
+            else re.sub(r"\s*<[^>]*at 0x[0-9a-f]+>", "", text)
+        )
     return None
 
 
@@ -201,8 +264,11 @@ def to_stored(data: bytes, max_pixels: int) -> tuple[bytes, str]:
 def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[str]]]:
     """The records to write, in the order of the shards, and the rows of rejected.csv."""
     if not records:
-        raise UserError(f"card {card.name!r}: its source holds no images below source.splits ({dict(card.source.splits)}); mend the "
-                        "splits, or the path of the source")
+        raise UserError(
+            f"card {card.name!r}: its source holds no images below source.splits "
+            f"({dict(card.source.splits)}); mend the "
+            "splits, or the path of the source"
+        )
     rejected = [_row(r, r.problem, False) for r in records if r.problem]
     check_share(card, records)
     kept = _keyed(card, [r for r in records if not r.problem])
@@ -211,7 +277,9 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
     dropped = set()
     for r in sorted(kept, key=lambda r: (r.split != "train", r.key)):
         if r.sha256 in first[r.split]:
-            rejected.append(_row(r, f"duplicate: of {first[r.split][r.sha256]}", card.duplicates == "keep"))
+            rejected.append(
+                _row(r, f"duplicate: of {first[r.split][r.sha256]}", card.duplicates == "keep")
+            )
             if card.duplicates == "drop":
                 dropped.add(r.key)
         elif r.split == "test" and r.sha256 in first["train"]:
@@ -225,11 +293,26 @@ def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[st
         if split == "train" and split not in card.source.splits:
             continue  # to be tested on alone
         missing = sorted(set(card.classes) - {r.label for r in kept if r.split == split})
-        if missing and (split == "train" or (card.source.label is not None and len(missing) == len(card.classes))):
-            what = f"class {missing[0]!r} has no train images" if split == "train" else "there are no test images"
-            out = [r for r in records if r.problem and r.split == split and not r.problem.startswith("unlabelled")]
-            raise UserError(f"card {card.name!r}: {what} in {card.source.path or card.source.name}{left_out((r.name, r.problem) for r in out)}; "
-                            "add them, mend `classes` and source.splits of the card, or set test_fraction to hold some out")
+        if missing and (
+            split == "train"
+            or (card.source.label is not None and len(missing) == len(card.classes))
+        ):
+            what = (
+                f"class {missing[0]!r} has no train images"
+                if split == "train"
+                else "there are no test images"
+            )
+            out = [
+                r
+                for r in records
+                if r.problem and r.split == split and not r.problem.startswith("unlabelled")
+            ]
+            raise UserError(
+                f"card {card.name!r}: {what} in "
+                f"{card.source.path or card.source.name}{left_out((r.name, r.problem) for r in out)}; "
+                "add them, mend `classes` and source.splits of the card, or set test_fraction "
+                "to hold some out"
+            )
     return kept, sorted(rejected, key=lambda row: (row[1] != "train", row[5], row[3]))
 
 
@@ -249,9 +332,13 @@ def check_share(card: Card, records: list[Record]) -> None:
     bad = [r for r in images if r.problem]
     if len(bad) > card.max_bad_fraction * len(images):
         some = "; ".join(f"{r.name} ({r.problem})" for r in bad[:3])
-        raise UserError(f"card {card.name!r}: {len(bad)} of {len(images)} images are corrupt or unlabelled, and max_bad_fraction "
-                        f"allows a share of {card.max_bad_fraction}: {some}{'; ...' if len(bad) > 3 else ''}; mend or remove them, "
-                        "or raise max_bad_fraction on the card if they are meant to be left out")
+        raise UserError(
+            f"card {card.name!r}: {len(bad)} of {len(images)} images are corrupt or unlabelled, "
+            "and max_bad_fraction "
+            f"allows a share of {card.max_bad_fraction}: "
+            f"{some}{'; ...' if len(bad) > 3 else ''}; mend or remove them, "
+            "or raise max_bad_fraction on the card if they are meant to be left out"
+        )
 
 
 def _keyed(card: Card, records: list[Record]) -> list[Record]:
@@ -274,24 +361,43 @@ def _unique(records: list[Record]) -> list[Record]:
         if often[r.split, r.key] > 1:
             hashed = f"{r.key}-{hashlib.sha256(nfc(r.name).encode()).hexdigest()[:12]}"
             seen[r.split, hashed] += 1
-            r = replace(r, key=hashed if seen[r.split, hashed] == 1 else f"{hashed}-{seen[r.split, hashed]}")
+            r = replace(
+                r, key=hashed if seen[r.split, hashed] == 1 else f"{hashed}-{seen[r.split, hashed]}"
+            )
         found.append(r)
     return found
 
 
 def _row(record: Record, reason: str | None, kept: bool) -> list[str]:
-    return [record.key, record.split, record.label or "", reason or "", "yes" if kept else "no", record.name]
+    return [
+        record.key,
+        record.split,
+        record.label or "",
+        reason or "",
+        "yes" if kept else "no",
+        record.name,
+    ]
 
 
 # ---- second pass: the shards ---------------------------------------------------------------------------------------------
-def _written(records: list[Record], card: Card, attempt: Attempt, map_fn: MapFn, report: Report) -> pa.Table:
+def _written(
+    records: list[Record], card: Card, attempt: Attempt, map_fn: MapFn, report: Report
+) -> pa.Table:
     """Writes all shards; the index."""
     jobs: list[tuple[str, str, str, str, list[Record], int]] = []
     for split in ("train", "test"):
         part = [r for r in records if r.split == split]
         for number, start in enumerate(range(0, len(part), card.shard_images)):
-            jobs.append((attempt.root, attempt.key, attempt.name, f"{split}-{number:05d}.tar",
-                         part[start : start + card.shard_images], card.max_pixels))
+            jobs.append(
+                (
+                    attempt.root,
+                    attempt.key,
+                    attempt.name,
+                    f"{split}-{number:05d}.tar",
+                    part[start : start + card.shard_images],
+                    card.max_pixels,
+                )
+            )
     tables: list[pa.Table] = []
     for job, (info, rows) in zip(jobs, map_fn(write_shard, jobs), strict=True):
         attempt.files[job[3]] = info
@@ -300,7 +406,9 @@ def _written(records: list[Record], card: Card, attempt: Attempt, map_fn: MapFn,
     return pa.concat_tables(tables).combine_chunks()
 
 
-def write_shard(job: tuple[str, str, str, str, list[Record], int]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def write_shard(
+    job: tuple[str, str, str, str, list[Record], int],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One tar: `key.ext` and `key.cls` of each record. Returns size and digest of the file, and its rows of the index.
     Raises UserError where a source file changed since it was examined."""
     root, key, attempt, shard, records, max_pixels = job
@@ -314,11 +422,24 @@ def write_shard(job: tuple[str, str, str, str, list[Record], int]) -> tuple[dict
                     raise
                 data, ext = b"", r.ext
             if hashlib.sha256(data).hexdigest() != r.sha256:
-                raise UserError(f"{r.name} changed while it was ingested; run the same command again when nobody writes there")
+                raise UserError(
+                    f"{r.name} changed while it was ingested; run the same command again when "
+                    "nobody writes there"
+                )
             offset = _add(tar, f"{r.key}.{ext}", data)
             _add(tar, f"{r.key}.cls", (r.label or "").encode())
-            rows.append({"split": r.split, "key": r.key, "class": r.label, "shard": shard, "offset": offset,
-                         "bytes": len(data), "sha256": r.sha256, "ext": ext})
+            rows.append(
+                {
+                    "split": r.split,
+                    "key": r.key,
+                    "class": r.label,
+                    "shard": shard,
+                    "offset": offset,
+                    "bytes": len(data),
+                    "sha256": r.sha256,
+                    "ext": ext,
+                }
+            )
     return Attempt(root, key, attempt).write(shard, buffer.getvalue()), rows
 
 
@@ -334,17 +455,26 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> int:
 def content_of(table: pa.Table) -> str:
     """sha256 over what the images are, whatever shards they lie in: the sorted rows (split, key, class, sha256)."""
     columns = (table[name].to_pylist() for name in ("split", "key", "class", "sha256"))
-    return hashlib.sha256("\n".join(sorted("\t".join(row) for row in zip(*columns, strict=True))).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(sorted("\t".join(row) for row in zip(*columns, strict=True))).encode()
+    ).hexdigest()
 
 
 def check_promises(card: Card, counts: dict[str, int], content: str) -> None:
     """Raises UserError where the card names counts or a content digest and others were found."""
     if card.counts and card.counts.model_dump() != counts:
-        raise UserError(f"card {card.name!r} promises {card.counts.train} train and {card.counts.test} test images, its source has "
-                        f"{counts['train']} and {counts['test']}; fetch the data again, or mend `counts` on the card")
+        raise UserError(
+            f"card {card.name!r} promises {card.counts.train} train and {card.counts.test} test "
+            "images, its source has "
+            f"{counts['train']} and {counts['test']}; fetch the data again, or mend `counts` on "
+            "the card"
+        )
     if card.content and card.content != content:
-        raise UserError(f"card {card.name!r} promises content {card.content[:12]}..., its source has {content}; fetch the data "
-                        "again, or mend `content` on the card if the change is meant")
+        raise UserError(
+            f"card {card.name!r} promises content {card.content[:12]}..., its source has "
+            f"{content}; fetch the data "
+            "again, or mend `content` on the card if the change is meant"
+        )
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -32,15 +32,24 @@ Local = Callable[[Stage], dict[str, Any]]  # stages that the driver runs itself 
 class InProcess:
     """`cluster.workers: 0`: every stage runs here, one after the other, without Ray."""
 
-    def __init__(self, store: Store, cluster: ClusterSettings, local: Local, progress: Callable[[Event], None]):
+    def __init__(
+        self,
+        store: Store,
+        cluster: ClusterSettings,
+        local: Local,
+        progress: Callable[[Event], None],
+    ):
         self.store, self.local, self.progress = store, local, progress
         self.listening = notice.listen()
         self.waiting = Offers()
         self.events: list[Event] = []
         torch.set_num_threads(cluster.cpus_per_worker)
         if cluster.gpus_per_worker and not torch.cuda.is_available():
-            raise UserError(f"cluster.gpus_per_worker is {cluster.gpus_per_worker}, but this machine has no GPU that torch can use; set it to 0 "
-                            "or run where there is one")
+            raise UserError(
+                f"cluster.gpus_per_worker is {cluster.gpus_per_worker}, but this machine has no "
+                "GPU that torch can use; set it to 0 "
+                "or run where there is one"
+            )
         self.device = torch.device("cuda" if cluster.gpus_per_worker else "cpu")
 
     def submit(self, stage: Stage, depth: int) -> None:
@@ -60,13 +69,19 @@ class InProcess:
             return run_ingest(self.store, stage, map, self.progress)
         if stage.job is None:
             return self.local(stage)
-        return run_stage(stage.job, dist.Group(0, 1, self.device), lambda body: self.progress(Event("progress", stage.id, body=body)))
+        return run_stage(
+            stage.job,
+            dist.Group(0, 1, self.device),
+            lambda body: self.progress(Event("progress", stage.id, body=body)),
+        )
 
     def close(self) -> None:
         self.listening()
 
 
-def attempt(stage: Stage, run: Callable[[], dict[str, Any]], storage: str, group: dist.Group | None = None) -> Event:
+def attempt(
+    stage: Stage, run: Callable[[], dict[str, Any]], storage: str, group: dist.Group | None = None
+) -> Event:
     """Runs a stage and turns whatever happens into an event. What nobody foresaw leaves its traceback in `storage`."""
     try:
         return Event("done", stage.id, body=run())
@@ -78,25 +93,45 @@ def attempt(stage: Stage, run: Callable[[], dict[str, Any]], storage: str, group
         return Event("failed", stage.id, str(error), final=True)
     except Exception as error:
         if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
-            return Event("lost", stage.id, "a worker of its group is gone")  # what the others hear of it
+            return Event(
+                "lost", stage.id, "a worker of its group is gone"
+            )  # what the others hear of it
         group = group or dist.Group()
         trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
         return Event("failed", stage.id, f"{failures.describe(error)}; traceback: {trace}")
 
 
-def run_ingest(store: Store, stage: Stage, map_fn: Callable[..., Iterable[Any]], progress: Callable[[Event], None]) -> dict[str, Any]:
+def run_ingest(
+    store: Store,
+    stage: Stage,
+    map_fn: Callable[..., Iterable[Any]],
+    progress: Callable[[Event], None],
+) -> dict[str, Any]:
     started = time.monotonic()
     extra = {"stage": stage.id, "step": "ingest"}
     with claimed(store.root, stage.key):
         if found := Artefact.open(store.root, stage.key):
             return {**found.manifest, "reused": True}
-        manifest = ingest.ingest(stage.job.card, store.root, stage.key, map_fn, extra,
-                                 lambda body: progress(Event("progress", stage.id, body=body)))
+        manifest = ingest.ingest(
+            stage.job.card,
+            store.root,
+            stage.key,
+            map_fn,
+            extra,
+            lambda body: progress(Event("progress", stage.id, body=body)),
+        )
         raw_data.ingested(store, stage.job.card, stage.inputs["source"], manifest["raw_content"])
     return {**manifest, "wall_s": round(time.monotonic() - started, 3)}
 
 
-def executor(store: Store, cluster: ClusterSettings, graph: Graph, todo: set[str], progress: Callable[[Event], None], local: Local) -> Executor:
+def executor(
+    store: Store,
+    cluster: ClusterSettings,
+    graph: Graph,
+    todo: set[str],
+    progress: Callable[[Event], None],
+    local: Local,
+) -> Executor:
     """What runs the stages `todo`: this process, or worker groups on Ray."""
     if cluster.workers == 0:
         return InProcess(store, cluster, local, progress)
@@ -139,19 +174,27 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             stage = ray.get(queue.next.remote(index))
             if stage is None:
                 time.sleep(QUEUE_POLL_S)
-        stage = group.share(stage)  # None after IDLE_S: the other ranks wait in a collective, which has a timeout
+        stage = group.share(
+            stage
+        )  # None after IDLE_S: the other ranks wait in a collective, which has a timeout
         if stage is None:
             continue
         if stage == "stop":
             return
-        event = attempt(stage, lambda stage=stage: run_stage(stage.job, group, Told(ray, queue, index, stage)),  # type: ignore[misc]
-                        parent(stage.job.root), group)
+        event = attempt(
+            stage,
+            lambda stage=stage: run_stage(stage.job, group, Told(ray, queue, index, stage)),  # type: ignore[misc]
+            parent(stage.job.root),
+            group,
+        )
         if rank == 0 or event.kind not in ("done", "moved"):
             ray.get(queue.post.remote(index, event))
         if event.kind == "moved":
             return
         if event.kind != "done" and world > 1:
-            raise RuntimeError(event.message)  # the other ranks may wait inside a collective: the group is started anew
+            raise RuntimeError(
+                event.message
+            )  # the other ranks may wait inside a collective: the group is started anew
 
 
 class Told:
@@ -162,25 +205,39 @@ class Told:
         self.answer: Any = None
 
     def __call__(self, body: dict[str, Any]) -> None:
-        if self.answer is not None and self.ray.wait([self.answer], timeout=0)[0] and self.ray.get(self.answer):
+        if (
+            self.answer is not None
+            and self.ray.wait([self.answer], timeout=0)[0]
+            and self.ray.get(self.answer)
+        ):
             notice.given.set()
-        self.answer = self.queue.post.remote(self.index, Event("progress", self.stage.id, body=body))
+        self.answer = self.queue.post.remote(
+            self.index, Event("progress", self.stage.id, body=body)
+        )
 
 
 def trainer_class() -> Any:
     """Ray's, without the actor that gives back what a killed controller had reserved: where the cluster has no dashboard it never hears of the
     end, and stays for ever. Our queue gives it back instead."""
     from ray.train.torch import TorchTrainer
-    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback  # type: ignore[import-not-found,unused-ignore]
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback,
+    )  # type: ignore[import-not-found,unused-ignore]
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
-            return [c for c in super()._create_default_callbacks() if not isinstance(c, PlacementGroupCleanerCallback)]  # type: ignore[misc]
+            return [
+                c
+                for c in super()._create_default_callbacks()
+                if not isinstance(c, PlacementGroupCleanerCallback)
+            ]  # type: ignore[misc]
 
     return Trainer
 
 
-def run_segment(queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str) -> str:
+def run_segment(
+    queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str
+) -> str:
     """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task. workers: its ranks; name: of
     the folder below `storage` where Ray keeps its own books. Returns NO_ROOM where a group that may have fewer ranks did not come up.
 
@@ -198,13 +255,28 @@ def run_segment(queue: Any, group: int, cluster: ClusterSettings, workers: int, 
     while True:
         trainer = trainer_class()(
             train_loop_per_worker,
-            train_loop_config={"queue": queue, "group": group, "gpu": gpu, "threads": cluster.cpus_per_worker},
+            train_loop_config={
+                "queue": queue,
+                "group": group,
+                "gpu": gpu,
+                "threads": cluster.cpus_per_worker,
+            },
             torch_config=TorchConfig(backend="nccl" if gpu and not shared else "gloo"),
-            scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpu, resources_per_worker=needs(cluster), placement_strategy=cluster.placement),
-            run_config=RunConfig(name=name, **where_ray_writes(storage),
-                                 failure_config=FailureConfig(max_failures=0 if cluster.min_workers else cluster.retries,
-                                                              controller_failure_limit=0),  # type: ignore[call-arg]
-                                 logging_config=LoggingConfig("ERROR")),
+            scaling_config=ScalingConfig(
+                num_workers=workers,
+                use_gpu=gpu,
+                resources_per_worker=needs(cluster),
+                placement_strategy=cluster.placement,
+            ),
+            run_config=RunConfig(
+                name=name,
+                **where_ray_writes(storage),
+                failure_config=FailureConfig(
+                    max_failures=0 if cluster.min_workers else cluster.retries,
+                    controller_failure_limit=0,
+                ),  # type: ignore[call-arg]
+                logging_config=LoggingConfig("ERROR"),
+            ),
         )
         try:
             trainer.fit()

@@ -104,13 +104,28 @@ def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
     accuracies: R[T-1] of streams of the same tasks in different orders, (orders, T), columns by task and not by place."""
     r = np.asarray(accuracies, float)
     if r.ndim != 2 or not len(r):
-        raise UserError(f"order_disparity: accuracies have shape {r.shape}; give a row for each order with a column for each task")
+        raise UserError(
+            f"order_disparity: accuracies have shape {r.shape}; give a row for each order with "
+            "a column for each task"
+        )
     return r.max(0) - r.min(0)
 
 
-METRICS: dict[str, Callable[..., float]] = {f.__name__: f for f in (
-    average_accuracy, micro_average_accuracy, average_incremental_accuracy, last_accuracy, forgetting, forgetting_first,
-    backward_transfer, backward_transfer_all_pairs, learning_accuracy, forgetting_continuum_pre_2022_05)}
+METRICS: dict[str, Callable[..., float]] = {
+    f.__name__: f
+    for f in (
+        average_accuracy,
+        micro_average_accuracy,
+        average_incremental_accuracy,
+        last_accuracy,
+        forgetting,
+        forgetting_first,
+        backward_transfer,
+        backward_transfer_all_pairs,
+        learning_accuracy,
+        forgetting_continuum_pre_2022_05,
+    )
+}
 
 
 def all_metrics(correct: ArrayLike, total: ArrayLike = 1) -> dict[str, float]:
@@ -124,17 +139,25 @@ def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]
     return [all_metrics(hits[:n, :n], counts[:n, :n]) for n in range(1, len(hits) + 1)]
 
 
-def _counts(correct: ArrayLike, total: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _counts(
+    correct: ArrayLike, total: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Both as new float arrays (T, T), NaN where either says that the entry is missing."""
     hits = np.array(correct, float)
     if hits.size == 0:
         hits = hits.reshape(0, 0)
     if hits.ndim != 2 or hits.shape[0] != hits.shape[1]:
-        raise UserError(f"an accuracy matrix has shape {hits.shape}; it must be square, stages x tasks, NaN where not measured")
+        raise UserError(
+            f"an accuracy matrix has shape {hits.shape}; it must be square, stages x tasks, NaN "
+            "where not measured"
+        )
     try:
         counts = np.array(np.broadcast_to(np.asarray(total, float), hits.shape))
     except ValueError:
-        raise UserError(f"`total` has shape {np.shape(total)}, `correct` has {hits.shape}; give both for the same entries") from None
+        raise UserError(
+            f"`total` has shape {np.shape(total)}, `correct` has {hits.shape}; give both for "
+            "the same entries"
+        ) from None
     missing = np.isnan(hits) | ~(counts > 0)
     hits[missing] = counts[missing] = NAN
     return hits, counts

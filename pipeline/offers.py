@@ -25,11 +25,17 @@ class Offers:
     """
 
     def __init__(self, offers: Iterable[Offer] = ()) -> None:
-        self.waiting: dict[int, dict[str, Stage]] = {}  # depth -> stages by id, in the order in which they came
-        self.children: dict[tuple[int, str], dict[str, None]] = {}  # (depth, parent) -> ids of those that have it
+        self.waiting: dict[
+            int, dict[str, Stage]
+        ] = {}  # depth -> stages by id, in the order in which they came
+        self.children: dict[
+            tuple[int, str], dict[str, None]
+        ] = {}  # (depth, parent) -> ids of those that have it
         self.depths: list[int] = []  # a heap of the depths there are, negative
         self.idle: set[str] = set()  # last stages of the groups that asked in vain
-        self.kept: dict[str, tuple[Offer, int]] = {}  # last stage of a group -> what is kept for it, until so many asked
+        self.kept: dict[
+            str, tuple[Offer, int]
+        ] = {}  # last stage of a group -> what is kept for it, until so many asked
         self.asked = 0
         self += offers
 
@@ -62,7 +68,9 @@ class Offers:
             self.idle |= {before} - {""}
             return None
         depth = -self.depths[0]
-        return self._remove(depth, next(iter(self.children.get((depth, before)) or self.waiting[depth])))
+        return self._remove(
+            depth, next(iter(self.children.get((depth, before)) or self.waiting[depth]))
+        )
 
     def release(self, last: str) -> None:
         """The group whose last stage was `last` will not ask again soon: what is kept for it is for all."""
@@ -98,9 +106,15 @@ class Queue:
         self.held: dict[int, Stage] = {}  # group -> the stage it runs
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
-        self.places: dict[int, list[str]] = {}  # group whose workers have come up -> the nodes of its ranks
-        self.gone: set[int] = set()  # groups that were given up and have not come up again: what is left of one gets no stage
-        self.going: dict[int, bool] = {}  # group that is to end -> whether at once; else when it has done what it holds
+        self.places: dict[
+            int, list[str]
+        ] = {}  # group whose workers have come up -> the nodes of its ranks
+        self.gone: set[int] = (
+            set()
+        )  # groups that were given up and have not come up again: what is left of one gets no stage
+        self.going: dict[
+            int, bool
+        ] = {}  # group that is to end -> whether at once; else when it has done what it holds
         self.closed = False
 
     def offer(self, offers: list[Offer]) -> tuple[list[Event], dict[int, list[str]]]:
@@ -159,7 +173,14 @@ class Queue:
     def _lose(self, group: int, message: str, moved: bool = False) -> None:
         held = self.held.pop(group, None)
         if held is not None:
-            self.events.append(Event("lost", held.id, message, body={"nodes": self.places.get(group, []), "moved": moved}))
+            self.events.append(
+                Event(
+                    "lost",
+                    held.id,
+                    message,
+                    body={"nodes": self.places.get(group, []), "moved": moved},
+                )
+            )
 
     def close(self) -> None:
         self.closed = True

@@ -27,14 +27,20 @@ class Start:
     parent: int
 
 
-def start_of(number: int, position: int, records: Sequence[Record], space: Space, seed: int) -> Start:
+def start_of(
+    number: int, position: int, records: Sequence[Record], space: Space, seed: int
+) -> Start:
     """How trial `number`, which has learned tasks 0 to `position` - 1, begins task `position`.
 
     Of the trials that have learned the task before, those in the lower quarter by accuracy take the results of one in the upper quarter
     and parameters near its; the others go on as they are. There is a round per task, so nothing is taken over after the last one.
     """
     own = next(record for record in records if record["number"] == number)
-    before = {record["number"]: record["rounds"][position - 1] for record in records if len(record["rounds"]) >= position}
+    before = {
+        record["number"]: record["rounds"][position - 1]
+        for record in records
+        if len(record["rounds"]) >= position
+    }
     ranked = sorted(before, key=lambda other: (before[other]["accuracy"], -other))
     count = min(math.ceil(len(ranked) / 4), len(ranked) // 2)
     rng = random.Random(seed_of(seed, "population", position, number))

@@ -22,8 +22,10 @@ from workers.errors import UserError
 from workers.filesystem import FIRST_CONTACT_S, StorageAway, patience
 
 READ_THREADS = 16
-REWRITTEN = ("its raw files were written again since they were ingested (same paths and sizes); "
-             "`run` reads them to see whether they are the same images")
+REWRITTEN = (
+    "its raw files were written again since they were ingested (same paths and sizes); "
+    "`run` reads them to see whether they are the same images"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,12 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
     ask: False opens no connection to another machine for a source whose ingested result stands."""
     last = store.remembered(card.identity())
     known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None
-    if known_last and not ask and not is_local(card.source.path) and _stands(store, card, known_last):
+    if (
+        known_last
+        and not ask
+        and not is_local(card.source.path)
+        and _stands(store, card, known_last)
+    ):
         return known_last
     try:
         with patience(FIRST_CONTACT_S):
@@ -66,9 +73,13 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
     fingerprint = listed[0] if listed else last
     if not isinstance(fingerprint, str):
         reasons = left_out((entry.name, entry.problem) for entry in listing(card) or ())
-        raise UserError(f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not exist, or holds no "
-                        f"images in its splits{reasons}, and was never ingested into this storage; put the data there or mend `source.path` "
-                        "or `source.splits` on the card")
+        raise UserError(
+            f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not "
+            "exist, or holds no "
+            f"images in its splits{reasons}, and was never ingested into this storage; put the "
+            "data there or mend `source.path` "
+            "or `source.splits` on the card"
+        )
     known = _recall(store, card, fingerprint)
     if listed is None:
         return Source(**known, present=False)
@@ -99,10 +110,16 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     if before is None and Artefact.open(store.root, key_of(inputs, ())) is None:
         pass  # listed before, and not ingested yet
     elif before is None:
-        say(f"data/{card.name}: its raw files were written again; whether they are the same images as before is not known, since no "
-            "digest of them was kept then: they are taken for the same")
+        say(
+            f"data/{card.name}: its raw files were written again; whether they are the same "
+            "images as before is not known, since no "
+            "digest of them was kept then: they are taken for the same"
+        )
     else:
-        say(f"data/{card.name}: its raw files were written again (same paths and sizes), they are read to compare their content")
+        say(
+            f"data/{card.name}: its raw files were written again (same paths and sizes), they "
+            "are read to compare their content"
+        )
         with ThreadPoolExecutor(READ_THREADS, "raw") as pool:
             content = ingest.raw_content(card, pool.map)
         editions = {digest: edition for edition, digest in known["contents"].items()}
@@ -111,7 +128,10 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
         if content == before:
             say(f"data/{card.name}: they are the same images")
         else:
-            say(f"data/{card.name}: they are other images; results of them get keys of their own, beside those of the images before")
+            say(
+                f"data/{card.name}: they are other images; results of them get keys of their "
+                "own, beside those of the images before"
+            )
     _remember(store, card, known)
 
 
@@ -121,7 +141,12 @@ def _stands(store: Store, card: Card, source: Source) -> bool:
 
 def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
     """What the key of the card's ingest stage is made of."""
-    return {"step": "ingest", "card": card.identity(), "source": source.text, "revision": ingest.REVISION}
+    return {
+        "step": "ingest",
+        "card": card.identity(),
+        "source": source.text,
+        "revision": ingest.REVISION,
+    }
 
 
 def ingested(store: Store, card: Card, source: str, content: str) -> None:
@@ -139,7 +164,12 @@ def _name(card: Card, fingerprint: str) -> str:
 
 def _recall(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
     found = store.remembered(_name(card, fingerprint))
-    known: dict[str, Any] = {"fingerprint": fingerprint, "modified": "", "edition": "", "contents": {}}
+    known: dict[str, Any] = {
+        "fingerprint": fingerprint,
+        "modified": "",
+        "edition": "",
+        "contents": {},
+    }
     if isinstance(found, dict):
         known |= {name: found[name] for name in known if type(found.get(name)) is type(known[name])}
     return known

@@ -81,30 +81,47 @@ class Walk:
     @classmethod
     def over(cls, graph: Graph, hits: Iterable[str], retries: int) -> Walk:
         reused = set(hits)
-        return cls(graph, retries, {s.id: State.REUSED if s.id in reused else State.WAITING for s in graph})
+        return cls(
+            graph, retries, {s.id: State.REUSED if s.id in reused else State.WAITING for s in graph}
+        )
 
     def __post_init__(self) -> None:
         self._stages = list(self.graph)
         self._place = {s.id: i for i, s in enumerate(self._stages)}
         self._counts = Counter(self.states.values())
-        self._unmet = {s.id: sum(self.states[p] not in FINISHED for p in {*s.parents}) for s in self._stages}  # parents that are not finished
+        self._unmet = {
+            s.id: sum(self.states[p] not in FINISHED for p in {*s.parents}) for s in self._stages
+        }  # parents that are not finished
         self._twins: dict[str, list[Stage]] = {}  # key -> stages that are the same work
         for stage in self._stages:
             self._twins.setdefault(stage.key, []).append(stage)
         self._busy = {s.key for s in self._stages if self.states[s.id] is State.RUNNING}
-        self._news = {i for i, s in self.states.items() if s is State.WAITING}  # stages of which `decide` may have something to say
+        self._news = {
+            i for i, s in self.states.items() if s is State.WAITING
+        }  # stages of which `decide` may have something to say
 
     def decide(self) -> list[Decision]:
         """Stages that can never run, in the order of the graph; stages to launch now, those with most work behind them first."""
         blocked: dict[str, Decision] = {}
-        ready: dict[str, Stage] = {}  # by key: of two stages that are the same work one does it, the other then finds it done
+        ready: dict[
+            str, Stage
+        ] = {}  # by key: of two stages that are the same work one does it, the other then finds it done
         places = sorted(self._place[i] for i in self._news)
         while places:
             stage = self._stages[heappop(places)]
-            bad = next((p for p in stage.parents if p in blocked or self.states[p] in (State.FAILED, State.BLOCKED)), None)
+            bad = next(
+                (
+                    p
+                    for p in stage.parents
+                    if p in blocked or self.states[p] in (State.FAILED, State.BLOCKED)
+                ),
+                None,
+            )
             if bad is not None:
                 for child in self.graph.children(stage.id) if stage.id not in blocked else ():
-                    if self.states[child.id] is State.WAITING:  # what waits for this one is blocked in the same pass
+                    if (
+                        self.states[child.id] is State.WAITING
+                    ):  # what waits for this one is blocked in the same pass
                         heappush(places, self._place[child.id])
                 blocked[stage.id] = Decision("block", stage.id, f"{bad} did not finish")
             elif not self._unmet[stage.id] and stage.key not in self._busy:
@@ -133,7 +150,9 @@ class Walk:
             owner = next((s.id for s in self._twins.get(event.key, ())), None)
             if owner is not None and self._try_again(event.stage):
                 self._become(event.stage, State.WAITING)
-                if self.states[owner] not in FINISHED:  # another reader has found it before, and it is being computed
+                if (
+                    self.states[owner] not in FINISHED
+                ):  # another reader has found it before, and it is being computed
                     return Decision("retry", event.stage, event.message)
                 self._become(owner, State.WAITING)
                 return Decision("recompute", owner, event.message)
@@ -179,7 +198,11 @@ class Walk:
         for child in children:
             self._unmet[child.id] += step
         if step < 0 or state in (State.FAILED, State.BLOCKED):
-            self._news |= {c.id for c in children if self.states[c.id] is State.WAITING and (step == 0 or not self._unmet[c.id])}
+            self._news |= {
+                c.id
+                for c in children
+                if self.states[c.id] is State.WAITING and (step == 0 or not self._unmet[c.id])
+            }
 
     @property
     def ended(self) -> bool:
@@ -196,7 +219,9 @@ class Outcome:
     states: dict[str, State]
     failures: dict[str, str]
     seconds: float
-    manifests: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)  # of what stands at the end, as far as it is known
+    manifests: dict[str, Mapping[str, Any] | None] = field(
+        default_factory=dict
+    )  # of what stands at the end, as far as it is known
 
     @property
     def ran(self) -> int:
@@ -216,15 +241,21 @@ class Watcher(Protocol):
 
 def contents_of(lookups: Mapping[str, Lookup]) -> dict[str, str]:
     """Stage id -> content, of the results that stand."""
-    return {i: content_of(dict(lookup.manifest)) for i, lookup in lookups.items() if lookup.manifest}
+    return {
+        i: content_of(dict(lookup.manifest)) for i, lookup in lookups.items() if lookup.manifest
+    }
 
 
-def look_up_all(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
+def look_up_all(
+    graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True
+) -> dict[str, Lookup]:
     """A look-up per stage of a whole graph, by itself and beside those of its parents."""
     return compared(graph, look_up_each(graph, store, previous, verify))
 
 
-def look_up_each(graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True) -> dict[str, Lookup]:
+def look_up_each(
+    graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True
+) -> dict[str, Lookup]:
     """A look-up per stage; with `verify`, every file is compared with its digest. On an object store, where each is some round trips, in
     threads; on a disk they would cost more than they save."""
     before = {s["id"]: {**previous, "stages": [s]} for s in previous["stages"]} if previous else {}
@@ -242,8 +273,12 @@ def compared(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]:
     """The same, where results that were made of other contents of their parents than stand now are
     misses, to be withdrawn and run again."""
     contents = contents_of(lookups)
-    reasons = {stage.id: outdated(graph, stage, lookups[stage.id].manifest, contents) for stage in graph}
-    return lookups | {i: Lookup(False, reason, damaged=True) for i, reason in reasons.items() if reason}
+    reasons = {
+        stage.id: outdated(graph, stage, lookups[stage.id].manifest, contents) for stage in graph
+    }
+    return lookups | {
+        i: Lookup(False, reason, damaged=True) for i, reason in reasons.items() if reason
+    }
 
 
 def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
@@ -254,14 +289,26 @@ def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
     return want | {p for i in want for p in graph[i].parents if p in missing}
 
 
-def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Executor], retries: int, watchers: list[Watcher],
-              lookups: dict[str, Lookup], poll_s: float = 0.02) -> Outcome:
+def run_graph(
+    graph: Graph,
+    store: Store,
+    executor_of: Callable[[set[str]], Executor],
+    retries: int,
+    watchers: list[Watcher],
+    lookups: dict[str, Lookup],
+    poll_s: float = 0.02,
+) -> Outcome:
     """Runs what is missing. executor_of is called once, with the ids to run, and only if there are any."""
     started = time.monotonic()
     todo = needed(graph, lookups)
     walk = Walk.over(graph, (s.id for s in graph if s.id not in todo), retries)
     if not todo:
-        return Outcome(walk.states, {}, time.monotonic() - started, {i: lookups[i].manifest for i in graph.stages})
+        return Outcome(
+            walk.states,
+            {},
+            time.monotonic() - started,
+            {i: lookups[i].manifest for i in graph.stages},
+        )
     for stage_id in todo:
         if lookups[stage_id].damaged:
             store.withdraw(graph[stage_id].key)
@@ -281,12 +328,18 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
                 for watcher in watchers:
                     watcher.event(walk, event)
                 if event.kind == "done":
-                    manifests[event.stage], contents[event.stage] = event.body, content_of(event.body)
+                    manifests[event.stage], contents[event.stage] = (
+                        event.body,
+                        content_of(event.body),
+                    )
                     for decision in overtaken(graph, walk, manifests, contents, event.stage):
                         store.withdraw(graph[decision.stage].key)
                         tell(watchers, walk, decision)
                 if follow_up:
-                    if follow_up.kind == "recompute" and store.look_up(graph[follow_up.stage]).damaged:
+                    if (
+                        follow_up.kind == "recompute"
+                        and store.look_up(graph[follow_up.stage]).damaged
+                    ):
                         store.withdraw(graph[follow_up.stage].key)
                     tell(watchers, walk, follow_up)
             if not events:
@@ -297,15 +350,22 @@ def run_graph(graph: Graph, store: Store, executor_of: Callable[[set[str]], Exec
     return Outcome(walk.states, failures, time.monotonic() - started, manifests)
 
 
-def overtaken(graph: Graph, walk: Walk, manifests: Mapping[str, Mapping[str, Any] | None], contents: Mapping[str, str],
-              stage_id: str) -> list[Decision]:
+def overtaken(
+    graph: Graph,
+    walk: Walk,
+    manifests: Mapping[str, Mapping[str, Any] | None],
+    contents: Mapping[str, str],
+    stage_id: str,
+) -> list[Decision]:
     """Stages to run again since `stage_id` has just finished: the stage itself, where a parent got
     another content while it ran; else those finished children that were made of another content of it."""
     reason = outdated(graph, graph[stage_id], manifests[stage_id], contents)
     if reason:
         return [walk.run_again(stage_id, reason)]
     children = [child for child in graph.children(stage_id) if walk.states[child.id] in FINISHED]
-    reasons = {child.id: outdated(graph, child, manifests.get(child.id), contents) for child in children}
+    reasons = {
+        child.id: outdated(graph, child, manifests.get(child.id), contents) for child in children
+    }
     return [walk.run_again(child_id, text) for child_id, text in reasons.items() if text]
 
 
@@ -318,5 +378,11 @@ def raise_failures(outcome: Outcome, command: str) -> None:
     """Raises UserError with the worker's own sentence and the command that resumes."""
     if outcome.failures:
         stage, message = next(iter(outcome.failures.items()))
-        more = f" ({len(outcome.failures) - 1} more stages failed)" if len(outcome.failures) > 1 else ""
-        raise UserError(f"stage {stage} failed: {message}{more}; what finished is kept, resume with: {command}")
+        more = (
+            f" ({len(outcome.failures) - 1} more stages failed)"
+            if len(outcome.failures) > 1
+            else ""
+        )
+        raise UserError(
+            f"stage {stage} failed: {message}{more}; what finished is kept, resume with: {command}"
+        )

@@ -25,7 +25,9 @@ from workers.artefact import join, write_bytes
 from workers.claim import claimed
 from workers.errors import UserError
 
-Tell = Callable[[dict[str, Any]], None]  # is given the record of each trial that has a new result or ended
+Tell = Callable[
+    [dict[str, Any]], None
+]  # is given the record of each trial that has a new result or ended
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,11 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
 
     write_state(search)
     ray = connect(search.cluster)
-    os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
-                   "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
-                   "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1"}  # a trial may fail before its first result
+    os.environ |= {
+        "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
+        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
+        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    }  # a trial may fail before its first result
     try:
         ingest(search, command)
         from pipeline import tuning
@@ -79,14 +83,27 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
 def phases(search: Search, settled: Mapping[str, Params]) -> Iterator[tuple[int, Plan]]:
     """(number of the first trial, plan): one for all tasks, or one per task; `settled` is read when a phase begins."""
     settings = search.settings
-    plan = Plan(search.name, search.storage, search.body, search.provenance, search.tasks, search.own, each=settings.scheduler == "pbt")
+    plan = Plan(
+        search.name,
+        search.storage,
+        search.body,
+        search.provenance,
+        search.tasks,
+        search.own,
+        each=settings.scheduler == "pbt",
+    )
     if settings.protocol != "per_task":
         yield 0, plan
         return
-    trials = len(search.space.grid()) if settings.algorithm == "grid" else settings.budget.trials or 0
+    trials = (
+        len(search.space.grid()) if settings.algorithm == "grid" else settings.budget.trials or 0
+    )
     for index, task in enumerate(search.own):
         last = search.tasks.index(task) + 1
-        yield index * trials, replace(plan, tasks=search.tasks[:last], only=True, phase=task, settled=dict(settled))
+        yield (
+            index * trials,
+            replace(plan, tasks=search.tasks[:last], only=True, phase=task, settled=dict(settled)),
+        )
 
 
 def ingest(search: Search, command: str) -> None:
@@ -95,11 +112,18 @@ def ingest(search: Search, command: str) -> None:
     from pipeline.graph import Graph
     from pipeline.store import Store
 
-    config = configs.check(spaces.with_params(search.body, next(search.space.corners())), search.name)
+    config = configs.check(
+        spaces.with_params(search.body, next(search.space.corners())), search.name
+    )
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance, "val")
     cards = {f"data/{task.card}" for task in tasks if task.name in search.tasks}
-    cli.bring(Graph.of(graph.name, [stage for stage in graph if stage.id in cards]), config, store, command)
+    cli.bring(
+        Graph.of(graph.name, [stage for stage in graph if stage.id in cards]),
+        config,
+        store,
+        command,
+    )
 
 
 def record_of(search: Search, number: int) -> dict[str, Any]:
@@ -115,15 +139,24 @@ def no_winner(search: Search, phase: str, command: str) -> str:
     elif said:
         reason = f"{len(said)} of {len(records)} trials failed, the first one so: {said[0]}"
     else:
-        reason = "none of its trials came to its last task; raise the budget, as in --set budget.hours=N"
-    return f"search {search.name!r} has no winner{f' for task {phase!r}' if phase else ''}: {reason}; what was found is kept, go on with: {command}"
+        reason = (
+            "none of its trials came to its last task; raise the budget, as in --set budget.hours=N"
+        )
+    return (
+        f"search {search.name!r} has no winner{f' for task {phase!r}' if phase else ''}: "
+        f"{reason}; what was found is kept, go on with: {command}"
+    )
 
 
 def crowned(search: Search, number: int, settled: Mapping[str, Params]) -> dict[str, Any]:
     """Plain values of the config with what won in place, on the base's own stream."""
     winner = record_of(search, number)
     history = settled or winner["history"]
-    return {**with_history(search.report_body, winner["params"], history), "name": f"{search.name}-winner", "storage": search.storage}
+    return {
+        **with_history(search.report_body, winner["params"], history),
+        "name": f"{search.name}-winner",
+        "storage": search.storage,
+    }
 
 
 def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, Any]]) -> str:
@@ -131,11 +164,24 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, 
     record = record_of(search, outcome.trial)
     last = record["results"][-1]
     place = folder(search.storage, search.name)
-    said = [f"# Winner of search {search.name}: trial {outcome.trial}, validation accuracy {100 * last['accuracy']:.2f} % after {last['position'] + 1} tasks",
-            f"# ({search.settings.protocol}), {last['bytes']:.0f} bytes kept per task.", *(f"# {key}: {value}" for key, value in record["params"].items())]
-    write_bytes(join(place, "winner.yaml"), ("\n".join(said) + "\n" + dump_yaml(outcome.config)).encode())
-    body = {"trial": outcome.trial, "params": record["params"], "accuracy": last["accuracy"], "bytes": last["bytes"], "config": "winner.yaml",
-            "tests": list(tests), "pareto": pareto(search.records(record["phase"]))}
+    said = [
+        f"# Winner of search {search.name}: trial {outcome.trial}, validation accuracy "
+        f"{100 * last['accuracy']:.2f} % after {last['position'] + 1} tasks",
+        f"# ({search.settings.protocol}), {last['bytes']:.0f} bytes kept per task.",
+        *(f"# {key}: {value}" for key, value in record["params"].items()),
+    ]
+    write_bytes(
+        join(place, "winner.yaml"), ("\n".join(said) + "\n" + dump_yaml(outcome.config)).encode()
+    )
+    body = {
+        "trial": outcome.trial,
+        "params": record["params"],
+        "accuracy": last["accuracy"],
+        "bytes": last["bytes"],
+        "config": "winner.yaml",
+        "tests": list(tests),
+        "pareto": pareto(search.records(record["phase"])),
+    }
     write_bytes(join(place, "winner.json"), json.dumps(body, indent=1).encode())
     return join(place, "winner.yaml")
 
@@ -153,7 +199,10 @@ def command(args: argparse.Namespace) -> int:
         with claimed(join(search.storage, "searches"), f"search-{search.name}", wait=False):
             return searched(search, screen, said, cli.command_of(args, "report"))
     except BlockingIOError:
-        raise UserError(f"search {search.name!r} is being run by another process; wait for it, or give this one another name with --set name=NAME") from None
+        raise UserError(
+            f"search {search.name!r} is being run by another process; wait for it, or give this "
+            "one another name with --set name=NAME"
+        ) from None
 
 
 def searched(search: Search, screen: SearchScreen, said: str, remedy: str) -> int:
@@ -179,7 +228,16 @@ def searched(search: Search, screen: SearchScreen, said: str, remedy: str) -> in
         raise
     finally:
         recorder.finish(files, load_trials(search.storage, search.name).winner, status)
-    print("\n".join([screen.tested(tests), *recorder.warnings, f"report: {page_of(search)}", *recorder.links()]))
+    print(
+        "\n".join(
+            [
+                screen.tested(tests),
+                *recorder.warnings,
+                f"report: {page_of(search)}",
+                *recorder.links(),
+            ]
+        )
+    )
     return 0
 
 
@@ -223,4 +281,8 @@ def tested(search: Search, outcome: Outcome, seed: int, said: str) -> dict[str, 
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance)
     row = cli.execute(config, store, graph, tasks, said, said).summary()[0]
-    return {"seed": seed, "run": name, **{key: row[key] for key in ("average_accuracy", "forgetting", "bytes_per_task")}}
+    return {
+        "seed": seed,
+        "run": name,
+        **{key: row[key] for key in ("average_accuracy", "forgetting", "bytes_per_task")},
+    }

@@ -48,7 +48,10 @@ class ServedModel(PythonModel):
             found = self.served.predict(images, tasks, given["rule"], top, limits)
         except UserError as error:
             raise Refused(" ".join(str(error).split()), INVALID_PARAMETER_VALUE) from None
-        return pd.DataFrame([answer.row() for answer in found], columns=["class", "probability", "task", "confidence", "probabilities"])
+        return pd.DataFrame(
+            [answer.row() for answer in found],
+            columns=["class", "probability", "task", "confidence", "probabilities"],
+        )
 
 
 def columns(given: Any) -> tuple[list[Any], list[str | None]]:
@@ -56,11 +59,19 @@ def columns(given: Any) -> tuple[list[Any], list[str | None]]:
     try:
         frame = given if isinstance(given, pd.DataFrame) else pd.DataFrame.from_records(given)
     except Exception as error:  # whatever was sent
-        raise UserError(f"the input is no table ({error}); give records such as {{'image': BASE64, 'task': NAME}}") from None
+        raise UserError(
+            f"the input is no table ({error}); give records such as {{'image': BASE64, 'task': "
+            f"NAME}}"
+        ) from None
     if "image" not in frame:
-        raise UserError(f"the input has no column 'image', it has {[str(name) for name in frame][:8]}; give records such as {{'image': BASE64, 'task': NAME}}")
+        raise UserError(
+            f"the input has no column 'image', it has {[str(name) for name in frame][:8]}; give "
+            f"records such as {{'image': BASE64, 'task': NAME}}"
+        )
     tasks = list(frame["task"]) if "task" in frame else [None] * len(frame)
-    return list(frame["image"]), [None if pd.isna(task) or task == "" else str(task) for task in tasks]
+    return list(frame["image"]), [
+        None if pd.isna(task) or task == "" else str(task) for task in tasks
+    ]
 
 
 if __name__ != "pipeline.served_model":  # MLflow runs this file under a name of its own

@@ -21,12 +21,18 @@ from workers.job import Frozen
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-METHOD = "method"  # the one key of a space that is no setting: which of the base's methods a trial has
+METHOD = (
+    "method"  # the one key of a space that is no setting: which of the base's methods a trial has
+)
 Params = dict[str, Any]  # dotted key -> value
 
 
 class Conditional(Frozen):
-    when: dict[str, Any] = Field(default_factory=dict, description="keys of the space with the value, or a list of values, for which this dimension is there")
+    when: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys of the space with the value, or a list of values, for which this dimension is "
+        "there",
+    )
 
 
 class Uniform(Conditional):
@@ -46,7 +52,10 @@ class Uniform(Conditional):
         return trial.suggest_float(key, self.low, self.high)
 
     def grid(self) -> list[Any]:
-        return [min(self.low + (self.high - self.low) * i / max(self.points - 1, 1), self.high) for i in range(self.points)]
+        return [
+            min(self.low + (self.high - self.low) * i / max(self.points - 1, 1), self.high)
+            for i in range(self.points)
+        ]
 
     @property
     def size(self) -> int:
@@ -62,13 +71,18 @@ class LogUniform(Uniform):
     low: PositiveFloat
 
     def draw(self, rng: random.Random) -> Any:
-        return min(max(math.exp(rng.uniform(math.log(self.low), math.log(self.high))), self.low), self.high)
+        return min(
+            max(math.exp(rng.uniform(math.log(self.low), math.log(self.high))), self.low), self.high
+        )
 
     def suggest(self, trial: Trial, key: str) -> Any:
         return trial.suggest_float(key, self.low, self.high, log=True)
 
     def grid(self) -> list[Any]:
-        return [min(self.low * (self.high / self.low) ** (i / max(self.points - 1, 1)), self.high) for i in range(self.points)]
+        return [
+            min(self.low * (self.high / self.low) ** (i / max(self.points - 1, 1)), self.high)
+            for i in range(self.points)
+        ]
 
 
 class Int(Conditional):
@@ -116,7 +130,9 @@ class Choice(Conditional):
         return self.values[rng.randrange(len(self.values))]
 
     def suggest(self, trial: Trial, key: str) -> Any:
-        return self.values[trial.suggest_categorical(key, list(range(len(self.values))))]  # values may be lists, Optuna's may not
+        return self.values[
+            trial.suggest_categorical(key, list(range(len(self.values))))
+        ]  # values may be lists, Optuna's may not
 
     def grid(self) -> list[Any]:
         return list(self.values)
@@ -149,20 +165,39 @@ class Space:
             unknown = next((other for other in dimension.when if other not in dimensions), None)
             if unknown is not None:
                 near = difflib.get_close_matches(unknown, [k for k in dimensions if k != key], 1)
-                raise UserError(f"space.{key}.when names {unknown!r}, which is not a key of the space; " + (f"did you mean {near[0]!r}?" if near else "add it"))
+                raise UserError(
+                    f"space.{key}.when names {unknown!r}, which is not a key of the space; "
+                    + (f"did you mean {near[0]!r}?" if near else "add it")
+                )
             for other, wanted in dimension.when.items():
                 if not isinstance(dimensions[other], Choice):
-                    raise UserError(f"space.{key}.when asks for a value of {other!r}, which is no choice; make that a choice, or take it out")
-                strange = next((value for value in _listed(wanted) if value not in dimensions[other].values), None)
+                    raise UserError(
+                        f"space.{key}.when asks for a value of {other!r}, which is no choice; "
+                        "make that a choice, or take it out"
+                    )
+                strange = next(
+                    (value for value in _listed(wanted) if value not in dimensions[other].values),
+                    None,
+                )
                 if strange is not None:
-                    raise UserError(f"space.{key}.when waits for {other}={strange!r}, which is not among its values {list(dimensions[other].values)}; mend it")
+                    raise UserError(
+                        f"space.{key}.when waits for {other}={strange!r}, which is not among "
+                        f"its values {list(dimensions[other].values)}; mend it"
+                    )
         self.dimensions = dict(_sorted(dimensions))
 
     def applies(self, key: str, params: Mapping[str, Any]) -> bool:
         """Whether `key` is there, given those that come before it."""
-        if METHOD in params and key.startswith("methods.") and not key.startswith(f"methods.{params[METHOD]}."):
+        if (
+            METHOD in params
+            and key.startswith("methods.")
+            and not key.startswith(f"methods.{params[METHOD]}.")
+        ):
             return False
-        return all(other in params and params[other] in _listed(wanted) for other, wanted in self.dimensions[key].when.items())
+        return all(
+            other in params and params[other] in _listed(wanted)
+            for other, wanted in self.dimensions[key].when.items()
+        )
 
     @property
     def size(self) -> int:
@@ -187,12 +222,19 @@ class Space:
 
     def asked(self, params: Mapping[str, Any]) -> Params:
         """The same point in Optuna's own values."""
-        return {key: self.dimensions[key].values.index(value) if isinstance(self.dimensions[key], Choice) else value for key, value in params.items()}
+        return {
+            key: self.dimensions[key].values.index(value)
+            if isinstance(self.dimensions[key], Choice)
+            else value
+            for key, value in params.items()
+        }
 
     def grid(self) -> list[Params]:
         """Every point of the grid once, the last dimension the fastest."""
         points: dict[str, Params] = {}
-        for values in itertools.product(*(dimension.grid() for dimension in self.dimensions.values())):
+        for values in itertools.product(
+            *(dimension.grid() for dimension in self.dimensions.values())
+        ):
             params: Params = {}
             for key, value in zip(self.dimensions, values, strict=True):
                 if self.applies(key, params):
@@ -215,7 +257,11 @@ class Space:
             seen: dict[str, Params] = {}
             for key in self.dimensions:
                 for value in _ends(self.dimensions[key]):
-                    forced = {**self._reached(key), key: value, **({METHOD: label} if label is not None else {})}
+                    forced = {
+                        **self._reached(key),
+                        key: value,
+                        **({METHOD: label} if label is not None else {}),
+                    }
                     point: Params = {}
                     for other, dimension in self.dimensions.items():
                         if self.applies(other, point):
@@ -236,17 +282,26 @@ def _listed(wanted: Any) -> list[Any]:
 
 
 def _ends(dimension: Any) -> list[Any]:
-    return list(dimension.values) if isinstance(dimension, Choice) else [dimension.low, dimension.high]
+    return (
+        list(dimension.values) if isinstance(dimension, Choice) else [dimension.low, dimension.high]
+    )
 
 
 def _sorted(dimensions: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The method first, and a dimension after those that its `when` names."""
     done: dict[str, Any] = {key: dimensions[key] for key in (METHOD,) if key in dimensions}
     while len(done) < len(dimensions):
-        ready = [key for key in dimensions if key not in done and all(other in done for other in dimensions[key].when)]
+        ready = [
+            key
+            for key in dimensions
+            if key not in done and all(other in done for other in dimensions[key].when)
+        ]
         if not ready:
             stuck = next(key for key in dimensions if key not in done)
-            raise UserError(f"space.{stuck}.when: these dimensions wait for each other in a circle; take one `when` out")
+            raise UserError(
+                f"space.{stuck}.when: these dimensions wait for each other in a circle; take "
+                "one `when` out"
+            )
         done |= {key: dimensions[key] for key in ready}
     return list(done.items())
 
@@ -270,34 +325,57 @@ def check(space: Space, body: Mapping[str, Any], where: str) -> None:
     if METHOD in space.dimensions:
         dimension = space.dimensions[METHOD]
         if not isinstance(dimension, Choice):
-            raise UserError(f"{where}: space.method must be a choice; write {{dist: choice, values: [{', '.join(labels)}]}}")
+            raise UserError(
+                f"{where}: space.method must be a choice; write {{dist: choice, values: "
+                f"[{', '.join(labels)}]}}"
+            )
         unknown = next((label for label in dimension.values if label not in labels), None)
         if unknown is not None:
-            raise UserError(f"{where}: space.method has {unknown!r}, which is not among the base's methods {', '.join(labels)}; take it out or add the method")
+            raise UserError(
+                f"{where}: space.method has {unknown!r}, which is not among the base's methods "
+                f"{', '.join(labels)}; take it out or add the method"
+            )
         labels = [label for label in labels if label in dimension.values]
     elif len(labels) != 1:
-        raise UserError(f"{where}: the base has {len(labels)} methods, a trial one; add to the space `method: {{dist: choice, values: [{', '.join(labels)}]}}`")
+        raise UserError(
+            f"{where}: the base has {len(labels)} methods, a trial one; add to the space "
+            f"`method: {{dist: choice, values: [{', '.join(labels)}]}}`"
+        )
     for key in space.dimensions:
         if key == METHOD:
             continue
         top, _, rest = key.partition(".")
         if top == "stream":
-            raise UserError(f"{where}: space.{key} cannot be searched, as trials on different streams do not compare; take it out")
+            raise UserError(
+                f"{where}: space.{key} cannot be searched, as trials on different streams do "
+                "not compare; take it out"
+            )
         if top in ("name", "storage", "cluster", "tracking", "seed"):
-            raise UserError(f"{where}: space.{key} cannot be searched, as it does not change what is learned (or only by chance); take it out")
+            raise UserError(
+                f"{where}: space.{key} cannot be searched, as it does not change what is "
+                "learned (or only by chance); take it out"
+            )
         if top == "methods" and (label := rest.partition(".")[0]) not in labels:
             near = difflib.get_close_matches(label, labels, 1)
-            raise UserError(f"{where}: space.{key} is about method {label!r}, which no trial has; " + (f"did you mean {near[0]!r}?" if near else "take it out"))
+            raise UserError(
+                f"{where}: space.{key} is about method {label!r}, which no trial has; "
+                + (f"did you mean {near[0]!r}?" if near else "take it out")
+            )
     for params in space.corners():
         try:
             configs.check(with_params(body, params), "this point")
         except UserError as error:
             shown = ", ".join(f"{key}={value!r}" for key, value in params.items())
-            raise UserError(f"{where}: the space has points that no run accepts: {shown}: {error}") from None
+            raise UserError(
+                f"{where}: the space has points that no run accepts: {shown}: {error}"
+            ) from None
 
 
 def searched_per_task(keys: Sequence[str], where: str) -> None:
     """Raises UserError where a key is not a setting of a method, as only these may differ from task to task."""
     bad = next((key for key in keys if not key.startswith("methods.")), None)
     if bad is not None:
-        raise UserError(f"{where}: space.{bad} cannot differ from task to task; search it with another protocol, or give keys `methods.LABEL...` alone")
+        raise UserError(
+            f"{where}: space.{bad} cannot differ from task to task; search it with another "
+            "protocol, or give keys `methods.LABEL...` alone"
+        )

@@ -39,7 +39,9 @@ from workers.errors import UserError
 from workers.filesystem import FIRST_CONTACT_S, access_remedy, patience
 from workers.job import Task
 
-PLAIN = re.compile(r"[\w-]+")  # a key names a folder: a record from elsewhere must not lead out of the store
+PLAIN = re.compile(
+    r"[\w-]+"
+)  # a key names a folder: a record from elsewhere must not lead out of the store
 EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
 MOST_CHANGES = 4  # versions that a note names
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
@@ -58,7 +60,10 @@ def _tagged(value: Any) -> bytes:
     elif isinstance(value, (list, tuple)):
         return b"l%d:" % len(value) + b"".join(map(_tagged, value))
     elif isinstance(value, Mapping):
-        items = b"".join(_tagged(str(k)) + _tagged(v) for k, v in sorted(value.items(), key=lambda kv: str(kv[0])))
+        items = b"".join(
+            _tagged(str(k)) + _tagged(v)
+            for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))
+        )
         return b"d%d:" % len(value) + items
     else:
         raise TypeError(f"{type(value).__name__} cannot be part of a key")
@@ -78,12 +83,18 @@ class Lookup:
 
 def needed_keys(record: Mapping[str, Any]) -> set[str]:
     """Keys of what a run computes; a report is made again at no cost."""
-    return {stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"}
+    return {
+        stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"
+    }
 
 
 def is_stage(entry: Any) -> bool:
     """Whether an entry of a record names a stage, by a key that leads nowhere else."""
-    return isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in ("id", "key", "step")) and bool(PLAIN.fullmatch(entry["key"]))
+    return (
+        isinstance(entry, dict)
+        and all(isinstance(entry.get(name), str) for name in ("id", "key", "step"))
+        and bool(PLAIN.fullmatch(entry["key"]))
+    )
 
 
 def remove(path: str) -> None:
@@ -101,7 +112,9 @@ class Store:
     def check_writable(self) -> None:
         """Raises UserError where the storage cannot be written."""
         resolve(self.storage)
-        probe = join(self.storage, f".probe-{passing_name()}")  # of its own: two runs may start at the same moment
+        probe = join(
+            self.storage, f".probe-{passing_name()}"
+        )  # of its own: two runs may start at the same moment
         try:
             with patience(FIRST_CONTACT_S):
                 write_bytes(probe, b"accrete")
@@ -111,12 +124,24 @@ class Store:
             remedy = access_remedy(self.storage)
             if is_local(self.storage):
                 remedy = "choose another folder with --set storage=PATH or mend its permissions"
-                if error.errno == errno.EACCES and os.path.isdir(self.storage) and os.stat(self.storage).st_uid != os.getuid():
-                    remedy = (f"it belongs to another user: choose another folder with --set storage=PATH, or have that user share it with a group "
-                              f"(chgrp -R GROUP, chmod -R g+rwX {self.storage}, and chmod g+s on each of its folders)")
+                if (
+                    error.errno == errno.EACCES
+                    and os.path.isdir(self.storage)
+                    and os.stat(self.storage).st_uid != os.getuid()
+                ):
+                    remedy = (
+                        "it belongs to another user: choose another folder with --set "
+                        "storage=PATH, or have that user share it with a group "
+                        f"(chgrp -R GROUP, chmod -R g+rwX {self.storage}, and chmod g+s on each "
+                        "of its folders)"
+                    )
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    remedy = "free some space there, or choose another folder with --set storage=PATH"
-            raise UserError(f"storage {self.storage!r} cannot be written ({error}); {remedy}") from None
+                    remedy = (
+                        "free some space there, or choose another folder with --set storage=PATH"
+                    )
+            raise UserError(
+                f"storage {self.storage!r} cannot be written ({error}); {remedy}"
+            ) from None
 
     def sweep(self) -> None:
         """Deletes what processes of this machine that were killed have left, where nobody else comes by: files half written, and probes."""
@@ -131,7 +156,9 @@ class Store:
             if entry.name.startswith((".probe-", "mlflow.db.")) and is_remains(entry.name):
                 remove(entry.path)
 
-    def look_up(self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True) -> Lookup:
+    def look_up(
+        self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True
+    ) -> Lookup:
         """Is the result of `stage` there? With `verify`, every file is compared with its digest.
         previous: the record of the same run before, for the reason of a miss."""
         found = Artefact.open(self.root, stage.key)
@@ -160,7 +187,11 @@ class Store:
             record = read_json(path)
         except (FileNotFoundError, ValueError):
             return None
-        whole = isinstance(record, dict) and record.get("name") == name and isinstance(record.get("stages"), list)
+        whole = (
+            isinstance(record, dict)
+            and record.get("name") == name
+            and isinstance(record.get("stages"), list)
+        )
         return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
     def save_record(self, record: dict[str, Any]) -> None:
@@ -229,16 +260,29 @@ class Store:
         for name in self.run_names():
             record = self.record(name)
             if record is None and exists(self.record_path(name)):
-                raise UserError(f"{self.record_path(name)} is not readable, so what run {name!r} needs is not known; start the run again, or "
-                                f"remove {join(self.storage, 'runs', name)}")
+                raise UserError(
+                    f"{self.record_path(name)} is not readable, so what run {name!r} needs is "
+                    "not known; start the run again, or "
+                    f"remove {join(self.storage, 'runs', name)}"
+                )
             needed |= {s["key"] for s in record["stages"]} if record else set()
             for path, kept in self._earlier(name).items() if not earlier else ():
                 if kept is None:
-                    raise UserError(f"{path} is not readable, so what run {name!r} needed before its config was changed is not known; remove that file")
+                    raise UserError(
+                        f"{path} is not readable, so what run {name!r} needed before its config "
+                        "was changed is not known; remove that file"
+                    )
                 needed |= needed_keys(kept)
         needed |= self._searched()
-        there = {place: listing(join(self.storage, place)) for place in ("stages", "checkpoints", failures.FOLDER)}
-        standing = {key: found.manifest["attempt"] for key in unclear(there) & needed if (found := Artefact.open(self.root, key))}
+        there = {
+            place: listing(join(self.storage, place))
+            for place in ("stages", "checkpoints", failures.FOLDER)
+        }
+        standing = {
+            key: found.manifest["attempt"]
+            for key in unclear(there) & needed
+            if (found := Artefact.open(self.root, key))
+        }
         sizes: dict[str, int] = {}
         for place, files in there.items():
             for path, size in files.items():
@@ -261,14 +305,23 @@ class Store:
         for name in self.folders("searches"):
             found = trials.load(self.storage, name)
             if found.problems:
-                raise UserError(f"search {name!r}: {found.problems[0]}; so what it needs is not known: start the search again, or remove "
-                                f"{join(self.storage, 'searches', name)}")
-            keys |= {stage["key"] for trial in found.trials for stage in (trial.get("graph") or {"stages": []})["stages"]}
+                raise UserError(
+                    f"search {name!r}: {found.problems[0]}; so what it needs is not known: "
+                    "start the search again, or remove "
+                    f"{join(self.storage, 'searches', name)}"
+                )
+            keys |= {
+                stage["key"]
+                for trial in found.trials
+                for stage in (trial.get("graph") or {"stages": []})["stages"]
+            }
         return keys
 
     # ---- what a source looked like when it was last seen, so that results stand after the raw data is gone -------------
     def remember(self, identity: str, value: Any) -> None:
-        write_bytes(join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode())
+        write_bytes(
+            join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode()
+        )
 
     def remembered(self, identity: str) -> Any:
         try:
@@ -284,11 +337,18 @@ def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
         key, _, rest = path.partition("/")
         if "/" in rest:
             attempts.setdefault(key, set()).add(rest.partition("/")[0])
-    beside = {path.partition("/")[0] for place, files in there.items() if place != "stages" for path in files}
+    beside = {
+        path.partition("/")[0]
+        for place, files in there.items()
+        if place != "stages"
+        for path in files
+    }
     return beside | {key for key, names in attempts.items() if len(names) > 1}
 
 
-def outdated(graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]) -> str | None:
+def outdated(
+    graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
+) -> str | None:
     """Why the result of `stage` no longer goes with its parents' results, in words: one of them was
     made again under its key with another content. None where it does, or where that is not known: a
     parent's result is gone, or one of the two was made before contents were noted.
@@ -314,31 +374,53 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
     if version != KEY_VERSION:
         return f"key version {version} -> {KEY_VERSION}"
     old, new = flatten(before["inputs"]), flatten(stage.inputs)
-    changes = [f"{k}: {old.get(k, 'absent')!r} -> {new.get(k, 'absent')!r}" for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+    changes = [
+        f"{k}: {old.get(k, 'absent')!r} -> {new.get(k, 'absent')!r}"
+        for k in sorted(old.keys() | new.keys())
+        if old.get(k) != new.get(k)
+    ]
     if changes:
         more = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
         return "changed " + "; ".join(changes[:2]) + more
     return "an earlier stage changed"
 
 
-def version_notes(lookups: Mapping[str, Lookup], previous: Mapping[str, Any] | None, provenance: Mapping[str, Any]) -> list[str]:
+def version_notes(
+    lookups: Mapping[str, Lookup], previous: Mapping[str, Any] | None, provenance: Mapping[str, Any]
+) -> list[str]:
     """What an upgrade means for the results of a run, a sentence each: none stand under another key
     version; those that stand and were made by other versions of the code or of packages stay valid."""
     notes = []
     version = previous.get("key_version", 1) if previous else KEY_VERSION
     if version != KEY_VERSION:
-        notes.append(f"the last run of this name had key version {version}, this code has {KEY_VERSION}: its results are not found under the new keys, and "
-                     "are computed anew")
+        notes.append(
+            f"the last run of this name had key version {version}, this code has {KEY_VERSION}: "
+            "its results are not found under the new keys, and "
+            "are computed anew"
+        )
     manifests = [lookup.manifest for lookup in lookups.values() if lookup.hit and lookup.manifest]
-    made_by = [_versions(manifest["provenance"]) for manifest in manifests if isinstance(manifest.get("provenance"), dict)]
+    made_by = [
+        _versions(manifest["provenance"])
+        for manifest in manifests
+        if isinstance(manifest.get("provenance"), dict)
+    ]
     now = _versions(provenance)
-    changes = Counter(f"{name} {versions.get(name) or 'unknown'} -> {now.get(name) or 'unknown'}"
-                      for versions in made_by for name in sorted(now) if versions.get(name) != now[name])
+    changes = Counter(
+        f"{name} {versions.get(name) or 'unknown'} -> {now.get(name) or 'unknown'}"
+        for versions in made_by
+        for name in sorted(now)
+        if versions.get(name) != now[name]
+    )
     others = sum(versions != now for versions in made_by)
     if changes:
-        listed = ", ".join(text for text, _ in changes.most_common(MOST_CHANGES)) + (", ..." if len(changes) > MOST_CHANGES else "")
-        notes.append(f"{others} of {len(manifests)} results that stand were made by other versions ({listed}); they stay valid: code that gives other "
-                     "results has another revision, which is in the key")
+        listed = ", ".join(text for text, _ in changes.most_common(MOST_CHANGES)) + (
+            ", ..." if len(changes) > MOST_CHANGES else ""
+        )
+        notes.append(
+            f"{others} of {len(manifests)} results that stand were made by other versions "
+            f"({listed}); they stay valid: code that gives other "
+            "results has another revision, which is in the key"
+        )
     return notes
 
 
@@ -349,10 +431,38 @@ def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
     return {**versions, "git commit": str(provenance.get("git_commit", ""))}
 
 
-def record_of(graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]) -> dict[str, Any]:
+def record_of(
+    graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]
+) -> dict[str, Any]:
     """The record of a named run: its config, its tasks and the keys of all its stages."""
-    stages = [{"id": s.id, "key": s.key, "step": s.step, "label": s.method, "task": s.task, "parents": list(s.parents),
-               "method": config.methods[s.method].method if s.method else None, "inputs": dict(s.inputs)} for s in graph]
-    return {"name": graph.name, "key_version": KEY_VERSION, "config": dump(config), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stages": stages,
-            "tasks": [{"name": t.name, "card": t.card, "role": t.role, "classes": list(t.classes), "data": t.data} for t in tasks],
-            "provenance": provenance}
+    stages = [
+        {
+            "id": s.id,
+            "key": s.key,
+            "step": s.step,
+            "label": s.method,
+            "task": s.task,
+            "parents": list(s.parents),
+            "method": config.methods[s.method].method if s.method else None,
+            "inputs": dict(s.inputs),
+        }
+        for s in graph
+    ]
+    return {
+        "name": graph.name,
+        "key_version": KEY_VERSION,
+        "config": dump(config),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "stages": stages,
+        "tasks": [
+            {
+                "name": t.name,
+                "card": t.card,
+                "role": t.role,
+                "classes": list(t.classes),
+                "data": t.data,
+            }
+            for t in tasks
+        ],
+        "provenance": provenance,
+    }

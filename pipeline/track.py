@@ -38,8 +38,19 @@ class Recorder:
     say: gets a line when MLflow goes away, and one when it is back. remedy: the command that writes the record anew, for people.
     """
 
-    def __init__(self, settings: TrackingSettings, storage: str, say: Say = to_stderr, remedy: str = "", place: Place | None = None):
-        self.settings, self.storage, self.remedy = settings, storage, remedy or f"{this_python()} -m pipeline report CONFIG"
+    def __init__(
+        self,
+        settings: TrackingSettings,
+        storage: str,
+        say: Say = to_stderr,
+        remedy: str = "",
+        place: Place | None = None,
+    ):
+        self.settings, self.storage, self.remedy = (
+            settings,
+            storage,
+            remedy or f"{this_python()} -m pipeline report CONFIG",
+        )
         if settings.enabled:
             require_package("mlflow", "the record of a run", "set tracking=off")
         self.writer = RunWriter(settings, storage, place or Place())
@@ -67,7 +78,9 @@ class Recorder:
         if not self.writer.record or stage.step == "report":
             return
         if manifest and "attempt" in manifest:
-            self.writer.known[stage.id] = Artefact(join(self.storage, "stages"), stage.key, dict(manifest))
+            self.writer.known[stage.id] = Artefact(
+                join(self.storage, "stages"), stage.key, dict(manifest)
+            )
         self._put(partial(self.writer.stage, stage.id))
 
     def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
@@ -78,7 +91,9 @@ class Recorder:
     def models(self, graph: Graph) -> None:
         """Logs each method of a finished run as a model that serves all of its tasks, and registers it as RUN, or as RUN-LABEL where there are several."""
         if self.settings.models and self.writer.record:
-            for label in dict.fromkeys(stage.method for stage in graph if stage.step == "evaluate" and stage.method):
+            for label in dict.fromkeys(
+                stage.method for stage in graph if stage.step == "evaluate" and stage.method
+            ):
                 self._put(partial(self._model, graph, label))
 
     def _model(self, graph: Graph, label: str) -> None:
@@ -91,7 +106,12 @@ class Recorder:
         with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
             place = join(folder, "bundle")
             predict.bundle_of(graph, Store(self.storage), label).write(place)
-            found = publish.log(calls.uri, self.writer.methods[label], place, f"{graph.name}-{label}" if several else graph.name)
+            found = publish.log(
+                calls.uri,
+                self.writer.methods[label],
+                place,
+                f"{graph.name}-{label}" if several else graph.name,
+            )
         if found.warning:
             self.outbox.warn(found.warning)
 
@@ -102,7 +122,12 @@ class Recorder:
             return
         self._put(self._end_watch)
         self._put(partial(self.writer.finish, files, status))
-        close(self.outbox, self.settings.patience_s, f"the record of run {self.writer.record['name']!r}", self.remedy)
+        close(
+            self.outbox,
+            self.settings.patience_s,
+            f"the record of run {self.writer.record['name']!r}",
+            self.remedy,
+        )
 
     def links(self, base: str = "") -> list[str]:
         """Where to look at the record of this run; `base` is the address of a running `mlflow server`."""
@@ -112,8 +137,14 @@ class Recorder:
         base = base or (page_base(uri) if uri.startswith("http") else "")
         if not base:
             return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
-        return [f"record: {run_link(base, experiment, parent)}",
-                *([f"methods side by side: {compare_link(base, experiment, methods)}"] if len(methods) > 1 else [])]
+        return [
+            f"record: {run_link(base, experiment, parent)}",
+            *(
+                [f"methods side by side: {compare_link(base, experiment, methods)}"]
+                if len(methods) > 1
+                else []
+            ),
+        ]
 
     def _put(self, action: Callable[[], object]) -> None:
         def act() -> None:
@@ -154,7 +185,10 @@ def answers(settings: TrackingSettings, storage: str) -> bool:
 def close(outbox: Outbox, patience_s: float, what: str, remedy: str) -> None:
     """Waits for an outbox, and says what becomes of the rest."""
     if outbox.close(patience_s):
-        outbox.warn(f"MLflow did not answer for {patience_s:.0f} s at the end: {what} is incomplete; when MLflow is back, {remedy} writes it")
+        outbox.warn(
+            f"MLflow did not answer for {patience_s:.0f} s at the end: {what} is incomplete; "
+            f"when MLflow is back, {remedy} writes it"
+        )
 
 
 class Background:

@@ -55,10 +55,15 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
         if is_whole(path, latest):  # another process has made it meanwhile
             return
         if path.exists() and path.stat().st_size:
-            aside = path.with_name(f"{path.name}.half-made-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
+            aside = path.with_name(
+                f"{path.name}.half-made-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+            )
             path.rename(aside)
-            filesystem.say(f"{path} was left half-made, with no run in it, by a process that was killed or by another version of MLflow; it is now "
-                           f"{aside.name}, and made anew")
+            filesystem.say(
+                f"{path} was left half-made, with no run in it, by a process that was killed or "
+                "by another version of MLflow; it is now "
+                f"{aside.name}, and made anew"
+            )
         else:
             path.unlink(missing_ok=True)
         _make(path, initialize)
@@ -69,11 +74,22 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
     if not path.exists() or not path.stat().st_size:
         return False
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=20)) as database:
-            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        with closing(
+            sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=20)
+        ) as database:
+            tables = {
+                name
+                for (name,) in database.execute(
+                    "SELECT name FROM sqlite_master WHERE type = 'table'"
+                )
+            }
             if "runs" in tables and database.execute("SELECT 1 FROM runs LIMIT 1").fetchone():
                 return True
-            versions = database.execute("SELECT version_num FROM alembic_version").fetchall() if "alembic_version" in tables else []
+            versions = (
+                database.execute("SELECT version_num FROM alembic_version").fetchall()
+                if "alembic_version" in tables
+                else []
+            )
             return versions == [(latest(),)]
     except sqlite3.OperationalError as error:
         if os.access(path, os.W_OK) or not os.access(path, os.R_OK):
@@ -81,7 +97,9 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
         del error
         return True  # it can only be read here, and nothing is mended
     except sqlite3.DatabaseError as error:
-        raise UserError(f"{path} is no SQLite database ({error}); move it away and run the same command again") from None
+        raise UserError(
+            f"{path} is no SQLite database ({error}); move it away and run the same command again"
+        ) from None
 
 
 @contextmanager

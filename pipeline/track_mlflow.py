@@ -27,14 +27,37 @@ if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
 
 # Calls are not repeated by MLflow itself: whoever makes them knows how long it wants to try.
-ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-               "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}  # it would print the password too
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}  # it would print the password too
 BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
 # Of a database, in the words of SQLite, PostgreSQL and MySQL, and of a disk: what waiting does not mend.
-FINAL = re.compile(r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly database|[Rr]ead-only|no such (table|column)|does not exist"
-                   r"|unable to open database file|not a database|malformed|out-of-date database schema|authentication failed|Access denied")
-FINAL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "psycopg[binary]", "MySQLdb": "mysqlclient"}  # module of a driver -> its package, where the names differ
+FINAL = re.compile(
+    r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly "
+    r"database|[Rr]ead-only|no such (table|column)|does not exist"
+    r"|unable to open database file|not a database|malformed|out-of-date database "
+    r"schema|authentication failed|Access denied"
+)
+FINAL_ERRNOS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
+DRIVERS = {
+    "psycopg2": "psycopg2-binary",
+    "psycopg": "psycopg[binary]",
+    "MySQLdb": "mysqlclient",
+}  # module of a driver -> its package, where the names differ
 BROKEN_PASSWORD = re.compile(r"https?://[^\s/?#@:]*:[^\s@]*[/?#]\S*@", re.IGNORECASE)
 HOST_AND_PORT = re.compile(r"https?://[^\s/?#@:]*:\d*(?:[/?#]|$)", re.IGNORECASE)
 BUSY = (408, 409, 429)  # refusals of a server that it may not repeat
@@ -47,14 +70,19 @@ def tracking_uri(storage: str, uri: str = "") -> str:
         check_password(found)
         return found
     if "://" in storage and not storage.startswith("file://"):
-        raise UserError(f"storage {storage!r} cannot hold MLflow's SQLite database; name a tracking server in tracking.uri or "
-                        "MLFLOW_TRACKING_URI, or set tracking=off")
+        raise UserError(
+            f"storage {storage!r} cannot hold MLflow's SQLite database; name a tracking server "
+            "in tracking.uri or "
+            "MLFLOW_TRACKING_URI, or set tracking=off"
+        )
     folder = Path(storage.removeprefix("file://")).absolute()
     make_dirs(str(folder))
     return track_database.sqlite_uri(folder / "mlflow.db")
 
 
-def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tuple[MlflowClient, str, str]:
+def open_store(
+    storage: str, uri: str = "", experiment: str = "accrete"
+) -> tuple[MlflowClient, str, str]:
     """A client, the tracking URI and the id of the experiment; the database and the experiment are created if need be.
 
     Only one process may do that for a new database, so the driver calls this before anything else opens it.
@@ -62,7 +90,9 @@ def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tupl
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is told by whoever asked
+        logging.getLogger(name).setLevel(
+            logging.CRITICAL
+        )  # what goes wrong is told by whoever asked
     from mlflow import MlflowClient
     from mlflow.store.db import utils
 
@@ -72,7 +102,9 @@ def open_store(storage: str, uri: str = "", experiment: str = "accrete") -> tupl
         return _opened(MlflowClient, address, storage, experiment)
 
 
-def _opened(client_of: type[MlflowClient], address: str, storage: str, experiment: str) -> tuple[MlflowClient, str, str]:
+def _opened(
+    client_of: type[MlflowClient], address: str, storage: str, experiment: str
+) -> tuple[MlflowClient, str, str]:
     from mlflow.store.db import utils
 
     if database := track_database.sqlite_path(address):
@@ -86,7 +118,11 @@ def _opened(client_of: type[MlflowClient], address: str, storage: str, experimen
     artefacts = None  # a tracking server has its own place
     if not address.startswith(("http://", "https://")):
         local = "://" not in storage or storage.startswith("file://")
-        artefacts = Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri() if local else bucket_folder(storage)
+        artefacts = (
+            Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri()
+            if local
+            else bucket_folder(storage)
+        )
     return client, address, client.create_experiment(experiment, artifact_location=artefacts)
 
 
@@ -97,7 +133,9 @@ def make_tables(uri: str) -> None:
 
     engine = utils.create_sqlalchemy_engine(uri)
     # Nobody sees it before it is whole and synced: a sync after each of its statements would cost seconds.
-    event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
+    event.listen(
+        engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF")
+    )
     try:
         utils._initialize_tables(engine)
     finally:
@@ -107,8 +145,12 @@ def make_tables(uri: str) -> None:
 def check_password(uri: str) -> None:
     """Raise UserError where the password of a server's address ends the part of the URI that it stands in."""
     if BROKEN_PASSWORD.match(uri) and not HOST_AND_PORT.match(uri):
-        raise UserError("the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, `?` or `#` in it, which end the host's part of "
-                        "a URI; write them as %2F, %3F and %23, or give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead")
+        raise UserError(
+            "the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, "
+            "`?` or `#` in it, which end the host's part of "
+            "a URI; write them as %2F, %3F and %23, or give MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD instead"
+        )
 
 
 @contextmanager
@@ -122,14 +164,23 @@ def drivers_told(address: str) -> Iterator[None]:
     except ImportError as error:
         name = error.name or str(error)
         package = DRIVERS.get(name.partition(".")[0], name.partition(".")[0])
-        raise UserError(f"the database of {shown(address)} needs the Python package {name!r}, which is not installed; install it beside MLflow "
-                        f"(pip install {package}), or name another tracking URI") from None
+        raise UserError(
+            f"the database of {shown(address)} needs the Python package {name!r}, which is not "
+            "installed; install it beside MLflow "
+            f"(pip install {package}), or name another tracking URI"
+        ) from None
     except NoSuchModuleError:
-        raise UserError(f"no database is known by the scheme {scheme!r} of the tracking URI; MLflow knows sqlite, postgresql, mysql, mssql, and servers "
-                        "by http and https") from None
+        raise UserError(
+            f"no database is known by the scheme {scheme!r} of the tracking URI; MLflow knows "
+            "sqlite, postgresql, mysql, mssql, and servers "
+            "by http and https"
+        ) from None
     except ArgumentError:
-        raise UserError(f"the tracking URI {shown(address)} is not of the form {scheme}://user:password@host:port/database; mend tracking.uri or "
-                        "MLFLOW_TRACKING_URI") from None
+        raise UserError(
+            f"the tracking URI {shown(address)} is not of the form "
+            f"{scheme}://user:password@host:port/database; mend tracking.uri or "
+            "MLFLOW_TRACKING_URI"
+        ) from None
 
 
 @contextmanager
@@ -144,7 +195,10 @@ def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
         if not isinstance(error, (MlflowException, SQLAlchemyError)):
             raise
         reason = " ".join(shown(str(error)).split())[:300]
-        raise UserError(f"MLflow at {shown(tracking_uri(storage, uri))} does not show its runs ({reason}); start it, or mend MLFLOW_TRACKING_URI") from None
+        raise UserError(
+            f"MLflow at {shown(tracking_uri(storage, uri))} does not show its runs ({reason}); "
+            "start it, or mend MLFLOW_TRACKING_URI"
+        ) from None
 
 
 def bucket_folder(storage: str) -> str:
@@ -152,7 +206,9 @@ def bucket_folder(storage: str) -> str:
     place, _, query = join(storage, "mlartifacts").partition("?")
     options = dict(parse_qsl(query))
     if endpoint := options.get("endpoint_override"):
-        address = endpoint if "://" in endpoint else f"{options.get('scheme', 'https')}://{endpoint}"
+        address = (
+            endpoint if "://" in endpoint else f"{options.get('scheme', 'https')}://{endpoint}"
+        )
         os.environ.setdefault("MLFLOW_S3_ENDPOINT_URL", address)
     if region := options.get("region"):
         os.environ.setdefault("AWS_DEFAULT_REGION", region)
@@ -170,8 +226,20 @@ def transient(error: Exception) -> bool:
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
         return status >= 500 or status in BUSY
-    if type(error).__module__.partition(".")[0] in ("boto3", "botocore"):  # of artefacts in a bucket
-        return not any(code in str(error) for code in ("AccessDenied", "NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Credentials"))
+    if type(error).__module__.partition(".")[0] in (
+        "boto3",
+        "botocore",
+    ):  # of artefacts in a bucket
+        return not any(
+            code in str(error)
+            for code in (
+                "AccessDenied",
+                "NoSuchBucket",
+                "InvalidAccessKeyId",
+                "SignatureDoesNotMatch",
+                "Credentials",
+            )
+        )
     return isinstance(error, (OSError, OperationalError, sqlite3.OperationalError))
 
 
@@ -188,7 +256,9 @@ class Calls:
     """The runs of one experiment. Every method raises what MLflow raises, and may be called again with the same values: that adds nothing."""
 
     def __init__(self, storage: str, settings: TrackingSettings):
-        self.client, self.uri, self.experiment = open_store(storage, settings.uri, settings.experiment)
+        self.client, self.uri, self.experiment = open_store(
+            storage, settings.uri, settings.experiment
+        )
 
     def find(self, tags: Mapping[str, str]) -> list[Run]:
         """All runs with these tags."""
@@ -196,14 +266,18 @@ class Calls:
         found: list[Run] = []
         token = None
         while True:
-            page = self.client.search_runs([self.experiment], wanted, max_results=1000, page_token=token)
+            page = self.client.search_runs(
+                [self.experiment], wanted, max_results=1000, page_token=token
+            )
             found += page
             token = page.token
             if not token:
                 return found
 
     def create(self, name: str, tags: Mapping[str, str]) -> Run:
-        return self.client.create_run(self.experiment, tags={k: v for k, v in tags.items() if v}, run_name=name)
+        return self.client.create_run(
+            self.experiment, tags={k: v for k, v in tags.items() if v}, run_name=name
+        )
 
     def open(self, run: Run) -> None:
         """It goes on: what had failed or was stopped is running again."""
@@ -226,7 +300,9 @@ class Calls:
                 self.client.delete_tag(run.info.run_id, name)
                 del run.data.tags[name]
 
-    def points(self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None) -> None:
+    def points(
+        self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None
+    ) -> None:
         """Points get the same time stamp whenever they are written, so that MLflow drops one that is there already. Tags come with the last ones."""
         from mlflow.entities import Metric, RunTag
 
@@ -236,8 +312,11 @@ class Calls:
             return
         for start in range(0, max(len(metrics), 1), BATCH):
             last = start + BATCH >= len(metrics)
-            self.client.log_batch(run.info.run_id, metrics[start : start + BATCH],
-                                  tags=[RunTag(k, v) for k, v in (tags or {}).items()] if last else [])
+            self.client.log_batch(
+                run.info.run_id,
+                metrics[start : start + BATCH],
+                tags=[RunTag(k, v) for k, v in (tags or {}).items()] if last else [],
+            )
         run.data.tags.update(tags or {})
 
     def params(self, run: Run, values: Mapping[str, Any]) -> None:
@@ -255,8 +334,15 @@ class Calls:
         from mlflow.data.meta_dataset import MetaDataset
         from mlflow.entities import DatasetInput, InputTag
 
-        entries = [DatasetInput(MetaDataset(HTTPDatasetSource(d.source), name=d.name, digest=d.digest)._to_mlflow_entity(),  # type: ignore[abstract]
-                                [InputTag("mlflow.data.context", d.context)]) for d in data]
+        entries = [
+            DatasetInput(
+                MetaDataset(
+                    HTTPDatasetSource(d.source), name=d.name, digest=d.digest
+                )._to_mlflow_entity(),  # type: ignore[abstract]
+                [InputTag("mlflow.data.context", d.context)],
+            )
+            for d in data
+        ]
         if entries:
             self.client.log_inputs(run.info.run_id, entries)
 
@@ -278,11 +364,16 @@ class Machine:
         try:
             import psutil  # noqa: F401
         except ImportError:
-            raise UserError("tracking.system_metrics needs the package psutil, which is not installed; install `.[monitor]`, or leave the setting "
-                            "off") from None
+            raise UserError(
+                "tracking.system_metrics needs the package psutil, which is not installed; "
+                "install `.[monitor]`, or leave the setting "
+                "off"
+            ) from None
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # what it cannot write is left out
+        logging.getLogger("mlflow.system_metrics").setLevel(
+            logging.CRITICAL
+        )  # what it cannot write is left out
         self.monitor = SystemMetricsMonitor(run.info.run_id, resume_logging=True, tracking_uri=uri)
         self.monitor.start()
 

@@ -23,8 +23,21 @@ class Outbox:
     say: a line for people, once when the server goes away and once when it is back. name: what the server is called in them.
     """
 
-    def __init__(self, name: str, answers: Callable[[], bool], forget: Action, transient: Callable[[Exception], bool], say: Callable[[str], None]):
-        self.name, self.answers, self.forget, self.transient, self.say = name, answers, forget, transient, say
+    def __init__(
+        self,
+        name: str,
+        answers: Callable[[], bool],
+        forget: Action,
+        transient: Callable[[Exception], bool],
+        say: Callable[[str], None],
+    ):
+        self.name, self.answers, self.forget, self.transient, self.say = (
+            name,
+            answers,
+            forget,
+            transient,
+            say,
+        )
         self.warnings: list[str] = []
         self.waiting: deque[Action] = deque()
         self.news = threading.Condition()
@@ -48,7 +61,11 @@ class Outbox:
             self.news.notify_all()
             try:
                 while self.waiting:
-                    left = None if self.away_since is None else max(closing, self.away_since) + patience_s - time.monotonic()
+                    left = (
+                        None
+                        if self.away_since is None
+                        else max(closing, self.away_since) + patience_s - time.monotonic()
+                    )
                     if left is not None and left <= 0:
                         break
                     self.news.wait(left)
@@ -88,19 +105,28 @@ class Outbox:
                     continue
                 tries += 1
                 if not self.transient(error) or tries == TRIES:
-                    self.warn(f"{self.name}: {reason}; this part is not in the record, everything else is")
+                    self.warn(
+                        f"{self.name}: {reason}; this part is not in the record, everything else is"
+                    )
                     return True
                 self._pause(min(FIRST_S * 2 ** (tries - 1), LONGEST_S))
         return False
 
     def _wait_for_answer(self, reason: str) -> None:
         self._set_away(time.monotonic())
-        self.say(f"{self.name} does not answer ({reason[:120]}); the run goes on, and what it should hear of is kept until it does")
+        self.say(
+            f"{self.name} does not answer ({reason[:120]}); the run goes on, and what it should "
+            "hear of is kept until it does"
+        )
         pause = FIRST_S
         while not self.given_up:
             self._pause(pause)
             if not self.given_up and self.answers():
-                self.say(f"{self.name} answers again after {time.monotonic() - (self.away_since or 0):.0f} s; it is told what it has missed")
+                self.say(
+                    f"{self.name} answers again after "
+                    f"{time.monotonic() - (self.away_since or 0):.0f} s; it is told what it has "
+                    "missed"
+                )
                 self._set_away(None)
                 return
             pause = min(2 * pause, LONGEST_S)

@@ -67,7 +67,9 @@ class RunWriter:
         self.calls: Calls | None = None
         self.known: dict[str, Artefact] = {}
         self.views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
-        self.where: tuple[str, str, str, list[str]] | None = None  # tracking URI, experiment, id of the graph's run, those of its methods
+        self.where: tuple[str, str, str, list[str]] | None = (
+            None  # tracking URI, experiment, id of the graph's run, those of its methods
+        )
         self.fresh: set[str] = set()  # methods of which an evaluation was recorded, until `finish`
         self.forget()
 
@@ -78,7 +80,9 @@ class RunWriter:
     def forget(self) -> None:
         """Nothing that was learned from MLflow is believed any more."""
         self.calls = None
-        self.runs: dict[tuple[str, str], Run] = {}  # (label, task); ("", "") is the graph, (label, "") a method
+        self.runs: dict[
+            tuple[str, str], Run
+        ] = {}  # (label, task); ("", "") is the graph, (label, "") a method
         self.logged: set[tuple[str, ...]] = set()
         self.recorded: set[str] = set()
 
@@ -90,7 +94,9 @@ class RunWriter:
     @property
     def methods(self) -> dict[str, str]:
         """Ids of the runs of its methods, by label."""
-        return {label: run.info.run_id for (label, task), run in self.runs.items() if label and not task}
+        return {
+            label: run.info.run_id for (label, task), run in self.runs.items() if label and not task
+        }
 
     # ---- runs --------------------------------------------------------------------------------------------------------
     def ready(self) -> Calls:
@@ -98,16 +104,27 @@ class RunWriter:
         if self.calls and self.runs:
             return self.calls
         calls = self.calls = self.calls or Calls(self.storage, self.settings)
-        found = {(r.data.tags.get("label", ""), r.data.tags.get("task", "")): r for r in calls.find({"accrete.run": self._identity()})}
+        found = {
+            (r.data.tags.get("label", ""), r.data.tags.get("task", "")): r
+            for r in calls.find({"accrete.run": self._identity()})
+        }
         parent = found.get(("", "")) or self._create("", "", self.place.parent)
-        if parent.info.status not in ("RUNNING", "FINISHED"):  # it had failed or was stopped, and goes on now
+        if parent.info.status not in (
+            "RUNNING",
+            "FINISHED",
+        ):  # it had failed or was stopped, and goes on now
             calls.open(parent)
         self.runs = found | {("", ""): parent}
         for run in [run for run in self.runs.values() if OPENED not in run.data.tags]:
             self._fill(run)
         for label in self._tables().labels:
             self._run(label, "")
-        self.where = (calls.uri, calls.experiment, parent.info.run_id, [self.methods[label] for label in self._tables().labels])
+        self.where = (
+            calls.uri,
+            calls.experiment,
+            parent.info.run_id,
+            [self.methods[label] for label in self._tables().labels],
+        )
         return calls
 
     def _identity(self) -> str:
@@ -125,12 +142,30 @@ class RunWriter:
         assert self.calls
         kind = "task" if task else "method" if label else "run"
         record, method = self.record, self._tables().method(label) if label else ""
-        tags = tags_of(record) | {"protocol": self.place.data, "mlflow.source.name": "python -m pipeline run"} | dict(self.place.tags)
+        tags = (
+            tags_of(record)
+            | {"protocol": self.place.data, "mlflow.source.name": "python -m pipeline run"}
+            | dict(self.place.tags)
+        )
         tags |= {"methods": method} if label else {}
-        tags |= {"accrete.run": self._identity(), "accrete.kind": self.place.kind if kind == "run" else kind if self.place.kind == "run" else f"trial-{kind}",
-                 "label": label, "task": task, "method": method, "mlflow.parentRunId": above,
-                 "mlflow.note.content": (self.place.note if kind == "run" else "") or note_of(record, label, task)}
-        return self.calls.create(task or label or record["name"], tags | (keys_of(record, label) if kind != "task" else {}))
+        tags |= {
+            "accrete.run": self._identity(),
+            "accrete.kind": self.place.kind
+            if kind == "run"
+            else kind
+            if self.place.kind == "run"
+            else f"trial-{kind}",
+            "label": label,
+            "task": task,
+            "method": method,
+            "mlflow.parentRunId": above,
+            "mlflow.note.content": (self.place.note if kind == "run" else "")
+            or note_of(record, label, task),
+        }
+        return self.calls.create(
+            task or label or record["name"],
+            tags | (keys_of(record, label) if kind != "task" else {}),
+        )
 
     def _fill(self, run: Run) -> None:
         """What a run is created with, besides its tags; then the tag that says so."""
@@ -139,9 +174,18 @@ class RunWriter:
         values: Mapping[str, Any] = {}
         if not label and not task:
             values = self.record["config"] if self.place.params is None else self.place.params
-            self.calls.files(run, {"graph.svg": self.graph_svg.encode()} if self.graph_svg and self.place.pictures else {})
+            self.calls.files(
+                run,
+                {"graph.svg": self.graph_svg.encode()}
+                if self.graph_svg and self.place.pictures
+                else {},
+            )
         elif not task:
-            own = (s["inputs"] for s in self.record["stages"] if s["label"] == label and s["step"] not in ("evaluate", "report"))
+            own = (
+                s["inputs"]
+                for s in self.record["stages"]
+                if s["label"] == label and s["step"] not in ("evaluate", "report")
+            )
             inputs: Mapping[str, Any] = next(own, {})
             values = {k: v for k, v in inputs.items() if k != "seen"}
         self.calls.params(run, flatten(values) if values else {})
@@ -161,28 +205,47 @@ class RunWriter:
         else:
             run = self._run(label, task if label else "backbone")
         if run.data.tags.get(tag_of(stage)) != stage["key"]:
-            {"evaluate": self._evaluated, "ingest": self._ingested}.get(stage["step"], self._trained)(run, stage, artefact)
+            {"evaluate": self._evaluated, "ingest": self._ingested}.get(
+                stage["step"], self._trained
+            )(run, stage, artefact)
         self.recorded.add(stage_id)
 
     def _artefact(self, stage: Mapping[str, Any]) -> Artefact | None:
-        found = self.known.get(stage["id"]) or Artefact.open(join(self.storage, "stages"), stage["key"])
+        found = self.known.get(stage["id"]) or Artefact.open(
+            join(self.storage, "stages"), stage["key"]
+        )
         if found is not None:
             self.known[stage["id"]] = found
         return found
 
-    def _mark(self, run: Run, stage: Mapping[str, Any], points: Iterable[Point], tags: Mapping[str, str] | None = None) -> None:
+    def _mark(
+        self,
+        run: Run,
+        stage: Mapping[str, Any],
+        points: Iterable[Point],
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
         """Points and the tag that says they are there, in one call; the tag comes last."""
         self.ready().points(run, points, {**(tags or {}), tag_of(stage): stage["key"]})
 
     def _data(self, stage_id: str, context: str) -> Data:
         stage = self.stages[stage_id]
         artefact = self._artefact(stage)
-        content = str(artefact.manifest.get("content", stage["key"]) if artefact else stage["key"])[:24]
-        return Data(stage_id.removeprefix("data/"), f"{content}-{context}"[:36], join(self.storage, "stages", stage["key"]), context)
+        content = str(artefact.manifest.get("content", stage["key"]) if artefact else stage["key"])[
+            :24
+        ]
+        return Data(
+            stage_id.removeprefix("data/"),
+            f"{content}-{context}"[:36],
+            join(self.storage, "stages", stage["key"]),
+            context,
+        )
 
     def inputs(self, run: Run, stage_ids: Iterable[str], context: str) -> None:
         """Says of a run which of these stages, those that are data, it has read; once."""
-        data = [self._data(stage_id, context) for stage_id in stage_ids if stage_id.startswith("data/")]
+        data = [
+            self._data(stage_id, context) for stage_id in stage_ids if stage_id.startswith("data/")
+        ]
         new = [d for d in data if (run.info.run_id, d.name, d.context) not in self.logged]
         self.ready().inputs(run, new)
         self.logged |= {(run.info.run_id, d.name, d.context) for d in new}
@@ -196,9 +259,15 @@ class RunWriter:
 
         tables, manifest, label = self._tables(), artefact.manifest, stage["label"] or ""
         points = entries.history_points(tables.history(stage["id"]), stage["step"])
-        points += [entries.Point(f"size/{kind}", float(size), 0, 0) for kind, size in (manifest.get("sizes") or {}).items()]
-        points += [entries.Point(name, float(manifest[name]), 0, 0) for name in ("trained_parameters", "flops_share", "wall_s")
-                   if manifest.get(name) is not None]
+        points += [
+            entries.Point(f"size/{kind}", float(size), 0, 0)
+            for kind, size in (manifest.get("sizes") or {}).items()
+        ]
+        points += [
+            entries.Point(name, float(manifest[name]), 0, 0)
+            for name in ("trained_parameters", "flops_share", "wall_s")
+            if manifest.get(name) is not None
+        ]
         if self.place.pictures:
             points += self._left_behind(run, stage, artefact, tables)
         for reader in (run, self._run(label, "")) if label else (run,):
@@ -207,7 +276,9 @@ class RunWriter:
         if not label:
             self._close(run)
 
-    def _left_behind(self, run: Run, stage: Mapping[str, Any], artefact: Artefact, tables: RunTables) -> list[Point]:
+    def _left_behind(
+        self, run: Run, stage: Mapping[str, Any], artefact: Artefact, tables: RunTables
+    ) -> list[Point]:
         """Pictures, tables and the state that a stage left; and what its masks keep."""
         from pipeline.report import entries
 
@@ -217,7 +288,10 @@ class RunWriter:
         if label:
             views = self._views(tables, label, task)
             found = entries.task_files(tables, label, task, [v for v in views if v is not None])
-            if manifest["files"].get("task.safetensors", {"bytes": STATE_BYTES + 1})["bytes"] <= STATE_BYTES:
+            if (
+                manifest["files"].get("task.safetensors", {"bytes": STATE_BYTES + 1})["bytes"]
+                <= STATE_BYTES
+            ):
                 found["task.safetensors"] = artefact.read("task.safetensors")
         if manifest.get("warnings"):
             found["warnings.txt"] = "\n".join(manifest["warnings"]).encode()
@@ -236,7 +310,9 @@ class RunWriter:
             if (label, name) not in self.views or name == task:
                 self.views[label, name] = view_of(tables, label, name)
             found.append(self.views[label, name])
-        while sum(b.nbytes for v in self.views.values() if v for b in v.bits.values()) > CACHE_BYTES:
+        while (
+            sum(b.nbytes for v in self.views.values() if v for b in v.bits.values()) > CACHE_BYTES
+        ):
             self.views.popitem(last=False)
         return found
 
@@ -252,7 +328,11 @@ class RunWriter:
         for reader in (run, self._run(label, "")):
             self.inputs(reader, stage["parents"], self.place.data)
         index = matrix.tasks.index(task)
-        own = [entries.Point("accuracy", float(matrix.rates[index, index]), 0, 0)] if matrix.source[index, index] == "measured" else []
+        own = (
+            [entries.Point("accuracy", float(matrix.rates[index, index]), 0, 0)]
+            if matrix.source[index, index] == "measured"
+            else []
+        )
         self._mark(run, stage, own)
         self._close(run)
 
@@ -261,12 +341,23 @@ class RunWriter:
         from pipeline.report import entries
 
         calls, method, matrix = self.ready(), self._run(label, ""), tables.matrix(label)
-        points = entries.matrix_points(matrix) + entries.size_points(tables.sizes(label)) + entries.pick_points(tables.picks(label))
+        points = (
+            entries.matrix_points(matrix)
+            + entries.size_points(tables.sizes(label))
+            + entries.pick_points(tables.picks(label))
+        )
         new = [p for p in points if again or (label, p.name, str(p.step)) not in self.logged]
         if self.place.pictures:
             calls.files(method, entries.method_files(tables, label))
         calls.points(method, new)
-        calls.points(self.parent, [p._replace(name=entries.key_name(f"{p.name}/{label}")) for p in new if p.name in ("average_accuracy", "forgetting")])
+        calls.points(
+            self.parent,
+            [
+                p._replace(name=entries.key_name(f"{p.name}/{label}"))
+                for p in new
+                if p.name in ("average_accuracy", "forgetting")
+            ],
+        )
         self.logged |= {(label, p.name, str(p.step)) for p in new}
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -282,17 +373,33 @@ class RunWriter:
         from pipeline.report import entries, files
 
         calls, parent = self.ready(), self.parent
-        if status == "FINISHED" and any(s["step"] == "evaluate" and self._artefact(s) is None for s in self.record["stages"]):
+        if status == "FINISHED" and any(
+            s["step"] == "evaluate" and self._artefact(s) is None for s in self.record["stages"]
+        ):
             status = "KILLED"  # the report of a run that was stopped half-way
         tables = self._tables()
-        digest = hashlib.sha256(b"".join(hashlib.sha256(report[name]).digest() for name in sorted(report))).hexdigest()[:32]
-        if parent.info.status == status and parent.data.tags.get("accrete.report") == digest and not self.fresh:
+        digest = hashlib.sha256(
+            b"".join(hashlib.sha256(report[name]).digest() for name in sorted(report))
+        ).hexdigest()[:32]
+        if (
+            parent.info.status == status
+            and parent.data.tags.get("accrete.report") == digest
+            and not self.fresh
+        ):
             return
-        for label in self.fresh:  # what stood before was not looked at when its evaluations were recorded
+        for (
+            label
+        ) in self.fresh:  # what stood before was not looked at when its evaluations were recorded
             self._measured(label, tables, again=True)
         if self.place.pictures:
-            environment = [{"name": name, "value": ", ".join(values)} for name, values in tables.environment().items()]
-            extra = {"environment.json": json.dumps(tables.environment(), indent=1).encode(), "environment.csv": files.as_csv(environment)}
+            environment = [
+                {"name": name, "value": ", ".join(values)}
+                for name, values in tables.environment().items()
+            ]
+            extra = {
+                "environment.json": json.dumps(tables.environment(), indent=1).encode(),
+                "environment.csv": files.as_csv(environment),
+            }
             calls.files(parent, {**entries.of_run(report), **(extra if environment else {})})
             for label in tables.labels:
                 calls.files(self._run(label, ""), entries.of_label(report, label))
@@ -320,7 +427,11 @@ def tag_of(stage: Mapping[str, Any]) -> str:
 
 def keys_of(record: Mapping[str, Any], label: str) -> dict[str, str]:
     """Keys of the stages of a method as tags; of the whole graph, those that its methods share, but data, which has its tag once it is recorded."""
-    own = [s for s in record["stages"] if (s["label"] or "") == label and s["step"] not in ("ingest", "report")]
+    own = [
+        s
+        for s in record["stages"]
+        if (s["label"] or "") == label and s["step"] not in ("ingest", "report")
+    ]
     return {f"stage.{s['id'].removeprefix(f'{label}/')}": s["key"] for s in own}
 
 
@@ -329,22 +440,40 @@ def tags_of(record: Mapping[str, Any]) -> dict[str, str]:
     config, provenance = record["config"], record.get("provenance") or {}
     methods = dict.fromkeys(s["method"] or s["label"] for s in record["stages"] if s["label"])
     commit = str(provenance.get("git_commit", ""))
-    return {"methods": ", ".join(methods)[:4000],
-            "stream": ", ".join(t["name"] for t in record["tasks"])[:4000], "scenario": str(config.get("stream", {}).get("scenario", "task")),
-            "backbone": str(config.get("backbone", {}).get("name", "")), "seed": str(config.get("seed", "")),
-            "git_commit": commit, "mlflow.source.git.commit": commit,
-            **{f"version.{name}": str(version) for name, version in (provenance.get("packages") or {}).items()},
-            "version.python": str(provenance.get("python", ""))}
+    return {
+        "methods": ", ".join(methods)[:4000],
+        "stream": ", ".join(t["name"] for t in record["tasks"])[:4000],
+        "scenario": str(config.get("stream", {}).get("scenario", "task")),
+        "backbone": str(config.get("backbone", {}).get("name", "")),
+        "seed": str(config.get("seed", "")),
+        "git_commit": commit,
+        "mlflow.source.git.commit": commit,
+        **{
+            f"version.{name}": str(version)
+            for name, version in (provenance.get("packages") or {}).items()
+        },
+        "version.python": str(provenance.get("python", "")),
+    }
 
 
 def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
     """What MLflow shows as the description of a run (Markdown)."""
     if task:
         owner = f"method **{label}**" if label else "all methods"
-        return (f"Task **{task}** of run **{record['name']}**, as learned by {owner}. Model metrics: curves over epochs. Artifacts: what the task left behind "
-                "(masks, tokens, confusion matrix, task state).")
+        return (
+            f"Task **{task}** of run **{record['name']}**, as learned by {owner}. Model "
+            "metrics: curves over epochs. Artifacts: what the task left behind "
+            "(masks, tokens, confusion matrix, task state)."
+        )
     if label:
-        return (f"Method **{label}** of run **{record['name']}**. `accuracy_matrix.png` among the artifacts: row = after learning a task, column = accuracy on "
-                "a task. Model metrics have step = number of tasks learned before. One child run per task.")
-    return (f"Run **{record['name']}**. Open `report.html` among the artifacts for the whole story, `graph.svg` for the stages. One child run per method, "
-            "and below each one run per task. To compare methods, select their runs and press Compare.")
+        return (
+            f"Method **{label}** of run **{record['name']}**. `accuracy_matrix.png` among the "
+            "artifacts: row = after learning a task, column = accuracy on "
+            "a task. Model metrics have step = number of tasks learned before. One child run "
+            "per task."
+        )
+    return (
+        f"Run **{record['name']}**. Open `report.html` among the artifacts for the whole story, "
+        "`graph.svg` for the stages. One child run per method, "
+        "and below each one run per task. To compare methods, select their runs and press Compare."
+    )

@@ -55,15 +55,23 @@ class Plan:
         """Whether a trial that has learned what is asked for has learned everything."""
         return self.until is None or self.until == len(self.tasks)
 
-    def config(self, params: Mapping[str, Any], history: Mapping[str, Params], name: str) -> config.Config:
+    def config(
+        self, params: Mapping[str, Any], history: Mapping[str, Params], name: str
+    ) -> config.Config:
         """The config of a point. history: task -> parameters that are its own."""
         body = with_history(self.body, params, {**self.settled, **history})
-        return config.check({**body, "name": name, "storage": self.storage}, f"search {self.name!r}")
+        return config.check(
+            {**body, "name": name, "storage": self.storage}, f"search {self.name!r}"
+        )
 
 
-def with_history(body: Mapping[str, Any], params: Mapping[str, Any], history: Mapping[str, Params]) -> dict[str, Any]:
+def with_history(
+    body: Mapping[str, Any], params: Mapping[str, Any], history: Mapping[str, Params]
+) -> dict[str, Any]:
     """Plain values with those of a point in place: for tasks in `history` as theirs alone, and where there is one, common settings stay the body's."""
-    found = space.with_params(body, {k: v for k, v in params.items() if k == space.METHOD} if history else params)
+    found = space.with_params(
+        body, {k: v for k, v in params.items() if k == space.METHOD} if history else params
+    )
     for task, own in history.items():
         for key, value in own.items():
             if key != space.METHOD:
@@ -88,7 +96,11 @@ def read_record(storage: str, name: str, number: int) -> dict[str, Any] | None:
         record = read_json(record_path(storage, name, number))
     except (FileNotFoundError, ValueError):
         return None
-    return record if isinstance(record, dict) and record.get("number") == number and "status" in record else None
+    return (
+        record
+        if isinstance(record, dict) and record.get("number") == number and "status" in record
+        else None
+    )
 
 
 def write_record(storage: str, name: str, record: Mapping[str, Any]) -> None:
@@ -111,33 +123,56 @@ class Count:
     @classmethod
     def after(cls, record: Mapping[str, Any] | None) -> Count:
         """Goes on from the record of a trial that was cut off: what it ran then it will find now, and that is no reuse."""
-        return cls(record["stages"]["run"], -record["stages"]["run"], record["device_s"]) if record else cls()
+        return (
+            cls(record["stages"]["run"], -record["stages"]["run"], record["device_s"])
+            if record
+            else cls()
+        )
 
     def event(self, walk: Walk, event: Event) -> None:
         if event.kind == "done" and event.body.get("reused"):
             self.reused += 1  # another trial was faster
         elif event.kind == "done":
             self.run += 1
-            self.seconds += float(event.body.get("wall_s") or 0.0) * int(event.body.get("workers") or 1)
+            self.seconds += float(event.body.get("wall_s") or 0.0) * int(
+                event.body.get("workers") or 1
+            )
 
     def decision(self, walk: Walk, decision: Decision) -> None:
         """Nothing to count."""
 
 
-def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report, parent: int | None = None) -> None:
+def run_trial(
+    plan: Plan, number: int, params: Mapping[str, Any], report: Report, parent: int | None = None
+) -> None:
     """Runs trial `number` as far as the plan goes, or tells again what it found when it has come there before. report: gets a result per task.
     parent: the trial whose first tasks this one goes on from (population-based training). Raises TrialFailed."""
     record = read_record(plan.storage, plan.name, number)
-    if record is not None and (record["status"] in ENDED or len(record.get("rounds", ())) >= (plan.until or math.inf)):
+    if record is not None and (
+        record["status"] in ENDED or len(record.get("rounds", ())) >= (plan.until or math.inf)
+    ):
         for result in record["results"]:
             report({**result, "record": record})
         if record["status"] == "failed":
             raise TrialFailed(record["message"])
         return
     before = record if record is not None and record["status"] == "running" else None
-    record = {"number": number, "phase": plan.phase, "params": dict(params), "status": "running", "message": "", "results": [],
-              "stages": {"run": 0, "reused": 0}, "device_s": 0.0, "wall_s": 0.0, "started": now(), "ended": None, "graph": None, "history": {},
-              "rounds": []}
+    record = {
+        "number": number,
+        "phase": plan.phase,
+        "params": dict(params),
+        "status": "running",
+        "message": "",
+        "results": [],
+        "stages": {"run": 0, "reused": 0},
+        "device_s": 0.0,
+        "wall_s": 0.0,
+        "started": now(),
+        "ended": None,
+        "graph": None,
+        "history": {},
+        "rounds": [],
+    }
     if before is not None:
         record |= {"stages": before["stages"], "device_s": before["device_s"]}
     if parent is not None:
@@ -147,7 +182,12 @@ def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report
     try:
         _learn(plan, record, params, report, started, Count.after(before))
     except UserError as error:
-        record |= {"status": "failed", "message": " ".join(str(error).split()), "ended": now(), "wall_s": round(time.monotonic() - started, 3)}
+        record |= {
+            "status": "failed",
+            "message": " ".join(str(error).split()),
+            "ended": now(),
+            "wall_s": round(time.monotonic() - started, 3),
+        }
         write_record(plan.storage, plan.name, record)
         raise TrialFailed(record["message"]) from None
 
@@ -155,13 +195,31 @@ def run_trial(plan: Plan, number: int, params: Mapping[str, Any], report: Report
 def _taken_over(plan: Plan, number: int, parent: int) -> dict[str, Any]:
     """What a trial begins a round with: what `parent`, which may be itself, has learned before, and its own rounds. Raises TrialFailed."""
     before = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
-    source, own = read_record(plan.storage, plan.name, parent), read_record(plan.storage, plan.name, number)
+    source, own = (
+        read_record(plan.storage, plan.name, parent),
+        read_record(plan.storage, plan.name, number),
+    )
     if source is None or own is None or len(source["results"]) < len(before):
-        raise TrialFailed(f"the record of trial {parent}, which trial {number} goes on from, is gone or damaged; give the search another name")
-    return {**lineage(source, before), "rounds": own["rounds"], "wall_s": own["wall_s"], "started": own["started"]}
+        raise TrialFailed(
+            f"the record of trial {parent}, which trial {number} goes on from, is gone or "
+            "damaged; give the search another name"
+        )
+    return {
+        **lineage(source, before),
+        "rounds": own["rounds"],
+        "wall_s": own["wall_s"],
+        "started": own["started"],
+    }
 
 
-def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report: Report, started: float, count: Count) -> None:
+def _learn(
+    plan: Plan,
+    record: dict[str, Any],
+    params: Mapping[str, Any],
+    report: Report,
+    started: float,
+    count: Count,
+) -> None:
     """Task after task, the ones that `record` has no result of. With `plan.each` the tasks to come get `params` as their own."""
     store = Store(plan.storage)
     done = len(record["results"])
@@ -174,7 +232,10 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
     graph, tasks = build.graph_of(settings, store, dict(plan.provenance), "val")
     label = next(iter(settings.methods))
     mine = set().union(*(ancestors(graph, f"{label}/{task}/evaluate") for task in plan.tasks))
-    graph, tasks = Graph.of(graph.name, [stage for stage in graph if stage.id in mine]), [task for task in tasks if task.name in plan.tasks]
+    graph, tasks = (
+        Graph.of(graph.name, [stage for stage in graph if stage.id in mine]),
+        [task for task in tasks if task.name in plan.tasks],
+    )
     record["graph"] = record_of(graph, settings, tasks, dict(plan.provenance))
     with store.claimed_by_gc():  # before it is looked up what stands
         write_record(plan.storage, plan.name, record)
@@ -187,12 +248,25 @@ def _learn(plan: Plan, record: dict[str, Any], params: Mapping[str, Any], report
             if plan.only and position < len(plan.tasks) - 1:
                 continue
             result = result_of(store, record["graph"], label, task, position)
-            record["history"] = {name: history[name] for name in plan.tasks[: position + 1] if name in history} if plan.each else {}
-            record |= {"results": [*record["results"], result], "stages": {"run": count.run, "reused": max(0, count.reused)},
-                       "device_s": round(count.seconds, 3), "wall_s": round(time.monotonic() - started, 3)}
+            record["history"] = (
+                {name: history[name] for name in plan.tasks[: position + 1] if name in history}
+                if plan.each
+                else {}
+            )
+            record |= {
+                "results": [*record["results"], result],
+                "stages": {"run": count.run, "reused": max(0, count.reused)},
+                "device_s": round(count.seconds, 3),
+                "wall_s": round(time.monotonic() - started, 3),
+            }
             if plan.each:
-                record["rounds"] = [*record["rounds"], {"params": dict(params), "accuracy": result["accuracy"]}]
-            if position == len(plan.tasks) - 1:  # before anyone can stop it: what has learned all tasks is finished
+                record["rounds"] = [
+                    *record["rounds"],
+                    {"params": dict(params), "accuracy": result["accuracy"]},
+                ]
+            if (
+                position == len(plan.tasks) - 1
+            ):  # before anyone can stop it: what has learned all tasks is finished
                 record |= {"status": "finished", "ended": now()}
             write_record(plan.storage, plan.name, record)
             report({**result, "record": record})
@@ -210,20 +284,41 @@ class Runner:
 
     def run(self, stage_id: str) -> None:
         """`stage_id` and all that it stands on. Raises UserError where a stage fails."""
-        part = Graph.of(self.graph.name, [s for s in self.graph if s.id in ancestors(self.graph, stage_id)])
+        part = Graph.of(
+            self.graph.name, [s for s in self.graph if s.id in ancestors(self.graph, stage_id)]
+        )
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
-        self.lookups = compared(part, self.lookups | look_up_each(new, self.store, None, verify=False))
+        self.lookups = compared(
+            part, self.lookups | look_up_each(new, self.store, None, verify=False)
+        )
         self.count.reused += sum(self.lookups[s.id].hit for s in new)
-        outcome = run_graph(part, self.store, self._executor, self.settings.cluster.retries, [self.count], self.lookups)
+        outcome = run_graph(
+            part,
+            self.store,
+            self._executor,
+            self.settings.cluster.retries,
+            [self.count],
+            self.lookups,
+        )
         for failed, message in outcome.failures.items():
-            raise UserError(message if message.startswith("stage ") else f"stage {failed} failed: {message}")
-        self.lookups |= {s.id: Lookup(True, "stands", dict(outcome.manifests.get(s.id) or {})) for s in part}
+            raise UserError(
+                message if message.startswith("stage ") else f"stage {failed} failed: {message}"
+            )
+        self.lookups |= {
+            s.id: Lookup(True, "stands", dict(outcome.manifests.get(s.id) or {})) for s in part
+        }
 
     def _executor(self, todo: set[str]) -> Executor:
         if self.executor is None:
             cluster = self.settings.cluster
-            alone = cluster.model_copy(update={"workers": 0}) if cluster.workers == 1 else cluster.model_copy(update={"groups": 1})
-            self.executor = launch.executor(self.store, alone, self.graph, todo, lambda event: None, lambda stage: {})
+            alone = (
+                cluster.model_copy(update={"workers": 0})
+                if cluster.workers == 1
+                else cluster.model_copy(update={"groups": 1})
+            )
+            self.executor = launch.executor(
+                self.store, alone, self.graph, todo, lambda event: None, lambda stage: {}
+            )
         return KeptOpen(self.executor)
 
     def close(self) -> None:
@@ -259,7 +354,9 @@ def ancestors(graph: Graph, stage_id: str) -> set[str]:
     return found
 
 
-def result_of(store: Store, record: Mapping[str, Any], label: str, task: str, position: int) -> dict[str, Any]:
+def result_of(
+    store: Store, record: Mapping[str, Any], label: str, task: str, position: int
+) -> dict[str, Any]:
     """Average validation accuracy over the tasks so far, that of each, and bytes kept per task beyond the backbone, from the store."""
     tables = RunTables.load(store.storage, record)
     matrix, sizes = tables.matrix(label), tables.sizes(label)
@@ -267,6 +364,19 @@ def result_of(store: Store, record: Mapping[str, Any], label: str, task: str, po
     learned = sum(row["role"] != "base" for row in sizes[: position + 1])
     accuracy = float(matrix.over_time[position]["average_accuracy"])
     if math.isnan(accuracy):
-        raise UserError(f"task {task!r} has no validation accuracy, so the trial cannot be judged; data of an earlier task may be gone")
-    return {"task": task, "position": position, "accuracy": accuracy, "bytes": (last["total"] - last["backbone"]) / max(learned, 1),
-            "per_task": {name: float(rate) for name, rate in zip(matrix.tasks[: position + 1], matrix.rates[position].tolist(), strict=False)}}
+        raise UserError(
+            f"task {task!r} has no validation accuracy, so the trial cannot be judged; data of "
+            "an earlier task may be gone"
+        )
+    return {
+        "task": task,
+        "position": position,
+        "accuracy": accuracy,
+        "bytes": (last["total"] - last["backbone"]) / max(learned, 1),
+        "per_task": {
+            name: float(rate)
+            for name, rate in zip(
+                matrix.tasks[: position + 1], matrix.rates[position].tolist(), strict=False
+            )
+        },
+    }

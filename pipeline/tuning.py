@@ -10,7 +10,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pipeline.cluster import Presence, Surroundings, check_fits, name_in, needs, registered, sizes_of_groups, where_ray_writes
+from pipeline.cluster import (
+    Presence,
+    Surroundings,
+    check_fits,
+    name_in,
+    needs,
+    registered,
+    sizes_of_groups,
+    where_ray_writes,
+)
 from pipeline.config import ClusterSettings
 from pipeline.population import start_of
 from pipeline.searchfile import Search
@@ -40,19 +49,28 @@ class Optuna:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna, self.search = optuna, search
         way = optuna.study.StudyDirection
-        self.study = optuna.create_study(directions=[way.MAXIMIZE if name == "accuracy" else way.MINIMIZE for name in search.settings.objectives])
+        self.study = optuna.create_study(
+            directions=[
+                way.MAXIMIZE if name == "accuracy" else way.MINIMIZE
+                for name in search.settings.objectives
+            ]
+        )
         self.asked: dict[int, Any] = {}
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Params:
         """known: the parameters of this trial, where it began in an earlier session."""
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=seed_of(self.search.settings.seed, "tpe", number) % 2**32)
+        self.study.sampler = self.optuna.samplers.TPESampler(
+            seed=seed_of(self.search.settings.seed, "tpe", number) % 2**32
+        )
         if known is not None:
             self.study.enqueue_trial(self.search.space.asked(known))
         trial = self.asked[number] = self.study.ask()
         return self.search.space.suggest(trial)
 
     def tell(self, number: int, result: Mapping[str, Any] | None) -> None:
-        values = [float((result or {}).get(name, math.nan)) for name in self.search.settings.objectives]
+        values = [
+            float((result or {}).get(name, math.nan)) for name in self.search.settings.objectives
+        ]
         if any(map(math.isnan, values)):
             self.study.tell(self.asked.pop(number), state=self.optuna.trial.TrialState.FAIL)
         else:
@@ -60,16 +78,23 @@ class Optuna:
 
 
 # ---- Ray Tune ------------------------------------------------------------------------------------------------------------
-def run_population(search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]) -> None:
+def run_population(
+    search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]
+) -> None:
     """Population-based training: a round for each task, which begins when every trial has learned the one before."""
     for position in range(len(plan.tasks)):
         run_phase(search, replace(plan, until=position + 1), first, watch)
         records = search.records(plan.phase)
-        if not records or any(record["status"] == "running" and len(record["rounds"]) <= position for record in records):
+        if not records or any(
+            record["status"] == "running" and len(record["rounds"]) <= position
+            for record in records
+        ):
             return  # the budget is used up
 
 
-def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]) -> None:
+def run_phase(
+    search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]
+) -> None:
     """Runs the trials of one phase. first: the number of its first trial. watch: is told the record of each trial that has a new result or ended."""
     import ray
     from ray import tune
@@ -95,11 +120,23 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
             old = known.get(number)
             if (most is not None and number >= first + most) or (old is None and search.spent):
                 return Searcher.FINISHED
-            if old is not None and plan.until is not None and len(old["rounds"]) == plan.until - 1 > 0:
-                start = start_of(number, plan.until - 1, [*known.values()], search.space, settings.seed)
+            if (
+                old is not None
+                and plan.until is not None
+                and len(old["rounds"]) == plan.until - 1 > 0
+            ):
+                start = start_of(
+                    number, plan.until - 1, [*known.values()], search.space, settings.seed
+                )
                 self.next = number + 1
                 return {"number": number, "params": start.params, "parent": start.parent}
-            params = optuna.ask(number, old and old["params"]) if optuna else old["params"] if old else points_of(search, number, first)
+            params = (
+                optuna.ask(number, old and old["params"])
+                if optuna
+                else old["params"]
+                if old
+                else points_of(search, number, first)
+            )
             if params is None:
                 return Searcher.FINISHED
             self.next, self.numbers[trial_id] = number + 1, number
@@ -108,7 +145,12 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             if optuna and trial_id in self.numbers:
                 record = read_record(search.storage, search.name, self.numbers[trial_id])
-                optuna.tell(self.numbers.pop(trial_id), record["results"][-1] if record and record["results"] and record["status"] != "failed" else None)
+                optuna.tell(
+                    self.numbers.pop(trial_id),
+                    record["results"][-1]
+                    if record and record["results"] and record["status"] != "failed"
+                    else None,
+                )
 
         def save(self, checkpoint_path: str) -> None:
             """Nothing: the records of trials are what a search goes on from."""
@@ -119,7 +161,9 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     class Watch(TrialProgressCallback):
         """In place of what Tune would print: `watch` is told."""
 
-        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
+        def on_trial_result(
+            self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any
+        ) -> None:
             self._tell(trial)
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
@@ -132,10 +176,16 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
             record = read_record(search.storage, search.name, trial.config["number"])
             if record is None:
                 return
-            if ended == "stopped" and record["status"] == "running" and (time.monotonic() > until or not plan.is_last):
+            if (
+                ended == "stopped"
+                and record["status"] == "running"
+                and (time.monotonic() > until or not plan.is_last)
+            ):
                 return  # the hours are over, or the round is, and it goes on when there are more
             if ended and record["status"] == "running":  # its process was not there to write it
-                message = "" if ended == "stopped" else "its process died; the search went on without it"
+                message = (
+                    "" if ended == "stopped" else "its process died; the search went on without it"
+                )
                 record |= {"status": ended, "message": message, "ended": now()}
                 write_record(search.storage, search.name, record)
             told.held(record)
@@ -144,7 +194,11 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     presence = registered(ray, Presence, name)
     room = room_for(ray.get(presence.look_around.remote()), cluster, name)
     side_by_side = min(settings.concurrent or room, room)
-    budget_s = None if settings.budget.hours is None else max(1.0, 3600 * settings.budget.hours - search.worked_s)
+    budget_s = (
+        None
+        if settings.budget.hours is None
+        else max(1.0, 3600 * settings.budget.hours - search.worked_s)
+    )
     until = math.inf if budget_s is None else time.monotonic() + budget_s - 1
     place = f"search-{search.name}"
     delete_dir(join(search.storage, "ray", place))  # of a session that was killed
@@ -152,15 +206,29 @@ def run_phase(search: Search, plan: Plan, first: int, watch: Callable[[dict[str,
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(trainable, plan=plan), resources_of(cluster)),
         tune_config=tune.TuneConfig(
-            search_alg=Asking(), num_samples=most or -1, max_concurrent_trials=side_by_side,
-            scheduler=scheduler, time_budget_s=budget_s, reuse_actors=True,
-            metric=None if scheduler else "accuracy", mode=None if scheduler else "max"),
-        run_config=tune.RunConfig(name=place, **where_ray_writes(join(search.storage, "ray")), verbose=0, callbacks=[Watch(), tune.logger.JsonLoggerCallback()],
-                                  failure_config=tune.FailureConfig(max_failures=cluster.retries)))
+            search_alg=Asking(),
+            num_samples=most or -1,
+            max_concurrent_trials=side_by_side,
+            scheduler=scheduler,
+            time_budget_s=budget_s,
+            reuse_actors=True,
+            metric=None if scheduler else "accuracy",
+            mode=None if scheduler else "max",
+        ),
+        run_config=tune.RunConfig(
+            name=place,
+            **where_ray_writes(join(search.storage, "ray")),
+            verbose=0,
+            callbacks=[Watch(), tune.logger.JsonLoggerCallback()],
+            failure_config=tune.FailureConfig(max_failures=cluster.retries),
+        ),
+    )
     try:
         tuner.fit()
     finally:
-        delete_dir(join(search.storage, "ray", place))  # Tune's own bookkeeping; what counts are the records
+        delete_dir(
+            join(search.storage, "ray", place)
+        )  # Tune's own bookkeeping; what counts are the records
 
 
 class Unsaved:
@@ -180,9 +248,18 @@ def trainable(tuned: dict[str, Any], plan: Plan) -> None:
     number = tuned["number"]
 
     def report(result: dict[str, Any]) -> None:
-        tune.report({"task": result["position"] + 1, "accuracy": result["accuracy"], "bytes": result["bytes"], "number": number})
+        tune.report(
+            {
+                "task": result["position"] + 1,
+                "accuracy": result["accuracy"],
+                "bytes": result["bytes"],
+                "number": number,
+            }
+        )
 
-    with suppress(TrialFailed):  # its sentence stands in its record; Tune hears of what broke down, and tries that again
+    with suppress(
+        TrialFailed
+    ):  # its sentence stands in its record; Tune hears of what broke down, and tries that again
         run_trial(plan, number, tuned["params"], report, tuned["parent"])
 
 
@@ -193,13 +270,22 @@ def scheduler_of(search: Search) -> Any:
     settings, most = search.settings, len(search.tasks)
     if settings.scheduler != "asha":
         return None
-    return ASHAScheduler(time_attr="task", metric="accuracy", mode="max", max_t=most - 1, grace_period=settings.grace,
-                         reduction_factor=settings.reduction, stop_last_trials=False)
+    return ASHAScheduler(
+        time_attr="task",
+        metric="accuracy",
+        mode="max",
+        max_t=most - 1,
+        grace_period=settings.grace,
+        reduction_factor=settings.reduction,
+        stop_last_trials=False,
+    )
 
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     """Of one trial: with several workers they are its own groups', and the trial only waits."""
-    return {"memory": 1 << 20} if cluster.workers > 1 else needs(cluster)  # of some kind it must ask for
+    return (
+        {"memory": 1 << 20} if cluster.workers > 1 else needs(cluster)
+    )  # of some kind it must ask for
 
 
 def room_for(around: Surroundings, cluster: ClusterSettings, name: str) -> int:

@@ -14,7 +14,18 @@ from unittest import mock
 
 import pytest
 import torch
-from laboratory import BESIDE, OPTIMIZERS, TASKS, Lab, Run, again, answers, contents, history, other_values
+from laboratory import (
+    BESIDE,
+    OPTIMIZERS,
+    TASKS,
+    Lab,
+    Run,
+    again,
+    answers,
+    contents,
+    history,
+    other_values,
+)
 from torch import Tensor
 
 from workers import evaluate, loop
@@ -46,10 +57,14 @@ class Promise:
 PROMISES: dict[str, Promise] = {}
 
 
-def promise(applies: Callable[[type[Method]], bool] = lambda cls: True, optimizers: tuple[str, ...] = ("adamw",)) -> Callable[[Check], Check]:
+def promise(
+    applies: Callable[[type[Method]], bool] = lambda cls: True,
+    optimizers: tuple[str, ...] = ("adamw",),
+) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
         PROMISES[check.__name__.removeprefix("check_")] = Promise(check, applies, optimizers)
         return check
+
     return register
 
 
@@ -72,16 +87,22 @@ def check_old_answers_stay(lab: Lab, method: str, optimizer: str) -> None:
 def old_answers_stay(run: Run) -> None:
     images = run.images(FIRST)
     alone, beside = run.served(FIRST), run.served(SECOND)
-    assert torch.equal(answers(alone, images, run.order[FIRST]), answers(beside, images, run.order[FIRST]))
+    assert torch.equal(
+        answers(alone, images, run.order[FIRST]), answers(beside, images, run.order[FIRST])
+    )
 
 
 @promise(lambda cls: not cls.forgets)
-def check_old_answers_stay_under_accumulation_and_bf16(lab: Lab, method: str, optimizer: str) -> None:
+def check_old_answers_stay_under_accumulation_and_bf16(
+    lab: Lab, method: str, optimizer: str
+) -> None:
     old_answers_stay(lab.run(method, optimizer, accumulate=2, precision="bf16", epochs=1))
 
 
 @promise(lambda cls: not cls.forgets)
-def check_another_tasks_training_leaves_a_loaded_task_alone(lab: Lab, method: str, optimizer: str) -> None:
+def check_another_tasks_training_leaves_a_loaded_task_alone(
+    lab: Lab, method: str, optimizer: str
+) -> None:
     """Its head gets no gradient, neither head nor loaded state change, and a star goes on giving its answers."""
     run = lab.run(method, optimizer)
     task, state, images = run.order[FIRST], run.state(FIRST), run.images(FIRST)
@@ -103,8 +124,13 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
     taken: dict[int, str] = {}
     for task in (FIRST, SECOND):
         live, (state, carried) = run.live(task), run.finished(task)
-        own = {t.untyped_storage().data_ptr(): f"a tensor of the model {n}" for n, t in [*live.named_parameters(), *live.named_buffers()]}
-        handed = {f"{kind}/{n}": t for kind in KINDS for n, t in getattr(state, kind).items()} | carried.tensors
+        own = {
+            t.untyped_storage().data_ptr(): f"a tensor of the model {n}"
+            for n, t in [*live.named_parameters(), *live.named_buffers()]
+        }
+        handed = {
+            f"{kind}/{n}": t for kind in KINDS for n, t in getattr(state, kind).items()
+        } | carried.tensors
         for name, tensor in handed.items():
             where = tensor.untyped_storage().data_ptr()
             assert where not in own, f"{name} is {own.get(where)}"
@@ -130,7 +156,9 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
 
 
 @promise(lambda cls: cls.trains_on == "task" and not getattr(cls, "by_means", False))
-def check_whatever_is_stored_has_a_part_in_the_answers(lab: Lab, method: str, optimizer: str) -> None:
+def check_whatever_is_stored_has_a_part_in_the_answers(
+    lab: Lab, method: str, optimizer: str
+) -> None:
     """Masks turned round, or any other kind of tensor moved, give other logits: what is stored is what is served. Where class means
     answer, a head is there for the next task's teacher."""
     run = lab.run(method, optimizer)
@@ -140,7 +168,12 @@ def check_whatever_is_stored_has_a_part_in_the_answers(lab: Lab, method: str, op
         state, changed = run.state(FIRST), run.fresh()
         stored: dict[str, Tensor] = getattr(state, kind)
         for key, tensor in stored.items():
-            stored[key] = ~tensor if kind == "masks" else tensor + torch.linspace(0, 1, tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
+            stored[key] = (
+                ~tensor
+                if kind == "masks"
+                else tensor
+                + torch.linspace(0, 1, tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
+            )
         try:
             changed.load(state)
         except UserError:
@@ -155,7 +188,10 @@ def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optim
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         stored = run.trained(task)
-        for name, recorded in ((STATE, sum(stored.manifest["sizes"].values())), (CARRIED, stored.manifest["carried_bytes"])):
+        for name, recorded in (
+            (STATE, sum(stored.manifest["sizes"].values())),
+            (CARRIED, stored.manifest["carried_bytes"]),
+        ):
             data = stored.read(name)
             header = 8 + int.from_bytes(data[:8], "little")
             assert recorded == len(data) - header, name
@@ -187,7 +223,13 @@ def begun(run: Run) -> Method:
     live, job = run.fresh(), run.stages(FIRST)[0]
     assert job.task is not None
     live.feed_of = lambda split, training: Feed(job, (job.task,), split, Group(), training)  # type: ignore[arg-type]
-    live.begin(job.task, job.step, None, Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0), (job.task,))
+    live.begin(
+        job.task,
+        job.step,
+        None,
+        Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0),
+        (job.task,),
+    )
     return live
 
 
@@ -199,28 +241,38 @@ def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: s
     assert run.trained(SECOND).key == turned.stages(FIRST)[-1].key
     turned_key: dict[str, str] = {}
     for job in turned.stages(FIRST):
-        job = again(job, "turned", previous={step: turned_key[key] for step, key in job.previous.items()})
+        job = again(
+            job, "turned", previous={step: turned_key[key] for step, key in job.previous.items()}
+        )
         assert job.tasks != run.stages(SECOND)[0].tasks
         stored, turned_key[job.key.removesuffix("-turned")] = lab.stage(job), job.key
     assert stored.read(STATE) == run.trained(SECOND).read(STATE)
 
 
 @promise()
-def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(lab: Lab, method: str, optimizer: str) -> None:
+def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
+    lab: Lab, method: str, optimizer: str
+) -> None:
     run = lab.run(method, optimizer)
     for job in run.stages(SECOND):
         stored = run.artefact(job)
-        parents = [Artefact.need(job.root, key) for key in (job.backbone, *job.previous.values()) if key]
+        parents = [
+            Artefact.need(job.root, key) for key in (job.backbone, *job.previous.values()) if key
+        ]
         before = [contents(p) for p in parents]
         torch.manual_seed(len(before))  # a stage owes nothing to what ran before it in this process
         repeated = lab.stage(again(job, "retried"))
-        assert [repeated.read(n) for n in (STATE, CARRIED)] == [stored.read(n) for n in (STATE, CARRIED)]
+        assert [repeated.read(n) for n in (STATE, CARRIED)] == [
+            stored.read(n) for n in (STATE, CARRIED)
+        ]
         assert history(repeated) == history(stored)
         assert [contents(p) for p in parents] == before
 
 
 @promise()
-def check_an_interrupted_stage_ends_as_if_it_had_not_been(lab: Lab, method: str, optimizer: str) -> None:
+def check_an_interrupted_stage_ends_as_if_it_had_not_been(
+    lab: Lab, method: str, optimizer: str
+) -> None:
     """Whatever training keeps beside parameters must be in the checkpoint: a plain tensor would be lost."""
     run = lab.run(method, optimizer)
     job = next(j for j in run.stages(SECOND) if history(run.artefact(j)))
@@ -230,8 +282,12 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(lab: Lab, method: str,
         lab.stage(resumed)
     with interrupted_after(1000) as steps:
         repeated = lab.stage(resumed)
-    assert len(steps) == len(history(stored)) * per_epoch - per_epoch - 2  # it did go on, and not start anew
-    assert [repeated.read(n) for n in (STATE, CARRIED)] == [stored.read(n) for n in (STATE, CARRIED)]
+    assert (
+        len(steps) == len(history(stored)) * per_epoch - per_epoch - 2
+    )  # it did go on, and not start anew
+    assert [repeated.read(n) for n in (STATE, CARRIED)] == [
+        stored.read(n) for n in (STATE, CARRIED)
+    ]
     assert history(repeated) == history(stored)
 
 
@@ -266,7 +322,9 @@ def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: st
     for task in (FIRST, SECOND):
         run.trained(task)
         for job in run.stages(task):
-            assert lab.opened.get(job.key, set()) <= {"train"}, "validation is held out of train, nothing else is read"
+            assert lab.opened.get(job.key, set()) <= {"train"}, (
+                "validation is held out of train, nothing else is read"
+            )
         run.evaluated(task)
         assert "test" in lab.opened[run.evaluate_job(task).key]
 
@@ -277,16 +335,25 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
     whole = lab.run(method, optimizer, epochs=1, batch_size=24)
     parts = lab.run(method, optimizer, epochs=1, batch_size=24, accumulate=2)
     images, name = whole.images(FIRST), whole.order[FIRST]
-    assert torch.allclose(answers(whole.served(FIRST), images, name), answers(parts.served(FIRST), images, name), atol=1e-3)
+    assert torch.allclose(
+        answers(whole.served(FIRST), images, name),
+        answers(parts.served(FIRST), images, name),
+        atol=1e-3,
+    )
     for a, b in zip(history(whole.trained(FIRST)), history(parts.trained(FIRST)), strict=True):
-        assert {k: v for k, v in a.items() if k != "val_correct"} == pytest.approx({k: v for k, v in b.items() if k != "val_correct"}, abs=1e-3)
+        assert {k: v for k, v in a.items() if k != "val_correct"} == pytest.approx(
+            {k: v for k, v in b.items() if k != "val_correct"}, abs=1e-3
+        )
 
 
 @promise()
 def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
     """Right after its training, each task is answered clearly better than by guessing."""
     run = lab.run(method, optimizer)
-    rows = [next(r for r in run.evaluated(task)["rows"] if r["task"] == run.order[task]) for task in (FIRST, SECOND)]
+    rows = [
+        next(r for r in run.evaluated(task)["rows"] if r["task"] == run.order[task])
+        for task in (FIRST, SECOND)
+    ]
     chance = sum(row["total"] / len(TASKS[row["task"]]) for row in rows)
     assert sum(row["correct"] for row in rows) > 1.2 * chance
 
@@ -306,18 +373,32 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
 
 
 @promise(lambda cls: bool(cls.per_task))
-def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(lab: Lab, method: str, optimizer: str) -> None:
+def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
+    lab: Lab, method: str, optimizer: str
+) -> None:
     """A task that was trained under other values is served, by a method that has the common ones, as by one that has its own; so is the
     next task, which was trained under the common ones after it. In every scenario that the method serves, and with what it picks."""
     own, beside = other_values(method), BESIDE.get(method, {})
-    run = lab.run_of(method, OPTIMIZERS[optimizer], methods={method: {**beside, "tasks": {"two": {**own, "train": QUICK}, "three": {"train": QUICK}}}})
+    run = lab.run_of(
+        method,
+        OPTIMIZERS[optimizer],
+        methods={
+            method: {**beside, "tasks": {"two": {**own, "train": QUICK}, "three": {"train": QUICK}}}
+        },
+    )
     for after in (FIRST, SECOND):
         job = run.evaluate_job(after)
         run.prepare(job)
-        common, itself = (evaluate.served(replace(job, settings=job.settings | changed), Group()) for changed in ({}, own))
+        common, itself = (
+            evaluate.served(replace(job, settings=job.settings | changed), Group())
+            for changed in ({}, own)
+        )
         for task, scenario in product(range(after + 1), sorted(METHODS[method].scenarios)):
             common.scenario = itself.scenario = scenario
-            (logits, picks), (other, others) = (evaluate.with_picks(one, run.images(task), run.order[task]) for one in (common, itself))
+            (logits, picks), (other, others) = (
+                evaluate.with_picks(one, run.images(task), run.order[task])
+                for one in (common, itself)
+            )
             assert torch.equal(logits, other), sorted(own)
             assert same(picks, others), sorted(own)
 
@@ -352,7 +433,9 @@ def modes_of(model: torch.nn.Module) -> dict[str, bool]:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

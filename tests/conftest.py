@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: also holds in processes that tests start
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: also holds in processes that tests start
 pytest.register_assert_rewrite("tests.recovery")  # so that its assertions say what they saw
 
 
@@ -40,7 +42,9 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
     from tests.recovery import Reference
 
     dytox = {"memory": 8, "steps": {"finetune": {"epochs": 4}}}
-    return Reference.made_in(tmp_path_factory.mktemp("chain"), ("a", "b"), methods={"dytox": dytox}, scenario="class")
+    return Reference.made_in(
+        tmp_path_factory.mktemp("chain"), ("a", "b"), methods={"dytox": dytox}, scenario="class"
+    )
 
 
 @pytest.fixture

@@ -17,7 +17,14 @@ from pydantic import BaseModel
 from pipeline import build, cards, config, ingest, searchfile, store
 from workers import evaluate, loop
 from workers.data import sources
-from workers.job import BackboneSettings, ContextSettings, DataSettings, Neutral, TrainSettings, key_inputs
+from workers.job import (
+    BackboneSettings,
+    ContextSettings,
+    DataSettings,
+    Neutral,
+    TrainSettings,
+    key_inputs,
+)
 from workers.methods import METHODS
 
 FILE = Path(__file__).parent / "golden" / "keys.json"
@@ -25,8 +32,18 @@ DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 COMMAND = ".venv/bin/python -m tests.golden_keys"
 IF_MEANT = f"if that is meant, run {COMMAND}"
 REQUIRED = "(required)"
-SHARED = (BackboneSettings, ContextSettings, DataSettings, TrainSettings, config.StreamSettings,
-          config.TaskEntry, cards.Card, cards.Source, cards.Counts, searchfile.SearchSettings)
+SHARED = (
+    BackboneSettings,
+    ContextSettings,
+    DataSettings,
+    TrainSettings,
+    config.StreamSettings,
+    config.TaskEntry,
+    cards.Card,
+    cards.Source,
+    cards.Counts,
+    searchfile.SearchSettings,
+)
 
 
 def pinned() -> dict[str, Any]:
@@ -36,10 +53,12 @@ def pinned() -> dict[str, Any]:
     demo = config.load(str(DEMO))
     with tempfile.TemporaryDirectory() as folder:
         graph, _ = build.graph_of(demo, store.Store(folder))
-    found = {"key_version": store.KEY_VERSION,
-             "settings": {name: fields_of(model) for name, model in models.items()},
-             "revisions": revisions(),
-             "demo": {stage.id: stage.key for stage in graph}}
+    found = {
+        "key_version": store.KEY_VERSION,
+        "settings": {name: fields_of(model) for name, model in models.items()},
+        "revisions": revisions(),
+        "demo": {stage.id: stage.key for stage in graph},
+    }
     return json.loads(json.dumps(found))
 
 
@@ -64,9 +83,16 @@ def as_json(value: Any) -> Any:
 
 def revisions() -> dict[str, int]:
     """What is raised where results of the same settings change."""
-    found = {name: getattr(module, name) for module, name in (
-        (loop, "TRAIN_REVISION"), (evaluate, "EVALUATE_REVISION"), (sources, "DECODING"),
-        (build, "BACKBONE_REVISION"), (build, "REPORT_REVISION"))}
+    found = {
+        name: getattr(module, name)
+        for module, name in (
+            (loop, "TRAIN_REVISION"),
+            (evaluate, "EVALUATE_REVISION"),
+            (sources, "DECODING"),
+            (build, "BACKBONE_REVISION"),
+            (build, "REPORT_REVISION"),
+        )
+    }
     found["ingest.REVISION"] = ingest.REVISION
     return found | {f"methods.{name}": method.revision for name, method in METHODS.items()}
 
@@ -79,18 +105,24 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         change = f"{old['key_version']} -> {new['key_version']}"
         sentences.append(f"KEY_VERSION: {change}: every stored result is computed anew; {IF_MEANT}")
     for group in sorted(old["settings"].keys() | new["settings"].keys()):
-        sentences += group_differences(group, old["settings"].get(group), new["settings"].get(group))
+        sentences += group_differences(
+            group, old["settings"].get(group), new["settings"].get(group)
+        )
     for name, revision in new["revisions"].items():
         if old["revisions"].get(name) != revision:
             change = f"revision of {name}: {old['revisions'].get(name)} -> {revision}"
             sentences.append(f"{change}: what it stands for is computed anew; {IF_MEANT}")
-    stages = [stage for stage in sorted(old["demo"].keys() | new["demo"].keys())
-              if old["demo"].get(stage) != new["demo"].get(stage)]
+    stages = [
+        stage
+        for stage in sorted(old["demo"].keys() | new["demo"].keys())
+        if old["demo"].get(stage) != new["demo"].get(stage)
+    ]
     if stages and not sentences:
         sentences.append(
             f"the key of stage {stages[0]} of configs/demo.yaml changed ({len(stages)} stages in "
             "all), and no setting, no default and no revision did: stored results would be lost; "
-            f"put back what is in the key, or raise KEY_VERSION if it is meant, then run {COMMAND}")
+            f"put back what is in the key, or raise KEY_VERSION if it is meant, then run {COMMAND}"
+        )
     return sentences
 
 
@@ -106,26 +138,38 @@ def group_differences(group: str, old: Fields | None, new: Fields | None) -> lis
     return [field_difference(f"{group}.{name}", old.get(name), new.get(name)) for name in changed]
 
 
-def field_difference(name: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
+def field_difference(
+    name: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None
+) -> str:
     """What a setting that is not as it is written down means."""
     if new is None:
-        return (f"{name} is gone: stored results whose keys hold it are not found any more; put it "
-                f"back, or {IF_MEANT}")
+        return (
+            f"{name} is gone: stored results whose keys hold it are not found any more; put it "
+            f"back, or {IF_MEANT}"
+        )
     if old is None:
         if "neutral" in new or new["default"] == REQUIRED:
             return f"{name} is new, and no key changes; run {COMMAND}"
-        return (f"{name} is new and has no neutral value, so that every stored result would be lost: "
-                "declare it as Annotated[TYPE, Neutral(VALUE)], VALUE the one that gives the results "
-                f"of the code before, then run {COMMAND}")
+        return (
+            f"{name} is new and has no neutral value, so that every stored result would be lost: "
+            "declare it as Annotated[TYPE, Neutral(VALUE)], VALUE the one that gives the results "
+            f"of the code before, then run {COMMAND}"
+        )
     if "neutral" in old and ("neutral" not in new or old["neutral"] != new["neutral"]):
-        return (f"{name}: its neutral value {old['neutral']!r} became {new.get('neutral', 'none')!r}; "
-                "a neutral value never changes, put it back")
+        return (
+            f"{name}: its neutral value {old['neutral']!r} became {new.get('neutral', 'none')!r}; "
+            "a neutral value never changes, put it back"
+        )
     if "neutral" in new and "neutral" not in old:
-        return (f"{name}: it has been in every key, and with the neutral value {new['neutral']!r} "
-                "results at that value would be lost; a neutral value is for new settings, take it "
-                "away")
-    return (f"{name}: its default {old['default']!r} became {new['default']!r}: results of configs "
-            f"that leave it out are computed anew under other keys; {IF_MEANT}")
+        return (
+            f"{name}: it has been in every key, and with the neutral value {new['neutral']!r} "
+            "results at that value would be lost; a neutral value is for new settings, take it "
+            "away"
+        )
+    return (
+        f"{name}: its default {old['default']!r} became {new['default']!r}: results of configs "
+        f"that leave it out are computed anew under other keys; {IF_MEANT}"
+    )
 
 
 def main() -> None:

@@ -35,7 +35,9 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
 
 def looks(*tasks: Task) -> Any:
     """A feed of three batches of six images that are not augmented."""
-    batches = [batch(*tasks, step=10 + i, keys=[f"{i}-{place}" for place in range(6)]) for i in range(3)]
+    batches = [
+        batch(*tasks, step=10 + i, keys=[f"{i}-{place}" for place in range(6)]) for i in range(3)
+    ]
     return SimpleNamespace(group=Group(), evaluate=lambda: batches)
 
 
@@ -49,5 +51,12 @@ def trained(method: Any, *tasks: Task, steps: int = 2) -> Any:
     """The method after some steps of SGD, with momentum and weight decay."""
     optimizer, job = optim.build(method.groups, TRAIN), SimpleNamespace(train=TRAIN)
     for step in range(steps):
-        loop.train_step(method, optimizer, [counted(batch(*tasks, step=step), *tasks)], Progress(0, step, 1, 10), job, Group())  # type: ignore[arg-type]
+        loop.train_step(
+            method,
+            optimizer,
+            [counted(batch(*tasks, step=step), *tasks)],
+            Progress(0, step, 1, 10),
+            job,
+            Group(),
+        )  # type: ignore[arg-type]
     return method

@@ -38,40 +38,64 @@ from workers.taskstate import Carried, TaskState
 
 TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}  # the later one has more classes
 PER_CLASS = {"train": 40, "test": 20}
-TINY: dict[str, Any] = {"name": "vit_tiny_patch16_224", "img_size": 16, "crop_pct": 1.0,
-        "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"}}  # timm's usual start is too faint to tell digits apart
+TINY: dict[str, Any] = {
+    "name": "vit_tiny_patch16_224",
+    "img_size": 16,
+    "crop_pct": 1.0,
+    "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"},
+}  # timm's usual start is too faint to tell digits apart
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05},
-    "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05}}
-SETTINGS: dict[tuple[str, str], dict[str, Any]] = {  # what a method needs under an optimizer that its defaults are not for
+    "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05},
+}
+SETTINGS: dict[
+    tuple[str, str], dict[str, Any]
+] = {  # what a method needs under an optimizer that its defaults are not for
     ("ctr_tsm", "sgd"): {"mask_lr": 0.1},
     ("ctr_full", "sgd"): {"mask_lr": 0.1},
     ("der", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},  # its classifier starts anew, twice
     ("der_p", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},
     ("der_p", "sgd"): {"mask_lr": 0.05},
-    ("dytox", "adamw"): {"train": {"epochs": 10, "lr": 5e-3}},  # it starts with tokens that hardly see the image
+    ("dytox", "adamw"): {
+        "train": {"epochs": 10, "lr": 5e-3}
+    },  # it starts with tokens that hardly see the image
     ("hat", "sgd"): {"mask_lr": 0.05},
     ("adahat", "sgd"): {"mask_lr": 0.05},
     ("ksm", "sgd"): {"mask_lr": 0.02},
     ("meat", "sgd"): {"mask_lr": 4.0},
     ("piggyback", "sgd"): {"mask_lr": 0.3},
-    ("podnet", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},  # under a scale of 10 the usual rate is too high
-    ("replay", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},  # the usual rate is too high for so few steps on some kinds of CPU
-    ("rpsnet", "adamw"): {"every": 1, "train": {"epochs": 6, "lr": 3e-3}},  # the second task draws too, among candidates
-    ("simple_der", "adamw"): {"keep": 0.4, "train": {"epochs": 10, "lr": 3e-3}},  # at one half its masks, turned round, would fit; no answer tells units apart
+    ("podnet", "adamw"): {
+        "train": {"epochs": 6, "lr": 3e-3}
+    },  # under a scale of 10 the usual rate is too high
+    ("replay", "adamw"): {
+        "train": {"epochs": 6, "lr": 3e-3}
+    },  # the usual rate is too high for so few steps on some kinds of CPU
+    ("rpsnet", "adamw"): {
+        "every": 1,
+        "train": {"epochs": 6, "lr": 3e-3},
+    },  # the second task draws too, among candidates
+    ("simple_der", "adamw"): {
+        "keep": 0.4,
+        "train": {"epochs": 10, "lr": 3e-3},
+    },  # at one half its masks, turned round, would fit; no answer tells units apart
     ("supsup", "sgd"): {"mask_lr": 1.0},
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
     ("ucir", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
-    ("wsn", "sgd"): {"mask_lr": 1.0}}
+    ("wsn", "sgd"): {"mask_lr": 1.0},
+}
 
-BESIDE: dict[str, dict[str, Any]] = {  # under which every setting of `per_task` can be at another value
+BESIDE: dict[
+    str, dict[str, Any]
+] = {  # under which every setting of `per_task` can be at another value
     "adapter": {"kind": "adaptformer"},
     "piggyback": {"mask_lr": 0.3, "train": OPTIMIZERS["sgd"]},
-    "supsup": {"scores": "threshold"}}
+    "supsup": {"scores": "threshold"},
+}
 OWN: dict[str, dict[str, Any]] = {  # where twice or half the usual value would mask nothing, or all
     "meat": {"gamma": 0.5, "alpha": 0.1, "mask_lr": 0.5},
     "simple_der": {"keep": 0.2},
-    "supsup": {"density": 0.4, "budget": 5.0}}
+    "supsup": {"density": 0.4, "budget": 5.0},
+}
 
 
 @dataclass(repr=False)
@@ -102,31 +126,62 @@ class Lab:
                 folder = self.folder / "raw" / split / name
                 folder.mkdir(parents=True)
                 for i in range(count):
-                    Image.fromarray((next(mine).reshape(8, 8) * 15).astype("uint8")).save(folder / f"{i:03d}.png")
+                    Image.fromarray((next(mine).reshape(8, 8) * 15).astype("uint8")).save(
+                        folder / f"{i:03d}.png"
+                    )
         path = self.folder / "card.yaml"
         source = {"format": "folder", "path": str(self.folder / "raw")}
-        path.write_text(yaml.safe_dump({"name": "digits", "licence": "CC BY 4.0", "source": source, "classes": [*"01234"]}))
+        path.write_text(
+            yaml.safe_dump(
+                {"name": "digits", "licence": "CC BY 4.0", "source": source, "classes": [*"01234"]}
+            )
+        )
         return path
 
-    def run(self, method: str, optimizer: str = "adamw", order: tuple[str, ...] = tuple(TASKS), **train: Any) -> Run:
+    def run(
+        self,
+        method: str,
+        optimizer: str = "adamw",
+        order: tuple[str, ...] = tuple(TASKS),
+        **train: Any,
+    ) -> Run:
         """A stream of `order` under one method; its stages run when they are asked for."""
         return self.run_of(method, {**OPTIMIZERS[optimizer], **train}, order)
 
-    def run_of(self, method: str, train: dict[str, Any], order: tuple[str, ...] = tuple(TASKS), **rest: Any) -> Run:
+    def run_of(
+        self, method: str, train: dict[str, Any], order: tuple[str, ...] = tuple(TASKS), **rest: Any
+    ) -> Run:
         """The same with any sections of a config (`data`, `backbone`, `stream`)."""
         scenarios = METHODS[method].scenarios
-        body = {"name": "lab", "storage": self.store.storage, "tracking": False, "backbone": TINY,
-                "train": {"epochs": 3, "batch_size": 16, **train}, "methods": {method: SETTINGS.get((method, str(train.get("optimizer"))), {})},
-                "stream": {"scenario": "task" if "task" in scenarios else min(scenarios),
-                           "tasks": [{"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order]}, **rest}
+        body = {
+            "name": "lab",
+            "storage": self.store.storage,
+            "tracking": False,
+            "backbone": TINY,
+            "train": {"epochs": 3, "batch_size": 16, **train},
+            "methods": {method: SETTINGS.get((method, str(train.get("optimizer"))), {})},
+            "stream": {
+                "scenario": "task" if "task" in scenarios else min(scenarios),
+                "tasks": [
+                    {"card": str(self.card), "name": name, "classes": list(TASKS[name])}
+                    for name in order
+                ],
+            },
+            **rest,
+        }
         known = repr(body)
         if known not in self.runs:
             graph, _ = graph_of(config.check(body, "lab"), self.store)
             stages = {s.id: s.job for s in graph if s.step != "report"}
             for stage in graph:
-                if isinstance(stage.job, IngestJob) and Artefact.open(self.store.root, stage.key) is None:
+                if (
+                    isinstance(stage.job, IngestJob)
+                    and Artefact.open(self.store.root, stage.key) is None
+                ):
                     launch.run_ingest(self.store, stage, map, lambda event: None)
-            self.runs[known] = Run(self, method, order, {i: j for i, j in stages.items() if isinstance(j, StageJob)})
+            self.runs[known] = Run(
+                self, method, order, {i: j for i, j in stages.items() if isinstance(j, StageJob)}
+            )
         return self.runs[known]
 
     def stage(self, job: StageJob, group: Group | None = None) -> Artefact:
@@ -164,7 +219,11 @@ class Run:
     def stages(self, task: int) -> list[StageJob]:
         """The training steps of a task, in order."""
         head = f"{self.method}/{self.order[task]}/"
-        return [job for i, job in self.jobs.items() if i.startswith(head) and not i.endswith("/evaluate")]
+        return [
+            job
+            for i, job in self.jobs.items()
+            if i.startswith(head) and not i.endswith("/evaluate")
+        ]
 
     def artefact(self, job: StageJob) -> Artefact:
         """The result of a stage; whatever it needs runs first."""
@@ -220,7 +279,9 @@ class Run:
         """Test images of a task (n, 3, 16, 16)."""
         job = self.stages(task)[0]
         assert job.task is not None
-        return next(iter(Feed(job, (job.task,), "test", self.lab.group, training=False).evaluate())).images
+        return next(
+            iter(Feed(job, (job.task,), "test", self.lab.group, training=False).evaluate())
+        ).images
 
 
 @dataclass
@@ -233,26 +294,36 @@ class Steps:
     trainable: int = 0
 
 
-def on_ranks(jobs: list[StageJob], world: int, folder: Path, stop_after: dict[str, int] | None = None) -> list[list[Steps]]:
+def on_ranks(
+    jobs: list[StageJob], world: int, folder: Path, stop_after: dict[str, int] | None = None
+) -> list[list[Steps]]:
     """Runs stages on `world` processes joined by gloo. Returns what each rank did in each stage; stop_after: stage key -> the
     number of steps after which all ranks break off."""
     folder.mkdir()
     small_run.processes()
-    torch.multiprocessing.start_processes(_rank, (world, jobs, str(folder), stop_after or {}), nprocs=world, start_method="forkserver")
+    torch.multiprocessing.start_processes(
+        _rank, (world, jobs, str(folder), stop_after or {}), nprocs=world, start_method="forkserver"
+    )
     return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, jobs: list[StageJob], folder: str, stop_after: dict[str, int]) -> None:
+def _rank(
+    rank: int, world: int, jobs: list[StageJob], folder: str, stop_after: dict[str, int]
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", timeout=timedelta(seconds=120), rank=rank, world_size=world)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/meet", timeout=timedelta(seconds=120), rank=rank, world_size=world
+    )
     done: list[Steps] = []
     step, add = loop.train_step, Group.sum_gradients
 
     def noted_step(method: Method, optimizer: Any, batches: Any, *rest: Any) -> Any:
         if len(done[-1].rows) == stop_after.get(rest[1].key):
             raise InterruptedError
-        done[-1].rows.append([row for batch in batches if batch.weight for row in batch.draw.rows.tolist()])
+        done[-1].rows.append(
+            [row for batch in batches if batch.weight for row in batch.draw.rows.tolist()]
+        )
         done[-1].weights.append(sum(batch.weight for batch in batches))
         done[-1].trainable = sum(p.numel() for p in method.parameters() if p.requires_grad)
         return step(method, optimizer, batches, *rest)
@@ -261,7 +332,10 @@ def _rank(rank: int, world: int, jobs: list[StageJob], folder: str, stop_after: 
         done[-1].synchronised.append(add(group, parameters))
         return done[-1].synchronised[-1]
 
-    with mock.patch.object(loop, "train_step", noted_step), mock.patch.object(Group, "sum_gradients", noted_sum):
+    with (
+        mock.patch.object(loop, "train_step", noted_step),
+        mock.patch.object(Group, "sum_gradients", noted_sum),
+    ):
         for job in jobs:
             done.append(Steps())
             with contextlib.suppress(InterruptedError), small_batches():
@@ -286,11 +360,20 @@ def other_values(method: str) -> dict[str, Any]:
     """Every setting that a task may have of its own, at another value than it has under `BESIDE`: that of `OWN`, or any."""
     cls = METHODS[method]
     fields = {info.alias or name: name for name, info in cls.Settings.model_fields.items()}
-    usual = cls.Settings.model_validate({name: value for name, value in BESIDE.get(method, {}).items() if name in fields})
+    usual = cls.Settings.model_validate(
+        {name: value for name, value in BESIDE.get(method, {}).items() if name in fields}
+    )
     found = {}
     for name in sorted(cls.per_task):
-        value, annotation = getattr(usual, fields[name]), cls.Settings.model_fields[fields[name]].annotation
-        found[name] = next(other for other in _tries(value, annotation) if other != value and _accepted(cls, {name: other}))
+        value, annotation = (
+            getattr(usual, fields[name]),
+            cls.Settings.model_fields[fields[name]].annotation,
+        )
+        found[name] = next(
+            other
+            for other in _tries(value, annotation)
+            if other != value and _accepted(cls, {name: other})
+        )
     return found | OWN.get(method, {})
 
 
@@ -298,7 +381,17 @@ def _tries(usual: Any, annotation: Any) -> list[Any]:
     if isinstance(usual, bool):
         return [not usual]
     near = [2 * usual, usual / 2] if isinstance(usual, (int, float)) else []
-    return [*near, 0.5, 3, *(word for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal for word in get_args(part))]
+    return [
+        *near,
+        0.5,
+        3,
+        *(
+            word
+            for part in (annotation, *get_args(annotation))
+            if get_origin(part) is Literal
+            for word in get_args(part)
+        ),
+    ]
 
 
 def _accepted(cls: type[Method], settings: dict[str, Any]) -> bool:
@@ -315,7 +408,11 @@ def again(job: StageJob, name: str, **changes: Any) -> StageJob:
 def contents(artefact: Artefact) -> dict[str, str]:
     """sha256 of every file that lies in an artefact's folder, whatever its manifest says."""
     folder = Path(artefact.root) / artefact.key
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def history(artefact: Artefact) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Every stage of a short stream on the strict device, and what a training step costs it; run in a process of its own.
 
-    export PYTHONPATH=tests
-    .venv/bin/python -m tests.on_strict_device             # counts per step of every method; those that rose since they were recorded
-    .venv/bin/python -m tests.on_strict_device meat hat    # of some
-    .venv/bin/python -m tests.on_strict_device --record    # lowers what became lower, adds what is new; see `recorded`
+export PYTHONPATH=tests
+.venv/bin/python -m tests.on_strict_device             # counts per step of every method; those that rose since they were recorded
+.venv/bin/python -m tests.on_strict_device meat hat    # of some
+.venv/bin/python -m tests.on_strict_device --record    # lowers what became lower, adds what is new; see `recorded`
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\d+) \| (\d+) \| (\d+) 
 TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1, "batch_size": 32}
 BACKBONES: dict[str, dict[str, Any]] = {
     "vit": TINY,
-    "t2t": {"name": "t2t_vit_12", "img_size": 32, "crop_pct": 1.0, "options": {"embed_dim": 32, "depth": 2, "num_heads": 2}},
+    "t2t": {
+        "name": "t2t_vit_12",
+        "img_size": 32,
+        "crop_pct": 1.0,
+        "options": {"embed_dim": 32, "depth": 2, "num_heads": 2},
+    },
     "convnext": {
         "name": "convnext_atto",
         "img_size": 16,
@@ -57,7 +62,10 @@ BACKBONES: dict[str, dict[str, Any]] = {
         "options": {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16], "norm_layer": "groupnorm1"},
     },
 }
-MORE_STEPS: dict[str, dict[str, Any]] = {"apd": {"consolidate_every": 2}, "ucir": {"finetune": True}}  # than by default
+MORE_STEPS: dict[str, dict[str, Any]] = {
+    "apd": {"consolidate_every": 2},
+    "ucir": {"finetune": True},
+}  # than by default
 Step = tuple[str, str, str]  # method, scenario, training step
 
 
@@ -74,15 +82,27 @@ class Case:
     base: bool = False
 
     def run_in(self, lab: Lab) -> Run:
-        settings = {name: value for name, value in SETTINGS.get((self.method, "adamw"), {}).items() if name != "train"}
+        settings = {
+            name: value
+            for name, value in SETTINGS.get((self.method, "adamw"), {}).items()
+            if name != "train"
+        }
         if issubclass(METHODS[self.method], Rehearsal):
             settings["memory"] = 60  # several steps on them alone, and not all images of a class
-        tasks = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in TASKS.items()]
+        tasks = [
+            {"card": str(lab.card), "name": name, "classes": list(classes)}
+            for name, classes in TASKS.items()
+        ]
         if self.base:
             tasks[0]["role"] = "base"
         settings |= MORE_STEPS.get(self.method, {})
         stream = {"scenario": self.scenario, "tasks": tasks}
-        rest = {"stream": stream, "backbone": BACKBONES[self.backbone], "data": self.data, "methods": {self.method: settings}}
+        rest = {
+            "stream": stream,
+            "backbone": BACKBONES[self.backbone],
+            "data": self.data,
+            "methods": {self.method: settings},
+        }
         return lab.run_of(self.method, {**TRAIN, **self.train}, **rest)
 
 
@@ -115,12 +135,17 @@ def served(run: Run) -> dict[str, Any]:
     jobs = [run.evaluate_job(task) for task in range(len(run.order))]
     tasks = tuple(dict.fromkeys(task for job in jobs for task in job.tasks))
     states = {name: key for job in jobs for name, key in job.states.items()}
-    model = Served(Bundle.of_job(replace(last, tasks=tasks, states=states)), device=run.lab.group.device)
+    model = Served(
+        Bundle.of_job(replace(last, tasks=tasks, states=states)), device=run.lab.group.device
+    )
     rows = {task.name: select(run.lab.store.root, (task,), "test", 0.1) for task in model.tasks}
     images = [rows[name].bytes_of(row) for row in range(6) for name in rows]
     names = [name for _ in range(6) for name in rows]
     told = [a.row() for a in model.predict(images, names)]
-    return {"answers, told": told, "answers, not told": [a.row() for a in model.predict(images, None, rule="confident")]}
+    return {
+        "answers, told": told,
+        "answers, not told": [a.row() for a in model.predict(images, None, rule="confident")],
+    }
 
 
 def resumed(case: Case, device: str) -> None:
@@ -137,7 +162,9 @@ def resumed(case: Case, device: str) -> None:
             found = run.lab.stage(repeated)
         assert steps[0].done == 1, f"{job.id}: it started anew after an interruption"
         for name in ("task.safetensors", "carried.safetensors"):
-            assert found.read(name) == expected.read(name), f"{job.id}: {name} differs after an interruption"
+            assert found.read(name) == expected.read(name), (
+                f"{job.id}: {name} differs after an interruption"
+            )
 
 
 @contextlib.contextmanager
@@ -154,7 +181,10 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
         return terms
 
     # A step that a clock finds late is reported, for which the host reads the loss.
-    with mock.patch.object(loop, "train_step", watched), mock.patch.object(loop, "REPORT_S", math.inf):
+    with (
+        mock.patch.object(loop, "train_step", watched),
+        mock.patch.object(loop, "REPORT_S", math.inf),
+    ):
         yield found
 
 
@@ -175,26 +205,36 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
         if resume:
             resumed(case, strict_device.NAME)
     if compare:
-        with sdpa_kernel(SDPBackend.MATH):  # the strict device has none of the CPU's fused attention
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # the strict device has none of the CPU's fused attention
             expected = results(case, "cpu")
         differing = [name for name in expected if found[name] != expected[name]]
         assert not differing, f"{case}: not what the CPU makes: {', '.join(differing)}"
     costs: dict[Step, Counts] = {}
     for job_id, each in steps.items():
         if job_id.startswith(f"{case.method}/"):
-            costs[case.method, case.scenario, job_id.rsplit("/", 1)[1]] = typical(each)  # those of a later task stand
+            costs[case.method, case.scenario, job_id.rsplit("/", 1)[1]] = typical(
+                each
+            )  # those of a later task stand
     return costs
 
 
 def counts_of(method: str, scenario: str) -> dict[Step, Counts]:
     """Of each training step of a method; of one that starts from a base task those of its steps too."""
     found = check(Case(method, scenario), compare=False, resume=False)
-    return found | check(Case(method, scenario, base=True), compare=False, resume=False) if METHODS[method].starts_from else found
+    return (
+        found | check(Case(method, scenario, base=True), compare=False, resume=False)
+        if METHODS[method].starts_from
+        else found
+    )
 
 
 def typical(steps: list[Counts]) -> Counts:
     """The median of each count."""
-    return Counts(*(statistics.median_low(column) for column in zip(*map(astuple, steps), strict=True)))
+    return Counts(
+        *(statistics.median_low(column) for column in zip(*map(astuple, steps), strict=True))
+    )
 
 
 # ---- what is recorded ---------------------------------------------------------------------------------------------------
@@ -205,10 +245,15 @@ def recorded(text: str) -> dict[Step, Counts]:
 
 def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
     """A sentence for each count that is above its bound."""
-    names = {"ops": "operations", "copies": "copies from pageable memory", "reads": "reads that the host waits for"}
+    names = {
+        "ops": "operations",
+        "copies": "copies from pageable memory",
+        "reads": "reads that the host waits for",
+    }
     found = [(name, getattr(counts, field), getattr(bound, field)) for field, name in names.items()]
     return [
-        f"{'/'.join(step)}: a training step costs {count} {name}, and benchmarks/README.md records {most}; these may only go down: "
+        f"{'/'.join(step)}: a training step costs {count} {name}, and benchmarks/README.md "
+        f"records {most}; these may only go down: "
         "take out what was added"
         for name, count, most in found
         if count > most
@@ -216,13 +261,22 @@ def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
 
 
 def row_of(step: Step, counts: Counts) -> str:
-    return f"| {' | '.join(f'`{word}`' for word in step)} | {' | '.join(map(str, astuple(counts)))} |"
+    return (
+        f"| {' | '.join(f'`{word}`' for word in step)} | {' | '.join(map(str, astuple(counts)))} |"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.on_strict_device", description="counts per training step on the strict device")
-    parser.add_argument("methods", nargs="*", choices=[*METHODS, []], help="methods; all without one")
-    parser.add_argument("--record", action="store_true", help="lower what became lower, add what is new")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.on_strict_device",
+        description="counts per training step on the strict device",
+    )
+    parser.add_argument(
+        "methods", nargs="*", choices=[*METHODS, []], help="methods; all without one"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="lower what became lower, add what is new"
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         start(Path(folder))
@@ -253,7 +307,13 @@ def with_rows(text: str, bounds: dict[Step, Counts]) -> str:
     head = "| method | scenario | step | operations | copies | reads |\n|---|---|---|---|---|---|\n"
     before, after = text.split(head)
     rest = ROW.sub("", after).lstrip("\n")
-    return before + head + "\n".join(row_of(step, bounds[step]) for step in sorted(bounds)) + "\n\n" + rest
+    return (
+        before
+        + head
+        + "\n".join(row_of(step, bounds[step]) for step in sorted(bounds))
+        + "\n\n"
+        + rest
+    )
 
 
 if __name__ == "__main__":

@@ -31,18 +31,33 @@ class Reference:
     changes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def made_in(cls, folder: Path, names: tuple[str, ...] = ("base", "a", "b"), **own: Any) -> Reference:
+    def made_in(
+        cls, folder: Path, names: tuple[str, ...] = ("base", "a", "b"), **own: Any
+    ) -> Reference:
         """own: how its body differs from others."""
         cards = small_run.make_cards(folder, names)
         body = small_run.make_body(folder, cards, **own)
-        small_run.run(["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt")  # the fork server is up after it
+        small_run.run(
+            ["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt"
+        )  # the fork server is up after it
         started = time.monotonic()
-        small_run.run(["run", small_run.write_config(folder / "config.yaml", body)], folder / "out.txt")
-        return cls(folder, cards, body, small_run.results(folder / "storage"), time.monotonic() - started, own)
+        small_run.run(
+            ["run", small_run.write_config(folder / "config.yaml", body)], folder / "out.txt"
+        )
+        return cls(
+            folder,
+            cards,
+            body,
+            small_run.results(folder / "storage"),
+            time.monotonic() - started,
+            own,
+        )
 
     def config(self, place: Path, **changes: Any) -> str:
         """The same run in a storage of its own."""
-        return small_run.write_config(place / "config.yaml", small_run.make_body(place, self.cards, **self.changes | changes))
+        return small_run.write_config(
+            place / "config.yaml", small_run.make_body(place, self.cards, **self.changes | changes)
+        )
 
     def copy(self, place: Path, **changes: Any) -> str:
         """The same with everything done."""
@@ -55,7 +70,11 @@ def judge(reference: Reference, place: Path, before: dict[str, str], said: str) 
     storage = place / "storage"
     after = small_run.attempts(storage)
     assert before.items() <= after.items(), "a result that stood was computed again"
-    assert not before or f"{len(after) - len(before)} stages run, {len(before)} reused" in said or len(after) == len(before)
+    assert (
+        not before
+        or f"{len(after) - len(before)} stages run, {len(before)} reused" in said
+        or len(after) == len(before)
+    )
     assert small_run.results(storage) == reference.expected
     for stage_id, manifest in small_run.manifests(storage).items():
         found = Artefact.need(str(storage / "stages"), manifest["key"])
@@ -65,7 +84,11 @@ def judge(reference: Reference, place: Path, before: dict[str, str], said: str) 
 
 def standing(place: Path) -> dict[str, str]:
     """The attempts that are published, also where the run died before it wrote its record."""
-    return small_run.attempts(place / "storage") if (place / "storage" / "runs" / "small" / "run.json").exists() else {}
+    return (
+        small_run.attempts(place / "storage")
+        if (place / "storage" / "runs" / "small" / "run.json").exists()
+        else {}
+    )
 
 
 def spoil(path: Path, harm: str) -> None:
@@ -75,7 +98,9 @@ def spoil(path: Path, harm: str) -> None:
     elif harm == "truncate":
         path.write_bytes(data[: len(data) // 2])
     else:
-        data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= 1  # in a tar, a byte of an image and not of the padding
+        data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= (
+            1  # in a tar, a byte of an image and not of the padding
+        )
         path.write_bytes(data)
 
 
@@ -89,7 +114,9 @@ def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
     made: list[str] = []
     step = loop.train_step
 
-    def noted(method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, group: Any) -> Any:
+    def noted(
+        method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, group: Any
+    ) -> Any:
         if crash_at and len(made) + 1 == crash_at:
             raise Crash
         made.append(job.id)

@@ -31,8 +31,16 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
-BODY = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>a fault of the test</Message><RequestId>0</RequestId></Error>"
-ANSWERS = {"503": (503, "SlowDown"), "500": (500, "InternalError"), "429": (429, "TooManyRequests"), "403": (403, "AccessDenied")}
+BODY = (
+    b"<?xml version='1.0'?><Error><Code>%s</Code><Message>a fault of the "
+    b"test</Message><RequestId>0</RequestId></Error>"
+)
+ANSWERS = {
+    "503": (503, "SlowDown"),
+    "500": (500, "InternalError"),
+    "429": (429, "TooManyRequests"),
+    "403": (403, "AccessDenied"),
+}
 
 
 @dataclass
@@ -55,7 +63,9 @@ class Proxy:
     share: float = 0.0
     kinds: tuple[str, ...] = ("503", "500", "cut upload", "cut download", "slow")
     faults: list[Fault] = field(default_factory=list)
-    seen: list[tuple[str, str, str]] = field(default_factory=list)  # method, path with query, fault or ""
+    seen: list[tuple[str, str, str]] = field(
+        default_factory=list
+    )  # method, path with query, fault or ""
     hold: threading.Event = field(default_factory=threading.Event)
     draw: random.Random = field(default_factory=lambda: random.Random(7))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +120,9 @@ class Proxy:
 
         server = Server(("127.0.0.1", 0), Handler)
         self.port = server.server_port
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         thread.start()
         try:
             yield self
@@ -151,11 +163,20 @@ def relay(request: BaseHTTPRequestHandler, proxy: Proxy) -> None:
         return
     upstream = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
     try:
-        headers = {n: v for n, v in request.headers.items() if n.lower() not in ("transfer-encoding", "connection", "expect", "content-length")}
+        headers = {
+            n: v
+            for n, v in request.headers.items()
+            if n.lower() not in ("transfer-encoding", "connection", "expect", "content-length")
+        }
         upstream.request(method, request.path, body, {**headers, "Content-Length": str(len(body))})
         found = upstream.getresponse()
         data = found.read()
-        kept = [(n, v) for n, v in found.getheaders() if n.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server")]
+        kept = [
+            (n, v)
+            for n, v in found.getheaders()
+            if n.lower()
+            not in ("transfer-encoding", "connection", "content-length", "date", "server")
+        ]
         length = found.getheader("Content-Length") if method == "HEAD" else None
     finally:
         upstream.close()
@@ -165,8 +186,15 @@ def relay(request: BaseHTTPRequestHandler, proxy: Proxy) -> None:
     answer(request, found.status, kept, data, method, fault, length)
 
 
-def answer(request: BaseHTTPRequestHandler, code: int, headers: list[tuple[str, str]], data: bytes, method: str, fault: str = "",
-           length: str | None = None) -> None:
+def answer(
+    request: BaseHTTPRequestHandler,
+    code: int,
+    headers: list[tuple[str, str]],
+    data: bytes,
+    method: str,
+    fault: str = "",
+    length: str | None = None,
+) -> None:
     request.send_response(code)
     for name, value in headers:
         request.send_header(name, value)
@@ -189,7 +217,9 @@ def answer(request: BaseHTTPRequestHandler, code: int, headers: list[tuple[str, 
 @contextlib.contextmanager
 def server() -> Iterator[int]:
     """The port of a server with nothing in it."""
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         assert process.stdout
         yield int(process.stdout.readline())
@@ -209,7 +239,13 @@ def files(port: int, bucket: str) -> dict[str, bytes]:
 def client_of(port: int) -> Any:
     import boto3
 
-    return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET)
+    return boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        region_name="us-east-1",
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+    )
 
 
 def fetched(port: int, bucket: str, folder: Path) -> Path:
@@ -231,7 +267,9 @@ def leaks(folder: Path) -> list[str]:
 def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0) -> Any:
     """As `small_run.start`, with these variables in the environment and short pauses between tries, all of them ours. stop_before: SIGKILL
     before the n-th object that it writes."""
-    process = small_run.processes().Process(target=main_into, args=(argv, str(out), env, stop_before))
+    process = small_run.processes().Process(
+        target=main_into, args=(argv, str(out), env, stop_before)
+    )
     process.start()
     return process
 
@@ -254,5 +292,10 @@ def main_into(argv: list[str], out: str, env: dict[str, str], stop_before: int) 
 
 
 def environment(port: int) -> dict[str, str]:
-    return {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true"}
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }

@@ -40,25 +40,46 @@ class Finished:
 
     def recorded(self) -> dict[str, int]:
         """Task -> how many test images the last evaluation that measured it got right."""
-        return {row["task"]: row["correct"] for place in range(len(self.run.order)) for row in self.run.evaluated(place)["rows"]}
+        return {
+            row["task"]: row["correct"]
+            for place in range(len(self.run.order))
+            for row in self.run.evaluated(place)["rows"]
+        }
 
 
-def finished(lab: Lab, method: str, scenario: str = "", settings: dict[str, Any] | None = None, **train: Any) -> Finished:
+def finished(
+    lab: Lab, method: str, scenario: str = "", settings: dict[str, Any] | None = None, **train: Any
+) -> Finished:
     """Two tasks under a method, every evaluation done."""
     rest: dict[str, Any] = {"methods": {method: settings}} if settings else {}
     body = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, **train}
     if scenario:
-        rest["stream"] = {"scenario": scenario, "tasks": [{"card": str(lab.card), "name": n, "classes": c} for n, c in
-                                                           (("two", ["0", "1"]), ("three", ["2", "3", "4"]))]}
+        rest["stream"] = {
+            "scenario": scenario,
+            "tasks": [
+                {"card": str(lab.card), "name": n, "classes": c}
+                for n, c in (("two", ["0", "1"]), ("three", ["2", "3", "4"]))
+            ],
+        }
     run = lab.run_of(method, body, **rest)
     for place in range(len(run.order)):
         run.evaluated(place)
-    last, jobs = run.evaluate_job(len(run.order) - 1), [run.evaluate_job(place) for place in range(len(run.order))]
+    last, jobs = (
+        run.evaluate_job(len(run.order) - 1),
+        [run.evaluate_job(place) for place in range(len(run.order))],
+    )
     tasks = tuple(dict.fromkeys(t for job in jobs for t in job.tasks))
-    return Finished(run, Bundle.of_job(replace(last, tasks=tasks, states={k: v for job in jobs for k, v in job.states.items()})))
+    return Finished(
+        run,
+        Bundle.of_job(
+            replace(last, tasks=tasks, states={k: v for job in jobs for k, v in job.states.items()})
+        ),
+    )
 
 
-def exact(served: Served, images: list[Any], tasks: Any, **rest: Any) -> list[tuple[str, str, float]]:
+def exact(
+    served: Served, images: list[Any], tasks: Any, **rest: Any
+) -> list[tuple[str, str, float]]:
     return [(a.task, a.class_, a.probability) for a in served.predict(images, tasks, **rest)]
 
 

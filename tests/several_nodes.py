@@ -21,14 +21,23 @@ class Nodes:
     def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0):
         from pipeline.cluster import ENVIRONMENT
 
-        self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")  # short: sockets lie below
+        self.folder = tempfile.TemporaryDirectory(
+            prefix="acc", dir="/tmp"
+        )  # short: sockets lie below
         os.environ |= {**ENVIRONMENT, "RAY_TMPDIR": self.folder.name}
         from ray.cluster_utils import Cluster
 
         more: dict[str, Any] = {"ray_client_server_port": client_port} if client_port else {}
         if dashboard_port:  # jobs go through the agent of the head, whose own port is that of any other Ray on this machine unless it is asked for
-            more |= {"include_dashboard": True, "dashboard_port": dashboard_port, "dashboard_agent_listen_port": 0}
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL, **more})
+            more |= {
+                "include_dashboard": True,
+                "dashboard_port": dashboard_port,
+                "dashboard_agent_listen_port": 0,
+            }
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL, **more},
+        )
         self.address, self.client = self.cluster.address, f"ray://127.0.0.1:{client_port}"
         self.nodes: list[Any] = [self.add(count) for count in cpus]
 
@@ -41,7 +50,9 @@ class Nodes:
         return [raylet, *raylet.children(recursive=True)]
 
     def everything(self) -> list[psutil.Process]:
-        return [process for node in self.cluster.list_all_nodes() for process in self.processes(node)]
+        return [
+            process for node in self.cluster.list_all_nodes() for process in self.processes(node)
+        ]
 
     def holding(self, what: str) -> list[Any]:
         """Nodes on which a process runs whose command line has `what` in it."""
@@ -67,7 +78,9 @@ class Nodes:
         from ray.core.generated import autoscaler_pb2
 
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        taken, why = GcsClient(address=self.address).drain_node(node.node_id, reason, "spot", int((time.time() + seconds) * 1000))
+        taken, why = GcsClient(address=self.address).drain_node(
+            node.node_id, reason, "spot", int((time.time() + seconds) * 1000)
+        )
         assert taken, why
 
     def close(self) -> None:

@@ -59,9 +59,15 @@ class Cluster:
         self.queue, self.outbox, self.own = Queue(), list[Offer](), list[Event]()
         self.now, self.serial = 0.0, itertools.count()
         self.happenings: list[tuple[float, int, Callable[[], None]]] = []
-        self.speed = [0.5 if self.rng.random() < self.weather.slow else 1.0 for _ in range(self.nodes)]
-        self.lives = [0] * self.nodes  # how often each node has died: what a dead node was about to do does not happen
-        self.running: dict[int, tuple[Stage, float, float]] = {}  # group -> stage, when it began, what of it was done before
+        self.speed = [
+            0.5 if self.rng.random() < self.weather.slow else 1.0 for _ in range(self.nodes)
+        ]
+        self.lives = (
+            [0] * self.nodes
+        )  # how often each node has died: what a dead node was about to do does not happen
+        self.running: dict[
+            int, tuple[Stage, float, float]
+        ] = {}  # group -> stage, when it began, what of it was done before
         self.saved: dict[str, float] = {}  # stage -> seconds of work in its checkpoint
         self.spans: list[Span] = []
         self.idle = list(range(self.nodes))
@@ -73,7 +79,10 @@ class Cluster:
         if isinstance(stage.job, StageJob):
             self.outbox.append(Offer(depth, stage))
         else:  # ingest and the report need no group
-            self._at(self.seconds[stage.id], lambda: self._end_beside(stage, self.now - self.seconds[stage.id]))
+            self._at(
+                self.seconds[stage.id],
+                lambda: self._end_beside(stage, self.now - self.seconds[stage.id]),
+            )
 
     def poll(self) -> list[Event]:
         """The next events, at whatever time they happen: never none, so that the driver never waits."""
@@ -111,17 +120,32 @@ class Cluster:
             return False
         saved, life = self.saved.get(stage.id, 0.0), self.lives[group]
         left = (self.seconds[stage.id] - saved) / self.speed[group]
-        how = "final" if stage.id in self.weather.doomed else "failed" if self.rng.random() < self.weather.failing else "done"
+        how = (
+            "final"
+            if stage.id in self.weather.doomed
+            else "failed"
+            if self.rng.random() < self.weather.failing
+            else "done"
+        )
         self.running[group] = stage, self.now, saved
-        self._at(left if how == "done" else left * self.rng.random(), lambda: self._end(group, life, how))
+        self._at(
+            left if how == "done" else left * self.rng.random(), lambda: self._end(group, life, how)
+        )
         return True
 
     def _end(self, group: int, life: int, how: str) -> None:
         if self.lives[group] != life:
             return
         stage = self._stop(group, how)
-        self.queue.post(group, Event("done", stage.id) if how == "done" else Event("failed", stage.id, "it broke", final=how == "final"))
-        if not self._ask(group):  # at once, as a worker does: before the driver has heard of the end
+        self.queue.post(
+            group,
+            Event("done", stage.id)
+            if how == "done"
+            else Event("failed", stage.id, "it broke", final=how == "final"),
+        )
+        if not self._ask(
+            group
+        ):  # at once, as a worker does: before the driver has heard of the end
             self.idle.append(group)
 
     def _stop(self, group: int, how: str) -> Stage:
@@ -143,7 +167,9 @@ class Cluster:
         self.lives[node] += 1
         if node in self.running:
             self._stop(node, "lost")
-            if self.rng.random() < 0.5:  # the trainer ends with its node; or it lives elsewhere, and its new workers ask again
+            if (
+                self.rng.random() < 0.5
+            ):  # the trainer ends with its node; or it lives elsewhere, and its new workers ask again
                 self.queue.abandon(node, "its node is gone")
         else:
             self.idle.remove(node)
@@ -157,12 +183,25 @@ class Cluster:
 
 
 # ---- graphs and what they take -------------------------------------------------------------------------------------------
-def graph(folder: Path, tasks: int, stars: int, chains: int, in_steps: int) -> tuple[Store, Graph, Any]:
+def graph(
+    folder: Path, tasks: int, stars: int, chains: int, in_steps: int
+) -> tuple[Store, Graph, Any]:
     """The graph of a config with so many methods: stars, chains, and chains of three steps per task. Its config is returned too."""
     card = stream.draw_images(folder, 2 * tasks, train=1, test=1, sides=(16,))
     kinds = [*["linear"] * stars, *["finetune"] * chains, *["packnet"] * in_steps]
-    methods = {f"{kind}-{i:03d}": {"method": kind, "train": {"lr": 1e-4 * (i + 1)}} for i, kind in enumerate(kinds)}
-    return stream.plan(folder, card, tasks, backbone={**stream.tiny()}, train={"epochs": 1}, methods=methods, data={"val_fraction": 0.0})
+    methods = {
+        f"{kind}-{i:03d}": {"method": kind, "train": {"lr": 1e-4 * (i + 1)}}
+        for i, kind in enumerate(kinds)
+    }
+    return stream.plan(
+        folder,
+        card,
+        tasks,
+        backbone={**stream.tiny()},
+        train={"epochs": 1},
+        methods=methods,
+        data={"val_fraction": 0.0},
+    )
 
 
 def deal(graph: Graph, seed: int, stragglers: float = 0.01) -> dict[str, float]:
@@ -179,4 +218,6 @@ def least(graph: Graph, seconds: dict[str, float], nodes: int) -> float:
     end: dict[str, float] = {}
     for stage in graph:
         end[stage.id] = seconds[stage.id] + max((end[p] for p in stage.parents), default=0.0)
-    return max(*end.values(), sum(seconds[s.id] for s in graph if isinstance(s.job, StageJob)) / nodes)
+    return max(
+        *end.values(), sum(seconds[s.id] for s in graph if isinstance(s.job, StageJob)) / nodes
+    )

@@ -19,9 +19,24 @@ import pyarrow.parquet as pq
 import yaml
 from PIL import Image
 
-PRELOAD = ["torch", "timm", "sklearn.datasets", "matplotlib.figure", "pipeline.cli", "pipeline.build", "pipeline.launch",
-           "pipeline.console", "pipeline.track", "pipeline.report.page", "tests.small_run"]
-BACKBONE = {"img_size": 16, "crop_pct": 1.0, "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}}
+PRELOAD = [
+    "torch",
+    "timm",
+    "sklearn.datasets",
+    "matplotlib.figure",
+    "pipeline.cli",
+    "pipeline.build",
+    "pipeline.launch",
+    "pipeline.console",
+    "pipeline.track",
+    "pipeline.report.page",
+    "tests.small_run",
+]
+BACKBONE = {
+    "img_size": 16,
+    "crop_pct": 1.0,
+    "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2},
+}
 TASKS = {"base": "01", "a": "23", "b": "45", "c": "67"}
 
 
@@ -33,7 +48,9 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return (data.images * 255 / 16).round().astype(np.uint8), data.target
 
 
-def make_card(folder: Path, name: str, classes: Iterable[str], train: int = 20, test: int = 10, **card: Any) -> str:
+def make_card(
+    folder: Path, name: str, classes: Iterable[str], train: int = 20, test: int = 10, **card: Any
+) -> str:
     """Images of some digits in a folder of their own, and a card beside them. Returns the path of the card."""
     images, labels = digits()
     for label in classes:
@@ -42,7 +59,13 @@ def make_card(folder: Path, name: str, classes: Iterable[str], train: int = 20, 
             place = folder / "raw" / name / ("train" if number < train else "test") / label
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray(images[row]).save(place / f"{row:05d}.png")
-    body = {"name": name, "licence": "CC BY 4.0", "classes": list(classes), "source": {"format": "folder", "path": str(folder / "raw" / name)}, **card}
+    body = {
+        "name": name,
+        "licence": "CC BY 4.0",
+        "classes": list(classes),
+        "source": {"format": "folder", "path": str(folder / "raw" / name)},
+        **card,
+    }
     path = folder / "cards" / f"{name}.yaml"
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(body))
@@ -53,17 +76,38 @@ def make_cards(folder: Path, names: Iterable[str] = TASKS) -> dict[str, str]:
     return {name: make_card(folder, name, TASKS[name]) for name in names}
 
 
-def make_body(folder: Path, cards: Mapping[str, str], methods: Iterable[str] = ("finetune", "meat"), scenario: str = "task", **changes: Any) -> dict[str, Any]:
+def make_body(
+    folder: Path,
+    cards: Mapping[str, str],
+    methods: Iterable[str] = ("finetune", "meat"),
+    scenario: str = "task",
+    **changes: Any,
+) -> dict[str, Any]:
     """A config as plain values: a task per card (one that is called `base` trains the backbone), two epochs, in process. methods: labels,
     or their settings by label."""
-    tasks = [{"name": name, "card": card, "role": "base" if name == "base" else "task"} for name, card in cards.items()]
-    body = {"name": "small", "seed": 5, "storage": str(folder / "storage"), "tracking": False,
-            "stream": {"scenario": scenario, "tasks": tasks}, "backbone": BACKBONE,
-            "train": {"epochs": 2, "batch_size": 16, "lr": 2e-3},
-            "methods": dict(methods) if isinstance(methods, Mapping) else {label: {} for label in methods},
-            "cluster": {"workers": 0, "checkpoint_s": 1e-6, "loader_workers": 1}}
-    return {key: {**value, **changes[key]} if isinstance(changes.get(key), dict) and key not in ("methods", "stream") else changes.get(key, value)
-            for key, value in body.items()}
+    tasks = [
+        {"name": name, "card": card, "role": "base" if name == "base" else "task"}
+        for name, card in cards.items()
+    ]
+    body = {
+        "name": "small",
+        "seed": 5,
+        "storage": str(folder / "storage"),
+        "tracking": False,
+        "stream": {"scenario": scenario, "tasks": tasks},
+        "backbone": BACKBONE,
+        "train": {"epochs": 2, "batch_size": 16, "lr": 2e-3},
+        "methods": dict(methods)
+        if isinstance(methods, Mapping)
+        else {label: {} for label in methods},
+        "cluster": {"workers": 0, "checkpoint_s": 1e-6, "loader_workers": 1},
+    }
+    return {
+        key: {**value, **changes[key]}
+        if isinstance(changes.get(key), dict) and key not in ("methods", "stream")
+        else changes.get(key, value)
+        for key, value in body.items()
+    }
 
 
 def write_config(path: Path, body: Mapping[str, Any]) -> str:
@@ -80,7 +124,9 @@ def processes() -> Any:
     return context
 
 
-def start(argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL, within: str = "") -> Any:
+def start(
+    argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL, within: str = ""
+) -> Any:
     """`python -m pipeline ARGV` in a process of its own (see `processes`).
     What it says goes to the file `out`; the report has no pictures, which take longer than all the rest.
 
@@ -100,12 +146,18 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str)
     from pipeline.report import page
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell ignores it for what it starts in the background
     page.build = lambda *_: {"report.html": b"a page"}
     if kill_before:
         doom(kill_before, by, within)
     code = 1
-    with open(out, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+    with (
+        open(out, "w") as stream,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
         try:
             code = cli.main(argv)
         except Exception:
@@ -124,6 +176,7 @@ def doom(calls: int, by: int, within: str) -> None:
             if counted[0] and next(left) == 1:
                 os.kill(os.getpid(), by)
             return function(*args, **kwargs)
+
         return call
 
     for name in ("fsync", "replace", "link", "unlink"):
@@ -152,8 +205,12 @@ def run(argv: list[str], out: Path, timeout: float = 240) -> str:
 def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, Any]]:
     """Stage id -> manifest, of the stages of a run whose result stands; read without the code under test."""
     record = json.loads((Path(storage) / "runs" / name / "run.json").read_text())
-    paths = {s["id"]: Path(storage) / "stages" / s["key"] / "manifest.json" for s in record["stages"]}
-    return {stage_id: json.loads(path.read_text()) for stage_id, path in paths.items() if path.exists()}
+    paths = {
+        s["id"]: Path(storage) / "stages" / s["key"] / "manifest.json" for s in record["stages"]
+    }
+    return {
+        stage_id: json.loads(path.read_text()) for stage_id, path in paths.items() if path.exists()
+    }
 
 
 def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
@@ -162,9 +219,15 @@ def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
     found = {}
     for stage_id, manifest in manifests(storage, name).items():
         if manifest["step"] != "report":
-            body = {n: f["sha256"] for n, f in manifest["files"].items() if n.endswith((".safetensors", ".tar")) or n == "index.parquet"}
+            body = {
+                n: f["sha256"]
+                for n, f in manifest["files"].items()
+                if n.endswith((".safetensors", ".tar")) or n == "index.parquet"
+            }
             if "history.parquet" in manifest["files"]:
-                rows = pq.read_table(artefact(storage, stage_id, "history.parquet", name)).to_pylist()
+                rows = pq.read_table(
+                    artefact(storage, stage_id, "history.parquet", name)
+                ).to_pylist()
                 body["history"] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
             found[stage_id] = manifest.get("result") or body
     return found
@@ -172,7 +235,9 @@ def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
 
 def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:
     """Stage id -> name of the attempt that was published: it changes when a stage is run again."""
-    return {stage_id: manifest["attempt"] for stage_id, manifest in manifests(storage, name).items()}
+    return {
+        stage_id: manifest["attempt"] for stage_id, manifest in manifests(storage, name).items()
+    }
 
 
 def artefact(storage: Path | str, stage_id: str, file: str, name: str = "small") -> Path:

@@ -24,7 +24,13 @@ CPU = torch.device("cpu")
 aten: Any = torch.ops.aten
 
 COPIES = {aten._to_copy.default, aten.copy_.default}
-INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor}
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index.Tensor,
+}
 # The size or the value of what they return is known to the host only when the device has computed it.
 READS = {
     aten._local_scalar_dense.default,
@@ -38,8 +44,17 @@ READS = {
     aten.unique_dim.default,
     aten.unique_consecutive.default,
 }
-CONCERNED = {"device", "generator"}  # arguments that make an operation one of the device without a tensor of it
-TAKES_HOST_SCALARS = {aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.where.self, aten._fused_adamw_.default}
+CONCERNED = {
+    "device",
+    "generator",
+}  # arguments that make an operation one of the device without a tensor of it
+TAKES_HOST_SCALARS = {
+    aten.fill_.Tensor,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Tensor,
+    aten.where.self,
+    aten._fused_adamw_.default,
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,9 @@ class Counts:
     reads: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Counts(
+            *(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        )
 
 
 class DeviceError(RuntimeError):
@@ -68,7 +85,12 @@ class StrictTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, values: Tensor) -> StrictTensor:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, values.shape, strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype, device=f"{NAME}:0"
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=f"{NAME}:0",
         )
         made.values = values
         return made
@@ -78,7 +100,10 @@ class StrictTensor(torch.Tensor):
         return current().execute(func, args, kwargs or {})
 
     def numpy(self, *arguments: Any, **options: Any) -> Any:
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy "
+            "the tensor to host memory first."
+        )
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
         return self.numpy()
@@ -99,7 +124,10 @@ class StrictTensor(torch.Tensor):
     @data.setter
     def data(self, other: Tensor) -> None:
         if not isinstance(other, StrictTensor):
-            raise DeviceError(f"attempted to set the data of a tensor on {self.device} to a tensor on {other.device}")
+            raise DeviceError(
+                f"attempted to set the data of a tensor on {self.device} to a tensor on "
+                f"{other.device}"
+            )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.values = other.values
 
@@ -120,7 +148,9 @@ class StrictTensor(torch.Tensor):
 class Generator(torch._C.Generator):
     """`torch.Generator` that may be made for the device; its numbers are those of the CPU's."""
 
-    by_address: ClassVar[dict[int, torch.device]] = {}  # what reaches an operation is another Python object of the same generator
+    by_address: ClassVar[
+        dict[int, torch.device]
+    ] = {}  # what reaches an operation is another Python object of the same generator
 
     def __new__(cls, device: Any = CPU) -> Any:
         device = torch.device(device)
@@ -151,7 +181,10 @@ class StrictDevice(TorchDispatchMode):
         return self.execute(func, args, kwargs)
 
     def add(self, **changes: int) -> None:
-        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + count for name, count in changes.items()})
+        self.counts = replace(
+            self.counts,
+            **{name: getattr(self.counts, name) + count for name, count in changes.items()},
+        )
 
     def execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operation as it reaches the dispatcher, on the device where any of its tensors, or what it makes, is there."""
@@ -160,7 +193,9 @@ class StrictDevice(TorchDispatchMode):
         tensors = [*tensors_in((*args, *kwargs.values()))]
         here = [t for t in tensors if isinstance(t, StrictTensor)]
         target = kwargs.get("device")
-        target = torch.device(target) if target is not None else torch.device(NAME if here else "cpu")
+        target = (
+            torch.device(target) if target is not None else torch.device(NAME if here else "cpu")
+        )
         if not here and target.type != NAME:
             check_generator(func, kwargs, CPU)
             return func(*args, **kwargs)
@@ -170,7 +205,9 @@ class StrictDevice(TorchDispatchMode):
         else:
             self.check_devices(func, args, kwargs, tensors, here)
             self.count_op(func, args, kwargs)
-        plain = {name: mapped(values_of, value) for name, value in kwargs.items() if name != "pin_memory"}
+        plain = {
+            name: mapped(values_of, value) for name, value in kwargs.items() if name != "pin_memory"
+        }
         if kwargs.get("device") is not None:
             plain["device"] = CPU
         found = func(*mapped(values_of, args), **plain)
@@ -181,7 +218,14 @@ class StrictDevice(TorchDispatchMode):
         return found
 
     # ---- what is refused ------------------------------------------------------------------------------------------------
-    def check_devices(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], here: list[Tensor]) -> None:
+    def check_devices(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        here: list[Tensor],
+    ) -> None:
         """Raises DeviceError where tensors of both devices meet and CUDA would not take them."""
         strangers = [t for t in tensors if not isinstance(t, StrictTensor)]
         if not strangers or not here:
@@ -189,20 +233,33 @@ class StrictDevice(TorchDispatchMode):
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         written = [named.get(a.name) for a in func._schema.arguments if is_written(a)]
         if any(isinstance(t, Tensor) and not isinstance(t, StrictTensor) for t in written):
-            raise DeviceError(f"{func}: the output is on the CPU, and another tensor on {here[0].device}")
+            raise DeviceError(
+                f"{func}: the output is on the CPU, and another tensor on {here[0].device}"
+            )
         if func in INDEXED and isinstance(args[0], StrictTensor):
-            indices = [t for t in args[1] if isinstance(t, Tensor) and not isinstance(t, StrictTensor)]
+            indices = [
+                t for t in args[1] if isinstance(t, Tensor) and not isinstance(t, StrictTensor)
+            ]
             self.add(copies=sum(not self.is_pinned(t) for t in indices))
             strangers = [t for t in strangers if all(t is not index for index in indices)]
-        if all(t.ndim == 0 for t in strangers) and (torch.Tag.pointwise in func.tags or func in TAKES_HOST_SCALARS | INDEXED):
+        if all(t.ndim == 0 for t in strangers) and (
+            torch.Tag.pointwise in func.tags or func in TAKES_HOST_SCALARS | INDEXED
+        ):
             return
-        raise DeviceError(f"Expected all tensors to be on the same device, but found at least two devices, {here[0].device} and cpu! (in {func})")
+        raise DeviceError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{here[0].device} and cpu! (in {func})"
+        )
 
     # ---- what is counted ------------------------------------------------------------------------------------------------
     def count_copy(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
         """`_to_copy(source, device=)` or `copy_(target, source)`."""
         source = tensors[-1]
-        to_device = isinstance(tensors[0], StrictTensor) if len(tensors) == 2 else kwargs.get("device") is None or torch.device(kwargs["device"]).type == NAME
+        to_device = (
+            isinstance(tensors[0], StrictTensor)
+            if len(tensors) == 2
+            else kwargs.get("device") is None or torch.device(kwargs["device"]).type == NAME
+        )
         if isinstance(source, StrictTensor):
             self.add(**{"ops" if to_device else "reads": 1})
         elif not self.is_pinned(source):
@@ -215,13 +272,18 @@ class StrictDevice(TorchDispatchMode):
     # ---- pinned memory --------------------------------------------------------------------------------------------------
     def pin(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, StrictTensor):
-            raise DeviceError("cannot pin a tensor that is on the device, only dense CPU tensors can be pinned")
+            raise DeviceError(
+                "cannot pin a tensor that is on the device, only dense CPU tensors can be pinned"
+            )
         pinned = tensor.clone()
         self.pinned.add(pinned.untyped_storage().data_ptr())
         return pinned
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, StrictTensor) and tensor.untyped_storage().data_ptr() in self.pinned
+        return (
+            not isinstance(tensor, StrictTensor)
+            and tensor.untyped_storage().data_ptr() in self.pinned
+        )
 
 
 PINNING = {
@@ -244,7 +306,11 @@ def mapped(fn: Any, value: Any) -> Any:
     """The same arguments, or results, with each tensor replaced by what `fn` makes of it."""
     if isinstance(value, Tensor):
         return fn(value)
-    return type(value)(mapped(fn, each) for each in value) if isinstance(value, (list, tuple)) else value
+    return (
+        type(value)(mapped(fn, each) for each in value)
+        if isinstance(value, (list, tuple))
+        else value
+    )
 
 
 def values_of(tensor: Tensor) -> Tensor:
@@ -263,15 +329,25 @@ def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("output_size") is None
     if func not in INDEXED:
         return False
-    masks = [t for t in args[1] if isinstance(t, StrictTensor) and t.dtype in (torch.bool, torch.uint8)]
-    filled = len(args) > 2 and len(args[1]) == 1 and args[2].numel() == 1  # index_put of one value under one mask is masked_fill
+    masks = [
+        t for t in args[1] if isinstance(t, StrictTensor) and t.dtype in (torch.bool, torch.uint8)
+    ]
+    filled = (
+        len(args) > 2 and len(args[1]) == 1 and args[2].numel() == 1
+    )  # index_put of one value under one mask is masked_fill
     return bool(masks) and not filled
 
 
 def check_generator(func: Any, kwargs: dict[str, Any], device: torch.device) -> None:
     generator = kwargs.get("generator")
-    if generator is not None and (found := Generator.by_address.get(generator._cdata, CPU)).type != device.type:
-        raise DeviceError(f"Expected a {device.type!r} device type for generator but found {found.type!r} (in {func})")
+    if (
+        generator is not None
+        and (found := Generator.by_address.get(generator._cdata, CPU)).type != device.type
+    ):
+        raise DeviceError(
+            f"Expected a {device.type!r} device type for generator but found {found.type!r} (in "
+            f"{func})"
+        )
 
 
 def become(parameter: Tensor, other: Tensor) -> None:
@@ -312,7 +388,9 @@ class Backend:
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
     manual_seed_all = staticmethod(lambda seed: None)
-    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])  # no operation is cast: results are those of fp32
+    get_amp_supported_dtype = staticmethod(
+        lambda: [torch.bfloat16]
+    )  # no operation is cast: results are those of fp32
     mem_get_info = staticmethod(lambda device=None: (1 << 40, 1 << 40))
 
 
@@ -345,9 +423,15 @@ def strict_device() -> Iterator[StrictDevice]:
     register()
     mode = StrictDevice()
     active.append(mode)
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(data, device=...) is made on the CPU, and copied by an operation
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # torch.tensor(data, device=...) is made on the CPU, and copied by an operation
     try:
-        with mode, mock.patch.object(torch, "Generator", Generator), mock.patch.object(nn.Module, "_apply", apply):
+        with (
+            mode,
+            mock.patch.object(torch, "Generator", Generator),
+            mock.patch.object(nn.Module, "_apply", apply),
+        ):
             yield mode
     finally:
         torch._C._set_only_lift_cpu_tensors(False)

@@ -14,18 +14,29 @@ from workers.methods.base import Batch, Method, Progress, Rates
 from workers.model.vit import build
 from workers.taskstate import Carried, TaskState
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2})
-TASKS = [Task(name, "card", "", tuple(f"{name}{i}" for i in range(2 + place))) for place, name in enumerate(("one", "two", "three", "four"))]
+TINY = BackboneSettings(
+    img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+)
+TASKS = [
+    Task(name, "card", "", tuple(f"{name}{i}" for i in range(2 + place)))
+    for place, name in enumerate(("one", "two", "three", "four"))
+]
 ONE, TWO, THREE = TASKS[:3]  # each has more classes than the one before
 BASE = Task("base", "card", "", ("x", "y"), "base")
 SIZE = 8  # of a batch
 PROGRESS = Progress(0, 0, 1, 6)
-OPTIMIZERS: dict[str, Any] = {  # by parameter groups; adam decays nothing, so that what it moves has a gradient
+OPTIMIZERS: dict[
+    str, Any
+] = {  # by parameter groups; adam decays nothing, so that what it moves has a gradient
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
     "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
-TRAININGS = {"sgd": TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.05),
-             "adam": TrainSettings(lr=1e-2, weight_decay=0.0), "adamw": TrainSettings(lr=1e-2, weight_decay=0.05)}
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+}
+TRAININGS = {
+    "sgd": TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.05),
+    "adam": TrainSettings(lr=1e-2, weight_decay=0.0),
+    "adamw": TrainSettings(lr=1e-2, weight_decay=0.05),
+}
 AnyMethod = TypeVar("AnyMethod", bound=Method)
 Left = tuple[TaskState, Carried]  # what a task leaves
 
@@ -46,7 +57,12 @@ def images(count: int = SIZE, img_size: int = 16) -> Tensor:
 def batch(step: int = 0, classes: int = 2, epoch: int = 0) -> Batch:
     """The same images, brighter with every step."""
     rows = torch.arange(SIZE)
-    return Batch(images() + step, rows % classes, torch.zeros(SIZE, dtype=torch.long), Draw(7, epoch, step, rows, SIZE, torch.device("cpu")))
+    return Batch(
+        images() + step,
+        rows % classes,
+        torch.zeros(SIZE, dtype=torch.long),
+        Draw(7, epoch, step, rows, SIZE, torch.device("cpu")),
+    )
 
 
 def rates(steps: float, train: TrainSettings = TRAININGS["adamw"]) -> Rates:
@@ -57,7 +73,13 @@ RATES = rates(6.0)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------
-def begun(method: Method, task: Task = ONE, carried: Carried | None = None, step: str = "train", rates: Rates = RATES) -> list[dict[str, Any]]:
+def begun(
+    method: Method,
+    task: Task = ONE,
+    carried: Carried | None = None,
+    step: str = "train",
+    rates: Rates = RATES,
+) -> list[dict[str, Any]]:
     """The parameter groups of a task that begins; nothing else has a gradient from then on, as in the loop."""
     groups = [g for g in method.begin(task, step, carried, rates, (task,)) if g["params"]]
     trained = {id(p) for g in groups for p in g["params"]}
@@ -66,8 +88,13 @@ def begun(method: Method, task: Task = ONE, carried: Carried | None = None, step
     return groups
 
 
-def each_step(method: Method, optimizer: torch.optim.Optimizer, batch_of: Task | Callable[[Progress], Batch],
-              steps: int = 6, epochs: int = 1) -> Iterator[int]:
+def each_step(
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    batch_of: Task | Callable[[Progress], Batch],
+    steps: int = 6,
+    epochs: int = 1,
+) -> Iterator[int]:
     """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and at 2 i + 1.
 
     batch_of: the batch where training stands, or the task whose `batch` it is. steps: of an epoch.
@@ -76,7 +103,11 @@ def each_step(method: Method, optimizer: torch.optim.Optimizer, batch_of: Task |
     for i in range(epochs * steps):
         progress = Progress(i // steps, i % steps, epochs, steps)
         optimizer.zero_grad()
-        found = batch(progress.step, batch_of.num_classes, progress.epoch) if isinstance(batch_of, Task) else batch_of(progress)
+        found = (
+            batch(progress.step, batch_of.num_classes, progress.epoch)
+            if isinstance(batch_of, Task)
+            else batch_of(progress)
+        )
         method.loss(found, progress)[0].backward()
         method.after_backward()
         yield 2 * i
@@ -85,14 +116,24 @@ def each_step(method: Method, optimizer: torch.optim.Optimizer, batch_of: Task |
         yield 2 * i + 1
 
 
-def train(method: Method, optimizer: torch.optim.Optimizer, batch_of: Task | Callable[[Progress], Batch], steps: int = 6, epochs: int = 1) -> None:
+def train(
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    batch_of: Task | Callable[[Progress], Batch],
+    steps: int = 6,
+    epochs: int = 1,
+) -> None:
     for _ in each_step(method, optimizer, batch_of, steps, epochs):
         pass
 
 
 def trained(method: Method, task: Task = ONE, optimizer: str = "adamw") -> TaskState:
     """The state that six steps on one batch of a task leave."""
-    train(method, OPTIMIZERS[optimizer](begun(method, task)), lambda progress: batch(classes=task.num_classes))
+    train(
+        method,
+        OPTIMIZERS[optimizer](begun(method, task)),
+        lambda progress: batch(classes=task.num_classes),
+    )
     return method.eval().finish()[0]
 
 
@@ -105,7 +146,9 @@ def in_turn(tasks: Iterable[Task], learn: Callable[[Task, Carried | None], Left]
 
 
 # ---- serving -------------------------------------------------------------------------------------------------------------
-def serving(method: AnyMethod, states: Iterable[TaskState], carried: Carried | None = None) -> AnyMethod:
+def serving(
+    method: AnyMethod, states: Iterable[TaskState], carried: Carried | None = None
+) -> AnyMethod:
     """As `evaluate` has it: from bytes."""
     for state in states:
         method.load(TaskState.from_bytes(state.to_bytes()))

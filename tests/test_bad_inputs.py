@@ -85,7 +85,11 @@ def site(finished: Site, tmp_path: Path) -> Iterator[Site]:
 
 
 def whole(folder: Path) -> dict[str, dict[str, Any]]:
-    return {str(p.relative_to(folder)): file_info(p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder)): file_info(p.read_bytes())
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
 def sentence(capfd: pytest.CaptureFixture[str], argv: list[str]) -> str:
@@ -123,10 +127,22 @@ def card(**values: Any) -> Change:
 # ---- configs -------------------------------------------------------------------------------------------------------------
 CONFIGS: dict[str, tuple[Change, list[str]]] = {
     "unknown key": (entries(trian={}), ["trian is not a known key", "did you mean 'train'"]),
-    "unknown key below": (entries(train__epoch=3), ["train.epoch is not a known key (value 3)", "did you mean 'epochs'"]),
-    "unknown key of a task": (task(clases=["2"]), ["stream.tasks.1.clases", "did you mean 'classes'"]),
-    "unknown key below a method": (entries(methods__meat={"train": {"ephocs": 3}}), ["config.yaml: methods.meat.train.ephocs", "did you mean 'epochs'"]),
-    "unknown key far from any": (entries(zzz=1), ["zzz is not a known key", "valid keys are: backbone, cluster"]),
+    "unknown key below": (
+        entries(train__epoch=3),
+        ["train.epoch is not a known key (value 3)", "did you mean 'epochs'"],
+    ),
+    "unknown key of a task": (
+        task(clases=["2"]),
+        ["stream.tasks.1.clases", "did you mean 'classes'"],
+    ),
+    "unknown key below a method": (
+        entries(methods__meat={"train": {"ephocs": 3}}),
+        ["config.yaml: methods.meat.train.ephocs", "did you mean 'epochs'"],
+    ),
+    "unknown key far from any": (
+        entries(zzz=1),
+        ["zzz is not a known key", "valid keys are: backbone, cluster"],
+    ),
     "missing key": (lambda site: site.body.pop("name"), ["name is missing", "add it"]),
     "wrong type": (entries(train__epochs="many"), ["train.epochs is 'many'", "valid integer"]),
     "section that is a value": (entries(train=5), ["train is 5", "a mapping of keys to values"]),
@@ -138,55 +154,177 @@ CONFIGS: dict[str, tuple[Change, list[str]]] = {
     "no methods": (entries(methods={}), ["methods is {}", "should have at least 1 item"]),
     "methods as a list": (entries(methods=["meat"]), ["methods is ['meat']", "a mapping"]),
     "method that is a number": (entries(methods={"meat": 3}), ["methods.meat is 3", "mapping"]),
-    "method's training that is a number": (entries(methods={"meat": {"train": 3}}), ["methods.meat.train is 3", "a mapping"]),
-    "label with a slash": (entries(methods={"a/b": {"method": "meat"}}), ["methods.a/b", "letters, digits"]),
-    "unknown method": (entries(methods={"maet": {}}), ["methods.maet", "'maet', which does not exist", "did you mean 'meat'"]),
-    "unknown method far from any": (entries(methods={"x": {"method": "qqq"}}), ["'qqq'", "there are: ", "finetune"]),
-    "unknown method setting": (entries(methods={"meat": {"lamda": 0.5}}), ["methods.meat.lamda is not a known key", "did you mean 'lambda'"]),
-    "method setting out of range": (entries(methods={"meat": {"lambda": 7}}), ["methods.meat.lambda is 7", "less than or equal to 1"]),
-    "tasks of a method that are a list": (entries(methods={"meat": {"tasks": ["a"]}}), ["methods.meat.tasks is ['a']", "a mapping of keys"]),
-    "task's own that is a number": (entries(methods={"meat": {"tasks": {"a": 3}}}), ["methods.meat.tasks.a is 3", "mapping of settings"]),
-    "unknown setting of a task": (entries(methods={"meat": {"tasks": {"a": {"lamda": 0.5}}}}), ["methods.meat.tasks.a.lamda is not a known key", "'lambda'"]),
-    "unknown setting of a task far from any": (entries(methods={"lora": {"tasks": {"a": {"qqq": 1}}}}), ["methods.lora.tasks.a.qqq", "keys are: steps, train"]),
-    "unknown section of a task": (entries(methods={"meat": {"tasks": {"a": {"trian": {"lr": 0.5}}}}}), ["methods.meat.tasks.a.trian", "'train'"]),
-    "setting of a task out of range": (entries(methods={"meat": {"tasks": {"a": {"lambda": 7}}}}), ["methods.meat.tasks.a.lambda is 7", "or equal to 1"]),
-    "training key of a task": (entries(methods={"meat": {"tasks": {"a": {"train": {"ephocs": 3}}}}}), ["methods.meat.tasks.a.train.ephocs", "'epochs'"]),
-    "training of a task": (entries(methods={"meat": {"tasks": {"a": {"train": {"lr": 0}}}}}), ["methods.meat.tasks.a.train.lr is 0", "greater than 0"]),
-    "setting of a task that serving reads": (entries(methods={"lora": {"tasks": {"a": {"alpha": 2}}}}),
-                                             ["methods.lora.tasks.a.alpha is 2", "one for all tasks of 'lora'", "at methods.lora.alpha", "steps, train"]),
-    "data of a task": (entries(methods={"meat": {"tasks": {"a": {"data": {"flip": 0.5}}}}}), ["methods.meat.tasks.a.data", "set it at methods.meat.data"]),
-    "step of a task that is none": (entries(methods={"meat": {"tasks": {"a": {"steps": {"prune": {}}}}}}), ["methods.meat.tasks.a.steps.prune is not a step"]),
-    "settings of a task that do not go together": (entries(methods={"meat": {"tasks": {"a": {"train": {"optimizer": "sgd"}}}}}),
-                                                   ["methods.meat.tasks.a: mask_lr is 'auto'", "'sgd'"]),
-    "best epoch of a task without validation": (entries(methods={"meat": {"tasks": {"a": {"train": {"keep": "best"}}}}}, data__val_fraction=0.0),
-                                                ["methods.meat.tasks.a.train.keep is 'best'", "hold some out"]),
-    "task that is not in the stream": (entries(methods={"meat": {"tasks": {"aa": {"lambda": 0.5}}}}), ["methods.meat.tasks.aa", "did you mean 'a'"]),
-    "masks by a rate derived for another optimizer": (entries(train__optimizer="sgd"), ["methods.meat: mask_lr is 'auto'", "'sgd'", "a number"]),
-    "best epoch without validation": (entries(train__keep="best", data__val_fraction=0.0), ["train.keep is 'best'", "hold some out"]),
-    "unknown step": (entries(methods={"meat": {"steps": {"prune": {"epochs": 1}}}}), ["methods.meat.steps.prune is not a step of 'meat'", "train"]),
-    "bad setting of a step": (entries(methods={"meat": {"steps": {"train": {"epochs": -1}}}}), ["methods.meat", "epochs is -1", "greater than or equal to 0"]),
-    "scenario not served": (entries(stream__scenario="class"), ["cannot serve stream.scenario 'class'", "'meat' serves task"]),
-    "dropout of timm": (entries(backbone__options__proj_drop_rate=0.1), ["backbone.options.proj_drop_rate is 0.1", "use backbone.drop_path"]),
-    "unknown scenario": (entries(stream__scenario="domain"), ["stream.scenario is 'domain'", "'task' or 'class'"]),
+    "method's training that is a number": (
+        entries(methods={"meat": {"train": 3}}),
+        ["methods.meat.train is 3", "a mapping"],
+    ),
+    "label with a slash": (
+        entries(methods={"a/b": {"method": "meat"}}),
+        ["methods.a/b", "letters, digits"],
+    ),
+    "unknown method": (
+        entries(methods={"maet": {}}),
+        ["methods.maet", "'maet', which does not exist", "did you mean 'meat'"],
+    ),
+    "unknown method far from any": (
+        entries(methods={"x": {"method": "qqq"}}),
+        ["'qqq'", "there are: ", "finetune"],
+    ),
+    "unknown method setting": (
+        entries(methods={"meat": {"lamda": 0.5}}),
+        ["methods.meat.lamda is not a known key", "did you mean 'lambda'"],
+    ),
+    "method setting out of range": (
+        entries(methods={"meat": {"lambda": 7}}),
+        ["methods.meat.lambda is 7", "less than or equal to 1"],
+    ),
+    "tasks of a method that are a list": (
+        entries(methods={"meat": {"tasks": ["a"]}}),
+        ["methods.meat.tasks is ['a']", "a mapping of keys"],
+    ),
+    "task's own that is a number": (
+        entries(methods={"meat": {"tasks": {"a": 3}}}),
+        ["methods.meat.tasks.a is 3", "mapping of settings"],
+    ),
+    "unknown setting of a task": (
+        entries(methods={"meat": {"tasks": {"a": {"lamda": 0.5}}}}),
+        ["methods.meat.tasks.a.lamda is not a known key", "'lambda'"],
+    ),
+    "unknown setting of a task far from any": (
+        entries(methods={"lora": {"tasks": {"a": {"qqq": 1}}}}),
+        ["methods.lora.tasks.a.qqq", "keys are: steps, train"],
+    ),
+    "unknown section of a task": (
+        entries(methods={"meat": {"tasks": {"a": {"trian": {"lr": 0.5}}}}}),
+        ["methods.meat.tasks.a.trian", "'train'"],
+    ),
+    "setting of a task out of range": (
+        entries(methods={"meat": {"tasks": {"a": {"lambda": 7}}}}),
+        ["methods.meat.tasks.a.lambda is 7", "or equal to 1"],
+    ),
+    "training key of a task": (
+        entries(methods={"meat": {"tasks": {"a": {"train": {"ephocs": 3}}}}}),
+        ["methods.meat.tasks.a.train.ephocs", "'epochs'"],
+    ),
+    "training of a task": (
+        entries(methods={"meat": {"tasks": {"a": {"train": {"lr": 0}}}}}),
+        ["methods.meat.tasks.a.train.lr is 0", "greater than 0"],
+    ),
+    "setting of a task that serving reads": (
+        entries(methods={"lora": {"tasks": {"a": {"alpha": 2}}}}),
+        [
+            "methods.lora.tasks.a.alpha is 2",
+            "one for all tasks of 'lora'",
+            "at methods.lora.alpha",
+            "steps, train",
+        ],
+    ),
+    "data of a task": (
+        entries(methods={"meat": {"tasks": {"a": {"data": {"flip": 0.5}}}}}),
+        ["methods.meat.tasks.a.data", "set it at methods.meat.data"],
+    ),
+    "step of a task that is none": (
+        entries(methods={"meat": {"tasks": {"a": {"steps": {"prune": {}}}}}}),
+        ["methods.meat.tasks.a.steps.prune is not a step"],
+    ),
+    "settings of a task that do not go together": (
+        entries(methods={"meat": {"tasks": {"a": {"train": {"optimizer": "sgd"}}}}}),
+        ["methods.meat.tasks.a: mask_lr is 'auto'", "'sgd'"],
+    ),
+    "best epoch of a task without validation": (
+        entries(
+            methods={"meat": {"tasks": {"a": {"train": {"keep": "best"}}}}}, data__val_fraction=0.0
+        ),
+        ["methods.meat.tasks.a.train.keep is 'best'", "hold some out"],
+    ),
+    "task that is not in the stream": (
+        entries(methods={"meat": {"tasks": {"aa": {"lambda": 0.5}}}}),
+        ["methods.meat.tasks.aa", "did you mean 'a'"],
+    ),
+    "masks by a rate derived for another optimizer": (
+        entries(train__optimizer="sgd"),
+        ["methods.meat: mask_lr is 'auto'", "'sgd'", "a number"],
+    ),
+    "best epoch without validation": (
+        entries(train__keep="best", data__val_fraction=0.0),
+        ["train.keep is 'best'", "hold some out"],
+    ),
+    "unknown step": (
+        entries(methods={"meat": {"steps": {"prune": {"epochs": 1}}}}),
+        ["methods.meat.steps.prune is not a step of 'meat'", "train"],
+    ),
+    "bad setting of a step": (
+        entries(methods={"meat": {"steps": {"train": {"epochs": -1}}}}),
+        ["methods.meat", "epochs is -1", "greater than or equal to 0"],
+    ),
+    "scenario not served": (
+        entries(stream__scenario="class"),
+        ["cannot serve stream.scenario 'class'", "'meat' serves task"],
+    ),
+    "dropout of timm": (
+        entries(backbone__options__proj_drop_rate=0.1),
+        ["backbone.options.proj_drop_rate is 0.1", "use backbone.drop_path"],
+    ),
+    "unknown scenario": (
+        entries(stream__scenario="domain"),
+        ["stream.scenario is 'domain'", "'task' or 'class'"],
+    ),
     "empty stream": (entries(stream__tasks=[]), ["stream.tasks is []", "at least 1"]),
     "two tasks of one name": (task(name="a"), ["two tasks are called 'a'", "its own `name`"]),
-    "two base tasks": (lambda site: [t.update(role="base") for t in site.body["stream"]["tasks"]], ["'a' and 'b' both have role `base`", "one base"]),
-    "images without labels that nobody uses": (task(role="unlabelled"), ["'b' has role `unlabelled`, and no method of this run", "add one", "toast"]),
-    "images without labels twice": (lambda site: [t.update(role="unlabelled") for t in site.body["stream"]["tasks"]],
-                                    ["'a' and 'b' both have role `unlabelled`", "one card"]),
-    "images without labels alone": (lambda site: site.body["stream"].update(tasks=[{**site.body["stream"]["tasks"][0], "role": "unlabelled"}]),
-                                    ["'a' has role `unlabelled`, and there is no task beside it", "add one"]),
-    "best epoch of a step without validation": (entries(methods={"toast": {"steps": {"pretune": {"keep": "best"}}}}, data__val_fraction=0.0),
-                                                ["methods.toast.steps.pretune.keep is 'best'", "hold some out"]),
-    "context in a block before the first": (entries(backbone__context={"blocks": [-1]}), ["backbone.context.blocks is [-1]", "count from 0"]),
-    "rank beyond the width": (entries(methods={"lora": {"rank": 5000}}), ["methods.lora: rank is 5000", "give at most"]),
-    "images of one colour": (entries(backbone__options__in_chans=1), ["backbone.options.in_chans is 1", "three colours"]),
-    "split that does not divide": (task(split=3), ["2 classes of 'b' cannot be split into 3", "divisor"]),
-    "class not on the card": (task(classes=["4", "77"]), ["class '77' is not on card 'b'", "its classes are 4, 5"]),
+    "two base tasks": (
+        lambda site: [t.update(role="base") for t in site.body["stream"]["tasks"]],
+        ["'a' and 'b' both have role `base`", "one base"],
+    ),
+    "images without labels that nobody uses": (
+        task(role="unlabelled"),
+        ["'b' has role `unlabelled`, and no method of this run", "add one", "toast"],
+    ),
+    "images without labels twice": (
+        lambda site: [t.update(role="unlabelled") for t in site.body["stream"]["tasks"]],
+        ["'a' and 'b' both have role `unlabelled`", "one card"],
+    ),
+    "images without labels alone": (
+        lambda site: site.body["stream"].update(
+            tasks=[{**site.body["stream"]["tasks"][0], "role": "unlabelled"}]
+        ),
+        ["'a' has role `unlabelled`, and there is no task beside it", "add one"],
+    ),
+    "best epoch of a step without validation": (
+        entries(
+            methods={"toast": {"steps": {"pretune": {"keep": "best"}}}}, data__val_fraction=0.0
+        ),
+        ["methods.toast.steps.pretune.keep is 'best'", "hold some out"],
+    ),
+    "context in a block before the first": (
+        entries(backbone__context={"blocks": [-1]}),
+        ["backbone.context.blocks is [-1]", "count from 0"],
+    ),
+    "rank beyond the width": (
+        entries(methods={"lora": {"rank": 5000}}),
+        ["methods.lora: rank is 5000", "give at most"],
+    ),
+    "images of one colour": (
+        entries(backbone__options__in_chans=1),
+        ["backbone.options.in_chans is 1", "three colours"],
+    ),
+    "split that does not divide": (
+        task(split=3),
+        ["2 classes of 'b' cannot be split into 3", "divisor"],
+    ),
+    "class not on the card": (
+        task(classes=["4", "77"]),
+        ["class '77' is not on card 'b'", "its classes are 4, 5"],
+    ),
     "class twice in a task": (task(classes=["4", "4"]), ["task 'b' lists a class twice", "once"]),
     "no class in a task": (task(classes=[]), ["stream.tasks.1.classes is []", "at least 1"]),
-    "crop of no size": (entries(data={"crop": "resized", "crop_scale": [0.9, 0.1]}), ["crop_scale: [0.9, 0.1]", "low <= high"]),
-    "block that is not there": (entries(methods={"meat": {"token_mask_blocks": [7]}}), ["token_mask_blocks is [7]", "blocks 0 to 1"]),
+    "crop of no size": (
+        entries(data={"crop": "resized", "crop_scale": [0.9, 0.1]}),
+        ["crop_scale: [0.9, 0.1]", "low <= high"],
+    ),
+    "block that is not there": (
+        entries(methods={"meat": {"token_mask_blocks": [7]}}),
+        ["token_mask_blocks is [7]", "blocks 0 to 1"],
+    ),
 }
 
 
@@ -214,7 +352,9 @@ FILES: dict[str, tuple[bytes | None, list[str]]] = {
 def test_a_file_that_is_no_config_is_refused(case, site, capfd):
     data, says = FILES[case]
     (site.own / "confog.yaml").write_bytes(data or b"")
-    said = sentence(capfd, ["run", str(site.own / ("config.yaml" if data is None else "confog.yaml"))])
+    said = sentence(
+        capfd, ["run", str(site.own / ("config.yaml" if data is None else "confog.yaml"))]
+    )
     for words in says:
         assert words in said
 
@@ -223,24 +363,34 @@ def test_a_folder_is_no_config(site, capfd):
     assert "not readable as text" in sentence(capfd, ["plan", str(site.own)])
 
 
-@pytest.mark.parametrize(("override", "says"), [
-    ("train.epochs", ["'train.epochs' is not of the form key=value", "for example"]),
-    ("=3", ["not of the form key=value"]),
-    ("seed.x=1", ["'seed' holds the value 5 and has no keys below it", "check the path"]),
-    ("stream.tasks.9.name=x", ["'9' is not a position in a list of 2", "count from 0"]),
-    ("stream.tasks.first.name=x", ["'first' is not a position", "count from 0"]),
-    ("train.epochs=[1", ["--set", "not readable as YAML"]),
-    ("train.epoch=3", ["train.epoch is not a known key", "did you mean 'epochs'"]),
-    ("data=", ["data is None", "a mapping"]),
-])
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.epochs", ["'train.epochs' is not of the form key=value", "for example"]),
+        ("=3", ["not of the form key=value"]),
+        ("seed.x=1", ["'seed' holds the value 5 and has no keys below it", "check the path"]),
+        ("stream.tasks.9.name=x", ["'9' is not a position in a list of 2", "count from 0"]),
+        ("stream.tasks.first.name=x", ["'first' is not a position", "count from 0"]),
+        ("train.epochs=[1", ["--set", "not readable as YAML"]),
+        ("train.epoch=3", ["train.epoch is not a known key", "did you mean 'epochs'"]),
+        ("data=", ["data is None", "a mapping"]),
+    ],
+)
 def test_a_bad_override_is_refused(override, says, site, capfd):
     said = sentence(capfd, ["run", site.config(), "--set", override])
     for words in says:
         assert words in said
 
 
-@pytest.mark.parametrize(("argv", "says"), [
-    ([], ["COMMAND"]), (["rnu", "x.yaml"], ["'rnu'", "run"]), (["run"], ["config"]), (["run", "x.yaml", "--sett", "a=1"], ["--sett"])])
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], ["COMMAND"]),
+        (["rnu", "x.yaml"], ["'rnu'", "run"]),
+        (["run"], ["config"]),
+        (["run", "x.yaml", "--sett", "a=1"], ["--sett"]),
+    ],
+)
 def test_a_bad_command_line_is_refused(argv, says, capfd):
     said = sentence(capfd, argv)
     for words in [*says, "--help"]:
@@ -252,28 +402,80 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
     "missing": (task(card="digitz"), ["card 'digitz' does not exist", "did you mean 'digits'"]),
     "missing file": (task(card="nowhere/card.yaml"), ["card 'nowhere/card.yaml' does not exist"]),
     "unknown key": (card(clases=["2"]), ["clases is not a known key", "did you mean 'classes'"]),
-    "unknown key of the source": (card(source={"format": "folder", "pathh": "x"}), ["source.pathh is not a known key", "did you mean 'path'"]),
-    "unknown format": (card(source={"format": "floppy"}), ["source.format is 'floppy'", "'folder'"]),
+    "unknown key of the source": (
+        card(source={"format": "folder", "pathh": "x"}),
+        ["source.pathh is not a known key", "did you mean 'path'"],
+    ),
+    "unknown format": (
+        card(source={"format": "floppy"}),
+        ["source.format is 'floppy'", "'folder'"],
+    ),
     "class twice": (card(classes=["2", "3", "2"]), ["class '2' is listed twice", "one place"]),
-    "number of classes": (card(num_classes=3), ["num_classes is 3, but there are 2 classes", "mend"]),
+    "number of classes": (
+        card(num_classes=3),
+        ["num_classes is 3, but there are 2 classes", "mend"],
+    ),
     "classes that are numbers": (card(classes=[2, 3]), ["classes.0 is 2", "write it in quotes"]),
-    "no yaml": (lambda site: site.write_card("classes: ["), ["not readable as YAML", "bad.yaml", "mend"]),
-    "key twice": (lambda site: site.write_card("name: x\nname: y\n"), ["key 'name' stands twice", "bad.yaml"]),
+    "no yaml": (
+        lambda site: site.write_card("classes: ["),
+        ["not readable as YAML", "bad.yaml", "mend"],
+    ),
+    "key twice": (
+        lambda site: site.write_card("name: x\nname: y\n"),
+        ["key 'name' stands twice", "bad.yaml"],
+    ),
     "no mapping": (lambda site: site.write_card("- x\n"), ["a card is a mapping", "bad.yaml"]),
-    "no licence": (lambda site: site.write_card("name: x\nclasses: ['1']\nsource: {format: sklearn}\n"), ["licence is missing", "bad.yaml"]),
-    "one name for two": (lambda site: (site.card(name="b"), site.body["stream"]["tasks"].append({"name": "c", "card": str(site.own / "bad.yaml")}),
-                                       site.body["stream"]["tasks"].append({"name": "d", "card": small_run.make_card(site.own, "bad", "8")})),
-                         ["have the same name 'bad'", "rename one"]),
-    "variable not set": (card(source={"format": "folder", "path": "${ACCRETE_NOT_SET}/x"}), ["environment variable ACCRETE_NOT_SET", "export it"]),
-    "source that is not there": (card(source={"format": "folder", "path": "/nowhere/at/all"}), ["card 'bad'", "/nowhere/at/all", "does not exist"]),
-    "classes from a source that is not there": (card(classes="from_source", num_classes=2, source={"format": "folder", "path": "/nowhere/at/all"}),
-                                                ["/nowhere/at/all", "there are none"]),
-    "classes from a source that has none": (card(classes="from_source", source={"format": "sklearn"}), ["num_classes", "list the classes"]),
-    "class without images": (card(classes=["2", "3", "9"]), ["class '9' has no train images", "raw/a"]),
-    "count": (card(counts={"train": 41, "test": 20}), ["promises 41 train and 20 test images", "40 and 20"]),
+    "no licence": (
+        lambda site: site.write_card("name: x\nclasses: ['1']\nsource: {format: sklearn}\n"),
+        ["licence is missing", "bad.yaml"],
+    ),
+    "one name for two": (
+        lambda site: (
+            site.card(name="b"),
+            site.body["stream"]["tasks"].append({"name": "c", "card": str(site.own / "bad.yaml")}),
+            site.body["stream"]["tasks"].append(
+                {"name": "d", "card": small_run.make_card(site.own, "bad", "8")}
+            ),
+        ),
+        ["have the same name 'bad'", "rename one"],
+    ),
+    "variable not set": (
+        card(source={"format": "folder", "path": "${ACCRETE_NOT_SET}/x"}),
+        ["environment variable ACCRETE_NOT_SET", "export it"],
+    ),
+    "source that is not there": (
+        card(source={"format": "folder", "path": "/nowhere/at/all"}),
+        ["card 'bad'", "/nowhere/at/all", "does not exist"],
+    ),
+    "classes from a source that is not there": (
+        card(
+            classes="from_source",
+            num_classes=2,
+            source={"format": "folder", "path": "/nowhere/at/all"},
+        ),
+        ["/nowhere/at/all", "there are none"],
+    ),
+    "classes from a source that has none": (
+        card(classes="from_source", source={"format": "sklearn"}),
+        ["num_classes", "list the classes"],
+    ),
+    "class without images": (
+        card(classes=["2", "3", "9"]),
+        ["class '9' has no train images", "raw/a"],
+    ),
+    "count": (
+        card(counts={"train": 41, "test": 20}),
+        ["promises 41 train and 20 test images", "40 and 20"],
+    ),
     "content": (card(content="00ff"), ["promises content 00ff", "mend `content`"]),
-    "unknown data set of scikit-learn": (card(source={"format": "sklearn", "name": "iris"}), ["source.name is 'iris'", "`digits`"]),
-    "unknown data set of torchvision": (card(source={"format": "torchvision", "name": "Nothing", "path": "x"}), ["'Nothing'", "CIFAR10"]),
+    "unknown data set of scikit-learn": (
+        card(source={"format": "sklearn", "name": "iris"}),
+        ["source.name is 'iris'", "`digits`"],
+    ),
+    "unknown data set of torchvision": (
+        card(source={"format": "torchvision", "name": "Nothing", "path": "x"}),
+        ["'Nothing'", "CIFAR10"],
+    ),
 }
 
 
@@ -331,7 +533,9 @@ def saved(site: Site, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def state_of(site: Site) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(small_run.artefact(site.folder / "storage", "backbone", "state.safetensors"))
+    return safetensors.torch.load_file(
+        small_run.artefact(site.folder / "storage", "backbone", "state.safetensors")
+    )
 
 
 def text_as_weights(site: Site) -> str:
@@ -340,23 +544,67 @@ def text_as_weights(site: Site) -> str:
 
 
 BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
-    "image no multiple of the patch": (lambda _: {"img_size": 18}, ["backbone.img_size is 18", "multiple of the patch size 4"]),
-    "unknown name": (lambda _: {"name": "vit_tiny_patch17_224"}, ["backbone.name is 'vit_tiny_patch17_224', which timm does not have", "vit_tiny_patch16_224"]),
-    "neither transformer nor ResNet": (lambda _: {"name": "mixer_b16_224", "img_size": 224, "options": {}},
-                                       ["backbone.name is 'mixer_b16_224', a MlpMixer", "VisionTransformer", "ResNet"]),
-    "batch norm without statistics": (lambda _: {"name": "resnet18", "options": {}}, ["backbone.weights is 'none'", "batch norm", "norm_layer: groupnorm"]),
-    "image no multiple of the soft splits": (lambda _: {"name": "t2t_vit_12", "img_size": 24, "options": {}},
-                                             ["'t2t_vit_12'", "img_size must be a multiple of 16"]),
-    "unknown option": (lambda site: {"options": {**site.body["backbone"]["options"], "patchsize": 4}}, ["backbone", "patchsize"]),
-    "heads that do not divide": (lambda site: {"options": {**site.body["backbone"]["options"], "num_heads": 5}}, ["backbone", "num_heads"]),
-    "weights that are not there": (lambda _: {"weights": "nowhere.safetensors"}, ["backbone.weights", "nowhere.safetensors", "does not exist"]),
-    "weights that are a folder": (lambda site: {"weights": str(site.own)}, ["backbone.weights", "folder", ".safetensors file"]),
-    "weights that are no weights": (lambda site: {"weights": text_as_weights(site)}, ["backbone.weights", "not readable as safetensors", "`hub` or `none`"]),
-    "weights of a deeper one": (lambda site: {"weights": saved(site, state_of(site)), "options": {**site.body["backbone"]["options"], "depth": 3}},
-                                ["do not fit 'vit_tiny_patch16_224'", "missing", "blocks.2", "same architecture"]),
-    "weights of a wider one": (lambda site: {"weights": saved(site, state_of(site)), "options": {**site.body["backbone"]["options"], "embed_dim": 64}},
-                               ["do not fit 'vit_tiny_patch16_224'", "same architecture"]),
-    "weights of something else": (lambda site: {"weights": saved(site, {"conv1.weight": torch.zeros(3)})}, ["do not fit", "same architecture"]),
+    "image no multiple of the patch": (
+        lambda _: {"img_size": 18},
+        ["backbone.img_size is 18", "multiple of the patch size 4"],
+    ),
+    "unknown name": (
+        lambda _: {"name": "vit_tiny_patch17_224"},
+        [
+            "backbone.name is 'vit_tiny_patch17_224', which timm does not have",
+            "vit_tiny_patch16_224",
+        ],
+    ),
+    "neither transformer nor ResNet": (
+        lambda _: {"name": "mixer_b16_224", "img_size": 224, "options": {}},
+        ["backbone.name is 'mixer_b16_224', a MlpMixer", "VisionTransformer", "ResNet"],
+    ),
+    "batch norm without statistics": (
+        lambda _: {"name": "resnet18", "options": {}},
+        ["backbone.weights is 'none'", "batch norm", "norm_layer: groupnorm"],
+    ),
+    "image no multiple of the soft splits": (
+        lambda _: {"name": "t2t_vit_12", "img_size": 24, "options": {}},
+        ["'t2t_vit_12'", "img_size must be a multiple of 16"],
+    ),
+    "unknown option": (
+        lambda site: {"options": {**site.body["backbone"]["options"], "patchsize": 4}},
+        ["backbone", "patchsize"],
+    ),
+    "heads that do not divide": (
+        lambda site: {"options": {**site.body["backbone"]["options"], "num_heads": 5}},
+        ["backbone", "num_heads"],
+    ),
+    "weights that are not there": (
+        lambda _: {"weights": "nowhere.safetensors"},
+        ["backbone.weights", "nowhere.safetensors", "does not exist"],
+    ),
+    "weights that are a folder": (
+        lambda site: {"weights": str(site.own)},
+        ["backbone.weights", "folder", ".safetensors file"],
+    ),
+    "weights that are no weights": (
+        lambda site: {"weights": text_as_weights(site)},
+        ["backbone.weights", "not readable as safetensors", "`hub` or `none`"],
+    ),
+    "weights of a deeper one": (
+        lambda site: {
+            "weights": saved(site, state_of(site)),
+            "options": {**site.body["backbone"]["options"], "depth": 3},
+        },
+        ["do not fit 'vit_tiny_patch16_224'", "missing", "blocks.2", "same architecture"],
+    ),
+    "weights of a wider one": (
+        lambda site: {
+            "weights": saved(site, state_of(site)),
+            "options": {**site.body["backbone"]["options"], "embed_dim": 64},
+        },
+        ["do not fit 'vit_tiny_patch16_224'", "same architecture"],
+    ),
+    "weights of something else": (
+        lambda site: {"weights": saved(site, {"conv1.weight": torch.zeros(3)})},
+        ["do not fit", "same architecture"],
+    ),
 }
 
 
@@ -424,16 +672,24 @@ def test_a_damaged_record_of_the_run_is_no_obstacle(site, capfd):
     shutil.copytree(site.folder / "storage", storage)
     site.set(storage=str(storage))
     for text in ("{}", "[]", "{", "\udcff"):
-        (storage / "runs" / "small" / "run.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        (storage / "runs" / "small" / "run.json").write_bytes(
+            text.encode("utf-8", "surrogateescape")
+        )
         assert cli.main(["plan", site.config()]) == 0
         assert "0 to run" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("address", "says"), [
-    ("127.0.0.1:1", ["no Ray cluster answers at '127.0.0.1:1'", "cluster.address=local"]),
-    ("nonsense", ["'nonsense' is not of the form host:port", "RAY_ADDRESS"])])
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1:1", ["no Ray cluster answers at '127.0.0.1:1'", "cluster.address=local"]),
+        ("nonsense", ["'nonsense' is not of the form host:port", "RAY_ADDRESS"]),
+    ],
+)
 @pytest.mark.parametrize("through", ["config", "environment"])
-def test_a_cluster_that_does_not_answer_is_told_at_once(address, says, through, site, capfd, monkeypatch):
+def test_a_cluster_that_does_not_answer_is_told_at_once(
+    address, says, through, site, capfd, monkeypatch
+):
     if through == "config":
         site.set(cluster__address=address)
     else:
@@ -454,7 +710,14 @@ def test_a_cluster_without_the_accelerators_asked_for_is_refused(site):
 
 # ---- as people call it ---------------------------------------------------------------------------------------------------
 def in_a_process(argv: list[str]) -> str:
-    done = subprocess.run([sys.executable, "-m", "pipeline", *argv], cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *argv],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     return judge(done.returncode, done.stdout, done.stderr)
 
 

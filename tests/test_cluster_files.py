@@ -21,7 +21,11 @@ from pipeline import config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CLUSTER = REPOSITORY / "configs" / "cluster"
-RAY = next(line.partition("==")[2] for line in (REPOSITORY / "constraints.txt").read_text().split() if line.startswith("ray=="))
+RAY = next(
+    line.partition("==")[2]
+    for line in (REPOSITORY / "constraints.txt").read_text().split()
+    if line.startswith("ray==")
+)
 MANIFESTS = ("kuberay-cluster.yaml", "kuberay-job.yaml")
 
 
@@ -37,7 +41,10 @@ def cluster_spec(name: str) -> dict[str, Any]:
 def pods(name: str) -> dict[str, dict[str, Any]]:
     """Group -> spec of its pods, of all that a manifest starts."""
     cluster = cluster_spec(name)
-    found = {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster["workerGroupSpecs"]}}
+    found = {
+        "head": cluster["headGroupSpec"],
+        **{group["groupName"]: group for group in cluster["workerGroupSpecs"]},
+    }
     specs = {group: spec["template"]["spec"] for group, spec in found.items()}
     submitter = body(name)["spec"].get("submitterPodTemplate")
     return {**specs, "submitter": submitter["spec"]} if submitter else specs
@@ -61,14 +68,27 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages():
     assert re.search(rf":{re.escape(RAY)}-py3\d\d$", found["docker"]["image"])
     assert found["docker"]["worker_image"] == found["docker"]["image"] + "-gpu"
     assert found["docker"]["worker_run_options"] == ["--gpus all"]
-    assert not any("gpus" in option for option in found["docker"]["run_options"]), "the head has none"
+    assert not any("gpus" in option for option in found["docker"]["run_options"]), (
+        "the head has none"
+    )
     assert found["head_node_type"] in found["available_node_types"]
     assert found["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
-    assert all((REPOSITORY / place).exists() for place in found["file_mounts"].values() if not place.startswith("~"))
+    assert all(
+        (REPOSITORY / place).exists()
+        for place in found["file_mounts"].values()
+        if not place.startswith("~")
+    )
     assert "--env RAY_AUTH_MODE=token" in found["docker"]["run_options"]
     assert "chmod 600 ~/.ray/auth_token" in found["setup_commands"]
-    assert any("pip install" in line and "-r ~/constraints.txt" in line for line in found["setup_commands"])
-    starts = [line for key in ("head_start_ray_commands", "worker_start_ray_commands") for line in found[key] if "ray start" in line]
+    assert any(
+        "pip install" in line and "-r ~/constraints.txt" in line for line in found["setup_commands"]
+    )
+    starts = [
+        line
+        for key in ("head_start_ray_commands", "worker_start_ray_commands")
+        for line in found[key]
+        if "ray start" in line
+    ]
     assert len(starts) == 2
     assert all("RAY_AUTH_MODE=token" in line for line in starts)
     assert "--dashboard-host=127.0.0.1" in starts[0]
@@ -78,11 +98,16 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages():
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_has_what_kuberay_requires(name):
     found, cluster = body(name), cluster_spec(name)
-    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", {"kuberay-cluster.yaml": "RayCluster", "kuberay-job.yaml": "RayJob"}[name])
+    assert (found["apiVersion"], found["kind"]) == (
+        "ray.io/v1",
+        {"kuberay-cluster.yaml": "RayCluster", "kuberay-job.yaml": "RayJob"}[name],
+    )
     assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", found["metadata"]["name"])
     assert cluster["rayVersion"] == RAY
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "KubeRay takes texts alone"
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), (
+            "KubeRay takes texts alone"
+        )
     for group in cluster["workerGroupSpecs"]:
         assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     if name == "kuberay-job.yaml":
@@ -103,7 +128,9 @@ def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(n
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_every_container_has_the_pinned_image_and_limits(name):
-    assert [group for group, _ in containers(name)] == ["head", "gpu", "submitter"][: len(pods(name))]
+    assert [group for group, _ in containers(name)] == ["head", "gpu", "submitter"][
+        : len(pods(name))
+    ]
     for group, container in containers(name):
         assert container["image"].endswith(f":ray{RAY}-py311"), group
         assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
@@ -117,7 +144,9 @@ def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name):
     for group in ("head", "gpu"):
         pod = pods(name)[group]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        mounts = {
+            mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]
+        }
         assert mounts == {"storage": "/storage", "cache": "/tmp"}
         assert volumes["storage"]["persistentVolumeClaim"]["claimName"]
         assert re.fullmatch(r"\d+Gi", volumes["cache"]["emptyDir"]["sizeLimit"])
@@ -126,11 +155,18 @@ def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name):
 
 
 def test_the_page_of_the_cluster_that_stays_is_on_loopback():
-    assert cluster_spec("kuberay-cluster.yaml")["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+    assert (
+        cluster_spec("kuberay-cluster.yaml")["headGroupSpec"]["rayStartParams"]["dashboard-host"]
+        == "127.0.0.1"
+    )
 
 
 def test_the_image_is_of_the_pinned_ray_and_a_python_that_is_supported_and_not_root():
-    lines = [line for line in (CLUSTER / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (CLUSTER / "Dockerfile").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     base = re.fullmatch(rf"FROM rayproject/ray:{re.escape(RAY)}-py3(\d+)", lines[0])
     assert base
     least = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["requires-python"]
@@ -144,8 +180,14 @@ def test_the_image_is_of_the_pinned_ray_and_a_python_that_is_supported_and_not_r
 # ---- all of them -----------------------------------------------------------------------------------------------------------
 def commands() -> list[list[str]]:
     """Every run that README.md, slurm.sh and the job's manifest speak of, as words after `pipeline run` or the script."""
-    texts = [(CLUSTER / "README.md").read_text(), (CLUSTER / "slurm.sh").read_text(), "run ".join(("", body("kuberay-job.yaml")["spec"]["entrypoint"]))]
-    found = re.findall(r"(?:pipeline run|slurm\.sh) (\S*configs/\S+\.yaml(?: --set \S+)*)", "\n".join(texts))
+    texts = [
+        (CLUSTER / "README.md").read_text(),
+        (CLUSTER / "slurm.sh").read_text(),
+        "run ".join(("", body("kuberay-job.yaml")["spec"]["entrypoint"])),
+    ]
+    found = re.findall(
+        r"(?:pipeline run|slurm\.sh) (\S*configs/\S+\.yaml(?: --set \S+)*)", "\n".join(texts)
+    )
     return [shlex.split(line) for line in found]
 
 
@@ -162,7 +204,9 @@ def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody():
     for path in CLUSTER.iterdir():
         text = path.read_text()
         assert "0.0.0.0" not in text, path
-        assert not re.search(r"\b[0-9a-f]{32,}\b|BEGIN [A-Z ]*PRIVATE KEY|AKIA[0-9A-Z]{16}", text), path
+        assert not re.search(
+            r"\b[0-9a-f]{32,}\b|BEGIN [A-Z ]*PRIVATE KEY|AKIA[0-9A-Z]{16}", text
+        ), path
 
 
 # ---- Slurm -----------------------------------------------------------------------------------------------------------------
@@ -210,12 +254,27 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     for name, text in FAKES.items():
         (place / name).write_text(f"#!/bin/bash\n{text}\n")
         (place / name).chmod(0o755)
-    return {"PATH": f"{place}:{os.environ['PATH']}", "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[1-3]",
-            "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "8", "ACCRETE_PYTHON": "python", "ACCRETE_RAY": "ray", "HOME": str(tmp_path)}
+    return {
+        "PATH": f"{place}:{os.environ['PATH']}",
+        "SAID": str(tmp_path / "said"),
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "node[1-3]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_CPUS_PER_TASK": "8",
+        "ACCRETE_PYTHON": "python",
+        "ACCRETE_RAY": "ray",
+        "HOME": str(tmp_path),
+    }
 
 
 def job(env: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(["bash", str(CLUSTER / "slurm.sh"), *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        ["bash", str(CLUSTER / "slurm.sh"), *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def said(env: dict[str, str]) -> list[str]:
@@ -238,12 +297,30 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
     lines = said(slurm)
     starts = [i for i, line in enumerate(lines) if line.startswith("srun")]
     head, others = (lines[i] for i in starts)
-    for words in ("--nodelist=node1", "--head", "--node-ip-address=10.0.0.7", "--port=7001",
-                  "--dashboard-host=127.0.0.1", "--dashboard-port=7002", "--cpus-per-task=8",
-                  "--ray-client-server-port=7003", "--num-cpus=8", "--block", "mode=token"):
+    for words in (
+        "--nodelist=node1",
+        "--head",
+        "--node-ip-address=10.0.0.7",
+        "--port=7001",
+        "--dashboard-host=127.0.0.1",
+        "--dashboard-port=7002",
+        "--cpus-per-task=8",
+        "--ray-client-server-port=7003",
+        "--num-cpus=8",
+        "--block",
+        "mode=token",
+    ):
         assert words in head
-    for words in ("--nodes=2", "--ntasks=2", "--exclude=node1", "--address=10.0.0.7:7001",
-                  "--cpus-per-task=8", "--num-cpus=8", "--block", "mode=token"):
+    for words in (
+        "--nodes=2",
+        "--ntasks=2",
+        "--exclude=node1",
+        "--address=10.0.0.7:7001",
+        "--cpus-per-task=8",
+        "--num-cpus=8",
+        "--block",
+        "mode=token",
+    ):
         assert words in others
     asked = [i for i, line in enumerate(lines) if line == "health-check 10.0.0.7:7001"]
     assert len(asked) == 3
@@ -307,8 +384,12 @@ def test_the_scripts_own_python_is_sound(slurm):
     """What the stand-in for Python swallows."""
     codes = re.findall(r"'(import [^']*)'", (CLUSTER / "slurm.sh").read_text())
     assert len(codes) == 3
-    token = subprocess.run([sys.executable, "-c", codes[0]], capture_output=True, text=True, check=True).stdout.strip()
+    token = subprocess.run(
+        [sys.executable, "-c", codes[0]], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert re.fullmatch(r"[0-9a-f]{64}", token)
-    ports = subprocess.run([sys.executable, "-c", codes[1]], capture_output=True, text=True, check=True).stdout.split()
+    ports = subprocess.run(
+        [sys.executable, "-c", codes[1]], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert len({*ports}) == 3
     compile(codes[2], "slurm.sh", "exec")

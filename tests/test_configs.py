@@ -14,7 +14,9 @@ from workers.methods import METHODS
 from workers.methods.base import Method
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-RUNNABLE = sorted(p for p in CONFIGS.rglob("*.yaml") if p.parent.name not in ("streams", "search", "cluster"))
+RUNNABLE = sorted(
+    p for p in CONFIGS.rglob("*.yaml") if p.parent.name not in ("streams", "search", "cluster")
+)
 SPACES = sorted((CONFIGS / "search").glob("*.yaml"))
 SETTINGS = ("demo", "real7", "paper")
 HEADER = ("command", "machine", "time", "expected")
@@ -161,7 +163,11 @@ def test_a_config_is_valid_and_says_how_to_run_it(path: Path, monkeypatch: pytes
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     found = config.load(str(path))
     assert found.name == path.stem
-    header = [line.split(maxsplit=2)[1] for line in path.read_text().splitlines() if line.startswith("# ") and len(line.split()) > 2]
+    header = [
+        line.split(maxsplit=2)[1]
+        for line in path.read_text().splitlines()
+        if line.startswith("# ") and len(line.split()) > 2
+    ]
     assert set(HEADER) <= set(header), f"{path.name} says not {set(HEADER) - set(header)}"
     assert f"configs/{path.relative_to(CONFIGS)}" in path.read_text(), "the command names the file"
 
@@ -185,7 +191,9 @@ def header_of(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
 def test_a_config_of_a_paper_says_where_it_differs(path: Path):
     differs = header_of(path).get("differs", "")
-    assert len(differs.split()) > 2, f"{path.name} has no line `# differs`; a config of a paper always differs"
+    assert len(differs.split()) > 2, (
+        f"{path.name} has no line `# differs`; a config of a paper always differs"
+    )
 
 
 @pytest.mark.parametrize("path", CLASS_INCREMENTAL, ids=lambda p: p.stem)
@@ -207,14 +215,21 @@ def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, la
     loaded = config.load(str(path))
     entry = loaded.methods[label]
     settings = METHODS[entry.method].Settings.model_validate(entry.settings)
-    pairs = ((method, settings), (train, loaded.train_of(label)), (data, loaded.data_of(label)), (backbone, loaded.backbone))
+    pairs = (
+        (method, settings),
+        (train, loaded.train_of(label)),
+        (data, loaded.data_of(label)),
+        (backbone, loaded.backbone),
+    )
     for named, model in pairs:
         assert {key: getattr(model, key) for key in named} == named
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_config_for_each_setting(method: str, setting: str, monkeypatch: pytest.MonkeyPatch):
+def test_every_method_has_a_config_for_each_setting(
+    method: str, setting: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     found = config.load(str(CONFIGS / "methods" / f"{method}-{setting}.yaml"))
     assert method in {entry.method for entry in found.methods.values()}
@@ -226,7 +241,9 @@ def test_every_method_has_a_search_space(method: str):
 
 
 @pytest.mark.parametrize("path", SPACES, ids=lambda p: p.stem)
-def test_a_search_has_points_that_a_run_accepts_an_end_and_says_how_to_run_it(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_search_has_points_that_a_run_accepts_an_end_and_says_how_to_run_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     settings, body, _ = searchfile.load(str(path), [])
     space = Space(settings.space)

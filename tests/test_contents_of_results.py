@@ -75,14 +75,18 @@ def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(site, 
     old = small_run.results(site / "storage")
     edit(site, "b")
     plan = say(capsys, "plan", path)
-    assert "its raw files were written again since they were ingested (same paths and sizes)" in plan
+    assert (
+        "its raw files were written again since they were ingested (same paths and sizes)" in plan
+    )
     assert keys(site) == before
     output = say(capsys, "run", path)
     assert "data/b: they are other images; results of them get keys of their own" in output
     after = keys(site)
     assert {i for i in after if after[i] != before[i]} == B
     assert small_run.results(site / "storage")["data/b"] != old["data/b"]
-    assert all((site / "storage" / "stages" / key / "manifest.json").exists() for key in before.values())
+    assert all(
+        (site / "storage" / "stages" / key / "manifest.json").exists() for key in before.values()
+    )
     assert "nothing to do" in say(capsys, "run", path)
     assert "written again" not in say(capsys, "plan", path)
     edit(site, "b")  # inverted twice: as they were
@@ -100,7 +104,9 @@ def test_files_that_were_only_written_again_run_nothing(site, quick, capsys):
     assert "written again" not in say(capsys, "run", str(site / "config.yaml"))
 
 
-def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew(site, quick, capsys):
+def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew(
+    site, quick, capsys
+):
     """Times were put back; then a shard is damaged, and a method is added that reads it."""
     storage, old = site / "storage", small_run.results(site / "storage")
     edit(site, "b", keep_times=True)
@@ -154,19 +160,27 @@ def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
     run_stage = launch.run_stage
 
     def run(job, *rest):
-        return run_stage(dataclasses.replace(job, seed=job.seed + 1) if job.id == stage_id else job, *rest)
+        return run_stage(
+            dataclasses.replace(job, seed=job.seed + 1) if job.id == stage_id else job, *rest
+        )
 
     monkeypatch.setattr(launch, "run_stage", run)
 
 
-def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(site, quick, monkeypatch, capsys):
+def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
+    site, quick, monkeypatch, capsys
+):
     storage, before = site / "storage", small_run.attempts(site / "storage")
     spoil(small_run.artefact(storage, "meat/a/train", "task.safetensors"), "flip")
     other_bits(monkeypatch, "meat/a/train")
     output = say(capsys, "run", str(site / "config.yaml"))
     assert "meat/a/evaluate: made of another content of meat/a/train" in output
     after = small_run.attempts(storage)
-    assert {i for i in after if after[i] != before[i]} >= {"meat/a/train", "meat/a/evaluate", "meat/b/evaluate"}
+    assert {i for i in after if after[i] != before[i]} >= {
+        "meat/a/train",
+        "meat/a/evaluate",
+        "meat/b/evaluate",
+    }
     assert "meat/b/train" not in {i for i in after if after[i] != before[i]}
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
 
@@ -196,7 +210,8 @@ def test_of_two_attempts_with_different_contents_the_loser_says_so(site, quick, 
     job = job_of(site, "meat/a/train")
     first = loop._run_stage(job, Group(), lambda body: None)
     assert "note" not in first
-    second = loop._run_stage(dataclasses.replace(job, seed=job.seed + 1), Group(), lambda body: None)
+    second = loop._run_stage(
+        dataclasses.replace(job, seed=job.seed + 1), Group(), lambda body: None
+    )
     assert second["note"] == "another process was faster and got another content, which stands"
     assert second["attempt"] == first["attempt"]
-

@@ -11,17 +11,32 @@ from typing import Any
 import pytest
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
-AWAY = ("connect", "timed out", "resolve", "unreachable", "retries")  # what pip-audit says where nobody answers it
+AWAY = (
+    "connect",
+    "timed out",
+    "resolve",
+    "unreachable",
+    "retries",
+)  # what pip-audit says where nobody answers it
 
 
 def judge(report: dict[str, Any]) -> tuple[list[str], str]:
     """(a sentence for each known vulnerability, how many packages could not be audited, empty where all were) of pip-audit's JSON."""
     packages = report["dependencies"]
-    found = [f"{p['name']} {p['version']} has {v['id']}, fixed in {', '.join(v['fix_versions']) or 'no version yet'}"
-             for p in packages for v in p.get("vulns", ())]
+    found = [
+        f"{p['name']} {p['version']} has {v['id']}, fixed in "
+        f"{', '.join(v['fix_versions']) or 'no version yet'}"
+        for p in packages
+        for v in p.get("vulns", ())
+    ]
     unknown = [p for p in packages if "vulns" not in p]
     why = unknown[0].get("skip_reason", "no reason given") if unknown else ""
-    return found, f"{len(unknown)} of {len(packages)} packages could not be audited; the first: {why}" if unknown or not packages else ""
+    return (
+        found,
+        f"{len(unknown)} of {len(packages)} packages could not be audited; the first: {why}"
+        if unknown or not packages
+        else "",
+    )
 
 
 def sound(name: str) -> dict[str, Any]:
@@ -29,21 +44,34 @@ def sound(name: str) -> dict[str, Any]:
 
 
 def holed(name: str, *fixed: str) -> dict[str, Any]:
-    return {"name": name, "version": "1.0", "vulns": [{"id": "PYSEC-1", "fix_versions": list(fixed), "aliases": [], "description": "bad"}]}
+    return {
+        "name": name,
+        "version": "1.0",
+        "vulns": [
+            {"id": "PYSEC-1", "fix_versions": list(fixed), "aliases": [], "description": "bad"}
+        ],
+    }
 
 
 def skipped(name: str) -> dict[str, Any]:
-    return {"name": name, "skip_reason": f"Dependency not found and could not be audited: {name} (1.0)"}
+    return {
+        "name": name,
+        "skip_reason": f"Dependency not found and could not be audited: {name} (1.0)",
+    }
 
 
-@pytest.mark.parametrize(("packages", "found", "unknown"), [
-    ([sound("a"), sound("b")], [], ""),
-    ([sound("a"), holed("b", "1.1", "2.0")], ["b 1.0 has PYSEC-1, fixed in 1.1, 2.0"], ""),
-    ([holed("a")], ["a 1.0 has PYSEC-1, fixed in no version yet"], ""),
-    ([sound("a"), skipped("b"), skipped("c")], [], "2 of 3 packages could not be audited"),
-    ([holed("a", "2"), skipped("b")], ["a 1.0 has PYSEC-1, fixed in 2"], "1 of 2 packages"),
-    ([], [], "0 of 0 packages"),
-    ([{"name": "a", "version": "1.0"}], [], "1 of 1 packages")])
+@pytest.mark.parametrize(
+    ("packages", "found", "unknown"),
+    [
+        ([sound("a"), sound("b")], [], ""),
+        ([sound("a"), holed("b", "1.1", "2.0")], ["b 1.0 has PYSEC-1, fixed in 1.1, 2.0"], ""),
+        ([holed("a")], ["a 1.0 has PYSEC-1, fixed in no version yet"], ""),
+        ([sound("a"), skipped("b"), skipped("c")], [], "2 of 3 packages could not be audited"),
+        ([holed("a", "2"), skipped("b")], ["a 1.0 has PYSEC-1, fixed in 2"], "1 of 2 packages"),
+        ([], [], "0 of 0 packages"),
+        ([{"name": "a", "version": "1.0"}], [], "1 of 1 packages"),
+    ],
+)
 def test_a_report_is_sound_only_where_every_package_was_asked_for(packages, found, unknown):
     said, left = judge({"dependencies": packages})
     assert said == found
@@ -53,16 +81,32 @@ def test_a_report_is_sound_only_where_every_package_was_asked_for(packages, foun
 
 @pytest.mark.slow
 def test_no_dependency_has_a_known_vulnerability():
-    command = [sys.executable, "-m", "pip_audit", "--no-deps", "--disable-pip", "--progress-spinner", "off", "-f", "json", "-r", str(CONSTRAINTS)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip_audit",
+        "--no-deps",
+        "--disable-pip",
+        "--progress-spinner",
+        "off",
+        "-f",
+        "json",
+        "-r",
+        str(CONSTRAINTS),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     try:
         report = json.loads(done.stdout)
     except ValueError:
         if any(word in done.stderr.lower() for word in AWAY):
-            pytest.skip(f"the advisory service does not answer: {done.stderr.strip().splitlines()[-1]}")
+            pytest.skip(
+                f"the advisory service does not answer: {done.stderr.strip().splitlines()[-1]}"
+            )
         raise AssertionError(done.stderr) from None
     found, unknown = judge(report)
     assert not found, "; ".join(found)
-    assert len(report["dependencies"]) == len(CONSTRAINTS.read_text().split()), "some packages were not looked at"
+    assert len(report["dependencies"]) == len(CONSTRAINTS.read_text().split()), (
+        "some packages were not looked at"
+    )
     if unknown:
         pytest.skip(unknown)

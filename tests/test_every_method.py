@@ -16,8 +16,13 @@ from workers.methods.base import Method, MethodSettings
 from workers.methods.finetune import FineTune, weight_groups
 from workers.methods.linear import Linear
 
-EVERY = [pytest.param(method, optimizer, promise, id=f"{method}-{optimizer}-{promise}")
-         for method, cls in METHODS.items() for promise, p in PROMISES.items() if p.applies(cls) for optimizer in p.optimizers]
+EVERY = [
+    pytest.param(method, optimizer, promise, id=f"{method}-{optimizer}-{promise}")
+    for method, cls in METHODS.items()
+    for promise, p in PROMISES.items()
+    if p.applies(cls)
+    for optimizer in p.optimizers
+]
 
 
 @pytest.mark.parametrize(("method", "optimizer", "promise"), EVERY)
@@ -92,7 +97,11 @@ class DrawsFromAnywhere(Linear):
     def begin(self, *arguments: Any) -> list[dict[str, Any]]:
         groups = super().begin(*arguments)
         with torch.no_grad():
-            groups[0]["params"][0].copy_(torch.from_numpy(np.random.default_rng().normal(0, 0.02, groups[0]["params"][0].shape)))
+            groups[0]["params"][0].copy_(
+                torch.from_numpy(
+                    np.random.default_rng().normal(0, 0.02, groups[0]["params"][0].shape)
+                )
+            )
         return groups
 
 
@@ -111,12 +120,16 @@ class StartsAsPyTorchDoes(Linear):
         return self.adapter(super().features(images))
 
     def finish(self) -> Any:
-        return self.state(copies={n: t.detach().clone() for n, t in self.adapter.state_dict().items()}), super().finish()[1]
+        return self.state(
+            copies={n: t.detach().clone() for n, t in self.adapter.state_dict().items()}
+        ), super().finish()[1]
 
 
 def test_a_method_may_start_from_the_process_generator(lab: Lab, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(METHODS, StartsAsPyTorchDoes.name, StartsAsPyTorchDoes)
-    PROMISES["a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone"].check(lab, StartsAsPyTorchDoes.name, "adamw")
+    PROMISES["a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone"].check(
+        lab, StartsAsPyTorchDoes.name, "adamw"
+    )
     PROMISES["the_order_of_tasks_changes_nothing"].check(lab, StartsAsPyTorchDoes.name, "adamw")
 
 
@@ -261,11 +274,16 @@ BROKEN = [
     (RemembersBeside, "an_interrupted_stage_ends_as_if_it_had_not_been"),
     (LearnsNothing, "it_learns"),
     (ServesByACommonScale, "what_a_task_may_have_of_its_own_has_no_part_in_serving"),
-    (MiscountsItsSize, "the_recorded_size_is_the_size_of_the_file")]
+    (MiscountsItsSize, "the_recorded_size_is_the_size_of_the_file"),
+]
 
 
-@pytest.mark.parametrize(("broken", "promise"), [pytest.param(*b, id=f"{b[0].__name__}-{b[1]}") for b in BROKEN])
-def test_a_method_that_breaks_a_promise_is_found_out(lab: Lab, monkeypatch: pytest.MonkeyPatch, broken: type[Method], promise: str):
+@pytest.mark.parametrize(
+    ("broken", "promise"), [pytest.param(*b, id=f"{b[0].__name__}-{b[1]}") for b in BROKEN]
+)
+def test_a_method_that_breaks_a_promise_is_found_out(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, broken: type[Method], promise: str
+):
     class Named(broken):  # type: ignore[misc,valid-type]
         name = broken.__name__
 

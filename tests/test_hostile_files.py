@@ -58,10 +58,16 @@ def test_what_a_process_takes_is_seen():
 # ---- tars ------------------------------------------------------------------------------------------------------------------
 def archive(site: Site, *members: bytes) -> str:
     """A tar source of two good images, then these members; the path of its config."""
-    good = [member(f"{label}{n}.{ext}", data) for n, label in enumerate("ab") for ext, data in (("png", png(n)), ("cls", label.encode()))]
+    good = [
+        member(f"{label}{n}.{ext}", data)
+        for n, label in enumerate("ab")
+        for ext, data in (("png", png(n)), ("cls", label.encode()))
+    ]
     (site.own / "raw").mkdir()
     for split in ("train", "test"):
-        (site.own / "raw" / f"{split}.tar").write_bytes(b"".join([*good, *members]) + bytes(2 * tarfile.BLOCKSIZE))
+        (site.own / "raw" / f"{split}.tar").write_bytes(
+            b"".join([*good, *members]) + bytes(2 * tarfile.BLOCKSIZE)
+        )
     return site.config(site.card(source={"format": "tar", "path": str(site.own / "raw")}))
 
 
@@ -70,19 +76,37 @@ def pax(text: str) -> bytes:
 
 
 TARS: dict[str, tuple[list[bytes], str]] = {
-    "symbolic link": ([member("x.png", kind=tarfile.SYMTYPE, link="../../outside/kept")], "is a link"),
+    "symbolic link": (
+        [member("x.png", kind=tarfile.SYMTYPE, link="../../outside/kept")],
+        "is a link",
+    ),
     "hard link": ([member("x.png", kind=tarfile.LNKTYPE, link="/etc/passwd")], "is a link"),
     "absolute path": ([member("/x.png", png())], "points outside"),
     "path that climbs": ([member("a/../../outside/x.png", png())], "points outside"),
-    "path that climbs, in a long name": ([member("././@LongLink", b"../" * 60 + b"x.png\0", tarfile.GNUTYPE_LONGNAME), member("x", png())], "points outside"),
+    "path that climbs, in a long name": (
+        [
+            member("././@LongLink", b"../" * 60 + b"x.png\0", tarfile.GNUTYPE_LONGNAME),
+            member("x", png()),
+        ],
+        "points outside",
+    ),
     "device": ([member("x.png", kind=tarfile.CHRTYPE)], "is a link"),
     "sparse file": ([member("x.png", kind=tarfile.GNUTYPE_SPARSE)], "plain files"),
     "size below zero": ([member("x.png", size=-5)], "-5 bytes"),
     "size beyond the end": ([member("x.png", size=10**12)], "1000000000000 bytes"),
     "label beyond the end": ([member("x.cls", size=10**11)], "100000000000 bytes"),
-    "header of 100 GB": ([member("p", size=10**11, kind=tarfile.XHDTYPE)], "a header of 100000000000 bytes"),
-    "name of 100 GB": ([member("p", size=10**11, kind=tarfile.GNUTYPE_LONGNAME)], "a header of 100000000000 bytes"),
-    "thousands of headers for one file": ([member("p", pax("a=b"), tarfile.XHDTYPE)] * 5000, "no uncompressed tar"),
+    "header of 100 GB": (
+        [member("p", size=10**11, kind=tarfile.XHDTYPE)],
+        "a header of 100000000000 bytes",
+    ),
+    "name of 100 GB": (
+        [member("p", size=10**11, kind=tarfile.GNUTYPE_LONGNAME)],
+        "a header of 100000000000 bytes",
+    ),
+    "thousands of headers for one file": (
+        [member("p", pax("a=b"), tarfile.XHDTYPE)] * 5000,
+        "no uncompressed tar",
+    ),
 }
 
 
@@ -124,7 +148,13 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 def huge_png(width: int, height: int, extra: bytes = b"") -> bytes:
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + extra + chunk(b"IDAT", zlib.compress(bytes(25 * height))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + head
+        + extra
+        + chunk(b"IDAT", zlib.compress(bytes(25 * height)))
+        + chunk(b"IEND", b"")
+    )
 
 
 @functools.cache
@@ -150,15 +180,25 @@ def tiff(side: int, data: bytes = bytes(64), compression: int = 1, tile: int = 0
     tags = {256: side, 257: side, 258: 8, 259: compression, 262: 1, 277: 1}
     place = (322, 323, 324, 325) if tile else (273, 278, 279)
     start = 8 + 2 + 12 * (len(tags) + len(place)) + 4
-    tags |= dict(zip(place, (tile, tile, start, len(data)) if tile else (start, side, len(data)), strict=True))
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
+    tags |= dict(
+        zip(
+            place, (tile, tile, start, len(data)) if tile else (start, side, len(data)), strict=True
+        )
+    )
+    entries = b"".join(
+        struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items())
+    )
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + data
 
 
 def webp(side: int) -> bytes:
     """An animation on a canvas of side x side with one small frame."""
     frame, three = saved("WEBP", 16, lossless=True)[12:], lambda n: struct.pack("<I", n)[:3]
-    parts = [(b"VP8X", b"\2\0\0\0" + three(side - 1) * 2), (b"ANIM", bytes(6)), (b"ANMF", bytes(6) + three(15) * 2 + bytes(4) + frame)]
+    parts = [
+        (b"VP8X", b"\2\0\0\0" + three(side - 1) * 2),
+        (b"ANIM", bytes(6)),
+        (b"ANMF", bytes(6) + three(15) * 2 + bytes(4) + frame),
+    ]
     body = b"WEBP" + b"".join(kind + struct.pack("<I", len(data)) + data for kind, data in parts)
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
@@ -181,22 +221,39 @@ def blank(kind: str, **options: Any) -> bytes:
 
 
 IMAGES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "png of one row": (lambda: png_of(7000, 7000, 1), "7000 x 7000 pixels in 74 bytes are more than max_pixels_per_byte = 2000"),
+    "png of one row": (
+        lambda: png_of(7000, 7000, 1),
+        "7000 x 7000 pixels in 74 bytes are more than max_pixels_per_byte = 2000",
+    ),
     "png of one colour": (lambda: png_of(7000, 7000, 7000), "are more than max_pixels_per_byte"),
     "png of half its rows": (lambda: png_of(900, 900, 450), "its data ends before its last row"),
-    "webp of one colour": (lambda: blank("WEBP", lossless=True), "are more than max_pixels_per_byte"),
-    "tiff of one colour": (lambda: blank("TIFF", compression="group4"), "are more than max_pixels_per_byte"),
+    "webp of one colour": (
+        lambda: blank("WEBP", lossless=True),
+        "are more than max_pixels_per_byte",
+    ),
+    "tiff of one colour": (
+        lambda: blank("TIFF", compression="group4"),
+        "are more than max_pixels_per_byte",
+    ),
     "png": (lambda: huge_png(50_000, 50_000), "50000 x 50000 is more than max_pixels"),
     "gif": (lambda: sized("GIF", 6, "<HH"), "50000 x 50000 is more than max_pixels"),
     "bmp": (lambda: sized("BMP", 18, "<ii"), "50000 x 50000 is more than max_pixels"),
     "ppm": (lambda: b"P6 50000 50000 255\n", "50000 x 50000 is more than max_pixels"),
     "tiff": (lambda: tiff(50_000), "50000 x 50000 is more than max_pixels"),
-    "tile of a tiff": (lambda: tiff(64, deflated(400), 8, 20_000), "20000 x 20000 is more than max_pixels"),
+    "tile of a tiff": (
+        lambda: tiff(64, deflated(400), 8, 20_000),
+        "20000 x 20000 is more than max_pixels",
+    ),
     "webp": (lambda: webp(50_000), "50000 x 50000 is more than max_pixels"),
     "zTXt": (lambda: text_bomb(b"zTXt", b"k\0\0"), "Decompressed data too large"),
     "iTXt": (lambda: text_bomb(b"iTXt", b"k\0\1\0\0\0"), "Decompressed data too large"),
     "iCCP": (lambda: text_bomb(b"iCCP", b"k\0\0"), "Decompressed data too large"),
-    "PostScript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n", "not an image"),
+    "PostScript": (
+        lambda: (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+        ),
+        "not an image",
+    ),
     "pickle": (lambda: b"\x80\x04cos\nsystem\n", "not an image"),
 }
 
@@ -208,7 +265,9 @@ def ingest_quietly(path: str) -> int:
 
 def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(site, monkeypatch):
     monkeypatch.setenv("PATH", f"{site.own}:{os.environ['PATH']}")
-    (site.own / "gs").write_text(f"#!/bin/sh\ntouch {site.mark}\n")  # what Pillow would give PostScript to
+    (site.own / "gs").write_text(
+        f"#!/bin/sh\ntouch {site.mark}\n"
+    )  # what Pillow would give PostScript to
     (site.own / "gs").chmod(0o755)
     for split in ("train", "test"):
         for n, label in enumerate("ab"):
@@ -216,11 +275,17 @@ def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(site, m
             (site.own / "raw" / split / label / "good.png").write_bytes(png(n))
     for name, (make, _) in IMAGES.items():
         (site.own / "raw" / "train" / "a" / f"{name}.png").write_bytes(make())
-    code, megabytes = costs(ingest_quietly, site.config(site.card(source={"format": "folder", "path": str(site.own / "raw")})))
+    code, megabytes = costs(
+        ingest_quietly,
+        site.config(site.card(source={"format": "folder", "path": str(site.own / "raw")})),
+    )
     assert code == 0
     assert megabytes < 300
     with open(next((site.own / "storage" / "stages").glob("*/*/rejected.csv"))) as stream:
-        reasons = {row["source"].rsplit("/", 1)[-1].removesuffix(".png"): row["reason"] for row in csv.DictReader(stream)}
+        reasons = {
+            row["source"].rsplit("/", 1)[-1].removesuffix(".png"): row["reason"]
+            for row in csv.DictReader(stream)
+        }
     assert reasons.keys() >= IMAGES.keys()
     for name, (_, says) in IMAGES.items():
         assert says in reasons[name], name
@@ -266,7 +331,13 @@ def first_frame(data: bytes) -> int:
 def test_of_thousands_of_frames_one_is_decoded():
     frames = [Image.new("L", (64, 64), n) for n in range(2)]
     buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=[frames[n % 2] for n in range(1, 2000)], duration=[10 + n % 2 for n in range(2000)])
+    frames[0].save(
+        buffer,
+        "GIF",
+        save_all=True,
+        append_images=[frames[n % 2] for n in range(1, 2000)],
+        duration=[10 + n % 2 for n in range(2000)],
+    )
     size, megabytes = costs(first_frame, buffer.getvalue())
     assert 0 < size < 5000
     assert megabytes < 60
@@ -279,16 +350,37 @@ def test_an_image_file_of_a_terabyte_is_listed_and_not_read(site, capfd):
             (site.own / "raw" / split / label / "good.png").write_bytes(png(ord(label)))
     with open(site.own / "raw" / "train" / "a" / "huge.png", "wb") as stream:
         stream.truncate(1 << 40)
-    assert cli.main(["ingest", site.config(site.card(source={"format": "folder", "path": str(site.own / "raw")}))]) == 0
-    assert "1099511627776 bytes are more than" in next((site.own / "storage" / "stages").glob("*/*/rejected.csv")).read_text()
+    assert (
+        cli.main(
+            [
+                "ingest",
+                site.config(site.card(source={"format": "folder", "path": str(site.own / "raw")})),
+            ]
+        )
+        == 0
+    )
+    assert (
+        "1099511627776 bytes are more than"
+        in next((site.own / "storage" / "stages").glob("*/*/rejected.csv")).read_text()
+    )
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------------
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
-MERGES = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10))
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
+MERGES = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10)
+)
 YAMLS: dict[str, tuple[str, str]] = {
-    "tag that calls": (f"name: !!python/object/apply:os.system ['touch {MARK}']", "could not determine a constructor"),
-    "tag that makes": ("name: !!python/object/new:subprocess.Popen [[ls]]", "could not determine a constructor"),
+    "tag that calls": (
+        f"name: !!python/object/apply:os.system ['touch {MARK}']",
+        "could not determine a constructor",
+    ),
+    "tag that makes": (
+        "name: !!python/object/new:subprocess.Popen [[ls]]",
+        "could not determine a constructor",
+    ),
     "tag that names": ("name: !!python/name:os.system", "could not determine a constructor"),
     "a billion laughs": (LAUGHS, "each alias counted in full"),
     "a billion merges": (MERGES, "each alias counted in full"),
@@ -316,7 +408,9 @@ def test_hostile_yaml_is_refused(case, kind, site, capfd, monkeypatch):
     monkeypatch.setattr(plain_yaml, "MOST_VALUES", 2000)
     text, says = YAMLS[case]
     (site.own / "bad.yaml").write_text(text)
-    path = str(site.own / "bad.yaml") if kind == "config" else site.config(str(site.own / "bad.yaml"))
+    path = (
+        str(site.own / "bad.yaml") if kind == "config" else site.config(str(site.own / "bad.yaml"))
+    )
     said = sentence(capfd, ["plan", path])
     assert says in said
     assert "bad.yaml" in said
@@ -326,7 +420,9 @@ def whole(text: str) -> str:
     return str(len(repr(plain_yaml.parse_yaml(text, "x.yaml"))))
 
 
-@pytest.mark.parametrize("text", [LAUGHS, MERGES, "[" * 1_000_000], ids=["laughs", "merges", "deep"])
+@pytest.mark.parametrize(
+    "text", [LAUGHS, MERGES, "[" * 1_000_000], ids=["laughs", "merges", "deep"]
+)
 def test_hostile_yaml_takes_no_memory(text):
     said, megabytes = costs(whole, text)
     assert "not readable as YAML" in said
@@ -334,14 +430,46 @@ def test_hostile_yaml_takes_no_memory(text):
 
 
 def test_aliases_that_people_write_are_read():
-    assert plain_yaml.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")["b"] == {"x": 3, "y": [2]}
+    assert plain_yaml.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")[
+        "b"
+    ] == {"x": 3, "y": [2]}
 
 
 MEANS: dict[str, Any] = {
-    "010": 10, "08": 8, "-007": -7, "+5": 5, "0o10": 8, "0x1F": 31, "1e-3": 0.001, "1E3": 1000.0, ".5": 0.5, "5.": 5.0, "-.inf": float("-inf"),
-    "1:30": "1:30", "1:30.5": "1:30.5", "1_000": "1_000", "0b11": "0b11", "0o9": "0o9", "2024-01-01": "2024-01-01", "=": "=",
-    "no": "no", "yes": "yes", "on": "on", "off": "off", "y": "y", "No": "No", "true": True, "False": False, "TRUE": True, "tRUE": "tRUE",
-    "null": None, "~": None, "": None, "none": "none", '"010"': "010", "'no'": "no",
+    "010": 10,
+    "08": 8,
+    "-007": -7,
+    "+5": 5,
+    "0o10": 8,
+    "0x1F": 31,
+    "1e-3": 0.001,
+    "1E3": 1000.0,
+    ".5": 0.5,
+    "5.": 5.0,
+    "-.inf": float("-inf"),
+    "1:30": "1:30",
+    "1:30.5": "1:30.5",
+    "1_000": "1_000",
+    "0b11": "0b11",
+    "0o9": "0o9",
+    "2024-01-01": "2024-01-01",
+    "=": "=",
+    "no": "no",
+    "yes": "yes",
+    "on": "on",
+    "off": "off",
+    "y": "y",
+    "No": "No",
+    "true": True,
+    "False": False,
+    "TRUE": True,
+    "tRUE": "tRUE",
+    "null": None,
+    "~": None,
+    "": None,
+    "none": "none",
+    '"010"': "010",
+    "'no'": "no",
 }
 
 
@@ -352,20 +480,46 @@ def test_words_mean_what_yaml_1_2_says(text):
 
 
 def test_what_is_written_is_read_back_and_by_yaml_1_1_too():
-    values = [*MEANS, *MEANS.values(), "<<", "-", "a: b", "#", "\u2028", "\u00e9", 1e-5, 1e300, 10**30, -0.5, [], {}]
+    values = [
+        *MEANS,
+        *MEANS.values(),
+        "<<",
+        "-",
+        "a: b",
+        "#",
+        "\u2028",
+        "\u00e9",
+        1e-5,
+        1e300,
+        10**30,
+        -0.5,
+        [],
+        {},
+    ]
     text = plain_yaml.dump_yaml({"values": values, **dict.fromkeys(MEANS, 1)})
     for body in (plain_yaml.parse_yaml(text, "x"), yaml.safe_load(text)):
         assert list(body) == ["values", *MEANS]
-        assert [(type(value), value) for value in body["values"]] == [(type(value), value) for value in values]
+        assert [(type(value), value) for value in body["values"]] == [
+            (type(value), value) for value in values
+        ]
 
 
 def config_of(site: Site, **changes: Any) -> str:
     return site.config(small_run.make_card(site.own, "good", "01", 3, 2), **changes)
 
 
-@pytest.mark.parametrize(("override", "key", "value"), [
-    ("train.epochs=010", "epochs", 10), ("train.epochs=1_000", "epochs", 1000), ("train.epochs=1e2", "epochs", 100), ("train.lr=1e-3", "lr", 1e-3),
-    ("train.compile=yes", "compile", True), ("train.compile=off", "compile", False), ("train.batch_size=0x10", "batch_size", 16)])
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.epochs=010", "epochs", 10),
+        ("train.epochs=1_000", "epochs", 1000),
+        ("train.epochs=1e2", "epochs", 100),
+        ("train.lr=1e-3", "lr", 1e-3),
+        ("train.compile=yes", "compile", True),
+        ("train.compile=off", "compile", False),
+        ("train.batch_size=0x10", "batch_size", 16),
+    ],
+)
 def test_numbers_and_switches_are_read_as_people_write_them(override, key, value, site):
     assert getattr(configs.load(config_of(site), [override]).train, key) == value
 
@@ -374,41 +528,49 @@ def test_tracking_may_be_switched_off_by_a_word(site):
     assert not configs.load(config_of(site), ["tracking=off"]).tracking.enabled
 
 
-@pytest.mark.parametrize(("override", "says"), [
-    ("train.epochs=1:30", "train.epochs is '1:30'"),
-    ("train.epochs=100000000000000000000", "less than or equal to 100000"),
-    ("train.batch_size=1000000000000", "a whole number here is at most 1000000"),
-    ("train.lr=1e300", "a number here is at most 1e+30"),
-    ("seed=10000000000000000000000", "a whole number here is at most 9223372036854775807"),
-    ("cluster.retries=1000000000", "less than or equal to 1000"),
-    ("cluster.workers=1000000000", "at most 100000"),
-    ("cluster.cache_gb=1e30", "less than or equal to 1000000000"),
-    ("data.repeats=1000000", "less than or equal to 1000"),
-    ("data.randaugment=1000000", "less than or equal to 100"),
-    ("methods.finetune.train.epochs=1000000", "less than or equal to 100000"),
-    ("stream.tasks.\u00b2.name=x", "'\u00b2' is not a position in a list of 1"),
-    ("stream.tasks.\u0660.name=x", "is not a position in a list of 1"),
-    ("stream.tasks." + "9" * 5000 + ".name=x", "is not a position in a list of 1"),
-    ("stream.tasks.0.classes=[true]", "and True is neither; write it in quotes"),
-    ("stream.tasks.0.classes=[1.0]", "and 1.0 is neither; write it in quotes"),
-    ('storage="a\\0b"', "a character that no file can be named with"),
-    ('backbone.weights="a\\0b"', "a character that no file can be named with"),
-    ('methods={"finetune\\n": {method: finetune}}', "a label has letters"),
-    ('stream.tasks.0.name="a\\n"', "stream.tasks.0.name is 'a\\n'"),
-    ('name="a\\n"', "name is 'a\\n'"),
-    ("methods={no: {}}", "methods.no names method 'no', which does not exist"),
-    ("methods={null: {}}", "and None is neither; write it in quotes"),
-    ("cluster={workers: 1, address: '127.0.0.1:99999999'}", "is not of the form host:port"),
-])
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.epochs=1:30", "train.epochs is '1:30'"),
+        ("train.epochs=100000000000000000000", "less than or equal to 100000"),
+        ("train.batch_size=1000000000000", "a whole number here is at most 1000000"),
+        ("train.lr=1e300", "a number here is at most 1e+30"),
+        ("seed=10000000000000000000000", "a whole number here is at most 9223372036854775807"),
+        ("cluster.retries=1000000000", "less than or equal to 1000"),
+        ("cluster.workers=1000000000", "at most 100000"),
+        ("cluster.cache_gb=1e30", "less than or equal to 1000000000"),
+        ("data.repeats=1000000", "less than or equal to 1000"),
+        ("data.randaugment=1000000", "less than or equal to 100"),
+        ("methods.finetune.train.epochs=1000000", "less than or equal to 100000"),
+        ("stream.tasks.\u00b2.name=x", "'\u00b2' is not a position in a list of 1"),
+        ("stream.tasks.\u0660.name=x", "is not a position in a list of 1"),
+        ("stream.tasks." + "9" * 5000 + ".name=x", "is not a position in a list of 1"),
+        ("stream.tasks.0.classes=[true]", "and True is neither; write it in quotes"),
+        ("stream.tasks.0.classes=[1.0]", "and 1.0 is neither; write it in quotes"),
+        ('storage="a\\0b"', "a character that no file can be named with"),
+        ('backbone.weights="a\\0b"', "a character that no file can be named with"),
+        ('methods={"finetune\\n": {method: finetune}}', "a label has letters"),
+        ('stream.tasks.0.name="a\\n"', "stream.tasks.0.name is 'a\\n'"),
+        ('name="a\\n"', "name is 'a\\n'"),
+        ("methods={no: {}}", "methods.no names method 'no', which does not exist"),
+        ("methods={null: {}}", "and None is neither; write it in quotes"),
+        ("cluster={workers: 1, address: '127.0.0.1:99999999'}", "is not of the form host:port"),
+    ],
+)
 def test_an_override_that_overflows_or_hides_something_is_refused(override, says, site, capfd):
-    said = sentence(capfd, ["run" if override.startswith("cluster={") else "plan", config_of(site), "--set", override])
+    said = sentence(
+        capfd,
+        ["run" if override.startswith("cluster={") else "plan", config_of(site), "--set", override],
+    )
     assert says in said
 
 
 def test_classes_may_be_called_no_and_on(site):
     tasks = [{"card": small_run.make_card(site.own, "good", "01", 3, 2)}]
     path = site.config(tasks[0]["card"], stream={"scenario": "task", "tasks": tasks})
-    Path(path).write_text(Path(path).read_text().replace("- card:", "- classes: [no, on, 1, y]\n    card:"))
+    Path(path).write_text(
+        Path(path).read_text().replace("- card:", "- classes: [no, on, 1, y]\n    card:")
+    )
     assert configs.load(path).stream.tasks[0].classes == ("no", "on", "1", "y")
 
 
@@ -421,22 +583,33 @@ def test_a_seed_that_numpy_does_not_take_is_refused(seed, site, capfd):
 # ---- files of files --------------------------------------------------------------------------------------------------------
 def test_bases_that_double_are_refused(site, capfd):
     for number in range(1, 24):
-        (site.own / f"{number}.yaml").write_text(f"extends: [{number - 1}.yaml, {number - 1}.yaml]\n")
+        (site.own / f"{number}.yaml").write_text(
+            f"extends: [{number - 1}.yaml, {number - 1}.yaml]\n"
+        )
     (site.own / "0.yaml").write_text("seed: 1\n")
-    assert "23.yaml: extends more than 100 files" in sentence(capfd, ["plan", str(site.own / "23.yaml")])
+    assert "23.yaml: extends more than 100 files" in sentence(
+        capfd, ["plan", str(site.own / "23.yaml")]
+    )
 
 
 def test_a_thousand_bases_one_behind_the_other_are_refused(site, capfd):
     for number in range(1500):
         (site.own / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
-    assert "0.yaml: extends more than 100 files" in sentence(capfd, ["plan", str(site.own / "0.yaml")])
+    assert "0.yaml: extends more than 100 files" in sentence(
+        capfd, ["plan", str(site.own / "0.yaml")]
+    )
 
 
 def test_bases_that_people_write_are_read(site):
     for number in range(1, 6):
-        (site.own / f"{number}.yaml").write_text(f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n")
+        (site.own / f"{number}.yaml").write_text(
+            f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n"
+        )
     (site.own / "0.yaml").write_text("seed: 1\n")
-    assert plain_yaml.read_with_bases(site.own / "5.yaml") == {"seed": 1, **{f"key{n}": n for n in range(1, 6)}}
+    assert plain_yaml.read_with_bases(site.own / "5.yaml") == {
+        "seed": 1,
+        **{f"key{n}": n for n in range(1, 6)},
+    }
 
 
 def test_a_base_that_is_a_circle_of_links_is_refused(site, capfd):
@@ -464,18 +637,29 @@ def terabyte(site: Site) -> str:
 
 
 ENDLESS: dict[str, tuple[Callable[[Site], str], str]] = {
-    "device": (zeros, "it is no regular file"), "pipe": (pipe, "it is no regular file"), "terabyte": (terabyte, "1099511627776 bytes, more than"),
+    "device": (zeros, "it is no regular file"),
+    "pipe": (pipe, "it is no regular file"),
+    "terabyte": (terabyte, "1099511627776 bytes, more than"),
 }
 AS: dict[str, Callable[[Site, str], list[str]]] = {
     "config": lambda site, path: ["plan", path],
     "base of a config": lambda site, path: ["plan", written_over(site, path)],
     "search": lambda site, path: ["search", path],
     "card": lambda site, path: ["plan", site.config(path)],
-    "weights": lambda site, path: ["plan", config_of(site, backbone={**small_run.BACKBONE, "weights": path})],
+    "weights": lambda site, path: [
+        "plan",
+        config_of(site, backbone={**small_run.BACKBONE, "weights": path}),
+    ],
     "image": lambda site, path: ["predict", served(site), path, "--task", "a"],
     "task to import": lambda site, path: ["tasks", served(site), "import", path],
     "model.json": lambda site, path: ["tasks", in_a_folder(site, path, "model.json"), "list"],
-    "weights of a model folder": lambda site, path: ["predict", in_a_folder(site, path, "backbone.safetensors"), str(site.own / "x.png"), "--task", "a"],
+    "weights of a model folder": lambda site, path: [
+        "predict",
+        in_a_folder(site, path, "backbone.safetensors"),
+        str(site.own / "x.png"),
+        "--task",
+        "a",
+    ],
 }
 
 
@@ -489,15 +673,32 @@ def served(site: Site) -> str:
     settings = BackboneSettings(**small_run.BACKBONE)
     backbone = vit.build(settings)
     classes = ("x", "y")
-    task = TaskState("a", classes, "individual", vit.digest_of(backbone), head={"weight": torch.zeros(2, 32), "bias": torch.zeros(2)})
+    task = TaskState(
+        "a",
+        classes,
+        "individual",
+        vit.digest_of(backbone),
+        head={"weight": torch.zeros(2, 32), "bias": torch.zeros(2)},
+    )
     files = {"backbone.safetensors": vit.to_bytes(backbone), "tasks/a.safetensors": task.to_bytes()}
     (site.own / "model" / "tasks").mkdir(parents=True)
     for name, data in files.items():
         (site.own / "model" / name).write_bytes(data)
-    body = {"format": 1, "method": "individual", "settings": {}, "backbone": small_run.BACKBONE, "backbone_digest": vit.digest_of(backbone),
-            "scenario": "task", "seed": 0, "carried": {}, "preprocessing": {}, "max_pixels": 10**6, "provenance": {},
-            "files": {name: file_info(data) for name, data in files.items()},
-            "tasks": [{"name": "a", "classes": classes, "card": "c", "data": "d", "role": "task"}]}
+    body = {
+        "format": 1,
+        "method": "individual",
+        "settings": {},
+        "backbone": small_run.BACKBONE,
+        "backbone_digest": vit.digest_of(backbone),
+        "scenario": "task",
+        "seed": 0,
+        "carried": {},
+        "preprocessing": {},
+        "max_pixels": 10**6,
+        "provenance": {},
+        "files": {name: file_info(data) for name, data in files.items()},
+        "tasks": [{"name": "a", "classes": classes, "card": "c", "data": "d", "role": "task"}],
+    }
     (site.own / "model" / "model.json").write_text(json.dumps(sealed(body)))
     return str(site.own / "model")
 
@@ -516,13 +717,32 @@ def test_a_file_without_end_is_refused_at_once(case, kind, site, capfd):
     make, says = ENDLESS[case]
     path = make(site)
     said = sentence(capfd, AS[kind](site, path))
-    others = {"config": "longer than 16777216", "card": "longer than 16777216", "base of a config": "longer than 16777216",
-              "search": "longer than 16777216", "image": "takes more than", "model.json": "no model folder"}
+    others = {
+        "config": "longer than 16777216",
+        "card": "longer than 16777216",
+        "base of a config": "longer than 16777216",
+        "search": "longer than 16777216",
+        "image": "takes more than",
+        "model.json": "no model folder",
+    }
     assert says in said or (case == "terabyte" and others.get(kind, says) in said)
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------------
-FORMULAS = ["=1+1", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "=cmd|' /C calc'!A0", "\uff1d1+1", "-x", '=HYPERLINK("http://x")', "x\r=1", "a\n=1"]
+FORMULAS = [
+    "=1+1",
+    "+1+1",
+    "-2+3",
+    "@SUM(A1)",
+    "\t=1",
+    "\r=1",
+    "=cmd|' /C calc'!A0",
+    "\uff1d1+1",
+    "-x",
+    '=HYPERLINK("http://x")',
+    "x\r=1",
+    "a\n=1",
+]
 
 
 def test_no_cell_of_a_table_is_a_formula():
@@ -531,7 +751,12 @@ def test_no_cell_of_a_table_is_a_formula():
     data = csv_files.as_csv(rows).decode()
     heading, *found = csv.reader(io.StringIO(data, newline=""))
     for line in (heading, *found):
-        assert not [cell for cell in line if cell[:1] in set("=+@\t\r\uff1d") or (cell[:1] == "-" and cell not in ("-", "-1.5", "-3"))]
+        assert not [
+            cell
+            for cell in line
+            if cell[:1] in set("=+@\t\r\uff1d")
+            or (cell[:1] == "-" and cell not in ("-", "-1.5", "-3"))
+        ]
         assert len(line) == len(plain) + len(FORMULAS)
     assert found[0][: len(plain)] == ["-1.5", "-3", "-1.5", "", "-"]
     assert len(found) == len(FORMULAS), "a cell that goes over several lines is in quotes"
@@ -541,15 +766,21 @@ def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site):
     card = small_run.make_card(site.own, "good", "01", 3, 2, max_bad_fraction=0.9)
     (site.own / "raw" / "good" / "train" / "0" / "=cmd|' !A0.png").write_bytes(b"no image")
     assert cli.main(["ingest", site.config(card)]) == 0
-    with open(next((site.own / "storage" / "stages").glob("*/*/rejected.csv")), newline="") as stream:
+    with open(
+        next((site.own / "storage" / "stages").glob("*/*/rejected.csv")), newline=""
+    ) as stream:
         rows = list(csv.DictReader(stream))
     assert rows
-    assert not [cell for row in rows for cell in row.values() if cell.startswith(("=", "+", "-", "@"))]
+    assert not [
+        cell for row in rows for cell in row.values() if cell.startswith(("=", "+", "-", "@"))
+    ]
 
 
 def test_a_text_of_many_megabytes_is_no_config(site, capfd):
     (site.own / "bad.yaml").write_text("#" * (17 << 20))
-    assert "longer than 16777216 characters" in sentence(capfd, ["plan", str(site.own / "bad.yaml")])
+    assert "longer than 16777216 characters" in sentence(
+        capfd, ["plan", str(site.own / "bad.yaml")]
+    )
 
 
 # ---- backbones -------------------------------------------------------------------------------------------------------------
@@ -558,7 +789,9 @@ def no_connection(*arguments: Any, **_: Any) -> None:
 
 
 @pytest.mark.parametrize("case", BACKBONES)
-def test_a_backbone_of_a_stranger_is_refused_by_plan_and_reaches_nothing(case, site, capfd, monkeypatch):
+def test_a_backbone_of_a_stranger_is_refused_by_plan_and_reaches_nothing(
+    case, site, capfd, monkeypatch
+):
     monkeypatch.setattr(socket.socket, "connect", no_connection)
     backbone, says = backbones(site.outside)[case]
     card = small_run.make_card(site.own, "good", "01", 3, 2)
@@ -572,11 +805,26 @@ def written(site: Site, card: str, backbone: dict[str, Any]) -> str:
     return small_run.write_config(site.own / "config.yaml", body)
 
 
-@pytest.mark.parametrize("options", [
-    {"act_layer": "relu"}, {"norm_layer": "groupnorm1"}, {"norm_layer": "LayerNorm"}, {"patch_size": [4, 4]}, {"mlp_ratio": 2}, {"init_values": None},
-    {"weight_init": "jax"}, {"qk_norm": True}, {"reg_tokens": 1}, {"in_chans": 3}, {"init_values": 1e-5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"act_layer": "relu"},
+        {"norm_layer": "groupnorm1"},
+        {"norm_layer": "LayerNorm"},
+        {"patch_size": [4, 4]},
+        {"mlp_ratio": 2},
+        {"init_values": None},
+        {"weight_init": "jax"},
+        {"qk_norm": True},
+        {"reg_tokens": 1},
+        {"in_chans": 3},
+        {"init_values": 1e-5},
+    ],
+)
 def test_what_a_model_itself_takes_is_an_option(options):
-    settings = BackboneSettings(**{**small_run.BACKBONE, "options": small_run.BACKBONE["options"] | options})
+    settings = BackboneSettings(
+        **{**small_run.BACKBONE, "options": small_run.BACKBONE["options"] | options}
+    )
     assert vit.size_of(vit.check(settings)) > 10_000
 
 
@@ -591,13 +839,24 @@ def one(**changes: Any) -> dict[str, Any]:
 
 
 TENSORS: dict[str, bytes] = {
-    "truncated": tensors(one(), bytes(8)), "cut in the header": tensors(one())[:20], "empty": b"",
-    "offsets below zero": tensors(one(data_offsets=[-16, 0])), "offsets beyond the end": tensors(one(data_offsets=[0, 160], shape=[40])),
-    "offsets that overlap": tensors({**one(), "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, bytes(24)),
-    "header of 100 GB": tensors(one(), length=10**11), "header of 2^64": tensors(one(), length=2**64 - 1),
-    "no such dtype": tensors(one(dtype="PICKLE")), "shape of NaN": tensors(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,16]}}'),
-    "shape of 2^64": tensors(one(shape=[2**62, 4])), "deep header": tensors(b"[" * 100_000), "a list": tensors(b"[]"),
-    "deep words": tensors({"__metadata__": {"accrete": "[" * 100_000}}, b""), "pickle": pickle.dumps({"a": 1}), "old pickle": b"cos\nsystem\n(Vtrue\ntR.",
+    "truncated": tensors(one(), bytes(8)),
+    "cut in the header": tensors(one())[:20],
+    "empty": b"",
+    "offsets below zero": tensors(one(data_offsets=[-16, 0])),
+    "offsets beyond the end": tensors(one(data_offsets=[0, 160], shape=[40])),
+    "offsets that overlap": tensors(
+        {**one(), "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, bytes(24)
+    ),
+    "header of 100 GB": tensors(one(), length=10**11),
+    "header of 2^64": tensors(one(), length=2**64 - 1),
+    "no such dtype": tensors(one(dtype="PICKLE")),
+    "shape of NaN": tensors(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,16]}}'),
+    "shape of 2^64": tensors(one(shape=[2**62, 4])),
+    "deep header": tensors(b"[" * 100_000),
+    "a list": tensors(b"[]"),
+    "deep words": tensors({"__metadata__": {"accrete": "[" * 100_000}}, b""),
+    "pickle": pickle.dumps({"a": 1}),
+    "old pickle": b"cos\nsystem\n(Vtrue\ntR.",
 }
 
 
@@ -611,20 +870,34 @@ def test_hostile_tensors_are_refused(case):
 def test_hostile_weights_of_a_backbone_are_refused(case, site, capfd):
     path = site.own / "weights.pt"
     if case == "torch.save":
+
         class Evil:
             def __reduce__(self):
                 return os.system, (f"touch {site.mark}",)
+
         torch.save({"cls_token": Evil()}, path)
     else:
         path.write_bytes(site.pickled() if case == "old pickle" else TENSORS[case])
     card = small_run.make_card(site.own, "good", "01", 3, 2)
-    said = sentence(capfd, ["run", site.config(card, backbone={**small_run.BACKBONE, "weights": str(path)})])
+    said = sentence(
+        capfd, ["run", site.config(card, backbone={**small_run.BACKBONE, "weights": str(path)})]
+    )
     assert "not readable as safetensors" in said
 
 
 def state(shape: Any, **changes: Any) -> bytes:
-    header = {"task": "a", "classes": ["x"], "method": "m", "backbone_digest": "d", "meta": {}, "mask_shapes": {"m": shape}, **changes}
-    return safetensors.torch.save({"masks/m": torch.zeros(1, dtype=torch.uint8)}, {"accrete": json.dumps(header)})
+    header = {
+        "task": "a",
+        "classes": ["x"],
+        "method": "m",
+        "backbone_digest": "d",
+        "meta": {},
+        "mask_shapes": {"m": shape},
+        **changes,
+    }
+    return safetensors.torch.save(
+        {"masks/m": torch.zeros(1, dtype=torch.uint8)}, {"accrete": json.dumps(header)}
+    )
 
 
 def state_said(data: bytes) -> str:
@@ -632,7 +905,9 @@ def state_said(data: bytes) -> str:
     return "it is one"
 
 
-@pytest.mark.parametrize("shape", [[2**33], [2**60], [2**32, 2**32], [-8], [9], [0], [8.5], "88", None, [[8]], {"x": 1}])
+@pytest.mark.parametrize(
+    "shape", [[2**33], [2**60], [2**32, 2**32], [-8], [9], [0], [8.5], "88", None, [[8]], {"x": 1}]
+)
 def test_a_mask_that_says_it_is_larger_than_its_bits_is_refused_and_takes_no_memory(shape):
     said, megabytes = costs(state_said, state(shape))
     assert "not a task state" in said
@@ -651,16 +926,38 @@ def damaged() -> bytes:
 
 
 PARQUETS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "damaged page": (damaged, "not readable as Parquet"), "truncated": (lambda: parquet(good())[:-30], "not readable as Parquet"),
+    "damaged page": (damaged, "not readable as Parquet"),
+    "truncated": (lambda: parquet(good())[:-30], "not readable as Parquet"),
     "pickle": (lambda: pickle.dumps(good().to_pylist()), "not readable as Parquet"),
-    "label of a kind that is none": (lambda: parquet(good(label=[[1], [2], [3], [4]])), "4 of 4 images are corrupt or unlabelled"),
-    "label that is no number": (lambda: parquet(good(label=[float("nan"), float("inf"), 0.5, -0.5])), "4 of 4 images are corrupt or unlabelled"),
-    "label of structs": (lambda: parquet(good(label=[{"a": 1}] * 4)), "4 of 4 images are corrupt or unlabelled"),
-    "label of thousands of digits": (lambda: parquet(good(label=["9" * 4000] * 4)), "4 of 4 images are corrupt or unlabelled"),
+    "label of a kind that is none": (
+        lambda: parquet(good(label=[[1], [2], [3], [4]])),
+        "4 of 4 images are corrupt or unlabelled",
+    ),
+    "label that is no number": (
+        lambda: parquet(good(label=[float("nan"), float("inf"), 0.5, -0.5])),
+        "4 of 4 images are corrupt or unlabelled",
+    ),
+    "label of structs": (
+        lambda: parquet(good(label=[{"a": 1}] * 4)),
+        "4 of 4 images are corrupt or unlabelled",
+    ),
+    "label of thousands of digits": (
+        lambda: parquet(good(label=["9" * 4000] * 4)),
+        "4 of 4 images are corrupt or unlabelled",
+    ),
     "huge label": (lambda: parquet(good(label=["a" * 5000] * 4)), "has 5000 characters"),
-    "image that is a number": (lambda: parquet(good(image=[1, 2, 3, 4])), "8 of 8 images are corrupt or unlabelled"),
-    "image that is a path": (lambda: parquet(good(image=["/etc/passwd"] * 4)), "the row holds no bytes"),
-    "path that is a number": (lambda: parquet(good(image=[{"path": 5, "bytes": b"x"}] * 4)), "not an image"),
+    "image that is a number": (
+        lambda: parquet(good(image=[1, 2, 3, 4])),
+        "8 of 8 images are corrupt or unlabelled",
+    ),
+    "image that is a path": (
+        lambda: parquet(good(image=["/etc/passwd"] * 4)),
+        "the row holds no bytes",
+    ),
+    "path that is a number": (
+        lambda: parquet(good(image=[{"path": 5, "bytes": b"x"}] * 4)),
+        "not an image",
+    ),
 }
 
 
@@ -673,20 +970,38 @@ def test_a_hostile_parquet_is_refused(case, site, capfd):
 
 def test_pickled_objects_in_parquet_stay_bytes(site, capfd):
     evil = site.pickled()
-    field = pa.field("label", pa.binary(), metadata={"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": evil})
-    table = pa.table([pa.array([png(n) for n in range(4)]), pa.array([evil] * 4)], pa.schema([pa.field("image", pa.binary()), field]))
-    assert "8 of 8 images are corrupt or unlabelled" in sentence(capfd, ["ingest", source(site, parquet(table))])
+    field = pa.field(
+        "label",
+        pa.binary(),
+        metadata={
+            "ARROW:extension:name": "arrow.py_extension_type",
+            "ARROW:extension:metadata": evil,
+        },
+    )
+    table = pa.table(
+        [pa.array([png(n) for n in range(4)]), pa.array([evil] * 4)],
+        pa.schema([pa.field("image", pa.binary()), field]),
+    )
+    assert "8 of 8 images are corrupt or unlabelled" in sentence(
+        capfd, ["ingest", source(site, parquet(table))]
+    )
 
 
 def read_rows(path: str) -> str:
-    return str(sum(1 for _ in formats.read_parquet("train", path, 0, 0, ("image", "label"), ("a", "b"))))
+    return str(
+        sum(1 for _ in formats.read_parquet("train", path, 0, 0, ("image", "label"), ("a", "b")))
+    )
 
 
 @pytest.mark.parametrize("column", ["label", "image"])
 def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(column, site):
     """A few kilobytes that hold 20 MB once, and mean 1.6 GB."""
-    names = pa.DictionaryArray.from_arrays(pa.array([0] * 80, pa.int32()), pa.array([b"a" * (20 << 20)]))
-    table = pa.table({"image": pa.array([png()] * 80), "label": pa.array([b"a"] * 80), column: names})
+    names = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 80, pa.int32()), pa.array([b"a" * (20 << 20)])
+    )
+    table = pa.table(
+        {"image": pa.array([png()] * 80), "label": pa.array([b"a"] * 80), column: names}
+    )
     (site.own / "x.parquet").write_bytes(parquet(table, compression="zstd"))
     assert (site.own / "x.parquet").stat().st_size < 20_000
     said, megabytes = costs(read_rows, str(site.own / "x.parquet"))
@@ -704,12 +1019,24 @@ def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(site, c
     monkeypatch.setattr(cifar, "download_and_extract_archive", away)
     folder = site.own / "cifar-10-batches-py"
     folder.mkdir()
-    for name, _ in [*cifar.CIFAR10.train_list, *cifar.CIFAR10.test_list, [cifar.CIFAR10.meta["filename"], ""]]:
+    for name, _ in [
+        *cifar.CIFAR10.train_list,
+        *cifar.CIFAR10.test_list,
+        [cifar.CIFAR10.meta["filename"], ""],
+    ]:
         (folder / name).write_bytes(site.pickled())
     formats.torchvision_set.cache_clear()
-    said = sentence(capfd, ["ingest", site.config(site.card(source={"format": "torchvision", "name": "CIFAR10", "path": str(site.own)}))])
+    said = sentence(
+        capfd,
+        [
+            "ingest",
+            site.config(
+                site.card(
+                    source={"format": "torchvision", "name": "CIFAR10", "path": str(site.own)}
+                )
+            ),
+        ],
+    )
     assert "CIFAR10 is not below" in said
     with pytest.raises(UserError, match="CIFAR10 is not below"):
         formats.torchvision_set(str(site.own), "CIFAR10", "train", False)
-
-

@@ -29,7 +29,13 @@ from workers.errors import DamagedArtefact, UserError
 
 # ---- shards and their index ------------------------------------------------------------------------------------------------
 def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site):
-    data = b"".join([member("train/a/0.pyd", site.pickled()), member("train/a/0.png", png()), member("train/a/1.pkl", site.pickled())]) + bytes(1024)
+    data = b"".join(
+        [
+            member("train/a/0.pyd", site.pickled()),
+            member("train/a/0.png", png()),
+            member("train/a/1.pkl", site.pickled()),
+        ]
+    ) + bytes(1024)
     shards = Shards.open(str(site.own), ingested(site, data=data))
     assert [key for key, _ in shards.stream(["train-00000.tar"])] == ["train/a/0", "train/a/1"]
 
@@ -39,20 +45,34 @@ def rows(**changes: Any) -> bytes:
 
 
 INDICES: dict[str, Callable[[], bytes]] = {
-    "offset below zero": lambda: rows(offset=-1), "bytes below zero": lambda: rows(bytes=-70), "beyond the shard": lambda: rows(offset=4090),
-    "beyond 64 bits": lambda: rows(offset=2**63 - 1), "size of terabytes": lambda: rows(bytes=1 << 45),
-    "shard that climbs": lambda: rows(shard="../../outside/kept"), "shard that is absolute": lambda: rows(shard="/etc/passwd"),
-    "no shard": lambda: rows(shard=None), "no key": lambda: rows(key=None),
-    "columns of other types": lambda: parquet(pa.table({**{k: [v] for k, v in ROW.items()}, "offset": ["512"]})),
-    "column left out": lambda: parquet(pa.Table.from_pylist([ROW], SCHEMA).drop_columns(["offset"])),
-    "truncated": lambda: rows()[:-20], "cut in the middle": lambda: rows()[:100], "no Parquet": lambda: b"PAR1" * 10, "pickle": lambda: pickle.dumps([ROW]),
+    "offset below zero": lambda: rows(offset=-1),
+    "bytes below zero": lambda: rows(bytes=-70),
+    "beyond the shard": lambda: rows(offset=4090),
+    "beyond 64 bits": lambda: rows(offset=2**63 - 1),
+    "size of terabytes": lambda: rows(bytes=1 << 45),
+    "shard that climbs": lambda: rows(shard="../../outside/kept"),
+    "shard that is absolute": lambda: rows(shard="/etc/passwd"),
+    "no shard": lambda: rows(shard=None),
+    "no key": lambda: rows(key=None),
+    "columns of other types": lambda: parquet(
+        pa.table({**{k: [v] for k, v in ROW.items()}, "offset": ["512"]})
+    ),
+    "column left out": lambda: parquet(
+        pa.Table.from_pylist([ROW], SCHEMA).drop_columns(["offset"])
+    ),
+    "truncated": lambda: rows()[:-20],
+    "cut in the middle": lambda: rows()[:100],
+    "no Parquet": lambda: b"PAR1" * 10,
+    "pickle": lambda: pickle.dumps([ROW]),
 }
 
 
 @pytest.mark.parametrize("case", INDICES)
 def test_a_hostile_index_is_refused(case, site):
     key = ingested(site, INDICES[case]())
-    with pytest.raises(DamagedArtefact, match=r"not readable as an index .*; run the same command again"):
+    with pytest.raises(
+        DamagedArtefact, match=r"not readable as an index .*; run the same command again"
+    ):
         Shards.open(str(site.own), key)
 
 
@@ -87,11 +107,21 @@ def test_a_manifest_that_names_what_is_not_its_own_does_not_stand(case, site):
 DEEP, ENDLESS = "[" * 100_000, '{"name": ' + "9" * 5000 + "}"
 
 
-@pytest.mark.parametrize("text", [DEEP, ENDLESS, '{"a": NaN}', '"text"', "3", "null", "\ufeff{}", "{" * 1000], ids=lambda text: text[:8])
+@pytest.mark.parametrize(
+    "text",
+    [DEEP, ENDLESS, '{"a": NaN}', '"text"', "3", "null", "\ufeff{}", "{" * 1000],
+    ids=lambda text: text[:8],
+)
 def test_json_of_a_stranger_is_no_record_and_no_obstacle(text, site, capfd):
     store = Store(str(site.own / "storage"))
     card = small_run.make_card(site.own, "good", "01", 3, 2)
-    for place in ("stages/k/manifest.json", "runs/small/run.json", "checkpoints/k/latest.json", "sources/x.json", "model/model.json"):
+    for place in (
+        "stages/k/manifest.json",
+        "runs/small/run.json",
+        "checkpoints/k/latest.json",
+        "sources/x.json",
+        "model/model.json",
+    ):
         (site.own / "storage" / place).parent.mkdir(parents=True, exist_ok=True)
         (site.own / "storage" / place).write_text(text)
     assert Artefact.open(store.root, "k") is None
@@ -120,17 +150,34 @@ def test_json_of_gigabytes_takes_little_memory(site):
     assert megabytes < 200
 
 
-@pytest.mark.parametrize("name", ["../../outside/kept", "/etc/passwd", "../k2/e00000-s000000-00000000.safetensors", "e00000-s000000-00000000.safetensors/../x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../outside/kept",
+        "/etc/passwd",
+        "../k2/e00000-s000000-00000000.safetensors",
+        "e00000-s000000-00000000.safetensors/../x",
+    ],
+)
 def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name, site):
     root, folder = str(site.own / "stages"), site.own / "checkpoints" / "k"
     folder.mkdir(parents=True)
     (site.own / "checkpoints" / "k2").mkdir()
     (site.own / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").write_text("kept")
     data = (folder / name).resolve().read_bytes() if (folder / name).resolve().exists() else b""
-    (folder / "latest.json").write_text(json.dumps({"file": name.replace("../../outside", str(site.outside)), **file_info(data)}))
+    (folder / "latest.json").write_text(
+        json.dumps({"file": name.replace("../../outside", str(site.outside)), **file_info(data)})
+    )
     assert checkpoint.load(root, "k") is None
     model = torch.nn.Linear(2, 2)
-    checkpoint.save(root, "k", model, torch.optim.SGD(model.parameters(), lr=0.1), {}, checkpoint.Checkpoint(0, 1, [], {}, {}))
+    checkpoint.save(
+        root,
+        "k",
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        {},
+        checkpoint.Checkpoint(0, 1, [], {}, {}),
+    )
     assert checkpoint.load(root, "k") is not None
     assert (site.own / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").exists()
 
@@ -145,7 +192,9 @@ def test_a_checkpoint_of_other_words_starts_the_stage_anew(site):
     assert checkpoint.load(str(site.own / "stages"), "k") is None
 
 
-@pytest.mark.parametrize("key", ["../../../outside", "/etc", "a/b", "..", "<script>", "", None, 3.5, ["x"]])
+@pytest.mark.parametrize(
+    "key", ["../../../outside", "/etc", "a/b", "..", "<script>", "", None, 3.5, ["x"]]
+)
 def test_a_record_whose_keys_lead_out_of_the_store_is_none(key, site):
     store = Store(str(site.own))
     store.save_record({"name": "r", "stages": [{"id": "x", "key": "0" * 32, "step": "train"}]})
@@ -154,7 +203,16 @@ def test_a_record_whose_keys_lead_out_of_the_store_is_none(key, site):
     assert store.record("r") is None
 
 
-@pytest.mark.parametrize("stage", [{"key": "0" * 32, "step": "train"}, {"id": "x", "key": "0" * 32}, {"id": 3, "key": "0" * 32, "step": "train"}, "x", None])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"key": "0" * 32, "step": "train"},
+        {"id": "x", "key": "0" * 32},
+        {"id": 3, "key": "0" * 32, "step": "train"},
+        "x",
+        None,
+    ],
+)
 def test_a_record_with_less_than_a_stage_is_none(stage, site):
     store = Store(str(site.own))
     store.save_record({"name": "r", "stages": [stage]})
@@ -164,12 +222,26 @@ def test_a_record_with_less_than_a_stage_is_none(stage, site):
 # ---- names -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", ".", "..", "", "x\ny", "x\n"])
 def test_a_card_cannot_name_a_place(name, site, capfd):
-    said = sentence(capfd, ["ingest", site.config(site.card(name=name, source={"format": "sklearn", "name": "digits"}))])
+    said = sentence(
+        capfd,
+        [
+            "ingest",
+            site.config(site.card(name=name, source={"format": "sklearn", "name": "digits"})),
+        ],
+    )
     assert "card.yaml" in said
     assert "name is" in said
 
 
-@pytest.mark.parametrize("changes", [{"name": "x\0y"}, {"classes": ["a", "x\0y"]}, {"source": {"format": "folder", "path": "a\0b"}}, {"licence": "\0"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "x\0y"},
+        {"classes": ["a", "x\0y"]},
+        {"source": {"format": "folder", "path": "a\0b"}},
+        {"licence": "\0"},
+    ],
+)
 def test_a_card_holds_no_nul(changes, site, capfd):
     said = sentence(capfd, ["ingest", site.config(site.card(**changes))])
     assert "card.yaml" in said
@@ -178,18 +250,41 @@ def test_a_card_holds_no_nul(changes, site, capfd):
 
 @pytest.mark.parametrize("name", ["x\ny", "x\x1b[2Jy", "", "x" * 10_000, "x\u202ey"])
 def test_a_class_has_a_name_that_can_be_shown(name, site, capfd):
-    said = sentence(capfd, ["ingest", site.config(site.card(classes=["a", name], source={"format": "folder", "path": str(site.own)}))])
+    said = sentence(
+        capfd,
+        [
+            "ingest",
+            site.config(
+                site.card(classes=["a", name], source={"format": "folder", "path": str(site.own)})
+            ),
+        ],
+    )
     assert "printable characters" in said
     assert "\x1b" not in said
 
 
-@pytest.mark.parametrize("name", ["../../outside/x", "..", "a/../b", "<script>", "$\\bad{$", "x" * 200, "c:\\x", "a b.c"])
+@pytest.mark.parametrize(
+    "name", ["../../outside/x", "..", "a/../b", "<script>", "$\\bad{$", "x" * 200, "c:\\x", "a b.c"]
+)
 def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name, site):
     table = pa.table({"image": [png(n) for n in range(4)], "label": ["a", name, "a", name]})
     (site.own / "raw").mkdir()
     for split in ("train", "test"):
         pq.write_table(table, site.own / "raw" / f"{split}.parquet")
-    assert cli.main(["ingest", site.config(site.card(classes=["a", name], source={"format": "parquet", "path": str(site.own / "raw")}))]) == 0
+    assert (
+        cli.main(
+            [
+                "ingest",
+                site.config(
+                    site.card(
+                        classes=["a", name],
+                        source={"format": "parquet", "path": str(site.own / "raw")},
+                    )
+                ),
+            ]
+        )
+        == 0
+    )
     key = next((site.own / "storage" / "stages").iterdir()).name
     shards = Shards.open(str(site.own / "storage" / "stages"), key)
     assert {*shards.index["class"].to_pylist()} == {"a", name}
@@ -200,7 +295,9 @@ def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name, site)
 
 
 def test_a_label_of_the_source_does_not_fill_the_terminal(site, capfd):
-    table = pa.table({"image": [png(n) for n in range(4)], "label": ["a", "x" * 4000, "\x1b[2J" * 50, "b"]})
+    table = pa.table(
+        {"image": [png(n) for n in range(4)], "label": ["a", "x" * 4000, "\x1b[2J" * 50, "b"]}
+    )
     place = source(site, parquet(table))
     site.card(max_bad_fraction=0.0, source={"format": "parquet", "path": str(site.own / "raw")})
     said = sentence(capfd, ["ingest", place])
@@ -208,11 +305,21 @@ def test_a_label_of_the_source_does_not_fill_the_terminal(site, capfd):
     assert "\x1b" not in said
 
 
-EVIL = ["<script>alert(1)</script>", "<span class=soft><img src=x onerror=alert(1)>", "$\\bad{$", "\"'><svg onload=alert(1)>", "a&b", "{{7*7}}"]
+EVIL = [
+    "<script>alert(1)</script>",
+    "<span class=soft><img src=x onerror=alert(1)>",
+    "$\\bad{$",
+    "\"'><svg onload=alert(1)>",
+    "a&b",
+    "{{7*7}}",
+]
 
 
 def test_names_of_tasks_and_classes_are_no_markup_in_a_report(tmp_path, monkeypatch):
-    tasks = [{**task, "classes": [f"{EVIL[i % len(EVIL)]}{i}" for i, _ in enumerate(task["classes"])]} for task in fake_run.TASKS]
+    tasks = [
+        {**task, "classes": [f"{EVIL[i % len(EVIL)]}{i}" for i, _ in enumerate(task["classes"])]}
+        for task in fake_run.TASKS
+    ]
     tasks[1]["name"], tasks[2]["name"] = EVIL[0], EVIL[1]
     monkeypatch.setattr(fake_run, "TASKS", tasks)
     fake_run.write(str(tmp_path / "storage"))
@@ -232,28 +339,63 @@ def test_cells_of_tables_are_text():
 
 def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(site, capfd):
     file = {"bytes": 1, "sha256": "0"}
-    body = {"format": 1, "method": "finetune", "settings": {}, "backbone": {}, "backbone_digest": "", "scenario": "task", "seed": 0, "carried": {},
-            "preprocessing": {}, "max_pixels": 1, "provenance": {}, "files": {"backbone.safetensors": file},
-            "tasks": [{"name": "a", "classes": ["x"], "card": "c", "data": "d", "role": "task"}]}
-    for change in ({"files": {"../../outside/kept": file}}, {"carried": {"train": "carried/../../x.safetensors"}},
-                   {"carried": {"../x": "backbone.safetensors"}},
-                   {"tasks": [{**body["tasks"][0], "name": "../x"}]}, {"tasks": [{**body["tasks"][0], "classes": ["\x1b[2J"]}]}, {"seed": -1}):
+    body = {
+        "format": 1,
+        "method": "finetune",
+        "settings": {},
+        "backbone": {},
+        "backbone_digest": "",
+        "scenario": "task",
+        "seed": 0,
+        "carried": {},
+        "preprocessing": {},
+        "max_pixels": 1,
+        "provenance": {},
+        "files": {"backbone.safetensors": file},
+        "tasks": [{"name": "a", "classes": ["x"], "card": "c", "data": "d", "role": "task"}],
+    }
+    for change in (
+        {"files": {"../../outside/kept": file}},
+        {"carried": {"train": "carried/../../x.safetensors"}},
+        {"carried": {"../x": "backbone.safetensors"}},
+        {"tasks": [{**body["tasks"][0], "name": "../x"}]},
+        {"tasks": [{**body["tasks"][0], "classes": ["\x1b[2J"]}]},
+        {"seed": -1},
+    ):
         changed = {**body, **change}
         (site.own / "model.json").write_text(json.dumps({**changed, "sha256": digest_of(changed)}))
         said = sentence(capfd, ["tasks", str(site.own), "list"])
         assert "model.json" in said
         assert "\x1b" not in said
     (site.own / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
-    assert "tasks/a.safetensors" in sentence(capfd, ["tasks", str(site.own), "list"]), "a file that is not there"
+    assert "tasks/a.safetensors" in sentence(capfd, ["tasks", str(site.own), "list"]), (
+        "a file that is not there"
+    )
 
 
 # ---- model folders ---------------------------------------------------------------------------------------------------------
 def model_of_a_stranger(site: Site, **changes: Any) -> str:
     """A folder whose `model.json` says whatever a stranger likes, with a digest that is right."""
-    files = {name: {"bytes": 1, "sha256": "0"} for name in ("backbone.safetensors", "tasks/a.safetensors")}
-    body = {"format": 1, "method": "finetune", "settings": {}, "backbone": small_run.BACKBONE, "backbone_digest": "", "scenario": "task", "seed": 0,
-            "carried": {}, "preprocessing": {}, "max_pixels": 1, "provenance": {}, "files": files,
-            "tasks": [{"name": "a", "classes": ["x"], "card": "c", "data": "d", "role": "task"}], **changes}
+    files = {
+        name: {"bytes": 1, "sha256": "0"}
+        for name in ("backbone.safetensors", "tasks/a.safetensors")
+    }
+    body = {
+        "format": 1,
+        "method": "finetune",
+        "settings": {},
+        "backbone": small_run.BACKBONE,
+        "backbone_digest": "",
+        "scenario": "task",
+        "seed": 0,
+        "carried": {},
+        "preprocessing": {},
+        "max_pixels": 1,
+        "provenance": {},
+        "files": files,
+        "tasks": [{"name": "a", "classes": ["x"], "card": "c", "data": "d", "role": "task"}],
+        **changes,
+    }
     (site.own / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
     return str(site.own)
 
@@ -271,7 +413,10 @@ def test_a_model_folder_that_asks_for_another_backbone_is_refused(case, site, ca
 
 
 def test_a_model_folder_with_less_than_its_backbone_is_refused_before_one_is_made(site):
-    backbone = {**small_run.BACKBONE, "options": {**small_run.BACKBONE["options"], "embed_dim": 8192, "num_heads": 1}}
+    backbone = {
+        **small_run.BACKBONE,
+        "options": {**small_run.BACKBONE["options"], "embed_dim": 8192, "num_heads": 1},
+    }
     said, megabytes = costs(load_model, model_of_a_stranger(site, backbone=backbone))
     assert "backbone.safetensors has 1 bytes, and a backbone of these settings" in said
     assert megabytes < 300
@@ -286,4 +431,8 @@ def test_cards_of_the_repository_are_read():
     assert len(names) > 5
     for name in names:
         classes = plain_yaml.read_yaml(cards.CARDS / name / "card.yaml", "a card")["classes"]
-        assert all(c.isprintable() and 0 < len(c) <= cards.LONGEST_CLASS for c in classes if classes != "from_source")
+        assert all(
+            c.isprintable() and 0 < len(c) <= cards.LONGEST_CLASS
+            for c in classes
+            if classes != "from_source"
+        )

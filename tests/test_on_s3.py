@@ -21,7 +21,9 @@ def config_of(reference: Reference, bucket: s3.Proxy, place: Path, **changes: An
     return small_run.write_config(place / "config.yaml", body | changes)
 
 
-def through(argv: list[str], bucket: s3.Proxy, place: Path, stop_before: int = 0) -> tuple[int, str]:
+def through(
+    argv: list[str], bucket: s3.Proxy, place: Path, stop_before: int = 0
+) -> tuple[int, str]:
     """Exit code, and what it said."""
     process = s3.start(argv, place / "out.txt", s3.environment(bucket.port), stop_before)
     process.join(300)
@@ -43,15 +45,21 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(reference, bucket, 
     assert sum(bool(fault) for _, _, fault in bucket.seen) > 10
     judge(reference, bucket, tmp_path)
     stages = len(reference.expected) + 1
-    for argv, expected in ((["run", config], "nothing to do"), (["plan", config], f"{stages} stand, 0 to run"), (["report", config], "report: s3://"),
-                           (["gc", "--storage", bucket.uri, "--yes"], "nothing to delete")):
+    for argv, expected in (
+        (["run", config], "nothing to do"),
+        (["plan", config], f"{stages} stand, 0 to run"),
+        (["report", config], "report: s3://"),
+        (["gc", "--storage", bucket.uri, "--yes"], "nothing to delete"),
+    ):
         code, said = through(argv, bucket, tmp_path)
         assert code == 0, said
         assert expected in said
 
 
 @pytest.mark.parametrize("call", [9, 31])
-def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(call, reference, bucket, tmp_path):
+def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
+    call, reference, bucket, tmp_path
+):
     bucket.share = 0.05
     config = config_of(reference, bucket, tmp_path)
     code, _ = through(["run", config], bucket, tmp_path, stop_before=call)
@@ -65,7 +73,12 @@ def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(call, referenc
 
 def test_few_requests_are_made_of_each_stage(reference, bucket, tmp_path):
     """Without checkpoints; most are the manifests of stages that a stage starts from."""
-    body = small_run.make_body(tmp_path, reference.cards, storage=bucket.uri, cluster={"checkpoint_s": 1e6, "cache": str(tmp_path / "cache")})
+    body = small_run.make_body(
+        tmp_path,
+        reference.cards,
+        storage=bucket.uri,
+        cluster={"checkpoint_s": 1e6, "cache": str(tmp_path / "cache")},
+    )
     config = small_run.write_config(tmp_path / "config.yaml", body)
     code, said = through(["run", config], bucket, tmp_path)
     assert code == 0, said
@@ -78,16 +91,30 @@ def test_few_requests_are_made_of_each_stage(reference, bucket, tmp_path):
 def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(reference, bucket, tmp_path):
     bucket.share = 0.05
     body = small_run.make_body(tmp_path, reference.cards, storage=bucket.uri)
-    body["cluster"] |= {"workers": 1, "groups": 1, "address": "local", "cache": str(tmp_path / "cache")}
-    code, said = through(["run", small_run.write_config(tmp_path / "config.yaml", body)], bucket, tmp_path)
+    body["cluster"] |= {
+        "workers": 1,
+        "groups": 1,
+        "address": "local",
+        "cache": str(tmp_path / "cache"),
+    }
+    code, said = through(
+        ["run", small_run.write_config(tmp_path / "config.yaml", body)], bucket, tmp_path
+    )
     assert code == 0, said
     judge(reference, bucket, tmp_path)
-    assert not [name for name in listing(bucket.uri) if name.startswith("ray/")], "what Ray wrote of its own is taken away"
+    assert not [name for name in listing(bucket.uri) if name.startswith("ray/")], (
+        "what Ray wrote of its own is taken away"
+    )
 
 
 @pytest.mark.slow
 def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(reference, bucket, tmp_path):
-    config = config_of(reference, bucket, tmp_path, tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "models": False})
+    config = config_of(
+        reference,
+        bucket,
+        tmp_path,
+        tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "models": False},
+    )
     bucket.share = 0.02
     code, said = through(["run", config], bucket, tmp_path)
     assert code == 0, said
@@ -104,10 +131,18 @@ def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(bucket,
     """A star and a chain on the pretrained ViT-Ti, at 32 px, in little shards."""
     bucket.share = 0.05
     methods = ["linear", "hat"]
-    body = {"extends": str(Path("configs/streams/real7-64px.yaml").resolve()), "name": "small", "tracking": False,
-            "backbone": {"img_size": 32}, "train": {"epochs": 1, "batch_size": 64}, "methods": {name: {} for name in methods},
-            "cluster": {"workers": 0, "checkpoint_s": 2, "cache": str(tmp_path / "cache")}}
-    local = small_run.write_config(tmp_path / "local.yaml", {**body, "storage": str(tmp_path / "local")})
+    body = {
+        "extends": str(Path("configs/streams/real7-64px.yaml").resolve()),
+        "name": "small",
+        "tracking": False,
+        "backbone": {"img_size": 32},
+        "train": {"epochs": 1, "batch_size": 64},
+        "methods": {name: {} for name in methods},
+        "cluster": {"workers": 0, "checkpoint_s": 2, "cache": str(tmp_path / "cache")},
+    }
+    local = small_run.write_config(
+        tmp_path / "local.yaml", {**body, "storage": str(tmp_path / "local")}
+    )
     small_run.run(["run", local], tmp_path / "local.txt", timeout=1500)
     remote = small_run.write_config(tmp_path / "remote.yaml", {**body, "storage": bucket.uri})
     process = s3.start(["run", remote], tmp_path / "remote.txt", s3.environment(bucket.port))

@@ -23,33 +23,55 @@ def killed_at_a_moment(reference: Reference, place: Path, moment: float) -> None
     process.kill()
     process.join()
     before = standing(place)
-    judge(reference, place, before, small_run.run(["run", reference.config(place)], place / "again.txt"))
+    judge(
+        reference,
+        place,
+        before,
+        small_run.run(["run", reference.config(place)], place / "again.txt"),
+    )
 
 
 def killed_at_a_call(reference: Reference, place: Path, call: int) -> bool:
     """Returns whether the process lived to make so many calls."""
-    process = small_run.start(["run", reference.config(place)], place / "killed.txt", kill_before=call)
+    process = small_run.start(
+        ["run", reference.config(place)], place / "killed.txt", kill_before=call
+    )
     process.join(240)
     assert process.exitcode in (-9, 0)
     before = standing(place)
-    judge(reference, place, before, small_run.run(["run", reference.config(place)], place / "again.txt"))
+    judge(
+        reference,
+        place,
+        before,
+        small_run.run(["run", reference.config(place)], place / "again.txt"),
+    )
     return process.exitcode == -9
 
 
 @pytest.mark.parametrize("trial", range(3))
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(trial, reference, tmp_path):
-    killed_at_a_moment(reference, tmp_path, random.Random(f"{MOMENTS}-{trial}").uniform(0.1, 0.95) * reference.seconds)
+    killed_at_a_moment(
+        reference,
+        tmp_path,
+        random.Random(f"{MOMENTS}-{trial}").uniform(0.1, 0.95) * reference.seconds,
+    )
 
 
 @pytest.mark.parametrize("trial", range(3))
 def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(trial, reference, tmp_path):
-    assert killed_at_a_call(reference, tmp_path, random.Random(f"{MOMENTS}-call-{trial}").randrange(5, 120))
+    assert killed_at_a_call(
+        reference, tmp_path, random.Random(f"{MOMENTS}-call-{trial}").randrange(5, 120)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", range(20))
 def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(trial, reference, tmp_path):
-    killed_at_a_moment(reference, tmp_path, (trial + random.Random(f"{MOMENTS}-slow-{trial}").random()) / 20 * reference.seconds)
+    killed_at_a_moment(
+        reference,
+        tmp_path,
+        (trial + random.Random(f"{MOMENTS}-slow-{trial}").random()) / 20 * reference.seconds,
+    )
 
 
 @pytest.mark.slow
@@ -75,38 +97,69 @@ def test_a_run_killed_again_and_again_comes_to_its_end(reference, tmp_path):
     judge(reference, tmp_path, before, small_run.run(["run", config], tmp_path / "again.txt"))
 
 
-def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_same_command(reference, tmp_path):
+def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_same_command(
+    reference, tmp_path
+):
     """SIGTERM, as a cluster sends it before it takes a machine away: without checkpoints by the clock, none of the steps is made twice."""
-    longer = {"train": {"epochs": 40}, "cluster": {"workers": 0, "checkpoint_s": 0, "loader_workers": 1}}
+    longer = {
+        "train": {"epochs": 40},
+        "cluster": {"workers": 0, "checkpoint_s": 0, "loader_workers": 1},
+    }
     whole = reference.config(tmp_path / "whole", **longer)
     small_run.run(["run", whole], tmp_path / "whole.txt")
     config = reference.config(tmp_path, **longer)
-    process = small_run.start(["run", config], tmp_path / "out.txt", kill_before=1, by=signal.SIGTERM, within="meat/b/train")
+    process = small_run.start(
+        ["run", config],
+        tmp_path / "out.txt",
+        kill_before=1,
+        by=signal.SIGTERM,
+        within="meat/b/train",
+    )
     process.join(240)
     assert process.exitcode == 143
     said = (tmp_path / "out.txt").read_text()
-    assert said.splitlines()[-1] == "accrete: told to stop; what was under way is saved as far as its last checkpoint, run the same command again to go on"
+    assert (
+        said.splitlines()[-1]
+        == "accrete: told to stop; what was under way is saved as far as its last checkpoint, "
+        "run the same command again to go on"
+    )
     assert "Traceback" not in said
     saved = [*(tmp_path / "storage" / "checkpoints").rglob("latest.json")]
     assert len(saved) == 1
     before = standing(tmp_path)
     small_run.run(["run", config], tmp_path / "again.txt")
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()
-    assert small_run.results(tmp_path / "storage") == small_run.results(tmp_path / "whole" / "storage")
+    assert small_run.results(tmp_path / "storage") == small_run.results(
+        tmp_path / "whole" / "storage"
+    )
 
 
 @pytest.mark.parametrize("call", [20, 60])
 def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(call, reference, tmp_path):
-    process = small_run.start(["run", reference.config(tmp_path)], tmp_path / "out.txt", kill_before=call, by=signal.SIGINT)
+    process = small_run.start(
+        ["run", reference.config(tmp_path)],
+        tmp_path / "out.txt",
+        kill_before=call,
+        by=signal.SIGINT,
+    )
     process.join(60)
     assert process.exitcode == 130
     last = (tmp_path / "out.txt").read_text().splitlines()[-1]
-    assert last == "accrete: interrupted; what finished is kept, run the same command again to go on"
-    judge(reference, tmp_path, standing(tmp_path), small_run.run(["run", reference.config(tmp_path)], tmp_path / "again.txt"))
+    assert (
+        last == "accrete: interrupted; what finished is kept, run the same command again to go on"
+    )
+    judge(
+        reference,
+        tmp_path,
+        standing(tmp_path),
+        small_run.run(["run", reference.config(tmp_path)], tmp_path / "again.txt"),
+    )
 
 
 @pytest.mark.parametrize("call", [1, 3, 4, 9, 40, 90])
-def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(call, reference, tmp_path, quick, monkeypatch, capfd):
+def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(
+    call, reference, tmp_path, quick, monkeypatch, capfd
+):
     config, calls = reference.config(tmp_path), itertools.count(1)
 
     def full(descriptor: int) -> None:
@@ -126,7 +179,9 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(call, re
 
 # ---- checkpoints inside a stage ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
-def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(crash_at, reference, tmp_path, quick, monkeypatch):
+def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
+    crash_at, reference, tmp_path, quick, monkeypatch
+):
     """Three steps per epoch, two epochs: after every step but the last of an epoch's end there is a checkpoint."""
     config = reference.config(tmp_path)
     with pytest.raises(Crash), steps(monkeypatch, crash_at) as first:
@@ -134,10 +189,16 @@ def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(crash_at, reference,
     with steps(monkeypatch) as second:
         assert cli.main(["run", config]) == 0
     together = [*first, *second]
-    per_stage = 2 * -(-2 * (20 - 2) // 16)  # two classes of 20, of which 2 validate, in batches of 16
-    assert all(together.count(stage) == per_stage for stage in together), "a step was made twice or left out"
+    per_stage = 2 * -(
+        -2 * (20 - 2) // 16
+    )  # two classes of 20, of which 2 validate, in batches of 16
+    assert all(together.count(stage) == per_stage for stage in together), (
+        "a step was made twice or left out"
+    )
     assert small_run.results(tmp_path / "storage") == reference.expected
-    assert not list((tmp_path / "storage" / "checkpoints").rglob("*.safetensors")), "checkpoints go when the result stands"
+    assert not list((tmp_path / "storage" / "checkpoints").rglob("*.safetensors")), (
+        "checkpoints go when the result stands"
+    )
 
 
 def test_without_checkpoints_a_stage_starts_again(reference, tmp_path, quick, monkeypatch):
@@ -156,7 +217,10 @@ def test_a_damaged_checkpoint_is_not_believed(harm, reference, tmp_path, quick, 
     with pytest.raises(Crash), steps(monkeypatch, 5):
         cli.main(["run", config])
     (tensors,) = (tmp_path / "storage" / "checkpoints").rglob("*.safetensors")
-    spoil(tensors.with_name("latest.json") if harm == "meta" else tensors, "truncate" if harm == "meta" else harm)
+    spoil(
+        tensors.with_name("latest.json") if harm == "meta" else tensors,
+        "truncate" if harm == "meta" else harm,
+    )
     with steps(monkeypatch) as second:
         assert cli.main(["run", config]) == 0
     assert second.count(second[0]) == 6, "the stage starts anew"
@@ -167,7 +231,10 @@ def test_a_damaged_checkpoint_is_not_believed(harm, reference, tmp_path, quick, 
 @pytest.mark.parametrize("trial", range(2))
 def test_two_drivers_at_the_same_moment_publish_every_stage_once(trial, reference, tmp_path):
     configs = [reference.config(tmp_path), reference.config(tmp_path)]
-    processes = [small_run.start(["run", config], tmp_path / f"out{i}.txt") for i, config in enumerate(configs)]
+    processes = [
+        small_run.start(["run", config], tmp_path / f"out{i}.txt")
+        for i, config in enumerate(configs)
+    ]
     for i, process in enumerate(processes):
         process.join(240)
         assert process.exitcode == 0, (tmp_path / f"out{i}.txt").read_text()

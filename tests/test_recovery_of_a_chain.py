@@ -12,17 +12,42 @@ from tests import small_run
 from tests.recovery import Reference, judge, standing, steps
 
 CALLS = 4  # that make a checkpoint durable: a write and a move of the tensors, a write and a move of what names them
-CACHES = {"train": 4, "herd": 2, "finetune": 2}  # calls before: decoded images, each kept by a write and a move
-TRAINING = {"train": 2 * 3, "finetune": 4 * 1}  # epochs, each of so many batches of 16: of 36 images and 8 exemplars, and of 8
+CACHES = {
+    "train": 4,
+    "herd": 2,
+    "finetune": 2,
+}  # calls before: decoded images, each kept by a write and a move
+TRAINING = {
+    "train": 2 * 3,
+    "finetune": 4 * 1,
+}  # epochs, each of so many batches of 16: of 36 images and 8 exemplars, and of 8
 
 
-@pytest.mark.parametrize(("step", "done", "call"), [
-    ("train", 0, 1), ("train", 2, 1), ("train", 3, 3), ("train", 5, 1), ("herd", 0, 1), ("herd", 0, 8), ("finetune", 0, 1), ("finetune", 2, 1)])
-def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(step: str, done: int, call: int, chain: Reference, tmp_path: Path, quick, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("step", "done", "call"),
+    [
+        ("train", 0, 1),
+        ("train", 2, 1),
+        ("train", 3, 3),
+        ("train", 5, 1),
+        ("herd", 0, 1),
+        ("herd", 0, 8),
+        ("finetune", 0, 1),
+        ("finetune", 2, 1),
+    ],
+)
+def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
+    step: str, done: int, call: int, chain: Reference, tmp_path: Path, quick, monkeypatch, capsys
+):
     """done: of how many training steps there is a checkpoint. The one after them is lost, before its own checkpoint was written or named;
     of herding the result, before its first file and before its manifest."""
     stage, config = f"dytox/b/{step}", chain.config(tmp_path)
-    process = small_run.start(["run", config], tmp_path / "killed.txt", kill_before=CACHES[step] + CALLS * done + call, within=stage)
+    process = small_run.start(
+        ["run", config],
+        tmp_path / "killed.txt",
+        kill_before=CACHES[step] + CALLS * done + call,
+        within=stage,
+    )
     process.join(240)
     assert process.exitcode == -9
     before = standing(tmp_path)
@@ -35,7 +60,9 @@ def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(step: str, done
     judge(chain, tmp_path, before, capsys.readouterr().out)
 
 
-def test_without_what_was_measured_all_else_stands_and_it_is_measured_the_same_again(chain: Reference, tmp_path: Path, quick):
+def test_without_what_was_measured_all_else_stands_and_it_is_measured_the_same_again(
+    chain: Reference, tmp_path: Path, quick
+):
     """C17: evaluations are leaves."""
     config, storage = chain.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)

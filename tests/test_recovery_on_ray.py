@@ -20,13 +20,21 @@ from tests.recovery import MOMENTS, Reference, judge, standing
 
 
 def on_ray(reference: Reference, place: Path, workers: int = 1, **changes: Any) -> str:
-    return reference.config(place, cluster={"workers": workers, "groups": 1, "address": "local", "retries": 3}, **changes)
+    return reference.config(
+        place,
+        cluster={"workers": workers, "groups": 1, "address": "local", "retries": 3},
+        **changes,
+    )
 
 
 def test_one_ray_worker_gives_what_this_process_gives(reference, tmp_path):
     small_run.run(["run", on_ray(reference, tmp_path)], tmp_path / "out.txt")
     assert small_run.results(tmp_path / "storage") == reference.expected
-    assert all(m["workers"] == 1 for m in small_run.manifests(tmp_path / "storage").values() if "workers" in m)
+    assert all(
+        m["workers"] == 1
+        for m in small_run.manifests(tmp_path / "storage").values()
+        if "workers" in m
+    )
 
 
 @pytest.mark.slow
@@ -51,7 +59,10 @@ def compare(one: Path, two: Path, stage_id: str) -> None:
     for file in sorted(small_run.manifests(one)[stage_id]["files"]):
         if not file.endswith(".safetensors"):
             continue
-        left, right = (safetensors.torch.load_file(small_run.artefact(storage, stage_id, file)) for storage in (one, two))
+        left, right = (
+            safetensors.torch.load_file(small_run.artefact(storage, stage_id, file))
+            for storage in (one, two)
+        )
         assert left.keys() == right.keys()
         for name, tensor in left.items():
             if tensor.is_floating_point():
@@ -113,7 +124,9 @@ VICTIMS = ["driver", "worker", "tree"]
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("trial", range(4))
-def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(trial, victim, workers, reference, ray_seconds, tmp_path):
+def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
+    trial, victim, workers, reference, ray_seconds, tmp_path
+):
     """24 trials. The moments are drawn from the part of the run in which workers exist. With two workers the reference is
     what two workers give without interruption."""
     config = on_ray(reference, tmp_path, workers)
@@ -138,18 +151,27 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(trial, vict
         process.join()
     before = standing(tmp_path)
     said = small_run.run(["run", config], tmp_path / "again.txt")
-    assert not gone_within(family, 100), "processes of the run are left behind"  # two agents of Ray look around once a minute
+    assert not gone_within(family, 100), (
+        "processes of the run are left behind"
+    )  # two agents of Ray look around once a minute
     after = small_run.attempts(tmp_path / "storage")
     assert before.items() <= after.items()
     assert victim != "worker" or "no stage was run" in said
-    assert small_run.results(tmp_path / "storage") == (reference.expected if workers == 1 else two_workers(reference))
+    assert small_run.results(tmp_path / "storage") == (
+        reference.expected if workers == 1 else two_workers(reference)
+    )
 
 
 @pytest.mark.slow
-def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_the_same_digests(chain, tmp_path):
+def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_the_same_digests(
+    chain, tmp_path
+):
     """On two workers: one of them dies while the second task is trained, after a checkpoint, and the run helps itself; then all die inside its
     balanced step, and the same command goes on. The reference is what two workers give without interruption."""
-    longer = {"train": {"epochs": 60}, "methods": {"dytox": {"memory": 8, "steps": {"finetune": {"epochs": 200}}}}}
+    longer = {
+        "train": {"epochs": 60},
+        "methods": {"dytox": {"memory": 8, "steps": {"finetune": {"epochs": 200}}}},
+    }
     small_run.run(["run", on_ray(chain, tmp_path / "whole", 2, **longer)], tmp_path / "whole.txt")
     config = on_ray(chain, tmp_path, 2, **longer)
     process = small_run.start(["run", config], tmp_path / "killed.txt")
@@ -167,15 +189,24 @@ def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_
     small_run.run(["run", config], tmp_path / "again.txt")
     assert not gone_within(family, 100)
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()
-    assert small_run.results(tmp_path / "storage") == small_run.results(tmp_path / "whole" / "storage")
+    assert small_run.results(tmp_path / "storage") == small_run.results(
+        tmp_path / "whole" / "storage"
+    )
 
 
 def until_checkpoint(place: Path, stage_id: str, process: Any, out: str = "killed.txt") -> None:
     """Waits until a stage in training has one."""
     record = place / "storage" / "runs" / "small" / "run.json"
     while process.is_alive():
-        keys = {stage["id"]: stage["key"] for stage in json.loads(record.read_text())["stages"]} if record.exists() else {}
-        if stage_id in keys and (place / "storage" / "checkpoints" / keys[stage_id] / "latest.json").exists():
+        keys = (
+            {stage["id"]: stage["key"] for stage in json.loads(record.read_text())["stages"]}
+            if record.exists()
+            else {}
+        )
+        if (
+            stage_id in keys
+            and (place / "storage" / "checkpoints" / keys[stage_id] / "latest.json").exists()
+        ):
             return
         time.sleep(0.02)
     raise AssertionError(f"{stage_id} came to its end: {(place / out).read_text()}")
@@ -183,7 +214,9 @@ def until_checkpoint(place: Path, stage_id: str, process: Any, out: str = "kille
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["ray::Watching", "raylet/raylet", "gcs_server"])
-def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_command(victim, reference, tmp_path):
+def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_command(
+    victim, reference, tmp_path
+):
     config = on_ray(reference, tmp_path)
     process, killed = small_run.start(["run", config], tmp_path / "killed.txt"), False
     while process.is_alive() and not killed:
@@ -201,7 +234,12 @@ def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_comm
     if process.exitcode:  # without a raylet the workers that are up may well finish
         assert process.exitcode == 2, said
         assert said.splitlines()[-1].startswith("accrete: Ray itself broke down")
-    judge(reference, tmp_path, standing(tmp_path), small_run.run(["run", config], tmp_path / "again.txt"))
+    judge(
+        reference,
+        tmp_path,
+        standing(tmp_path),
+        small_run.run(["run", config], tmp_path / "again.txt"),
+    )
 
 
 @functools.cache

@@ -28,8 +28,15 @@ KINDS = {"star": ("meat", "piggyback"), "chain": ("hat",)}
 @pytest.fixture(scope="module")
 def references(tmp_path_factory) -> dict[str, Reference]:
     """What one process makes of a star and of a chain."""
-    return {kind: Reference.made_in(tmp_path_factory.mktemp(kind), ("base", "a", "b"), methods={label: {} for label in labels}, **LONGER)
-            for kind, labels in KINDS.items()}
+    return {
+        kind: Reference.made_in(
+            tmp_path_factory.mktemp(kind),
+            ("base", "a", "b"),
+            methods={label: {} for label in labels},
+            **LONGER,
+        )
+        for kind, labels in KINDS.items()
+    }
 
 
 def on(nodes: Nodes, reference: Reference, place: Path, **cluster: Any) -> str:
@@ -44,7 +51,9 @@ def working(nodes: Nodes) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_process(kind, references, tmp_path):
+def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_process(
+    kind, references, tmp_path
+):
     reference = references[kind]
     with nodes_up([1, 1, 1]) as nodes:
         process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
@@ -65,10 +74,17 @@ def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_proces
 
 def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path):
     """Checkpoints by the clock are turned off, so what is saved was saved because of the notice; the stage has no try to lose."""
-    reference = Reference.made_in(tmp_path / "one", ("base", "a"), methods={"hat": {}}, train={"epochs": 600})
+    reference = Reference.made_in(
+        tmp_path / "one", ("base", "a"), methods={"hat": {}}, train={"epochs": 600}
+    )
     with nodes_up([1, 1]) as nodes:
-        process = small_run.start(["run", on(nodes, reference, tmp_path, checkpoint_s=0, retries=0, groups=1)], tmp_path / "out.txt")
-        wait_for(lambda: "hat/base/train" in standing(tmp_path), 200, process)  # then the next task is trained
+        process = small_run.start(
+            ["run", on(nodes, reference, tmp_path, checkpoint_s=0, retries=0, groups=1)],
+            tmp_path / "out.txt",
+        )
+        wait_for(
+            lambda: "hat/base/train" in standing(tmp_path), 200, process
+        )  # then the next task is trained
         [node] = working(nodes)
         nodes.announce(node)
         process.join(240)
@@ -89,7 +105,16 @@ def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(references,
         controller.kill()
         process.join(240)
         assert process.exitcode == 0, (tmp_path / "out.txt").read_text()
-        wait_for(lambda: not [found for found in nodes.everything() if re.search("Train|Cleaner|Watching|DatasetManager|run_segment", title(found))], 60)
+        wait_for(
+            lambda: (
+                not [
+                    found
+                    for found in nodes.everything()
+                    if re.search("Train|Cleaner|Watching|DatasetManager|run_segment", title(found))
+                ]
+            ),
+            60,
+        )
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert not [*(tmp_path / "storage" / "ray").iterdir()]
 
@@ -113,7 +138,9 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, t
     for stage_id, expected in reference.expected.items():
         if stage_id.endswith("/evaluate"):
             for one, two in zip(expected["rows"], found[stage_id]["rows"], strict=True):
-                assert abs(one["correct"] - two["correct"]) <= 2, "gradients are summed in another order, and that is all"
+                assert abs(one["correct"] - two["correct"]) <= 2, (
+                    "gradients are summed in another order, and that is all"
+                )
 
 
 def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(references, tmp_path):
@@ -122,45 +149,83 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(re
     with nodes_up([1, 1], client_port=free_port()) as nodes:
         config = on(nodes, reference, tmp_path)
         inside = small_run.start(["run", config], tmp_path / "inside.txt")
-        outside = small_run.start(["run", config, "--set", f"cluster.address={nodes.client}"], tmp_path / "outside.txt")
+        outside = small_run.start(
+            ["run", config, "--set", f"cluster.address={nodes.client}"], tmp_path / "outside.txt"
+        )
         for process in (inside, outside):
             process.join(300)
         said = [(tmp_path / f"{name}.txt").read_text() for name in ("inside", "outside")]
         assert (inside.exitcode, outside.exitcode) == (0, 0), said
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert not [*(tmp_path / "storage").rglob("*.part")]
-    attempts = [folder for stage in (tmp_path / "storage" / "stages").iterdir() for folder in stage.iterdir() if folder.is_dir()]
+    attempts = [
+        folder
+        for stage in (tmp_path / "storage" / "stages").iterdir()
+        for folder in stage.iterdir()
+        if folder.is_dir()
+    ]
     assert len(attempts) == len(reference.expected) + 1, attempts  # and the report's
 
 
-def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_with_one_that_was_stopped(references, tmp_path):
+def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_with_one_that_was_stopped(
+    references, tmp_path
+):
     """By Ray's own command, twice: the first job is stopped once a stage stands. The head has no CPUs, so the driver is not where the workers are."""
     reference = references["chain"]
     port = free_port()
     with nodes_up([1, 1], dashboard_port=port):
-        config = reference.config(tmp_path, cluster={"workers": 1, "retries": 0, "checkpoint_s": 1e-6})
+        config = reference.config(
+            tmp_path, cluster={"workers": 1, "retries": 0, "checkpoint_s": 1e-6}
+        )
         ray = [str(Path(sys.executable).with_name("ray")), "job"]
         where = ["--address", f"http://127.0.0.1:{port}"]
-        run = ["--working-dir", str(Path(__file__).parents[1]), "--", sys.executable, "-m", "pipeline", "run", config]
-        wait_for(lambda: subprocess.run([*ray, "list", *where], capture_output=True).returncode == 0, 60)
-        subprocess.run([*ray, "submit", *where, "--submission-id", "first", "--no-wait", *run], check=True, capture_output=True, timeout=120)
+        run = [
+            "--working-dir",
+            str(Path(__file__).parents[1]),
+            "--",
+            sys.executable,
+            "-m",
+            "pipeline",
+            "run",
+            config,
+        ]
+        wait_for(
+            lambda: subprocess.run([*ray, "list", *where], capture_output=True).returncode == 0, 60
+        )
+        subprocess.run(
+            [*ray, "submit", *where, "--submission-id", "first", "--no-wait", *run],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
         wait_for(lambda: standing(tmp_path), 240)
-        stopped = subprocess.run([*ray, "stop", *where, "first"], capture_output=True, text=True, timeout=120)
+        stopped = subprocess.run(
+            [*ray, "stop", *where, "first"], capture_output=True, text=True, timeout=120
+        )
         assert "was stopped" in stopped.stdout + stopped.stderr
         before = standing(tmp_path)
-        done = subprocess.run([*ray, "submit", *where, *run], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [*ray, "submit", *where, *run], capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(reference.expected) + 1 - len(before)} stages run" in done.stdout + done.stderr
-    assert before.items() <= small_run.attempts(tmp_path / "storage").items(), "what stood was computed again"
+    assert before.items() <= small_run.attempts(tmp_path / "storage").items(), (
+        "what stood was computed again"
+    )
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder")
+@pytest.mark.skipif(
+    not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder"
+)
 @pytest.mark.parametrize("method", ["meat", "hat"])
 def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(method, tmp_path, capsys):
     """A star and a chain; a node is killed while it trains, another one is added. Says how long it took until the lost stage was further than
     before, and what had to be done again."""
-    base = [f"configs/methods/{method}-real7.yaml", *overrides(name="small", tracking="off", **{"train.epochs": 1, "cluster.checkpoint_s": 5})]
+    base = [
+        f"configs/methods/{method}-real7.yaml",
+        *overrides(name="small", tracking="off", **{"train.epochs": 1, "cluster.checkpoint_s": 5}),
+    ]
     one = ["run", *base, *overrides(storage=tmp_path / "one" / "storage", **{"cluster.workers": 0})]
     (tmp_path / "three").mkdir()
     (tmp_path / "one").mkdir()
@@ -170,7 +235,16 @@ def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(method, tm
     with nodes_up([1, 1, 1]) as nodes:
         storage, out = tmp_path / "three" / "storage", tmp_path / "three" / "out.txt"
         began = time.monotonic()
-        process = small_run.start(["run", *base, *overrides(storage=storage, **{"cluster.workers": 1, "cluster.address": nodes.address})], out)
+        process = small_run.start(
+            [
+                "run",
+                *base,
+                *overrides(
+                    storage=storage, **{"cluster.workers": 1, "cluster.address": nodes.address}
+                ),
+            ],
+            out,
+        )
         marks = wait_for(lambda: [*storage.glob("checkpoints/*/latest.json")], 900, process)
         lost_key, before = marks[0].parent.name, standing(tmp_path / "three")
         for node in working(nodes)[:1]:
@@ -181,11 +255,18 @@ def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(method, tm
         three_s = time.monotonic() - began
         assert process.exitcode == 0, out.read_text()
     said = out.read_text()
-    lost = [line for line in said.splitlines() if "it goes on from there" in line or "tried again" in line]
+    lost = [
+        line
+        for line in said.splitlines()
+        if "it goes on from there" in line or "tried again" in line
+    ]
     again_s = (storage / "stages" / lost_key / "manifest.json").stat().st_mtime - killed
     with capsys.disabled():
-        print(f"\n{method}: one process {alone_s:.0f} s; three nodes, one killed and one added {three_s:.0f} s; the stage whose checkpoint was seen stood "
-              f"{again_s:.0f} s after the kill; {lost}")
+        print(
+            f"\n{method}: one process {alone_s:.0f} s; three nodes, one killed and one added "
+            f"{three_s:.0f} s; the stage whose checkpoint was seen stood "
+            f"{again_s:.0f} s after the kill; {lost}"
+        )
     assert "was lost; " in said
     assert lost
     assert before.items() <= small_run.attempts(storage).items(), "what stood was computed again"
@@ -202,7 +283,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_what_the_storage_of_a_submitted_job_must_be_is_said(references, tmp_path, monkeypatch, capsys):
+def test_what_the_storage_of_a_submitted_job_must_be_is_said(
+    references, tmp_path, monkeypatch, capsys
+):
     from pipeline import cli
 
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({}))

@@ -14,15 +14,27 @@ from tests import small_run
 from tests.recovery import spoil
 
 # ---- damage --------------------------------------------------------------------------------------------------------------
-FILES = [("backbone", "state.safetensors"), ("backbone", "task.safetensors"), ("finetune/a/train", "task.safetensors"),
-         ("finetune/a/train", "carried.safetensors"), ("meat/b/train", "history.parquet"), ("finetune/b/evaluate", "predictions.parquet"),
+FILES = [
+    ("backbone", "state.safetensors"),
+    ("backbone", "task.safetensors"),
+    ("finetune/a/train", "task.safetensors"),
+    ("finetune/a/train", "carried.safetensors"),
+    ("meat/b/train", "history.parquet"),
+    ("finetune/b/evaluate", "predictions.parquet"),
 ]
-DATA = [("data/a", "train-00000.tar"), ("data/a", "test-00000.tar"), ("data/b", "index.parquet"), ("data/b", "rejected.csv")]
+DATA = [
+    ("data/a", "train-00000.tar"),
+    ("data/a", "test-00000.tar"),
+    ("data/b", "index.parquet"),
+    ("data/b", "rejected.csv"),
+]
 
 
 @pytest.mark.parametrize(("stage_id", "file"), FILES)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
-def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(harm, stage_id, file, reference, tmp_path, quick, capsys):
+def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
+    harm, stage_id, file, reference, tmp_path, quick, capsys
+):
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
     spoil(small_run.artefact(tmp_path / "storage", stage_id, file), harm)
@@ -38,7 +50,8 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(harm, stage_id
 @pytest.mark.parametrize(("stage_id", "file"), DATA)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_anew_when_something_does(
-        harm, stage_id, file, reference, tmp_path, quick, capsys):
+    harm, stage_id, file, reference, tmp_path, quick, capsys
+):
     """Its source may be gone, and most of it may be whole."""
     config, storage = reference.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)
@@ -59,17 +72,34 @@ def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_an
 def test_a_damaged_manifest_is_no_result(harm, reference, tmp_path, quick, capsys):
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
-    spoil(small_run.artefact(tmp_path / "storage", "meat/a/evaluate", "x").parents[1] / "manifest.json", harm)
+    spoil(
+        small_run.artefact(tmp_path / "storage", "meat/a/evaluate", "x").parents[1]
+        / "manifest.json",
+        harm,
+    )
     assert cli.main(["run", config]) == 0
-    assert harm == "remove" or "meat/a/evaluate: damaged: manifest.json is not as it was written" in capsys.readouterr().out
+    assert (
+        harm == "remove"
+        or "meat/a/evaluate: damaged: manifest.json is not as it was written"
+        in capsys.readouterr().out
+    )
     after = small_run.attempts(tmp_path / "storage")
     assert {i for i in after if after[i] != before[i]} == {"meat/a/evaluate"}
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-@pytest.mark.parametrize(("stage_id", "file"), [("finetune/a/train", "carried.safetensors"), ("backbone", "state.safetensors"),
-                                                ("data/b", "train-00000.tar"), ("data/b", "index.parquet")])
-def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(stage_id, file, reference, tmp_path, quick, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("stage_id", "file"),
+    [
+        ("finetune/a/train", "carried.safetensors"),
+        ("backbone", "state.safetensors"),
+        ("data/b", "train-00000.tar"),
+        ("data/b", "index.parquet"),
+    ],
+)
+def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
+    stage_id, file, reference, tmp_path, quick, monkeypatch, capsys
+):
     """The file goes bad after the driver looked at it: the stage that reads it says so, and the one that wrote it is run."""
     config = reference.copy(tmp_path)
     storage = tmp_path / "storage"
@@ -86,7 +116,11 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(stage_id, f
     monkeypatch.setattr(walk, "look_up_all", then_it_goes_bad)
     assert cli.main(["run", config]) == 0
     after = small_run.attempts(storage)
-    assert {i for i in after if after[i] != before.get(i)} == {stage_id, "finetune/b/train", "finetune/b/evaluate"}
+    assert {i for i in after if after[i] != before.get(i)} == {
+        stage_id,
+        "finetune/b/train",
+        "finetune/b/evaluate",
+    }
     assert small_run.results(storage) == reference.expected
     assert file in capsys.readouterr().out or stage_id == "data/b"
 
@@ -113,7 +147,9 @@ def without_data(storage: Path, folder: Path, names: str) -> None:
 def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(gone, tmp_path, quick, capsys):
     """A star: tasks a and b are learned and their data deleted; then c comes."""
     cards = small_run.make_cards(tmp_path, "ab")
-    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"]))
+    config = small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"])
+    )
     assert cli.main(["run", config]) == 0
     storage, before = tmp_path / "storage", small_run.attempts(tmp_path / "storage")
     results = small_run.results(storage)
@@ -125,7 +161,12 @@ def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(gone, tmp_pa
     small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["meat"]))
     assert cli.main(["run", config]) == 0
     after = small_run.attempts(storage)
-    assert {i for i in after if after[i] != before.get(i)} == {"data/c", "meat/c/train", "meat/c/evaluate", "report"}
+    assert {i for i in after if after[i] != before.get(i)} == {
+        "data/c",
+        "meat/c/train",
+        "meat/c/evaluate",
+        "report",
+    }
     for stage_id, result in small_run.results(storage).items():
         assert results.get(stage_id, result) == result
     assert cli.main(["run", config]) == 0
@@ -137,7 +178,9 @@ def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(tmp_path
     text = Path(card).read_text()
     assert "classes:\n- '2'\n- '3'\n" in text
     Path(card).write_text(text.replace("classes:\n- '2'\n- '3'\n", "classes: from_source\n"))
-    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, {"a": card}, ["meat"]))
+    config = small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, {"a": card}, ["meat"])
+    )
     assert cli.main(["run", config]) == 0
     shutil.rmtree(tmp_path / "raw")
     capsys.readouterr()
@@ -145,15 +188,21 @@ def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(tmp_path
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_chain_goes_on_without_the_data_of_older_tasks_and_leaves_their_cells_empty(tmp_path, quick, capsys):
+def test_a_chain_goes_on_without_the_data_of_older_tasks_and_leaves_their_cells_empty(
+    tmp_path, quick, capsys
+):
     cards = small_run.make_cards(tmp_path, "ab")
-    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    config = small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"])
+    )
     assert cli.main(["run", config]) == 0
     storage, before = tmp_path / "storage", small_run.attempts(tmp_path / "storage")
     shutil.copytree(tmp_path / "raw" / "a", tmp_path / "saved")
     without_data(storage, tmp_path, "a")
     cards |= small_run.make_cards(tmp_path, "c")
-    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"])
+    )
     capsys.readouterr()
     assert cli.main(["run", config]) == 0
     last = capsys.readouterr().out.splitlines()
@@ -161,20 +210,36 @@ def test_a_chain_goes_on_without_the_data_of_older_tasks_and_leaves_their_cells_
     assert row[1] == "."
     assert "." not in (row[2], row[3])
     after = small_run.attempts(storage)
-    assert {i for i in after if after[i] != before.get(i)} == {"data/c", "finetune/c/train", "finetune/c/evaluate", "report"}
-    assert [r["task"] for r in small_run.results(storage)["finetune/c/evaluate"]["rows"]] == ["b", "c"]
+    assert {i for i in after if after[i] != before.get(i)} == {
+        "data/c",
+        "finetune/c/train",
+        "finetune/c/evaluate",
+        "report",
+    }
+    assert [r["task"] for r in small_run.results(storage)["finetune/c/evaluate"]["rows"]] == [
+        "b",
+        "c",
+    ]
     shutil.copytree(tmp_path / "saved", tmp_path / "raw" / "a")
     assert cli.main(["run", config]) == 0
-    assert [r["task"] for r in small_run.results(storage)["finetune/c/evaluate"]["rows"]] == ["a", "b", "c"], "the data is back"
+    assert [r["task"] for r in small_run.results(storage)["finetune/c/evaluate"]["rows"]] == [
+        "a",
+        "b",
+        "c",
+    ], "the data is back"
 
 
 def test_what_has_to_learn_from_data_that_is_gone_says_so(tmp_path, quick, capsys):
     cards = small_run.make_cards(tmp_path, "ab")
-    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["joint"]))
+    config = small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["joint"])
+    )
     assert cli.main(["run", config]) == 0
     without_data(tmp_path / "storage", tmp_path, "a")
     cards |= small_run.make_cards(tmp_path, "c")
-    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["joint"]))
+    small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["joint"])
+    )
     capsys.readouterr()
     assert cli.main(["run", config]) == 2
     said = capsys.readouterr().err
@@ -183,16 +248,22 @@ def test_what_has_to_learn_from_data_that_is_gone_says_so(tmp_path, quick, capsy
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
-def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(harm, tmp_path, quick, capsys):
+def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
+    harm, tmp_path, quick, capsys
+):
     cards = small_run.make_cards(tmp_path, "ab")
-    config = small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    config = small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"])
+    )
     assert cli.main(["run", config]) == 0
     storage = tmp_path / "storage"
     shard = small_run.artefact(storage, "data/a", "test-00000.tar")
     shutil.rmtree(tmp_path / "raw" / "a")
     spoil(shard, harm)
     cards |= small_run.make_cards(tmp_path, "c")
-    small_run.write_config(tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"]))
+    small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"])
+    )
     assert cli.main(["run", config]) == 2
     assert "its source" in capsys.readouterr().err
     assert shard.exists()

@@ -17,21 +17,50 @@ from tests.several_nodes import Nodes, nodes_up, title
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 IN_PROCESS, ON_RAY = 120, 80
-KINDS = {"worker": "TrainWorker", "controller": "TrainController", "segment": "run_segment", "queue": "Watching", "driver": "", "node": ""}
-OURS = [*filter(None, KINDS.values()), "PlacementGroupCleaner", "DatasetManager", "SynchronizationActor"]
+KINDS = {
+    "worker": "TrainWorker",
+    "controller": "TrainController",
+    "segment": "run_segment",
+    "queue": "Watching",
+    "driver": "",
+    "node": "",
+}
+OURS = [
+    *filter(None, KINDS.values()),
+    "PlacementGroupCleaner",
+    "DatasetManager",
+    "SynchronizationActor",
+]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> Reference:
     """A star and a chain beside each other."""
-    return Reference.made_in(tmp_path_factory.mktemp("both"), ("base", "a", "b"), methods={"meat": {}, "hat": {}}, train={"epochs": 6})
+    return Reference.made_in(
+        tmp_path_factory.mktemp("both"),
+        ("base", "a", "b"),
+        methods={"meat": {}, "hat": {}},
+        train={"epochs": 6},
+    )
 
 
 def leftovers(storage: Path, before: set[str]) -> list[str]:
     """Files that only a process under way may have, and attempts beside the one that stands."""
-    parts = [str(path) for path in storage.rglob("*") if path.suffix == ".part" or path.parent.name == "ray" or path.name.startswith(".probe")]
-    parts += [str(stage) for stage in (storage / "stages").iterdir() if sum(path.is_dir() for path in stage.iterdir()) != 1]
-    return parts + [name for name in {path.name for path in Path(tempfile.gettempdir()).iterdir()} - before if "accrete" in name]
+    parts = [
+        str(path)
+        for path in storage.rglob("*")
+        if path.suffix == ".part" or path.parent.name == "ray" or path.name.startswith(".probe")
+    ]
+    parts += [
+        str(stage)
+        for stage in (storage / "stages").iterdir()
+        if sum(path.is_dir() for path in stage.iterdir()) != 1
+    ]
+    return parts + [
+        name
+        for name in {path.name for path in Path(tempfile.gettempdir()).iterdir()} - before
+        if "accrete" in name
+    ]
 
 
 def names_in_tmp() -> set[str]:
@@ -57,12 +86,27 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both, tmp_path):
         assert leftovers(place / "storage", before) == []
 
 
-def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(both, tmp_path, capsys):
-    rng, kills, storages, before = random.Random(MOMENTS + 1), dict.fromkeys(KINDS, 0), 0, names_in_tmp()
+def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(
+    both, tmp_path, capsys
+):
+    rng, kills, storages, before = (
+        random.Random(MOMENTS + 1),
+        dict.fromkeys(KINDS, 0),
+        0,
+        names_in_tmp(),
+    )
     with nodes_up([1, 1]) as nodes, capsys.disabled():
         while sum(kills.values()) < ON_RAY:
             place, storages = tmp_path / str(storages), storages + 1
-            config = both.config(place, cluster={"workers": 1, "address": nodes.address, "retries": 100, "checkpoint_s": 1e-6})
+            config = both.config(
+                place,
+                cluster={
+                    "workers": 1,
+                    "address": nodes.address,
+                    "retries": 100,
+                    "checkpoint_s": 1e-6,
+                },
+            )
             done: dict[str, str] = {}
             driver = small_run.start(["run", config], place / "out.txt")
             while sum(kills.values()) < ON_RAY and (kind := struck(rng, nodes, driver)):
@@ -75,7 +119,9 @@ def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_s
             driver.join(240)
             assert driver.exitcode in (0, 2), (place / "out.txt").read_text()
             small_run.run(["run", config], place / "again.txt")
-            assert done.items() <= small_run.attempts(place / "storage").items(), "a result that stood was computed again"
+            assert done.items() <= small_run.attempts(place / "storage").items(), (
+                "a result that stood was computed again"
+            )
             assert small_run.results(place / "storage") == both.expected
         assert all(kills.values()), kills
         until = time.monotonic() + 120
@@ -87,7 +133,9 @@ def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_s
 
 
 def ours(nodes: Nodes) -> list[psutil.Process]:
-    return [process for process in nodes.everything() if any(name in title(process) for name in OURS)]
+    return [
+        process for process in nodes.everything() if any(name in title(process) for name in OURS)
+    ]
 
 
 def struck(rng: random.Random, nodes: Nodes, driver: Any) -> str:

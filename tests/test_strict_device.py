@@ -12,14 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from tests import on_strict_device, small_run
-from tests.on_strict_device import BACKBONES, TABLE, Case, Counts, Step, higher, recorded, row_of, with_rows
+from tests.on_strict_device import (
+    BACKBONES,
+    TABLE,
+    Case,
+    Counts,
+    Step,
+    higher,
+    recorded,
+    row_of,
+    with_rows,
+)
 from tests.strict_device import NAME, DeviceError, strict_device
 from workers.errors import UserError
 from workers.methods import METHODS
 from workers.methods.base import Batch, Progress
 from workers.methods.finetune import FineTune
 
-EVERY = [(method, scenario) for method, cls in METHODS.items() for scenario in sorted(cls.scenarios)]
+EVERY = [
+    (method, scenario) for method, cls in METHODS.items() for scenario in sorted(cls.scenarios)
+]
 SOME = [
     ("finetune", "t2t"), ("meat", "t2t"), ("lora", "t2t"),
     ("finetune", "convnext"), ("piggyback", "convnext"), ("toast", "convnext"),
@@ -37,7 +49,16 @@ DATA: dict[str, dict[str, Any]] = {
     "repeats": {"repeats": 3, "flip": 0.5},
     "streamed": {"resident_mb": 0},
 }
-ALL = {"crop": "resized", "flip": 0.5, "randaugment": 2, "erase": 0.5, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1, "repeats": 2}
+ALL = {
+    "crop": "resized",
+    "flip": 0.5,
+    "randaugment": 2,
+    "erase": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "smoothing": 0.1,
+    "repeats": 2,
+}
 TRAIN: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "accumulate": {"accumulate": 2},
@@ -49,13 +70,17 @@ TRAIN: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
     """A process that has the strict device; what is registered there stays there."""
-    with ProcessPoolExecutor(1, small_run.processes(), on_strict_device.start, (tmp_path_factory.mktemp("strict"),)) as process:
+    with ProcessPoolExecutor(
+        1, small_run.processes(), on_strict_device.start, (tmp_path_factory.mktemp("strict"),)
+    ) as process:
         yield process
 
 
 # ---- every method -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("method", "scenario"), EVERY)
-def test_every_stage_of_every_method_gives_the_results_of_the_cpu(device: Any, method: str, scenario: str):
+def test_every_stage_of_every_method_gives_the_results_of_the_cpu(
+    device: Any, method: str, scenario: str
+):
     """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint, serving."""
     counts = device.submit(on_strict_device.check, Case(method, scenario)).result()
     assert counts, "no step was counted"
@@ -66,8 +91,12 @@ def test_every_stage_of_every_method_gives_the_results_of_the_cpu(device: Any, m
 def sentences(counts: dict[Step, Counts]) -> list[str]:
     """What is above the table, or not in it."""
     bounds = recorded(TABLE.read_text())
-    assert counts.keys() <= bounds.keys(), "a training step is not in the table: record it, see tests/on_strict_device.py"
-    return [sentence for step, found in counts.items() for sentence in higher(step, found, bounds[step])]
+    assert counts.keys() <= bounds.keys(), (
+        "a training step is not in the table: record it, see tests/on_strict_device.py"
+    )
+    return [
+        sentence for step, found in counts.items() for sentence in higher(step, found, bounds[step])
+    ]
 
 
 @pytest.mark.parametrize(("method", "backbone"), SOME)
@@ -78,26 +107,36 @@ def test_other_backbones_give_the_results_of_the_cpu(device: Any, method: str, b
 @pytest.mark.parametrize("method", ["toast", "toast_lite", "icarl", "tfm"])
 def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, method: str):
     """The backbone's own training, and the steps that methods have for such a task."""
-    counts = device.submit(on_strict_device.check, Case(method, min(METHODS[method].scenarios), base=True)).result()
+    counts = device.submit(
+        on_strict_device.check, Case(method, min(METHODS[method].scenarios), base=True)
+    ).result()
     if METHODS[method].starts_from:
         assert not sentences(counts)
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str):
-    device.submit(on_strict_device.check, Case("finetune", "task", data=DATA[name]), resume=False).result()
+    device.submit(
+        on_strict_device.check, Case("finetune", "task", data=DATA[name]), resume=False
+    ).result()
 
 
 @pytest.mark.parametrize("name", TRAIN)
 def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: str):
-    device.submit(on_strict_device.check, Case("finetune", "class", train=TRAIN[name]), compare=name != "bf16").result()
+    device.submit(
+        on_strict_device.check, Case("finetune", "class", train=TRAIN[name]), compare=name != "bf16"
+    ).result()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("data", [{}, ALL, {"resident_mb": 0}], ids=["plain", "augmented", "streamed"])
+@pytest.mark.parametrize(
+    "data", [{}, ALL, {"resident_mb": 0}], ids=["plain", "augmented", "streamed"]
+)
 @pytest.mark.parametrize(("method", "scenario"), EVERY)
-def test_every_method_on_every_backbone_under_every_augmentation(device: Any, method: str, scenario: str, data: dict[str, Any], backbone: str):
+def test_every_method_on_every_backbone_under_every_augmentation(
+    device: Any, method: str, scenario: str, data: dict[str, Any], backbone: str
+):
     try:
         device.submit(on_strict_device.check, Case(method, scenario, backbone, data)).result()
     except UserError as error:  # as this method or backbone says of itself
@@ -117,19 +156,46 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a sum of both": (lambda: there(2) + host(2), "at least two devices"),
     "joined": (lambda: torch.cat([there(2), host(2)]), "at least two devices"),
     "a layer": (lambda: nn.Linear(2, 2)(there(1, 2)), "at least two devices"),
-    "a loss": (lambda: nn.functional.cross_entropy(there(2, 3), host(2).long()), "at least two devices"),
-    "rows by index_select": (lambda: there(2).index_select(0, host(1).long()), "at least two devices"),
+    "a loss": (
+        lambda: nn.functional.cross_entropy(there(2, 3), host(2).long()),
+        "at least two devices",
+    ),
+    "rows by index_select": (
+        lambda: there(2).index_select(0, host(1).long()),
+        "at least two devices",
+    ),
     "an index on the device": (lambda: host(2)[there(1).long()], "at least two devices"),
-    "a write from the host": (lambda: there(2).__setitem__(slice(0, 1), there(2)[:1] + host(1)), "at least two devices"),
-    "values from the host": (lambda: there(2).index_put_((host(1).long(),), host(1)), "at least two devices"),
+    "a write from the host": (
+        lambda: there(2).__setitem__(slice(0, 1), there(2)[:1] + host(1)),
+        "at least two devices",
+    ),
+    "values from the host": (
+        lambda: there(2).index_put_((host(1).long(),), host(1)),
+        "at least two devices",
+    ),
     "a sum into the host": (lambda: host(2).add_(there(2)), "output is on the CPU"),
-    "a result into the host": (lambda: torch.gt(there(2), 0, out=host(2).bool()), "output is on the CPU"),
+    "a result into the host": (
+        lambda: torch.gt(there(2), 0, out=host(2).bool()),
+        "output is on the CPU",
+    ),
     "a scalar of the host that is written": (lambda: host().add_(there()), "output is on the CPU"),
-    "a generator of the host": (lambda: torch.rand(2, generator=torch.Generator(), device=NAME), "'strict' device type for generator but found 'cpu'"),
-    "one in place": (lambda: there(2).uniform_(generator=torch.Generator()), "'strict' device type for generator but found 'cpu'"),
-    "a generator of the device": (lambda: torch.randperm(2, generator=torch.Generator(NAME)), "'cpu' device type for generator but found 'strict'"),
+    "a generator of the host": (
+        lambda: torch.rand(2, generator=torch.Generator(), device=NAME),
+        "'strict' device type for generator but found 'cpu'",
+    ),
+    "one in place": (
+        lambda: there(2).uniform_(generator=torch.Generator()),
+        "'strict' device type for generator but found 'cpu'",
+    ),
+    "a generator of the device": (
+        lambda: torch.randperm(2, generator=torch.Generator(NAME)),
+        "'cpu' device type for generator but found 'strict'",
+    ),
     "numpy": (lambda: there(2).numpy(), "can't convert strict:0 device type tensor to numpy"),
-    "numpy of its own": (lambda: __import__("numpy").asarray(there(2)), "can't convert strict:0 device type tensor to numpy"),
+    "numpy of its own": (
+        lambda: __import__("numpy").asarray(there(2)),
+        "can't convert strict:0 device type tensor to numpy",
+    ),
     "other data": (lambda: setattr(there(2), "data", host(2)), "attempted to set the data"),
     "pinned": (lambda: there(2).pin_memory(), "cannot pin"),
 }
@@ -142,7 +208,10 @@ COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4
     "a copy on the device": (lambda x: x.double(), Counts(ops=1)),
     "a copy to it": (lambda x: host(3).to(NAME), Counts(copies=1)),
     "a copy into it": (lambda x: x.copy_(host(4, 4)), Counts(copies=1)),
-    "a copy from pinned memory": (lambda x: host(3).pin_memory().to(NAME, non_blocking=True), Counts()),
+    "a copy from pinned memory": (
+        lambda x: host(3).pin_memory().to(NAME, non_blocking=True),
+        Counts(),
+    ),
     "a tensor of numbers": (lambda x: torch.tensor([1.0, 2.0], device=NAME), Counts(copies=1)),
     "an index of the host": (lambda x: x[torch.tensor([0, 1])], Counts(ops=1, copies=1)),
     "a copy from it": (lambda x: x.cpu(), Counts(reads=1)),
@@ -230,8 +299,14 @@ class DrawsOnTheHost(FineTune):
     """Its noise comes from a generator of the host."""
 
     def loss(self, batch: Batch, progress: Progress) -> Any:
-        noise = torch.rand(batch.images.shape, generator=torch.Generator().manual_seed(1), device=batch.images.device)
-        return super().loss(Batch(batch.images + noise, batch.labels, batch.tasks, batch.draw), progress)
+        noise = torch.rand(
+            batch.images.shape,
+            generator=torch.Generator().manual_seed(1),
+            device=batch.images.device,
+        )
+        return super().loss(
+            Batch(batch.images + noise, batch.labels, batch.tasks, batch.draw), progress
+        )
 
 
 class KeepsATensor(FineTune):
@@ -271,13 +346,19 @@ class WaitsInEveryStep(FineTune):
         return loss, terms
 
 
-BROKEN = {cls.__name__: cls for cls in (DrawsOnTheHost, KeepsATensor, JoinsWhatItStores, LooksByNumpy)}
+BROKEN = {
+    cls.__name__: cls for cls in (DrawsOnTheHost, KeepsATensor, JoinsWhatItStores, LooksByNumpy)
+}
 
 
 def broken(name: str) -> Any:
     """In the device's process: `finetune` is another."""
-    with mock.patch.dict(METHODS, {"finetune": {**BROKEN, "WaitsInEveryStep": WaitsInEveryStep}[name]}):
-        return on_strict_device.check(Case("finetune", "task", train={"batch_size": 31 - len(name)}), resume=False)
+    with mock.patch.dict(
+        METHODS, {"finetune": {**BROKEN, "WaitsInEveryStep": WaitsInEveryStep}[name]}
+    ):
+        return on_strict_device.check(
+            Case("finetune", "task", train={"batch_size": 31 - len(name)}), resume=False
+        )
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -293,14 +374,20 @@ def test_a_method_that_makes_the_host_wait_is_found_out(device: Any):
     assert counts.reads == bound.reads + 1
     found = next(sentence for sentence in higher(step, counts, bound) if "reads" in sentence)
     assert found == (
-        f"finetune/task/train: a training step costs {bound.reads + 1} reads that the host waits for, and benchmarks/README.md records {bound.reads}; "
+        f"finetune/task/train: a training step costs {bound.reads + 1} reads that the host "
+        f"waits for, and benchmarks/README.md records {bound.reads}; "
         "these may only go down: take out what was added"
     )
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------------
 def test_the_table_has_a_row_for_each_training_step_of_every_method():
-    trained = {(method, scenario, step.name) for method, scenario in EVERY for step in METHODS[method].steps if step.trains}
+    trained = {
+        (method, scenario, step.name)
+        for method, scenario in EVERY
+        for step in METHODS[method].steps
+        if step.trains
+    }
     assert recorded(TABLE.read_text()).keys() == trained
 
 

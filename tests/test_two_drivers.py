@@ -21,13 +21,21 @@ def raced(reference: Reference, place: Path, between_s: float) -> None:
     second = small_run.start(["run", config], place / "second.txt")
     for process in (first, second):
         process.join(240)
-    assert (first.exitcode, second.exitcode) == (0, 0), [(place / f"{name}.txt").read_text() for name in ("first", "second")]
+    assert (first.exitcode, second.exitcode) == (0, 0), [
+        (place / f"{name}.txt").read_text() for name in ("first", "second")
+    ]
     storage = place / "storage"
     assert small_run.results(storage) == reference.expected
     for folder in (storage / "stages").iterdir():
         standing = json.loads((folder / "manifest.json").read_text())["attempt"]
-        assert [path.name for path in folder.iterdir() if path.is_dir()] == [standing], "what the slower one wrote is dropped"
-    assert not [path for path in storage.rglob("*") if path.suffix == ".part" or path.parent.name == "claims"]
+        assert [path.name for path in folder.iterdir() if path.is_dir()] == [standing], (
+            "what the slower one wrote is dropped"
+        )
+    assert not [
+        path
+        for path in storage.rglob("*")
+        if path.suffix == ".part" or path.parent.name == "claims"
+    ]
 
 
 @pytest.mark.parametrize("race", range(2))
@@ -38,4 +46,8 @@ def test_two_drivers_at_the_same_moment_make_what_one_makes(race, reference, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("race", range(20))
 def test_two_drivers_close_to_each_other_make_what_one_makes(race, reference, tmp_path):
-    raced(reference, tmp_path, random.Random(f"{MOMENTS}-race-{race}").uniform(0, 0.5) * reference.seconds)
+    raced(
+        reference,
+        tmp_path,
+        random.Random(f"{MOMENTS}-race-{race}").uniform(0, 0.5) * reference.seconds,
+    )

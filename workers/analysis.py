@@ -65,13 +65,21 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     with gazes(method) as heard:
         told(method, images, task.name)
-    looks = _looks([gaze for gaze in heard if gaze.passes and len(gaze.passes[-1]) == len(images)], isinstance(getattr(method, "top_down", None), TopDown))
+    looks = _looks(
+        [gaze for gaze in heard if gaze.passes and len(gaze.passes[-1]) == len(images)],
+        isinstance(getattr(method, "top_down", None), TopDown),
+    )
     if not looks:
         return None
     names = _names(method, job, task)
     answered = answers(method, images, task.name).argmax(1)
-    return Maps(pixels(images, job.backbone_settings), [task.classes[label] for label in labels.tolist()], [names[answer] for answer in answered.tolist()],
-                looks, _selected(method, images, task.name))
+    return Maps(
+        pixels(images, job.backbone_settings),
+        [task.classes[label] for label in labels.tolist()],
+        [names[answer] for answer in answered.tolist()],
+        looks,
+        _selected(method, images, task.name),
+    )
 
 
 def _looks(heard: Sequence[Gaze], twice: bool) -> dict[str, Tensor]:
@@ -80,12 +88,23 @@ def _looks(heard: Sequence[Gaze], twice: bool) -> dict[str, Tensor]:
     networks = list(dict.fromkeys(gaze.network for gaze in heard))
     last = [[gaze for gaze in heard if gaze.network == network][-1] for network in networks]
     if len(networks) > 1:
-        return {f"network {place}, block {gaze.block}": gaze.passes[-1] for place, gaze in enumerate(last)}
+        return {
+            f"network {place}, block {gaze.block}": gaze.passes[-1]
+            for place, gaze in enumerate(last)
+        }
     both = [gaze for gaze in heard if twice and len(gaze.passes) == 2][-1:]
     if both:
-        found = {f"block {both[0].block}, {which} look": look for which, look in zip(("first", "second"), both[0].passes, strict=True)}
-        return found | {f"block {gaze.block}": gaze.passes[-1] for gaze in last if gaze is not both[0]}
-    return {f"block {gaze.block}": gaze.passes[-1] for gaze in [*(heard[len(heard) // 2 - 1 : len(heard) // 2]), *last]}
+        found = {
+            f"block {both[0].block}, {which} look": look
+            for which, look in zip(("first", "second"), both[0].passes, strict=True)
+        }
+        return found | {
+            f"block {gaze.block}": gaze.passes[-1] for gaze in last if gaze is not both[0]
+        }
+    return {
+        f"block {gaze.block}": gaze.passes[-1]
+        for gaze in [*(heard[len(heard) // 2 - 1 : len(heard) // 2]), *last]
+    }
 
 
 def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
@@ -97,7 +116,11 @@ def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     if "prior" not in method.effective:  # the base task, which the backbone answers
         return None
     grid = tuple(top_down.backbone.patch_embed.grid_size)
-    return selection(top_down.first_pass(images)[1], method.effective["prior"])[:, -math.prod(grid) :].unflatten(1, grid).cpu()
+    return (
+        selection(top_down.first_pass(images)[1], method.effective["prior"])[:, -math.prod(grid) :]
+        .unflatten(1, grid)
+        .cpu()
+    )
 
 
 def _names(method: Method, job: StageJob, task: Task) -> list[str]:
@@ -110,14 +133,23 @@ def _names(method: Method, job: StageJob, task: Task) -> list[str]:
 
 def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
     """Normalised (n, 3, H, W) -> (n, H, W, 3) in [0, 1]."""
-    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (backbone.mean, backbone.std))
+    mean, std = (
+        torch.tensor(values, device=images.device).view(3, 1, 1)
+        for values in (backbone.mean, backbone.std)
+    )
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).cpu()
 
 
 def told(method: Method, images: Tensor, task: str) -> Tensor:
     """Logits among the classes of `task`; a method that finds out the task itself answers as if it had found this one."""
-    place = next((place for place, tasks in enumerate(method.candidates().values()) if task in tasks), None)
-    return method.logits(images, task) if place is None else method.answer(images, torch.full((len(images),), place), task)
+    place = next(
+        (place for place, tasks in enumerate(method.candidates().values()) if task in tasks), None
+    )
+    return (
+        method.logits(images, task)
+        if place is None
+        else method.answer(images, torch.full((len(images),), place), task)
+    )
 
 
 def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
@@ -138,9 +170,22 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
         uphill = slope(method, images, wanted, task.name)
         for epsilon in EPSILONS if uphill is not None else ():
             assert uphill is not None
-            count("fgsm", epsilon, attacked(images, uphill, epsilon / 255, job.backbone_settings), wanted)
-    return [{"kind": kind, "level": level, "correct": correct, "total": total, "accuracy": correct / total}
-            for (kind, level), (correct, total) in counts.items()]
+            count(
+                "fgsm",
+                epsilon,
+                attacked(images, uphill, epsilon / 255, job.backbone_settings),
+                wanted,
+            )
+    return [
+        {
+            "kind": kind,
+            "level": level,
+            "correct": correct,
+            "total": total,
+            "accuracy": correct / total,
+        }
+        for (kind, level), (correct, total) in counts.items()
+    ]
 
 
 @torch.no_grad()
@@ -149,14 +194,25 @@ def shifted_rows(method: Method, job: StageJob, task: Task, others: Sequence[Tas
     comparison the same of the task's own images of these classes, once for each card."""
     rows = []
     for other in (other for other in others if covers(task, other)):
-        columns = first_column(method, task.name) + torch.tensor([task.classes.index(name) for name in other.classes])
+        columns = first_column(method, task.name) + torch.tensor(
+            [task.classes.index(name) for name in other.classes]
+        )
         own = Task(task.name, task.card, task.data, other.classes)
         for shown in (own, other):
             right = total = 0
             for images, labels in spread(job, shown, sys.maxsize):
                 guess = answers(method, images, task.name)[:, columns.to(images.device)].argmax(1)
                 right, total = right + int((guess == labels).sum()), total + len(labels)
-            rows.append({"kind": "shifted", "card": other.card, "images": shown.card, "correct": right, "total": total, "accuracy": right / total})
+            rows.append(
+                {
+                    "kind": "shifted",
+                    "card": other.card,
+                    "images": shown.card,
+                    "correct": right,
+                    "total": total,
+                    "accuracy": right / total,
+                }
+            )
     return rows
 
 
@@ -185,5 +241,8 @@ def slope(method: Method, images: Tensor, wanted: Tensor, task: str) -> Tensor |
 
 def attacked(images: Tensor, uphill: Tensor, epsilon: float, backbone: BackboneSettings) -> Tensor:
     """FGSM (Goodfellow et al., ICLR 2015): one step of epsilon in each pixel, whose range is [0, 1], and within that range."""
-    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (backbone.mean, backbone.std))
+    mean, std = (
+        torch.tensor(values, device=images.device).view(3, 1, 1)
+        for values in (backbone.mean, backbone.std)
+    )
     return (images + epsilon / std * uphill).clamp(-mean / std, (1 - mean) / std)

@@ -40,10 +40,17 @@ from workers.regular_file import read_regular
 from workers.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # from filesystems that know no hard links
+NO_LINKS = (
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)  # from filesystems that know no hard links
 LARGE_BYTES = 64 << 20
 MOST_JSON = 64 << 20
-_opened: ContextVar[Mapping[tuple[str, str], Artefact]] = ContextVar("opened", default=MappingProxyType({}))
+_opened: ContextVar[Mapping[tuple[str, str], Artefact]] = ContextVar(
+    "opened", default=MappingProxyType({})
+)
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
@@ -56,8 +63,11 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         system, top = opened(urlunsplit(parts._replace(path="/")))
     except (ValueError, OSError, NotImplementedError) as error:
-        raise UserError(f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI pyarrow knows "
-                        "(file, s3, gs, hdfs) with its credentials in the environment") from None
+        raise UserError(
+            f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI "
+            "pyarrow knows "
+            "(file, s3, gs, hdfs) with its credentials in the environment"
+        ) from None
     return system, posixpath.normpath(posixpath.join(top, parts.path.lstrip("/")))
 
 
@@ -183,14 +193,18 @@ def listing(uri: str) -> dict[str, int]:
     """Path below `uri` -> bytes, of every file there, in one listing; nothing where it is not there."""
     system, path = resolve(uri)
     infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-    return {i.path[len(path):].strip("/"): i.size or 0 for i in infos if i.type == fs.FileType.File}
+    return {
+        i.path[len(path) :].strip("/"): i.size or 0 for i in infos if i.type == fs.FileType.File
+    }
 
 
 def delete_dir(uri: str) -> None:
     """Deletes a folder and all in it. No error where it is not there, or another process deletes it or writes there too."""
     system, path = resolve(uri)
     try:
-        system.get_file_info(fs.FileSelector(path))  # one request where there is nothing, in place of five
+        system.get_file_info(
+            fs.FileSelector(path)
+        )  # one request where there is nothing, in place of five
         system.delete_dir(path)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -227,9 +241,17 @@ class Attempt:
             return False
         for name, info in self.files.items():
             if there.get(f"{self.name}/{name}") != info["bytes"]:
-                raise OSError(f"{join(self.root, self.key, self.name, name)} has {there.get(f'{self.name}/{name}', 'no')} bytes in the storage, "
-                              f"{info['bytes']} were written")
-        body = json.loads(json.dumps({**manifest, "key": self.key, "attempt": self.name, "files": self.files}, default=str))
+                raise OSError(
+                    f"{join(self.root, self.key, self.name, name)} has "
+                    f"{there.get(f'{self.name}/{name}', 'no')} bytes in the storage, "
+                    f"{info['bytes']} were written"
+                )
+        body = json.loads(
+            json.dumps(
+                {**manifest, "key": self.key, "attempt": self.name, "files": self.files},
+                default=str,
+            )
+        )
         data = json.dumps({**body, "sha256": digest_of(body)}, indent=1, sort_keys=True).encode()
         system, path = resolve(target)
         if isinstance(system, fs.LocalFileSystem):
@@ -249,7 +271,9 @@ class Attempt:
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
-                os.replace(part, path)  # of two at the same moment the later one stands, as on an object store
+                os.replace(
+                    part, path
+                )  # of two at the same moment the later one stands, as on an object store
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(part)
@@ -305,7 +329,12 @@ def stays_inside(manifest: dict[str, Any]) -> bool:
     if not isinstance(attempt, str) or "/" in attempt or not isinstance(files, dict):
         return False
     parts = {part for name in (attempt, *files) for part in name.split("/")}
-    sound = all(isinstance(info, dict) and type(info.get("bytes")) is int and isinstance(info.get("sha256"), str) for info in files.values())
+    sound = all(
+        isinstance(info, dict)
+        and type(info.get("bytes")) is int
+        and isinstance(info.get("sha256"), str)
+        for info in files.values()
+    )
     return sound and not parts & {"", ".", ".."} and not any("\0" in part for part in parts)
 
 
@@ -326,15 +355,22 @@ class Artefact:
             manifest = read_json(join(root, key, MANIFEST))
         except (FileNotFoundError, ValueError):
             return None
-        whole = isinstance(manifest, dict) and manifest.get("sha256") == digest_of(manifest) and stays_inside(manifest)
+        whole = (
+            isinstance(manifest, dict)
+            and manifest.get("sha256") == digest_of(manifest)
+            and stays_inside(manifest)
+        )
         return cls(root, key, manifest) if whole else None
 
     @classmethod
     def need(cls, root: str, key: str) -> Artefact:
         found = cls.open(root, key)
         if found is None:
-            raise DamagedArtefact(key, f"stage result {key} is missing below {root}; run the same command again to "
-                                       "compute it")
+            raise DamagedArtefact(
+                key,
+                f"stage result {key} is missing below {root}; run the same command again to "
+                "compute it",
+            )
         return found
 
     def uri(self, name: str) -> str:
@@ -344,14 +380,19 @@ class Artefact:
         """The bytes of one file. Raises DamagedArtefact where size or sha256 differ from the manifest."""
         problem, data = self._read(name)
         if problem:
-            raise DamagedArtefact(self.key, f"{self.uri(name)}: {problem}; run the same command again to compute it anew")
+            raise DamagedArtefact(
+                self.key,
+                f"{self.uri(name)}: {problem}; run the same command again to compute it anew",
+            )
         return data
 
     def damage(self) -> str | None:
         """The first file that is missing, truncated or altered, in words; None when everything is as it was written. Files
         above LARGE_BYTES (shards of big data sets) are judged by their size here and by their digests when they are read."""
         for name, expected in self.manifest["files"].items():
-            problem = self._size_problem(name) if expected["bytes"] > LARGE_BYTES else self._read(name)[0]
+            problem = (
+                self._size_problem(name) if expected["bytes"] > LARGE_BYTES else self._read(name)[0]
+            )
             if problem:
                 return f"{name} {problem}"
         return None
@@ -362,7 +403,11 @@ class Artefact:
         if info.type == fs.FileType.NotFound:
             return "is missing"
         expected = self.manifest["files"][name]["bytes"]
-        return None if info.size == expected else f"is truncated or padded ({info.size} bytes, the manifest says {expected})"
+        return (
+            None
+            if info.size == expected
+            else f"is truncated or padded ({info.size} bytes, the manifest says {expected})"
+        )
 
     def _read(self, name: str) -> tuple[str | None, bytes]:
         expected = self.manifest["files"].get(name)
@@ -379,7 +424,11 @@ class Artefact:
                 return f"is none ({error.strerror})", b""
             raise
         if len(data) != expected["bytes"]:
-            return f"is truncated or padded ({len(data)} bytes, the manifest says {expected['bytes']})", data
+            return (
+                f"is truncated or padded ({len(data)} bytes, the manifest says "
+                f"{expected['bytes']})",
+                data,
+            )
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
             return "is damaged (its sha256 differs from the manifest)", data
         return None, data

@@ -18,8 +18,13 @@ NAME = re.compile(r"[a-z][A-Za-z0-9_]{0,39}")
 WORD = re.compile(r"[A-Za-z0-9_]{0,40}")
 LOADING = re.compile(
     r"pretrained.*|checkpoint_path|cache_dir|features_only|feature_.*|out_indices|pruned|model_cfg|model_cls|kwargs_filter|variant|"
-    r"scriptable|exportable|no_jit|device|dtype|block|block_args|.*_fn|embed_layer|mlp_layer|aa_layer")
-ELSEWHERE = {"img_size": "backbone.img_size", "drop_path_rate": "backbone.drop_path", "num_classes": "the classes of a task"}
+    r"scriptable|exportable|no_jit|device|dtype|block|block_args|.*_fn|embed_layer|mlp_layer|aa_layer"
+)
+ELSEWHERE = {
+    "img_size": "backbone.img_size",
+    "drop_path_rate": "backbone.drop_path",
+    "num_classes": "the classes of a task",
+}
 
 
 def check_option(name: str, value: Any) -> None:
@@ -27,7 +32,10 @@ def check_option(name: str, value: Any) -> None:
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r:.60} is no name of an option")
     if LOADING.fullmatch(name):
-        raise ValueError(f"{name!r} says how timm loads or makes a model, and not what it is; no settings file may do that")
+        raise ValueError(
+            f"{name!r} says how timm loads or makes a model, and not what it is; no settings "
+            "file may do that"
+        )
     if name in ELSEWHERE:
         raise ValueError(f"{name!r} is given by {ELSEWHERE[name]}")
     items = value if isinstance(value, (list, tuple)) else [value]
@@ -36,8 +44,13 @@ def check_option(name: str, value: Any) -> None:
     largest = MOST_BLOCKS if name in BLOCK_COUNTS else LARGEST_NUMBER
     for item in items:
         _check_plain(name, item, largest)
-    if name in BLOCK_COUNTS and sum(item for item in items if isinstance(item, (int, float))) > MOST_BLOCKS:
-        raise ValueError(f"{name!r} is {value!r:.60}, and a backbone has at most {MOST_BLOCKS} blocks")
+    if (
+        name in BLOCK_COUNTS
+        and sum(item for item in items if isinstance(item, (int, float))) > MOST_BLOCKS
+    ):
+        raise ValueError(
+            f"{name!r} is {value!r:.60}, and a backbone has at most {MOST_BLOCKS} blocks"
+        )
 
 
 def _check_plain(name: str, value: Any, largest: int) -> None:
@@ -45,8 +58,13 @@ def _check_plain(name: str, value: Any, largest: int) -> None:
         return
     if isinstance(value, str):
         if not WORD.fullmatch(value):
-            raise ValueError(f"{name!r} is {value!r:.60}, and a word has letters, digits and '_', at most 40")
+            raise ValueError(
+                f"{name!r} is {value!r:.60}, and a word has letters, digits and '_', at most 40"
+            )
     elif not isinstance(value, (int, float)):
-        raise ValueError(f"{name!r} holds a {type(value).__name__}; it must be a number, a word, true, false, null, or a list of those")
+        raise ValueError(
+            f"{name!r} holds a {type(value).__name__}; it must be a number, a word, true, "
+            "false, null, or a list of those"
+        )
     elif not (abs(value) <= largest):  # NaN is none of them
         raise ValueError(f"{name!r} is {value!r:.60}, and it must be a number of at most {largest}")

@@ -17,7 +17,16 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from workers.artefact import delete_dir, file_info, join, parent, read_bytes, read_json, resolve, write_bytes
+from workers.artefact import (
+    delete_dir,
+    file_info,
+    join,
+    parent,
+    read_bytes,
+    read_json,
+    resolve,
+    write_bytes,
+)
 from workers.errors import UserError
 from workers.taskstate import load_tensors
 
@@ -65,17 +74,39 @@ def folder_of(root: str, key: str) -> str:
     return join(parent(root), "checkpoints", key)
 
 
-def save(root: str, key: str, model: nn.Module, optimizer: torch.optim.Optimizer, best: dict[str, Tensor], mark: Checkpoint) -> None:
+def save(
+    root: str,
+    key: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    best: dict[str, Tensor],
+    mark: Checkpoint,
+) -> None:
     """One file with everything, under a name of its own; then `latest.json`, which names it with size and sha256."""
-    tensors = {f"model/{n}": t for n, t in trained_state(model).items()} | {f"best/{n}": t for n, t in best.items()}
+    tensors = {f"model/{n}": t for n, t in trained_state(model).items()} | {
+        f"best/{n}": t for n, t in best.items()
+    }
     for index, values in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{index}/{n}": torch.as_tensor(v) for n, v in values.items() if v is not None}
-    where = {"epoch": mark.epoch, "step": mark.step, "history": mark.history, "sums": mark.sums, "best": mark.best}
-    data = safetensors.torch.save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, {"accrete": json.dumps(where)})
+        tensors |= {
+            f"optimizer/{index}/{n}": torch.as_tensor(v) for n, v in values.items() if v is not None
+        }
+    where = {
+        "epoch": mark.epoch,
+        "step": mark.step,
+        "history": mark.history,
+        "sums": mark.sums,
+        "best": mark.best,
+    }
+    data = safetensors.torch.save(
+        {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()},
+        {"accrete": json.dumps(where)},
+    )
     folder, info = folder_of(root, key), file_info(data)
     name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
     before = _latest(folder)
-    with suppress(FileNotFoundError):  # another run of the same stage was faster, and its checkpoints are dropped
+    with suppress(
+        FileNotFoundError
+    ):  # another run of the same stage was faster, and its checkpoints are dropped
         write_bytes(join(folder, name), data)
         write_bytes(join(folder, "latest.json"), json.dumps({"file": name, **info}).encode())
         if before and before["file"] != name:
@@ -119,5 +150,11 @@ def _latest(folder: str) -> dict[str, Any] | None:
         latest = read_json(join(folder, "latest.json"))
     except (FileNotFoundError, ValueError):
         return None
-    whole = isinstance(latest, dict) and latest.keys() == {"file", "bytes", "sha256"} and isinstance(latest["file"], str)
-    return latest if whole and FILE.fullmatch(latest["file"]) else None  # else `save` would delete what a stranger names
+    whole = (
+        isinstance(latest, dict)
+        and latest.keys() == {"file", "bytes", "sha256"}
+        and isinstance(latest["file"], str)
+    )
+    return (
+        latest if whole and FILE.fullmatch(latest["file"]) else None
+    )  # else `save` would delete what a stranger names

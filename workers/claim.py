@@ -16,7 +16,9 @@ TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives
 
 
 @contextmanager
-def claimed(root: str, key: str, group: dist.Group | None = None, wait: bool = True) -> Iterator[None]:
+def claimed(
+    root: str, key: str, group: dist.Group | None = None, wait: bool = True
+) -> Iterator[None]:
     """Holds the claim on the result `key` below `root`, which is freed when this process ends in whatever way. Ranks of a group hold it together.
     wait: else BlockingIOError where another process has it.
 
@@ -55,7 +57,9 @@ def _take(path: str) -> int | None:
         share_file(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(path).st_ino == os.fstat(file).st_ino:  # else whoever had it has removed it since
+        if (
+            os.stat(path).st_ino == os.fstat(file).st_ino
+        ):  # else whoever had it has removed it since
             return file
     except (BlockingIOError, FileNotFoundError):
         pass

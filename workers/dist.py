@@ -30,7 +30,9 @@ class Group:
         """Sums the gradients of `parameters` over ranks in a few flat buckets; a missing gradient counts as zero.
         Returns the bytes that were synchronised per rank."""
         for p in parameters:
-            if p.grad is None:  # on one rank too: what the optimizer does with it must not depend on the number of ranks
+            if (
+                p.grad is None
+            ):  # on one rank too: what the optimizer does with it must not depend on the number of ranks
                 p.grad = torch.zeros_like(p)
         if self.world == 1:
             return 0
@@ -48,7 +50,9 @@ class Group:
     def _sum_bucket(bucket: list[Tensor]) -> int:
         flat = torch._utils._flatten_dense_tensors(bucket)
         dist.all_reduce(flat)
-        for grad, summed in zip(bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True):
+        for grad, summed in zip(
+            bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
+        ):
             grad.copy_(summed)
         return flat.numel() * flat.element_size()
 

@@ -25,4 +25,6 @@ def require_package(name: str, user: str, remedy: str) -> None:
     A bare machine has what training needs and may lack ray, mlflow and webdataset.
     """
     if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
-        raise UserError(f"{user} needs the package {name}, which is not installed; install it, or {remedy}")
+        raise UserError(
+            f"{user} needs the package {name}, which is not installed; install it, or {remedy}"
+        )

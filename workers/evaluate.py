@@ -19,7 +19,9 @@ from workers.methods.base import Method
 
 EVALUATE_REVISION = 1  # raise it when measuring gives other numbers
 TOP = 5
-Answers = tuple[list[str], list[int], Tensor, dict[str, Tensor]]  # of one batch: keys, labels inside the task, logits, picks
+Answers = tuple[
+    list[str], list[int], Tensor, dict[str, Tensor]
+]  # of one batch: keys, labels inside the task, logits, picks
 
 
 @torch.no_grad()
@@ -31,7 +33,9 @@ def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
     for batch in feed.evaluate():
         for index in batch.tasks.unique().tolist():
             rows, task = batch.tasks == index, feed.tasks[index].name
-            right = answers(method, batch.images[rows], task).argmax(1) == batch.labels[rows] + first_column(method, task)
+            right = answers(method, batch.images[rows], task).argmax(1) == batch.labels[
+                rows
+            ] + first_column(method, task)
             counts += torch.stack([right.sum(), rows.sum()])
     method.train(was_training)
     correct, total = group.sum(counts).tolist()
@@ -48,7 +52,9 @@ def first_column(method: Method, task: str) -> int:
     return method.columns()[task].start if method.scenario == "class" else 0
 
 
-def evaluate_task(job: StageJob, group: dist.Group, report: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
+def evaluate_task(
+    job: StageJob, group: dist.Group, report: Any
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     """A row of the matrix: every task that this stage may have changed. For a method that changes none, this task, and the one
     before as a canary: measured again beside the new one, its logits must have the digest that they had."""
     assert job.task is not None
@@ -60,12 +66,18 @@ def evaluate_task(job: StageJob, group: dist.Group, report: Any) -> tuple[dict[s
     tables: list[pa.Table] = []
     for task in tasks if rewrites else [job.task]:
         report({"stage": job.id, "task": task.name, "done": len(rows), "of": len(tasks)})
-        row, table = result(method, task, in_order(group.gather(logits_of(job, method, task, group))))
+        row, table = result(
+            method, task, in_order(group.gather(logits_of(job, method, task, group)))
+        )
         rows.append(row)
         tables.append(table)
     buffer = io.BytesIO()
     pq.write_table(pa.concat_tables(tables), buffer)
-    found = {"rewrites": rewrites, "rows": rows, "canary": canary(job, method, before[-1], group) if before else None}
+    found = {
+        "rewrites": rewrites,
+        "rows": rows,
+        "canary": canary(job, method, before[-1], group) if before else None,
+    }
     return {"predictions.parquet": buffer.getvalue()}, {"kind": "evaluate", "result": found}
 
 
@@ -88,7 +100,14 @@ def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> l
     found = []
     for batch in feed.evaluate():
         logits, picks = with_picks(method, batch.images, task.name)
-        found.append((list(batch.keys or []), batch.labels.tolist(), logits.float().cpu(), {name: t.cpu() for name, t in picks.items()}))
+        found.append(
+            (
+                list(batch.keys or []),
+                batch.labels.tolist(),
+                logits.float().cpu(),
+                {name: t.cpu() for name, t in picks.items()},
+            )
+        )
     return found
 
 
@@ -100,7 +119,9 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
     place, confidence = method.infer(images)
     picks = {"place": place, "confidence": confidence}
     if method.scenario == "class":
-        return method.answer(images, place, None), picks | {"told": method.logits(images, task).argmax(1)}
+        return method.answer(images, place, None), picks | {
+            "told": method.logits(images, task).argmax(1)
+        }
     return method.answer(images, place, task), picks
 
 
@@ -108,41 +129,80 @@ def in_order(shares: list[list[Answers]]) -> Answers:
     """The answers of all ranks in test order: whole batches went round the ranks in turn."""
     batches = dist.in_turn(shares)
     keys, labels = [k for b in batches for k in b[0]], [label for b in batches for label in b[1]]
-    return keys, labels, torch.cat([b[2] for b in batches]), {name: torch.cat([b[3][name] for b in batches]) for name in batches[0][3]}
+    return (
+        keys,
+        labels,
+        torch.cat([b[2] for b in batches]),
+        {name: torch.cat([b[3][name] for b in batches]) for name in batches[0][3]},
+    )
 
 
 def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], pa.Table]:
     """Counts, a digest of all logits in test order, and one line per test image. In scenario `class` labels and predictions are
     positions in the one output space, and `correct_task_aware` counts what is right among the task's own classes."""
     keys, labels, logits, picks = found[0], torch.tensor(found[1]), found[2], found[3]
-    row: dict[str, Any] = {"task": task.name, "total": len(keys), "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()}
+    row: dict[str, Any] = {
+        "task": task.name,
+        "total": len(keys),
+        "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest(),
+    }
     if method.scenario == "class":
         own = method.columns()[task.name]
-        row["correct_task_aware"] = int((picks.get("told", logits[:, own].argmax(1)) == labels).sum())
+        row["correct_task_aware"] = int(
+            (picks.get("told", logits[:, own].argmax(1)) == labels).sum()
+        )
         labels = labels + own.start
     if not bool(torch.isfinite(logits).all()):
-        raise UserError(f"some answers on task {task.name!r} are not finite numbers; training went wrong, lower train.lr, set train.clip=1, or use "
-                        "train.precision=fp32")
+        raise UserError(
+            f"some answers on task {task.name!r} are not finite numbers; training went wrong, "
+            "lower train.lr, set train.clip=1, or use "
+            "train.precision=fp32"
+        )
     confidence, predicted = logits.softmax(1).max(1)
     row["correct"] = int((predicted == labels).sum())
-    row["correct_top5"] = int((logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]).sum())
-    table = pa.table({"task": [task.name] * len(keys), "key": keys, "label": labels.tolist(), "prediction": predicted.tolist(),
-                      "confidence": pa.array(confidence.tolist(), pa.float32())})
+    row["correct_top5"] = int(
+        (logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]).sum()
+    )
+    table = pa.table(
+        {
+            "task": [task.name] * len(keys),
+            "key": keys,
+            "label": labels.tolist(),
+            "prediction": predicted.tolist(),
+            "confidence": pa.array(confidence.tolist(), pa.float32()),
+        }
+    )
     if picks:
         row["picks"] = picks_of(method.candidates(), task.name, picks["place"], picks["confidence"])
         names = [*method.candidates()]
-        table = table.append_column("picked", pa.array([names[place] for place in picks["place"].tolist()]))
-        table = table.append_column("picked_confidence", pa.array(picks["confidence"].tolist(), pa.float32()))
+        table = table.append_column(
+            "picked", pa.array([names[place] for place in picks["place"].tolist()])
+        )
+        table = table.append_column(
+            "picked_confidence", pa.array(picks["confidence"].tolist(), pa.float32())
+        )
     return row, table
 
 
-def picks_of(candidates: dict[str, tuple[str, ...]], task: str, places: Tensor, confidence: Tensor) -> dict[str, Any]:
+def picks_of(
+    candidates: dict[str, tuple[str, ...]], task: str, places: Tensor, confidence: Tensor
+) -> dict[str, Any]:
     """What there was to pick from and how often each was picked for images of `task`, how many picks were right, and the mean
     confidence of right and of wrong ones, None where there are none."""
     right = torch.tensor([task in tasks for tasks in candidates.values()])[places]
-    means = {name: float(some.double().mean()) if len(some) else None
-             for name, some in (("confidence_right", confidence[right]), ("confidence_wrong", confidence[~right]))}
-    return {"candidates": [*candidates], "picked": places.bincount(minlength=len(candidates)).tolist(), "right": int(right.sum()), **means}
+    means = {
+        name: float(some.double().mean()) if len(some) else None
+        for name, some in (
+            ("confidence_right", confidence[right]),
+            ("confidence_wrong", confidence[~right]),
+        )
+    }
+    return {
+        "candidates": [*candidates],
+        "picked": places.bincount(minlength=len(candidates)).tolist(),
+        "right": int(right.sum()),
+        **means,
+    }
 
 
 def canary(job: StageJob, method: Method, old: Task, group: dist.Group) -> dict[str, Any] | None:

@@ -26,14 +26,28 @@ PATIENCE_S = 120.0  # how long a storage may fail to answer before the run ends
 FIRST_CONTACT_S = 20.0  # the same before the run has begun: its address may be wrong
 FIRST_S, LONGEST_S = 0.2, 5.0  # pauses between tries: each is twice the one before
 SAY_S = 5.0  # after so long a person is told what is waited for
-CONNECT_S, SILENT_S = 5.0, 20.0  # a connection without an answer, and one without a byte, are given up
+CONNECT_S, SILENT_S = (
+    5.0,
+    20.0,
+)  # a connection without an answer, and one without a byte, are given up
 SMALL = 8 << 20  # bytes of an object that is written by one request
 TRIES = 3  # that the client makes by itself before it reports an error
-S3_OPTIONS = ("allow_bucket_creation", "endpoint_override", "force_virtual_addressing", "region", "scheme")
+S3_OPTIONS = (
+    "allow_bucket_creation",
+    "endpoint_override",
+    "force_virtual_addressing",
+    "region",
+    "scheme",
+)
 # What may go well when it is asked again. pyarrow has nothing but the text of an error. NO_SUCH_UPLOAD: the answer to an upload's end got lost.
-TRANSIENT = re.compile(r"SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|INTERNAL_ERROR|THROTTL|REQUEST_TIMEOUT|REQUEST_LIMIT|NETWORK_CONNECTION|NO_SUCH_UPLOAD"
-                       r"|HTTP status (408|429|5\d\d)|curlCode|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL)"
-                       r"|ServerBusy|InternalError|OperationTimedOut|[Tt]imed out|[Cc]onnection (was )?(reset|refused|closed)", re.ASCII)
+TRANSIENT = re.compile(
+    r"SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|INTERNAL_ERROR|THROTTL|REQUEST_TIMEOUT|REQUEST_LIMIT|NETWORK_CONNECTION|NO_SUCH_UPLOAD"
+    r"|HTTP status "
+    r"(408|429|5\d\d)|curlCode|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL)"
+    r"|ServerBusy|InternalError|OperationTimedOut|[Tt]imed out|[Cc]onnection (was "
+    r")?(reset|refused|closed)",
+    re.ASCII,
+)
 
 T = TypeVar("T")
 _patience: ContextVar[float | None] = ContextVar("patience", default=None)
@@ -69,11 +83,17 @@ def opened(uri: str) -> tuple[fs.FileSystem, str]:
     parts = urlsplit(uri)
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
-        return fs.PyFileSystem(Patient(s3(options), f"s3://{parts.netloc}", s3(options, allow_delayed_open=True))), parts.netloc
+        return fs.PyFileSystem(
+            Patient(s3(options), f"s3://{parts.netloc}", s3(options, allow_delayed_open=True))
+        ), parts.netloc
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in parts.query:
         uri += f"{'&' if parts.query else '?'}retry_limit_seconds={timedelta(seconds=SILENT_S).seconds}"
     system, top = fs.FileSystem.from_uri(uri)
-    return (system if isinstance(system, fs.LocalFileSystem) else fs.PyFileSystem(Patient(system, f"{parts.scheme}://{parts.netloc}"))), top
+    return (
+        system
+        if isinstance(system, fs.LocalFileSystem)
+        else fs.PyFileSystem(Patient(system, f"{parts.scheme}://{parts.netloc}"))
+    ), top
 
 
 def access_remedy(uri: str) -> str:
@@ -83,17 +103,38 @@ def access_remedy(uri: str) -> str:
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
-        region = options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        where = f"region {region}" if region else "region us-east-1 (give another with ?region= in the URI or AWS_REGION)"
-        endpoint = options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        region = (
+            options.get("region")
+            or os.environ.get("AWS_REGION")
+            or os.environ.get("AWS_DEFAULT_REGION")
+        )
+        where = (
+            f"region {region}"
+            if region
+            else "region us-east-1 (give another with ?region= in the URI or AWS_REGION)"
+        )
+        endpoint = (
+            options.get("endpoint_override")
+            or os.environ.get("AWS_ENDPOINT_URL_S3")
+            or os.environ.get("AWS_ENDPOINT_URL")
+        )
         server = f" at {endpoint}" if endpoint else ""
-        return (f"check that bucket {bucket!r} exists in {where}{server}, and that the credentials, read from {aws_credentials()}, may list, "
-                "read, write and delete there")
+        return (
+            f"check that bucket {bucket!r} exists in {where}{server}, and that the credentials, "
+            f"read from {aws_credentials()}, may list, "
+            "read, write and delete there"
+        )
     if parts.scheme in ("gs", "gcs"):
-        return f"check that bucket {bucket!r} exists, and that the credentials, read from {google_credentials(uri)}, may list, read, write and delete there"
+        return (
+            f"check that bucket {bucket!r} exists, and that the credentials, read from "
+            f"{google_credentials(uri)}, may list, read, write and delete there"
+        )
     if parts.scheme in ("", "file"):
         return "choose another folder or mend its permissions"
-    return f"check that {parts.scheme}://{bucket} is there, and that the credentials of this environment may list, read, write and delete there"
+    return (
+        f"check that {parts.scheme}://{bucket} is there, and that the credentials of this "
+        "environment may list, read, write and delete there"
+    )
 
 
 def aws_credentials() -> str:
@@ -116,7 +157,12 @@ def google_credentials(uri: str) -> str:
     if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
         return "GOOGLE_APPLICATION_CREDENTIALS"
     path = os.path.expanduser("~/.config/gcloud/application_default_credentials.json")
-    return path if os.path.exists(path) else f"the role of this machine (GOOGLE_APPLICATION_CREDENTIALS is not set, and there is no {path})"
+    return (
+        path
+        if os.path.exists(path)
+        else "the role of this machine (GOOGLE_APPLICATION_CREDENTIALS is not set, and there is "
+        f"no {path})"
+    )
 
 
 def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
@@ -126,13 +172,27 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
     if unknown is not None:
         raise ValueError(f"{unknown!r} is no option; there are {', '.join(S3_OPTIONS)}")
     env = os.environ.get
-    endpoint = options.get("endpoint_override") or env("AWS_ENDPOINT_URL_S3") or env("AWS_ENDPOINT_URL") or ""
+    endpoint = (
+        options.get("endpoint_override")
+        or env("AWS_ENDPOINT_URL_S3")
+        or env("AWS_ENDPOINT_URL")
+        or ""
+    )
     scheme, mark, host = endpoint.partition("://")
     return fs.S3FileSystem(
-        region=options.get("region") or env("AWS_REGION") or env("AWS_DEFAULT_REGION") or "us-east-1",
-        endpoint_override=(host if mark else endpoint).rstrip("/") or None, scheme=options.get("scheme") or (scheme if mark else "https"),
-        allow_bucket_creation=options.get("allow_bucket_creation") == "true", force_virtual_addressing=options.get("force_virtual_addressing") == "true",
-        connect_timeout=CONNECT_S, request_timeout=SILENT_S, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=TRIES), **rest)
+        region=options.get("region")
+        or env("AWS_REGION")
+        or env("AWS_DEFAULT_REGION")
+        or "us-east-1",
+        endpoint_override=(host if mark else endpoint).rstrip("/") or None,
+        scheme=options.get("scheme") or (scheme if mark else "https"),
+        allow_bucket_creation=options.get("allow_bucket_creation") == "true",
+        force_virtual_addressing=options.get("force_virtual_addressing") == "true",
+        connect_timeout=CONNECT_S,
+        request_timeout=SILENT_S,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=TRIES),
+        **rest,
+    )
 
 
 def bare(system: fs.FileSystem) -> fs.FileSystem:
@@ -163,10 +223,16 @@ def patiently(call: Callable[[], T], where: str, doing: str, may_be_gone: bool =
                 raise
             reason, waited, failed = text[:300], time.monotonic() - started, True
             if waited + pause > (limit or 0):
-                raise StorageAway(f"storage {where} does not answer ({reason}); what finished is kept, run the same command again when it does") from None
+                raise StorageAway(
+                    f"storage {where} does not answer ({reason}); what finished is kept, run "
+                    "the same command again when it does"
+                ) from None
             if waited > SAY_S and not said:
                 said = True
-                say(f"storage {where} does not answer ({reason}); {doing} is tried again for up to {limit:.0f} s")
+                say(
+                    f"storage {where} does not answer ({reason}); {doing} is tried again for up "
+                    f"to {limit:.0f} s"
+                )
         time.sleep(pause * _jitter.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_S)
 
@@ -181,7 +247,11 @@ class Reading:
     def read(self, size: int = -1) -> bytes:
         left = max(self.size - self.at, 0)
         size = left if size < 0 else min(size, left)
-        data = patiently(lambda: self.file.read_at(size, self.at), self.where, f"reading {self.path}") if size else b""
+        data = (
+            patiently(lambda: self.file.read_at(size, self.at), self.where, f"reading {self.path}")
+            if size
+            else b""
+        )
         self.at += len(data)
         return data
 
@@ -224,10 +294,14 @@ class Patient(fs.FileSystemHandler):
 
     def put(self, path: str, data: bytes) -> None:
         def written() -> None:
-            with (self.small if len(data) < SMALL else self.system).open_output_stream(path) as stream:
+            with (self.small if len(data) < SMALL else self.system).open_output_stream(
+                path
+            ) as stream:
                 stream.write(data)
 
-        with ThreadPoolExecutor(1) as aside:  # Ctrl-C arrives in the main thread, which waits for the end
+        with ThreadPoolExecutor(
+            1
+        ) as aside:  # Ctrl-C arrives in the main thread, which waits for the end
             self._do(lambda: aside.submit(written).result(), f"writing {path}")
 
     def get_type_name(self) -> str:
@@ -243,7 +317,13 @@ class Patient(fs.FileSystemHandler):
         return self._do(lambda: self.system.get_file_info(selector), f"listing {selector.base_dir}")
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(self._do(lambda: Reading(self.system.open_input_file(path), self.where, path), f"opening {path}"), mode="r")
+        return pa.PythonFile(
+            self._do(
+                lambda: Reading(self.system.open_input_file(path), self.where, path),
+                f"opening {path}",
+            ),
+            mode="r",
+        )
 
     open_input_stream = open_input_file
 
@@ -254,7 +334,11 @@ class Patient(fs.FileSystemHandler):
         self._do(lambda: self.system.delete_dir(path), f"deleting {path}", may_be_gone=True)
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        self._do(lambda: self.system.delete_dir_contents(path, missing_dir_ok=missing_dir_ok), f"deleting {path}", may_be_gone=True)
+        self._do(
+            lambda: self.system.delete_dir_contents(path, missing_dir_ok=missing_dir_ok),
+            f"deleting {path}",
+            may_be_gone=True,
+        )
 
     def delete_root_dir_contents(self) -> None:
         raise NotImplementedError("nothing deletes a whole storage")
@@ -271,6 +355,8 @@ class Patient(fs.FileSystemHandler):
         self.delete_file(src)
 
     def open_output_stream(self, path: str, metadata: Any = None) -> pa.NativeFile:
-        raise NotImplementedError(f"{posixpath.basename(path)}: files of a storage are written whole")
+        raise NotImplementedError(
+            f"{posixpath.basename(path)}: files of a storage are written whole"
+        )
 
     open_append_stream = open_output_stream

@@ -9,7 +9,9 @@ from threading import Thread
 
 from workers.filesystem import SILENT_S, StorageAway
 
-DEADLINE_S = 5.0  # for the first answer: a name that no server resolves may take as long as a silent one
+DEADLINE_S = (
+    5.0  # for the first answer: a name that no server resolves may take as long as a silent one
+)
 
 
 def problem() -> str:
@@ -43,9 +45,13 @@ def check_reachable() -> None:
     from huggingface_hub import constants
 
     if reason := problem():
-        raise StorageAway(f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); mend the network, "
-                          "HTTPS_PROXY or HF_ENDPOINT, or download the files and point source.path of the card (or the "
-                          "environment variable in it) to them")
+        raise StorageAway(
+            f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); mend "
+            "the network, "
+            "HTTPS_PROXY or HF_ENDPOINT, or download the files and point source.path of the "
+            "card (or the "
+            "environment variable in it) to them"
+        )
 
 
 @contextmanager

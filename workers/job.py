@@ -7,7 +7,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from workers.backbone_options import check_option
 
@@ -27,7 +37,11 @@ class Frozen(BaseModel):
             if type(number) in (int, float):
                 largest = cls.largest_whole if type(number) is int else LARGEST
                 if abs(number) > largest:
-                    raise ValueError(f"a number here is at most {largest:g}" if largest == LARGEST else f"a whole number here is at most {largest}")
+                    raise ValueError(
+                        f"a number here is at most {largest:g}"
+                        if largest == LARGEST
+                        else f"a whole number here is at most {largest}"
+                    )
         return value
 
 
@@ -64,8 +78,12 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
 def with_neutral(model: type[BaseModel], written: dict[str, Any]) -> dict[str, Any]:
     """Settings as a file has them, with the neutral value of each setting that it does not have: it
     was written before the setting existed, and the default may be another one."""
-    neutral = {info.alias or name: mark.value for name, info in model.model_fields.items()
-               for mark in info.metadata if isinstance(mark, Neutral)}
+    neutral = {
+        info.alias or name: mark.value
+        for name, info in model.model_fields.items()
+        for mark in info.metadata
+        if isinstance(mark, Neutral)
+    }
     return {**neutral, **written}
 
 
@@ -88,17 +106,34 @@ class ContextSettings(Frozen):
     """Uniform attention in the blocks of a ViT (workers/model/context.py). In a pretrained backbone all but `cbs`, as it starts here, change the
     function that was trained."""
 
-    kind: Literal["cb", "cbs", "replace", "parallel", "compensate"] = Field("cb", description="`cb`: (x + c) / 2 at the end of the MLP; `cbs`: own x + "
-        "Lambda c, Lambda learnt; in attention `replace`: the first head is uniform, `parallel`: one more that is, `compensate`: both")
-    blocks: Literal["all"] | tuple[NonNegativeInt, ...] = Field("all", description="the blocks that have it, from 0; `[]`: none")
-    pool: Literal["mean", "max", "class"] = Field("mean", description="c of `cb` and `cbs`: over all tokens, or the class token")
-    own: PositiveFloat = Field(1.0, description="cbs: factor of a token itself; with own and start at 0.5 it starts as cb")
-    start: float = Field(0.0, description="cbs: where Lambda starts, and where it stays under a method that freezes the backbone")
+    kind: Literal["cb", "cbs", "replace", "parallel", "compensate"] = Field(
+        "cb",
+        description="`cb`: (x + c) / 2 at the end of the MLP; `cbs`: own x + "
+        "Lambda c, Lambda learnt; in attention `replace`: the first head is uniform, "
+        "`parallel`: one more that is, `compensate`: both",
+    )
+    blocks: Literal["all"] | tuple[NonNegativeInt, ...] = Field(
+        "all", description="the blocks that have it, from 0; `[]`: none"
+    )
+    pool: Literal["mean", "max", "class"] = Field(
+        "mean", description="c of `cb` and `cbs`: over all tokens, or the class token"
+    )
+    own: PositiveFloat = Field(
+        1.0, description="cbs: factor of a token itself; with own and start at 0.5 it starts as cb"
+    )
+    start: float = Field(
+        0.0,
+        description="cbs: where Lambda starts, and where it stays under a method that freezes the "
+        "backbone",
+    )
 
     @field_validator("blocks", mode="before")
     @classmethod
     def _places(cls, value: Any) -> Any:
-        if value != "all" and not (isinstance(value, (list, tuple)) and all(type(place) is int and place >= 0 for place in value)):
+        if value != "all" and not (
+            isinstance(value, (list, tuple))
+            and all(type(place) is int and place >= 0 for place in value)
+        ):
             raise ValueError("it must be `all`, or a list of blocks, which count from 0")
         return value
 
@@ -106,8 +141,14 @@ class ContextSettings(Frozen):
     def _used(self) -> ContextSettings:
         readers = {"pool": ("cb", "cbs"), "own": ("cbs",), "start": ("cbs",)}
         for name, kinds in readers.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, which kind {self.kind!r} does not read; leave it out, or use kind {kinds[-1]!r}")
+            if (
+                self.kind not in kinds
+                and getattr(self, name) != type(self).model_fields[name].default
+            ):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, which kind {self.kind!r} does not "
+                    f"read; leave it out, or use kind {kinds[-1]!r}"
+                )
         return self
 
 
@@ -115,20 +156,42 @@ class BackboneSettings(Frozen):
     """The one backbone that everything grows on: a timm VisionTransformer, ResNet or ConvNeXt."""
 
     name: str = Field("vit_tiny_patch16_224", description="timm model name, or `t2t_vit_12`")
-    img_size: int = Field(224, gt=0, le=4096, description="input side in pixels; position embeddings are resampled to it")
-    weights: str = Field("none", description="`none` (random), `hub` (timm's pretrained), or a local .safetensors file")
+    img_size: int = Field(
+        224,
+        gt=0,
+        le=4096,
+        description="input side in pixels; position embeddings are resampled to it",
+    )
+    weights: str = Field(
+        "none",
+        description="`none` (random), `hub` (timm's pretrained), or a local .safetensors file",
+    )
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
-    crop_pct: float = Field(0.9, ge=0.1, le=1, description="share of the resized image that evaluation crops")
-    drop_path: float = Field(0.0, ge=0, lt=1, description="stochastic depth while training, linear over depth")
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the model (patch_size, depth, embed_dim, ...)")
-    context: Annotated[ContextSettings | None, Neutral(None)] = Field(None, description="Context Broadcasting; null: none")
+    crop_pct: float = Field(
+        0.9, ge=0.1, le=1, description="share of the resized image that evaluation crops"
+    )
+    drop_path: float = Field(
+        0.0, ge=0, lt=1, description="stochastic depth while training, linear over depth"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of the model (patch_size, depth, embed_dim, ...)",
+    )
+    context: Annotated[ContextSettings | None, Neutral(None)] = Field(
+        None, description="Context Broadcasting; null: none"
+    )
 
     @field_validator("name")
     @classmethod
     def _registered_name(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", name):  # timm would fetch `hf-hub:...` and read `local-dir:...`
-            raise ValueError("it must be a model's name alone, such as vit_tiny_patch16_224, without a tag, a path or an address")
+        if not re.fullmatch(
+            r"[A-Za-z0-9_]{1,100}", name
+        ):  # timm would fetch `hf-hub:...` and read `local-dir:...`
+            raise ValueError(
+                "it must be a model's name alone, such as vit_tiny_patch16_224, without a tag, "
+                "a path or an address"
+            )
         return name
 
     @field_validator("options")
@@ -142,20 +205,34 @@ class BackboneSettings(Frozen):
 class DataSettings(Frozen):
     """How samples reach the model."""
 
-    val_fraction: float = Field(0.1, ge=0, lt=1, description="share of train held out, per class, by hash of the key")
-    crop: Literal["none", "pad", "resized"] = Field("none", description="`pad`: shift by up to 1/8; `resized`: random resized crop")
+    val_fraction: float = Field(
+        0.1, ge=0, lt=1, description="share of train held out, per class, by hash of the key"
+    )
+    crop: Literal["none", "pad", "resized"] = Field(
+        "none", description="`pad`: shift by up to 1/8; `resized`: random resized crop"
+    )
     crop_scale: tuple[float, float] = (0.5, 1.0)
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
     randaugment: int = Field(0, ge=0, le=100, description="operations per image; 0 turns it off")
     magnitude: float = Field(9.0, ge=0, le=10, description="RandAugment magnitude, 0 to 10")
-    mixup: NonNegativeFloat = Field(0.0, description="alpha of the Beta distribution; 0 turns it off")
-    cutmix: NonNegativeFloat = Field(0.0, description="alpha of the Beta distribution; 0 turns it off")
+    mixup: NonNegativeFloat = Field(
+        0.0, description="alpha of the Beta distribution; 0 turns it off"
+    )
+    cutmix: NonNegativeFloat = Field(
+        0.0, description="alpha of the Beta distribution; 0 turns it off"
+    )
     erase: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing")
-    resident_mb: NonNegativeInt = Field(2048, description="a task whose decoded images need more is streamed, in another order")
-    repeats: Annotated[int, Neutral(1)] = Field(1, gt=0, le=1000,
-                                                        description="repeated augmentation: how often an image comes, one copy after the "
-                                                        "other, in an epoch of as many samples; 1 turns it off")
+    resident_mb: NonNegativeInt = Field(
+        2048, description="a task whose decoded images need more is streamed, in another order"
+    )
+    repeats: Annotated[int, Neutral(1)] = Field(
+        1,
+        gt=0,
+        le=1000,
+        description="repeated augmentation: how often an image comes, one copy after the "
+        "other, in an epoch of as many samples; 1 turns it off",
+    )
 
 
 class TrainSettings(Frozen):
@@ -164,22 +241,38 @@ class TrainSettings(Frozen):
     largest_whole: ClassVar[int] = 1_000_000
 
     epochs: int = Field(10, ge=0, le=100_000)
-    batch_size: PositiveInt = Field(64, description="GLOBAL batch size, over all ranks and accumulation steps")
+    batch_size: PositiveInt = Field(
+        64, description="GLOBAL batch size, over all ranks and accumulation steps"
+    )
     accumulate: PositiveInt = Field(1, description="micro-batches per optimizer step")
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: PositiveFloat = Field(1e-3, description="peak learning rate of weights and heads")
     weight_decay: NonNegativeFloat = 0.05
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
-    schedule: Annotated[Literal["step", "epoch"], Neutral("step")] = Field("step", description="whether the rate changes with every step, or with every "
-                                                                           "epoch as timm's cosine does")
-    warmup: float = Field(0.1, ge=0, lt=1, description="share of all steps with a linearly rising rate")
-    warmup_start: Annotated[float | None, Neutral(None)] = Field(None, ge=0, lt=1, description="where the rise starts, relative to the peak; null: at 0, and "
-                                                                 "by epochs, of which two stay there, at 0.01")
-    floor: float = Field(0.01, ge=0, le=1, description="last learning rate of the cosine, relative to the peak")
+    schedule: Annotated[Literal["step", "epoch"], Neutral("step")] = Field(
+        "step",
+        description="whether the rate changes with every step, or with every "
+        "epoch as timm's cosine does",
+    )
+    warmup: float = Field(
+        0.1, ge=0, lt=1, description="share of all steps with a linearly rising rate"
+    )
+    warmup_start: Annotated[float | None, Neutral(None)] = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="where the rise starts, relative to the peak; null: at 0, and "
+        "by epochs, of which two stay there, at 0.01",
+    )
+    floor: float = Field(
+        0.01, ge=0, le=1, description="last learning rate of the cosine, relative to the peak"
+    )
     clip: NonNegativeFloat = Field(0.0, description="largest gradient norm; 0 turns clipping off")
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
-    keep: Literal["last", "best"] = Field("last", description="`best`: the epoch with the highest validation accuracy")
+    keep: Literal["last", "best"] = Field(
+        "last", description="`best`: the epoch with the highest validation accuracy"
+    )
 
 
 @dataclass(frozen=True)

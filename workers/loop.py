@@ -58,10 +58,21 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
     run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
     with opened_once(job.root, job.parents) as made_of:
         files, manifest = run(job, group, report)
-    manifest |= {"stage": job.id, "step": job.step, "method": job.method, "task": job.task.name if job.task else None,
-                 "wall_s": round(time.perf_counter() - started, 3), "workers": group.world,
-                 "made_of": made_of,
-                 "provenance": {**job.provenance, "seed": job.seed, "device": device_name(group.device), "threads": torch.get_num_threads()}}
+    manifest |= {
+        "stage": job.id,
+        "step": job.step,
+        "method": job.method,
+        "task": job.task.name if job.task else None,
+        "wall_s": round(time.perf_counter() - started, 3),
+        "workers": group.world,
+        "made_of": made_of,
+        "provenance": {
+            **job.provenance,
+            "seed": job.seed,
+            "device": device_name(group.device),
+            "threads": torch.get_num_threads(),
+        },
+    }
     if group.rank == 0:
         attempt = Attempt(job.root, job.key)
         for name, data in files.items():
@@ -71,11 +82,16 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
         own_content = content_of({**manifest, "files": attempt.files})
         manifest = Artefact.need(job.root, job.key).manifest  # of two attempts, the one that stands
         if not is_first and content_of(manifest) != own_content:
-            manifest = {**manifest, "note": "another process was faster and got another content, which stands"}
+            manifest = {
+                **manifest,
+                "note": "another process was faster and got another content, which stands",
+            }
     return manifest
 
 
-def train_task(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
+def train_task(
+    job: StageJob, group: dist.Group, report: Report
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     """One step of one task: the method on a fresh copy of the backbone, from the state that the step before carried on."""
     assert job.task is not None
     method = new_method(job).to(group.device)
@@ -85,14 +101,26 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[s
     state, handed_on = method.finish()
     epochs = sum("loss" in row for row in history)
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad) if epochs else 0
-    manifest = {"kind": "train", "sizes": state.sizes(), "trained_parameters": trained,
-                "carried_bytes": sum(t.numel() * t.element_size() for t in handed_on.tensors.values()),
-                "flops_share": method.flops_share(state), "warnings": method.warnings(), "backbone_digest": method.backbone_digest,
-                "epochs": epochs}
-    return {"task.safetensors": state.to_bytes(), "carried.safetensors": handed_on.to_bytes(), "history.parquet": parquet(history)}, manifest
+    manifest = {
+        "kind": "train",
+        "sizes": state.sizes(),
+        "trained_parameters": trained,
+        "carried_bytes": sum(t.numel() * t.element_size() for t in handed_on.tensors.values()),
+        "flops_share": method.flops_share(state),
+        "warnings": method.warnings(),
+        "backbone_digest": method.backbone_digest,
+        "epochs": epochs,
+    }
+    return {
+        "task.safetensors": state.to_bytes(),
+        "carried.safetensors": handed_on.to_bytes(),
+        "history.parquet": parquet(history),
+    }, manifest
 
 
-def train_backbone(job: StageJob, group: dist.Group, report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
+def train_backbone(
+    job: StageJob, group: dist.Group, report: Report
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     """The shared backbone: weights from the hub, a file or random, and trained on the base task where the stream has one."""
     torch.manual_seed(seed_of(job.seed, "backbone"))
     backbone = vit.build(job.backbone_settings)
@@ -102,28 +130,44 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> tuple[di
         method = METHODS["finetune"](backbone, settings_of(job), job.seed)
         files["history.parquet"] = parquet(fit(job, method, None, group, report))
         digest = vit.digest_of(backbone)
-        state = TaskState(job.task.name, job.task.classes, "base", digest, head=method.heads.export(job.task.name))
+        state = TaskState(
+            job.task.name, job.task.classes, "base", digest, head=method.heads.export(job.task.name)
+        )
         files["task.safetensors"] = state.to_bytes()
     else:
         digest = vit.digest_of(backbone)
     files["state.safetensors"] = vit.to_bytes(backbone)
-    return files, {"kind": "backbone", "digest": digest, "parameters": sum(p.numel() for p in backbone.parameters()),
-                   "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values())}
+    return files, {
+        "kind": "backbone",
+        "digest": digest,
+        "parameters": sum(p.numel() for p in backbone.parameters()),
+        "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values()),
+    }
 
 
-def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report) -> list[dict[str, Any]]:
+def fit(
+    job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
+) -> list[dict[str, Any]]:
     """Epochs over the task's training data, resumed from the stage's checkpoint if there is one; a row per epoch."""
     assert job.task is not None
     own = job.tasks if method.trains_on == "seen" else (job.task,)
     method.keys_of = lambda task: keys_of(job.root, task, job.data.val_fraction)
-    memory = {name: keys for name, keys in method.memory(job.task, job.step, carried).items() if keys}
-    assert not memory or "seen" in (method.reads, method.trains_on), f"{method.name} has a memory, so it must say reads = 'seen'"
+    memory = {
+        name: keys for name, keys in method.memory(job.task, job.step, carried).items() if keys
+    }
+    assert not memory or "seen" in (method.reads, method.trains_on), (
+        f"{method.name} has a memory, so it must say reads = 'seen'"
+    )
     tasks = tuple(t for t in job.tasks if t in own or t.name in memory)
     step = next((s for s in method.steps if s.name == job.step), None)
     epochs = job.train.epochs if step is None or step.trains else 0
 
     def feed_of(split: str, training: bool) -> Feed:
-        return Feed(job, tasks, split, group, training, memory) if split == "train" else Feed(job, own, split, group, training)
+        return (
+            Feed(job, tasks, split, group, training, memory)
+            if split == "train"
+            else Feed(job, own, split, group, training)
+        )
 
     method.feed_of, method.holds_out = feed_of, bool(job.data.val_fraction)
     feed = feed_of("train", True) if epochs else None
@@ -131,12 +175,21 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     total = epochs * per_epoch
     method.to(group.device)
     carried = carried and carried.to(group.device)
-    rates = Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, optim.mean_rate_steps(total, per_epoch, job.train))
+    rates = Rates(
+        job.train.lr,
+        job.train.weight_decay,
+        job.train.batch_size,
+        optim.mean_rate_steps(total, per_epoch, job.train),
+    )
     groups = method.begin(job.task, job.step, carried, rates, tasks)
     method.to(group.device)
     val = feed_of("val", False) if job.data.val_fraction else None
     if feed is None:
-        return [{"epoch": 0, **method.measures(), **validated(method, val, group)}] if step is not None and step.measured else []
+        return (
+            [{"epoch": 0, **method.measures(), **validated(method, val, group)}]
+            if step is not None and step.measured
+            else []
+        )
     trained = {id(p) for g in groups for p in g["params"]}
     for p in method.parameters():
         p.requires_grad_(id(p) in trained)
@@ -151,13 +204,25 @@ def fit(job: StageJob, method: Method, carried: Carried | None, group: dist.Grou
     return _epochs(job, method, optimizer, feed, val, epochs, group, report)
 
 
-def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, feed: Feed, val: Feed | None, epochs: int,
-            group: dist.Group, report: Report) -> list[dict[str, Any]]:
-    found = checkpoint.load(job.root, job.key) if group.rank == 0 else None  # one rank looks, so that none starts elsewhere
+def _epochs(
+    job: StageJob,
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    feed: Feed,
+    val: Feed | None,
+    epochs: int,
+    group: dist.Group,
+    report: Report,
+) -> list[dict[str, Any]]:
+    found = (
+        checkpoint.load(job.root, job.key) if group.rank == 0 else None
+    )  # one rank looks, so that none starts elsewhere
     mark = group.share(found) or Checkpoint(0, 0, [], {}, {})
     best = mark.restore(method, optimizer) if mark.tensors else {}
     history, saved = list(mark.history), time.monotonic()
-    clock = Clock(job, epochs, feed.steps_per_epoch, report if group.rank == 0 else (lambda event: None))
+    clock = Clock(
+        job, epochs, feed.steps_per_epoch, report if group.rank == 0 else (lambda event: None)
+    )
     for epoch in range(mark.epoch, epochs):
         resumed = epoch == mark.epoch and mark.tensors
         sums = Sums(mark.sums if resumed else {}, group)
@@ -166,24 +231,51 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
         for step, batches in enumerate(feed.epoch(epoch, first), first):
             progress = Progress(epoch, step, epochs, feed.steps_per_epoch)
             torch.manual_seed(seed_of(job.seed, "step", epoch, step, group.rank))
-            sums.add(train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size)
+            sums.add(
+                train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size
+            )
             clock.tick(progress, batches[0].draw.size, sums)
-            if step + 1 < feed.steps_per_epoch and is_due(saved + (job.checkpoint_s or math.inf), step, group):
+            if step + 1 < feed.steps_per_epoch and is_due(
+                saved + (job.checkpoint_s or math.inf), step, group
+            ):
                 so_far = sums.total()
                 if group.rank == 0:
-                    checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch, step + 1, history, so_far, mark.best))
+                    checkpoint.save(
+                        job.root,
+                        job.key,
+                        method,
+                        optimizer,
+                        best,
+                        Checkpoint(epoch, step + 1, history, so_far, mark.best),
+                    )
                 saved = time.monotonic()
                 leave_if_told(job, group)
-        row = {"epoch": epoch, "lr": optimizer.param_groups[0]["lr"], **sums.means(job.id), **method.measures()}
+        row = {
+            "epoch": epoch,
+            "lr": optimizer.param_groups[0]["lr"],
+            **sums.means(job.id),
+            **method.measures(),
+        }
         row |= validated(method, val, group)
-        if job.train.keep == "best" and row.get("val_correct", -1) > mark.best.get("val_correct", -1):
+        if job.train.keep == "best" and row.get("val_correct", -1) > mark.best.get(
+            "val_correct", -1
+        ):
             mark.best = {"epoch": epoch, "val_correct": row["val_correct"]}
             best = {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
         history.append(row)
         clock.epoch(row)
-        if epoch + 1 < epochs and is_due(saved + (job.checkpoint_s or math.inf), AGREE_STEPS - 1, group):
+        if epoch + 1 < epochs and is_due(
+            saved + (job.checkpoint_s or math.inf), AGREE_STEPS - 1, group
+        ):
             if group.rank == 0:
-                checkpoint.save(job.root, job.key, method, optimizer, best, Checkpoint(epoch + 1, 0, history, {}, mark.best))
+                checkpoint.save(
+                    job.root,
+                    job.key,
+                    method,
+                    optimizer,
+                    best,
+                    Checkpoint(epoch + 1, 0, history, {}, mark.best),
+                )
             saved = time.monotonic()
             leave_if_told(job, group)
     if best:
@@ -196,14 +288,26 @@ def _epochs(job: StageJob, method: Method, optimizer: torch.optim.Optimizer, fee
 
 def validated(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
     """Counts on the held-out part of train; empty where nothing is held out."""
-    return {} if val is None else dict(zip(("val_correct", "val_total"), accuracy(method, val, group), strict=True))
+    return (
+        {}
+        if val is None
+        else dict(zip(("val_correct", "val_total"), accuracy(method, val, group), strict=True))
+    )
 
 
-def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[Batch], progress: Progress, job: StageJob,
-               group: dist.Group) -> dict[str, torch.Tensor]:
+def train_step(
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    progress: Progress,
+    job: StageJob,
+    group: dist.Group,
+) -> dict[str, torch.Tensor]:
     """One optimizer step over the global batch: forward and backward on this rank's micro-batches, gradients summed over
     ranks, gate, clip, step, restore. Returns the loss and its terms, each this rank's share of the global mean."""
-    optim.set_rate(optimizer, optim.factor(progress.done, progress.total, progress.steps_per_epoch, job.train))
+    optim.set_rate(
+        optimizer, optim.factor(progress.done, progress.total, progress.steps_per_epoch, job.train)
+    )
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     terms = gradients(method, optimizer, batches, progress, job, group)
     if method.sharpness():
@@ -217,8 +321,14 @@ def train_step(method: Method, optimizer: torch.optim.Optimizer, batches: list[B
     return terms
 
 
-def gradients(method: Method, optimizer: torch.optim.Optimizer, batches: list[Batch], progress: Progress, job: StageJob,
-              group: dist.Group) -> dict[str, torch.Tensor]:
+def gradients(
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    progress: Progress,
+    job: StageJob,
+    group: dist.Group,
+) -> dict[str, torch.Tensor]:
     """Those of the global batch where the parameters stand, on every rank; returns the loss and its terms."""
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
@@ -235,7 +345,11 @@ def gradients(method: Method, optimizer: torch.optim.Optimizer, batches: list[Ba
 
 def precision_of(job: StageJob, group: dist.Group) -> contextlib.AbstractContextManager[Any]:
     """The precision that losses are computed in."""
-    return torch.autocast(group.device.type, torch.bfloat16) if job.train.precision == "bf16" else contextlib.nullcontext()
+    return (
+        torch.autocast(group.device.type, torch.bfloat16)
+        if job.train.precision == "bf16"
+        else contextlib.nullcontext()
+    )
 
 
 def is_due(when: float, step: int, group: dist.Group) -> bool:
@@ -257,7 +371,11 @@ class Sums:
 
     def __init__(self, start: dict[str, float], group: dist.Group):
         mine = start if group.rank == 0 else {}
-        self.values = {name: torch.tensor(v, dtype=torch.float64, device=group.device) for name, v in mine.items() if name != "images"}
+        self.values = {
+            name: torch.tensor(v, dtype=torch.float64, device=group.device)
+            for name, v in mine.items()
+            if name != "images"
+        }
         self.group, self.images = group, int(start.get("images", 0))
         self.started = time.perf_counter()
 
@@ -268,19 +386,31 @@ class Sums:
 
     def total(self) -> dict[str, float]:
         """Sums over all ranks."""
-        return {"images": self.images, **{name: float(self.group.sum(v.clone())) for name, v in self.values.items()}}
+        return {
+            "images": self.images,
+            **{name: float(self.group.sum(v.clone())) for name, v in self.values.items()},
+        }
 
     def means(self, where: str) -> dict[str, float]:
         """Epoch means over the global batch. Raises UserError where the loss is not a finite number."""
-        means = {name: value / self.images for name, value in self.total().items() if name != "images"}
+        means = {
+            name: value / self.images for name, value in self.total().items() if name != "images"
+        }
         check_finite(means["loss"], where)
-        return {**means, "images": self.images, "seconds": round(time.perf_counter() - self.started, 3)}
+        return {
+            **means,
+            "images": self.images,
+            "seconds": round(time.perf_counter() - self.started, 3),
+        }
 
 
 def check_finite(loss: float, where: str) -> None:
     if not math.isfinite(loss):
-        raise UserError(f"stage {where}: the loss became {loss}; training cannot go on from there, lower train.lr, "
-                        "set train.clip=1, or use train.precision=fp32")
+        raise UserError(
+            f"stage {where}: the loss became {loss}; training cannot go on from there, lower "
+            "train.lr, "
+            "set train.clip=1, or use train.precision=fp32"
+        )
 
 
 class Clock:
@@ -298,11 +428,22 @@ class Clock:
         if now - self.said < REPORT_S:
             return
         self.said, spent = now, now - self.started
-        loss = float(sums.values["loss"]) / sums.images * sums.group.world  # of several ranks, what this one's share tells
+        loss = (
+            float(sums.values["loss"]) / sums.images * sums.group.world
+        )  # of several ranks, what this one's share tells
         if sums.group.world == 1:
             check_finite(loss, self.job.id)
-        self.report({"stage": self.job.id, "epoch": progress.epoch + 1, "epochs": self.epochs, "loss": loss, "accuracy": self.accuracy,
-                     "images_per_s": self.images / spent, "left_s": (progress.total - progress.done - 1) * spent / self.steps})
+        self.report(
+            {
+                "stage": self.job.id,
+                "epoch": progress.epoch + 1,
+                "epochs": self.epochs,
+                "loss": loss,
+                "accuracy": self.accuracy,
+                "images_per_s": self.images / spent,
+                "left_s": (progress.total - progress.done - 1) * spent / self.steps,
+            }
+        )
 
     def epoch(self, row: dict[str, Any]) -> None:
         if row.get("val_total"):
@@ -317,7 +458,11 @@ def load_backbone(job: StageJob) -> torch.nn.Module:
     """A fresh copy of the backbone stage's result, which this process reads and verifies once."""
     assert job.backbone is not None
     manifest = json.dumps(Artefact.need(job.root, job.backbone).manifest)
-    return copy.deepcopy(_verified_backbone(job.root, job.backbone, manifest, job.backbone_settings.model_dump_json()))
+    return copy.deepcopy(
+        _verified_backbone(
+            job.root, job.backbone, manifest, job.backbone_settings.model_dump_json()
+        )
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -328,8 +473,11 @@ def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> tor
     vit.from_bytes(backbone, artefact.read("state.safetensors"), f"backbone {key}")
     digest = vit.digest_of(backbone)
     if digest != artefact.manifest["digest"]:
-        raise UserError(f"the backbone in {key} has digest {digest[:12]}, its manifest says {artefact.manifest['digest'][:12]}; "
-                        "masks mean nothing on other weights, remove that folder and run the same command again")
+        raise UserError(
+            f"the backbone in {key} has digest {digest[:12]}, its manifest says "
+            f"{artefact.manifest['digest'][:12]}; "
+            "masks mean nothing on other weights, remove that folder and run the same command again"
+        )
     return backbone
 
 
@@ -347,15 +495,27 @@ def load_states(job: StageJob, method: Method) -> None:
     """Loads the states of the job's finished tasks, in stream order."""
     for task, key in job.states.items():
         artefact = Artefact.need(job.root, key)
-        method.load(TaskState.from_bytes(artefact.read("task.safetensors"), f"state of task {task!r} in {key}"))
+        method.load(
+            TaskState.from_bytes(
+                artefact.read("task.safetensors"), f"state of task {task!r} in {key}"
+            )
+        )
 
 
 def load_carried(job: StageJob) -> Carried | None:
     """What the stages that this one starts from carried on, merged; None where it starts from none."""
     if not job.previous:
         return None
-    return merged(f"stage {job.id}", job.method, {step: Carried.from_bytes(Artefact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}")
-                                                  for step, key in job.previous.items()})
+    return merged(
+        f"stage {job.id}",
+        job.method,
+        {
+            step: Carried.from_bytes(
+                Artefact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}"
+            )
+            for step, key in job.previous.items()
+        },
+    )
 
 
 def merged(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
@@ -365,8 +525,11 @@ def merged(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
     for step, found in parts.items():
         for name in [*found.tensors, *found.meta]:
             if owner.setdefault(name, step) != step:
-                raise UserError(f"{where}: steps {owner[name]!r} and {step!r} of method {method!r} both hand on {name!r}; "
-                                "side by side they must hand on different names")
+                raise UserError(
+                    f"{where}: steps {owner[name]!r} and {step!r} of method {method!r} both "
+                    f"hand on {name!r}; "
+                    "side by side they must hand on different names"
+                )
         whole.tensors |= found.tensors
         whole.meta |= found.meta
     return whole
@@ -376,9 +539,15 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
     """A table with the columns of all rows; a row that lacks one has null there."""
     columns = dict.fromkeys(name for row in rows for name in row)
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), buffer)
+    pq.write_table(
+        pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), buffer
+    )
     return buffer.getvalue()
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    )

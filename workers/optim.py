@@ -39,7 +39,9 @@ def mean_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
 
 def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Optimizer:
     """A new optimizer (momentum never crosses a task). Groups without a rate or decay take the configured ones."""
-    full = [{"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups if g["params"]]
+    full = [
+        {"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups if g["params"]
+    ]
     for group in full:
         group["peak"] = group["lr"]
     if train.optimizer == "sgd":

@@ -16,14 +16,32 @@ USER = re.compile(r"(?<=://)(?:[^\s/?#:@]*:\S{0,4000}@|[^\s/?#]*@)")
 # A parameter of a query: its mark, its name, its value, and parts that an "&" within the value would make of it.
 PARAMETER = re.compile(r"([?&;#])([^\s=&;?#]{1,100})=([^\s&]*(?:&[^\s&=]+(?=&|\s|$))*)")
 PASSWORD = re.compile(r"://[^\s/?#:@]*:(.*)@", re.DOTALL)
-VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "RAY_AUTH_TOKEN", "HF_TOKEN")
-URIS = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_BACKEND_STORE_URI", "MLFLOW_REGISTRY_STORE_URI")
+VARIABLES = (
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "RAY_AUTH_TOKEN",
+    "HF_TOKEN",
+)
+URIS = (
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_REGISTRY_URI",
+    "MLFLOW_BACKEND_STORE_URI",
+    "MLFLOW_REGISTRY_STORE_URI",
+)
 SHORTEST = 4  # characters of a value that is looked for: a shorter one stands in every second word
 HIDDEN = "***"
 URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 NAMES = re.compile(r"key|secret|token|pass|credential|signature|^sig$", re.IGNORECASE)
 WITH_PORT = ("hdfs", "ray")  # schemes whose host has a port, and whose path may hold an "@"
-NOBODY = {"s3": "", "gs": "anonymous", "gcs": "anonymous", "http": "", "https": ""}  # schemes whose user is an account, and the one that is nobody
+NOBODY = {
+    "s3": "",
+    "gs": "anonymous",
+    "gcs": "anonymous",
+    "http": "",
+    "https": "",
+}  # schemes whose user is an account, and the one that is nobody
 
 
 def refuse_secrets(value: Any, where: str = "") -> None:
@@ -36,9 +54,13 @@ def refuse_secrets(value: Any, where: str = "") -> None:
         for part in value:
             refuse_secrets(part, where)
     elif isinstance(value, str) and URI.match(value) and _has_secret(value.strip()):
-        raise UserError(f"{where or 'a URI'} begins with {value.strip().partition('://')[0][:12]}:// and has a user, a password or a key in it, which would "
-                        "be written into records; take it out of the URI and give it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                        "GOOGLE_APPLICATION_CREDENTIALS, MLFLOW_TRACKING_URI), or use the role of the machine")
+        raise UserError(
+            f"{where or 'a URI'} begins with {value.strip().partition('://')[0][:12]}:// and "
+            "has a user, a password or a key in it, which would "
+            "be written into records; take it out of the URI and give it in the environment "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "GOOGLE_APPLICATION_CREDENTIALS, MLFLOW_TRACKING_URI), or use the role of the machine"
+        )
 
 
 def _has_secret(uri: str) -> bool:
@@ -50,7 +72,11 @@ def _has_secret(uri: str) -> bool:
     user = parts.netloc.rpartition("@")[0]
     if ":" in parts.netloc and not user and parts.scheme not in WITH_PORT and "@" in uri:
         return True  # a password that begins like a port, and goes on like a path
-    if ":" in user or (parts.scheme in NOBODY and user not in ("", NOBODY[parts.scheme])) or (parts.scheme == "s3" and ":" in parts.netloc):
+    if (
+        ":" in user
+        or (parts.scheme in NOBODY and user not in ("", NOBODY[parts.scheme]))
+        or (parts.scheme == "s3" and ":" in parts.netloc)
+    ):
         return True
     return any(NAMES.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
 
@@ -74,4 +100,6 @@ def _of_environment() -> Iterator[str]:
     for name in URIS:
         password = PASSWORD.search(os.environ.get(name, ""))
         found |= {password.group(1), unquote(password.group(1))} if password else set()
-    return iter(sorted((secret for secret in found if len(secret) >= SHORTEST), key=len, reverse=True))
+    return iter(
+        sorted((secret for secret in found if len(secret) >= SHORTEST), key=len, reverse=True)
+    )

@@ -40,8 +40,13 @@ class Answer:
 
     def row(self) -> dict[str, Any]:
         """As it goes into a table or JSON."""
-        return {"class": self.class_, "probability": self.probability, "task": self.task, "confidence": self.confidence,
-                "probabilities": self.probabilities}
+        return {
+            "class": self.class_,
+            "probability": self.probability,
+            "task": self.task,
+            "confidence": self.confidence,
+            "probabilities": self.probabilities,
+        }
 
 
 class Kept:
@@ -67,7 +72,11 @@ class Kept:
         return found
 
     def size(self, made: Any) -> int:
-        tensors = [*made.parameters(), *made.buffers()] if isinstance(made, nn.Module) else [*made.values()]
+        tensors = (
+            [*made.parameters(), *made.buffers()]
+            if isinstance(made, nn.Module)
+            else [*made.values()]
+        )
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(size for place, size in storages.items() if place not in self.own)
 
@@ -95,8 +104,18 @@ class Served:
         self.method = self.bundle.method(self.device)
         self.tasks = self.bundle.tasks
         self.classes = {t.name: [(t.name, c) for c in t.classes] for t in self.tasks}
-        self.augment = Augment(DataSettings(), BackboneSettings.model_validate(self.bundle.body["backbone"]), training=False)
-        self.kept = Kept(self.cache_bytes, {t.untyped_storage().data_ptr() for t in (*self.method.parameters(), *self.method.buffers())})
+        self.augment = Augment(
+            DataSettings(),
+            BackboneSettings.model_validate(self.bundle.body["backbone"]),
+            training=False,
+        )
+        self.kept = Kept(
+            self.cache_bytes,
+            {
+                t.untyped_storage().data_ptr()
+                for t in (*self.method.parameters(), *self.method.buffers())
+            },
+        )
         self.compact: Callable[[str], nn.Module] | None = getattr(self.method, "compact", None)
         if self.compact is None:
             self.method.folded = lambda task: self.kept.get(task, self.method.serving_weights)
@@ -118,20 +137,34 @@ class Served:
         return getattr(self.method.settings, "infer_images", 1) == 1
 
     # ---- requests ----------------------------------------------------------------------------------------------------
-    def predict(self, images: Sequence[Any], tasks: Sequence[str | None] | str | None = None, rule: Rule = "refuse", top: int = 0,
-                limits: Limits | None = None) -> list[Answer]:
+    def predict(
+        self,
+        images: Sequence[Any],
+        tasks: Sequence[str | None] | str | None = None,
+        rule: Rule = "refuse",
+        top: int = 0,
+        limits: Limits | None = None,
+    ) -> list[Answer]:
         """images: paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or Pillow's, mixed as you like. tasks: one for all, or one
         for each image; None where it is to be found out. rule: what happens where the method cannot: `refuse`, or `confident`: the task whose
         head answers with the highest probability. top: how many probabilities are given; 0: all. Raises UserError."""
         wanted = self.checked(len(images), tasks, rule, top)
         limits = limits or Limits(self.bundle.body["max_pixels"], paths=True)
-        return self.answers(pixels_of(images, self.augment.size_in, limits), wanted, rule, self.bounded(top))
+        return self.answers(
+            pixels_of(images, self.augment.size_in, limits), wanted, rule, self.bounded(top)
+        )
 
     def bounded(self, top: int) -> int:
         """As many probabilities as there can be: those of all classes of all tasks."""
         return min(top, sum(len(task.classes) for task in self.tasks))
 
-    def checked(self, count: int, tasks: Sequence[str | None] | str | None, rule: str = "refuse", top: int = 0) -> list[str | None]:
+    def checked(
+        self,
+        count: int,
+        tasks: Sequence[str | None] | str | None,
+        rule: str = "refuse",
+        top: int = 0,
+    ) -> list[str | None]:
         """A task or None for each of `count` images. Raises UserError where a task is not served, or is missing and needed."""
         if rule not in RULES:
             raise UserError(f"rule is {rule!r:.80}; give one of {', '.join(RULES)}")
@@ -139,20 +172,34 @@ class Served:
             raise UserError(f"top is {top!r:.80}; give how many probabilities you want, 0 for all")
         wanted = [tasks] * count if tasks is None or isinstance(tasks, str) else list(tasks)
         if len(wanted) != count:
-            raise UserError(f"there are {count} images and {len(wanted)} tasks; give a task, or none, for each image")
+            raise UserError(
+                f"there are {count} images and {len(wanted)} tasks; give a task, or none, for "
+                "each image"
+            )
         for name in dict.fromkeys(wanted):
             if name is not None and name not in self.classes:
-                close = difflib.get_close_matches(str(name), self.classes, 3, 0.5) or [*self.classes][:12]
-                raise UserError(f"task {str(name)[:80]!r} is not served; " + ("did you mean " if len(close) < len(self.classes) else "there are ")
-                                + ", ".join(close))
+                close = (
+                    difflib.get_close_matches(str(name), self.classes, 3, 0.5)
+                    or [*self.classes][:12]
+                )
+                raise UserError(
+                    f"task {str(name)[:80]!r} is not served; "
+                    + ("did you mean " if len(close) < len(self.classes) else "there are ")
+                    + ", ".join(close)
+                )
         if None in wanted and not self.infers and rule == "refuse":
-            raise UserError(f"method {self.method.name!r} needs to be told the task of each image; there are {', '.join(self.classes)}; or set rule=confident, "
-                            "which takes the task that answers with the highest probability")
+            raise UserError(
+                f"method {self.method.name!r} needs to be told the task of each image; there "
+                f"are {', '.join(self.classes)}; or set rule=confident, "
+                "which takes the task that answers with the highest probability"
+            )
         return wanted
 
     # ---- answers -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def answers(self, pixels: NDArray[Any], tasks: Sequence[str | None], rule: Rule = "refuse", top: int = 0) -> list[Answer]:
+    def answers(
+        self, pixels: NDArray[Any], tasks: Sequence[str | None], rule: Rule = "refuse", top: int = 0
+    ) -> list[Answer]:
         """pixels: uint8 (n, 3, S, S) as evaluation decodes them. tasks: as `checked` gives them."""
         found: list[Answer | None] = [None] * len(tasks)
         for start in range(0, len(tasks), AT_ONCE):
@@ -160,7 +207,9 @@ class Served:
             with self.lock:
                 groups = self.groups(self.images_of(pixels[part]), tasks[part], rule)
             for group in groups:
-                for row, answer in zip((group.rows + start).tolist(), self.worded(group, top), strict=True):
+                for row, answer in zip(
+                    (group.rows + start).tolist(), self.worded(group, top), strict=True
+                ):
                     found[row] = answer
         return [answer for answer in found if answer is not None]
 
@@ -178,14 +227,21 @@ class Served:
         places = {task: torch.tensor(mine) for task, mine in rows.items()}
         unknown = places.pop(None, None)
         told = {task: mine for task, mine in places.items() if task is not None}
-        found = [] if unknown is None else self.untold(unknown, images[unknown.to(self.device)], rule)
-        return found + [Group(told[task], logits, self.classes[task], torch.ones(len(told[task]))) for task, logits in self.told(images, told).items()]
+        found = (
+            [] if unknown is None else self.untold(unknown, images[unknown.to(self.device)], rule)
+        )
+        return found + [
+            Group(told[task], logits, self.classes[task], torch.ones(len(told[task])))
+            for task, logits in self.told(images, told).items()
+        ]
 
     def told(self, images: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Logits over the classes of each task for its rows of images, by what its masks leave where the method can cut the rest."""
         here = {task: mine.to(self.device) for task, mine in rows.items()}
         if self.compact is not None:
-            return {task: self.kept.get(task, self.compact)(images[mine]) for task, mine in here.items()}
+            return {
+                task: self.kept.get(task, self.compact)(images[mine]) for task, mine in here.items()
+            }
         return self.method.grouped_logits(images, here) if here else {}
 
     def untold(self, rows: Tensor, images: Tensor, rule: Rule) -> list[Group]:
@@ -196,10 +252,20 @@ class Served:
             classes = [pair for name in self.method.columns() for pair in self.classes[name]]
             return [Group(rows, self.method.logits(images, None), classes, by_task=True)]
         every = self.told(images, dict.fromkeys(self.classes, torch.arange(len(rows))))
-        best = torch.stack([logits.float().softmax(1).amax(1) for logits in every.values()]).argmax(0).cpu()
+        best = (
+            torch.stack([logits.float().softmax(1).amax(1) for logits in every.values()])
+            .argmax(0)
+            .cpu()
+        )
         names = [*every]
-        return [Group(rows[best == place], every[names[place]][(best == place).to(self.device)], self.classes[names[place]])
-                for place in best.unique().tolist()]
+        return [
+            Group(
+                rows[best == place],
+                every[names[place]][(best == place).to(self.device)],
+                self.classes[names[place]],
+            )
+            for place in best.unique().tolist()
+        ]
 
     def inferred(self, rows: Tensor, images: Tensor, owners: list[tuple[str, ...]]) -> list[Group]:
         """By the method's own choice among candidates; what several tasks share answers with the classes of the last of them."""
@@ -208,7 +274,11 @@ class Served:
         logits = self.method.answer(images, places.to(self.device), None)
         for place in places.unique().tolist():
             mine, name = places == place, owners[place][-1] if owners[place] else ""
-            own = self.method.columns()[name] if wide else slice(len(self.classes.get(name, [])) or None)
+            own = (
+                self.method.columns()[name]
+                if wide
+                else slice(len(self.classes.get(name, [])) or None)
+            )
             cut = logits[mine.to(self.device), own]
             classes = self.classes.get(name) or [("", f"output {i}") for i in range(cut.shape[1])]
             found.append(Group(rows[mine], cut, classes, sure[mine].float()))
@@ -228,6 +298,16 @@ class Served:
             sure = shares.gather(1, owner[best.indices][:, None])[:, 0].clamp(max=1)
         shown = probabilities.sort(dim=1, descending=True, stable=True)
         values, places = (t[:, : top or None].tolist() for t in (shown.values, shown.indices))
-        rows = zip(best.indices.tolist(), best.values.tolist(), sure.tolist(), places, values, strict=True)
-        return [Answer(group.classes[winner][1], probability, group.classes[winner][0], confidence, {labels[i]: p for i, p in zip(where, what, strict=True)})
-                for winner, probability, confidence, where, what in rows]
+        rows = zip(
+            best.indices.tolist(), best.values.tolist(), sure.tolist(), places, values, strict=True
+        )
+        return [
+            Answer(
+                group.classes[winner][1],
+                probability,
+                group.classes[winner][0],
+                confidence,
+                {labels[i]: p for i, p in zip(where, what, strict=True)},
+            )
+            for winner, probability, confidence, where, what in rows
+        ]

@@ -29,7 +29,9 @@ def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
     count = math.prod(shape)
     if min(shape, default=0) < 0 or bits.numel() != (count + 7) // 8:
         raise ValueError(f"{bits.numel()} bytes are no mask of shape {shape}")
-    return torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=count).astype(bool).reshape(shape))
+    return torch.from_numpy(
+        np.unpackbits(bits.cpu().numpy(), count=count).astype(bool).reshape(shape)
+    )
 
 
 @dataclass
@@ -48,16 +50,27 @@ class TaskState:
 
     def sizes(self) -> dict[str, int]:
         """Bytes by kind as stored: masks as packed bits, everything else as it is."""
-        sizes = {kind: sum(t.numel() * t.element_size() for t in getattr(self, kind).values()) for kind in KINDS[1:]}
+        sizes = {
+            kind: sum(t.numel() * t.element_size() for t in getattr(self, kind).values())
+            for kind in KINDS[1:]
+        }
         return {"masks": sum((m.numel() + 7) // 8 for m in self.masks.values()), **sizes}
 
     def to_bytes(self) -> bytes:
         tensors = {f"masks/{name}": pack(mask) for name, mask in self.masks.items()}
         for kind in KINDS[1:]:
-            tensors |= {f"{kind}/{name}": t.detach().cpu().contiguous() for name, t in getattr(self, kind).items()}
-        header = {"task": self.task, "classes": list(self.classes), "method": self.method,
-                  "backbone_digest": self.backbone_digest, "meta": self.meta,
-                  "mask_shapes": {name: list(mask.shape) for name, mask in self.masks.items()}}
+            tensors |= {
+                f"{kind}/{name}": t.detach().cpu().contiguous()
+                for name, t in getattr(self, kind).items()
+            }
+        header = {
+            "task": self.task,
+            "classes": list(self.classes),
+            "method": self.method,
+            "backbone_digest": self.backbone_digest,
+            "meta": self.meta,
+            "mask_shapes": {name: list(mask.shape) for name, mask in self.masks.items()},
+        }
         return safetensors.torch.save(tensors, {"accrete": json.dumps(header, sort_keys=True)})
 
     @classmethod
@@ -69,11 +82,21 @@ class TaskState:
             parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
             for full, tensor in tensors.items():
                 kind, name = full.split("/", 1)
-                parts[kind][name] = unpack(tensor, tuple(shapes[name])) if kind == "masks" else tensor
-            return cls(header["task"], tuple(header["classes"]), header["method"], header["backbone_digest"],
-                       meta=header["meta"], **parts)
+                parts[kind][name] = (
+                    unpack(tensor, tuple(shapes[name])) if kind == "masks" else tensor
+                )
+            return cls(
+                header["task"],
+                tuple(header["classes"]),
+                header["method"],
+                header["backbone_digest"],
+                meta=header["meta"],
+                **parts,
+            )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{where}: not a task state ({error}); give a file that a finished stage wrote") from None
+            raise UserError(
+                f"{where}: not a task state ({error}); give a file that a finished stage wrote"
+            ) from None
 
 
 @dataclass
@@ -104,4 +127,7 @@ def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, 
         tensors = safetensors.torch.load(data)  # in another order in every process
         return dict(sorted(tensors.items())), json.loads(metadata.get("accrete", "{}"))
     except Exception as error:
-        raise UserError(f"{where}: not readable as safetensors ({error}); give a file that a finished stage wrote") from None
+        raise UserError(
+            f"{where}: not readable as safetensors ({error}); give a file that a finished stage "
+            "wrote"
+        ) from None

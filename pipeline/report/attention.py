@@ -17,15 +17,33 @@ def attention_figure(rows: Sequence[Row]) -> Figure:
     """Per block, over heads and images: entropy, distance, and the scales of context where there are any."""
     scaled, names = any(row["scale"] is not None for row in rows), _names(rows)
     figure, axes = figure_of(10.4 if scaled else 8.6, 3.9, 1, 3 if scaled else 2)
-    panels = (("entropy", "Entropy of attention", "nats"), ("distance", "Distance of attention", "relative to uniform"),
-              ("scale", "Scale of context", "mean |Λ|"))
+    panels = (
+        ("entropy", "Entropy of attention", "nats"),
+        ("distance", "Distance of attention", "relative to uniform"),
+        ("scale", "Scale of context", "mean |Λ|"),
+    )
     for ax, (value, title, y) in zip(axes, panels, strict=False):
         dress(ax, title, "block", y)
-        _lines(ax, names, [row for row in rows if row[value] is not None], lambda row: row["block"], value)
+        _lines(
+            ax,
+            names,
+            [row for row in rows if row[value] is not None],
+            lambda row: row["block"],
+            value,
+        )
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     for ax, top in ((axes[0], float(np.log(max(row["tokens"] for row in rows)))), (axes[1], 1.0)):
         ax.axhline(top, color=FAINT, linewidth=1, linestyle="--")
-        ax.text(1, top, "uniform ", transform=ax.get_yaxis_transform(), fontsize=8, color=INK, ha="right", va="bottom")
+        ax.text(
+            1,
+            top,
+            "uniform ",
+            transform=ax.get_yaxis_transform(),
+            fontsize=8,
+            color=INK,
+            ha="right",
+            va="bottom",
+        )
         ax.set_ylim(0, max(1.12 * top, ax.get_ylim()[1]))
     _legend(figure, axes[0])
     return figure
@@ -33,11 +51,19 @@ def attention_figure(rows: Sequence[Row]) -> Figure:
 
 def robustness_figure(rows: Sequence[Row]) -> Figure:
     """Accuracy against the hidden share of the image, against the strength of the attack, and on images of other cards; what there is."""
-    kinds = [kind for kind in ("occlusion", "fgsm", "shifted") if any(row["kind"] == kind for row in rows)]
+    kinds = [
+        kind
+        for kind in ("occlusion", "fgsm", "shifted")
+        if any(row["kind"] == kind for row in rows)
+    ]
     figure, axes = figure_of(max(4.3 * len(kinds), 5.4), 3.9, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         own = [row for row in rows if row["kind"] == kind]
-        title, x = {"occlusion": ("Hidden centre", "share of the image"), "fgsm": ("FGSM", "epsilon, in 255ths"), "shifted": ("Other images", "")}[kind]
+        title, x = {
+            "occlusion": ("Hidden centre", "share of the image"),
+            "fgsm": ("FGSM", "epsilon, in 255ths"),
+            "shifted": ("Other images", ""),
+        }[kind]
         dress(ax, title, x, "accuracy" if ax is axes[0] else "")
         if kind == "shifted":
             _bars(ax, _names(rows), own)
@@ -65,8 +91,21 @@ def heads_figure(rows: Sequence[Row]) -> Figure:
     families = list(dict.fromkeys(row["family"] for row in rows))
     for index, family in enumerate(families):
         own, style = [row for row in rows if row["family"] == family], look(index)
-        axes.scatter([row["heads"] for row in own], [row["accuracy"] for row in own], s=14, color=style["color"], alpha=0.5, linewidths=0)
-        axes.plot(*_means(own, lambda row: row["heads"], "accuracy"), label=family, linewidth=1.8, markersize=6, **style)
+        axes.scatter(
+            [row["heads"] for row in own],
+            [row["accuracy"] for row in own],
+            s=14,
+            color=style["color"],
+            alpha=0.5,
+            linewidths=0,
+        )
+        axes.plot(
+            *_means(own, lambda row: row["heads"], "accuracy"),
+            label=family,
+            linewidth=1.8,
+            markersize=6,
+            **style,
+        )
     axes.set_xticks(sorted({row["heads"] for row in rows}))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
     _legend(figure, axes)
@@ -78,9 +117,22 @@ def _bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
     places = list(dict.fromkeys(map(shown, rows)))
     wide = 0.8 / len(names)
     for index, name in enumerate(names):
-        own = [[row["accuracy"] for row in rows if row["name"] == name and shown(row) == place] for place in places]
-        at = [place + (index - (len(names) - 1) / 2) * wide for place, found in enumerate(own) if found]
-        axes.bar(at, [float(np.mean(found)) for found in own if found], width=0.9 * wide, color=look(index)["color"], label=name)
+        own = [
+            [row["accuracy"] for row in rows if row["name"] == name and shown(row) == place]
+            for place in places
+        ]
+        at = [
+            place + (index - (len(names) - 1) / 2) * wide
+            for place, found in enumerate(own)
+            if found
+        ]
+        axes.bar(
+            at,
+            [float(np.mean(found)) for found in own if found],
+            width=0.9 * wide,
+            color=look(index)["color"],
+            label=name,
+        )
     axes.set_xticks(range(len(places)), places)
 
 
@@ -88,23 +140,47 @@ def _names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["name"] for row in rows))
 
 
-def _lines(axes: Axes, names: Sequence[str], rows: Sequence[Row], x: Callable[[Row], float], value: str) -> None:
+def _lines(
+    axes: Axes, names: Sequence[str], rows: Sequence[Row], x: Callable[[Row], float], value: str
+) -> None:
     """A name has the same colour in all panels, also where some have nothing to show."""
     for index, name in enumerate(names):
         own, style = [row for row in rows if row["name"] == name], look(index)
         tasks = list(dict.fromkeys(row["task"] for row in own))
         for task in tasks if len(tasks) > 1 else ():
-            axes.plot(*_means([row for row in own if row["task"] == task], x, value), color=style["color"], linewidth=0.8, alpha=0.3)
+            axes.plot(
+                *_means([row for row in own if row["task"] == task], x, value),
+                color=style["color"],
+                linewidth=0.8,
+                alpha=0.3,
+            )
         # Thinner from line to line, so that one that lies under another can still be seen.
-        axes.plot(*_means(own, x, value), label=name, linewidth=max(1.3, 3.2 - 0.5 * index), markersize=max(4.5, 8.5 - index), **style)
+        axes.plot(
+            *_means(own, x, value),
+            label=name,
+            linewidth=max(1.3, 3.2 - 0.5 * index),
+            markersize=max(4.5, 8.5 - index),
+            **style,
+        )
 
 
-def _means(rows: Sequence[Row], x: Callable[[Row], float], value: str) -> tuple[list[float], list[float]]:
+def _means(
+    rows: Sequence[Row], x: Callable[[Row], float], value: str
+) -> tuple[list[float], list[float]]:
     """The mean value at each place."""
     places = sorted({x(row) for row in rows})
-    return places, [float(np.mean([row[value] for row in rows if x(row) == place])) for place in places]
+    return places, [
+        float(np.mean([row[value] for row in rows if x(row) == place])) for place in places
+    ]
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5), fontsize=9, frameon=False)
+    figure.legend(
+        handles,
+        names,
+        loc="outside lower center",
+        ncols=min(len(names), 5),
+        fontsize=9,
+        frameon=False,
+    )

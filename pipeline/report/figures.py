@@ -40,50 +40,98 @@ def of_run(tables: RunTables) -> list[Picture]:
         return []
     summary = tables.summary()
     found = [
-        Picture("comparison.png", "Methods side by side",
-                "Three numbers per method after its last finished task: accuracy averaged over tasks, the same averaged over the whole way there, "
-                "and how much accuracy old tasks have lost since their best moment.", plots.png(plots.comparison(summary))),
-        Picture("averages.png", "Along the stream",
-                "What the averages were after each task: a falling line on the left means that new tasks are harder or old ones are lost; a line that "
-                "rises on the right means forgetting.", plots.png(plots.averages(matrices)))]
+        Picture(
+            "comparison.png",
+            "Methods side by side",
+            "Three numbers per method after its last finished task: accuracy averaged over "
+            "tasks, the same averaged over the whole way there, "
+            "and how much accuracy old tasks have lost since their best moment.",
+            plots.png(plots.comparison(summary)),
+        ),
+        Picture(
+            "averages.png",
+            "Along the stream",
+            "What the averages were after each task: a falling line on the left means that new "
+            "tasks are harder or old ones are lost; a line that "
+            "rises on the right means forgetting.",
+            plots.png(plots.averages(matrices)),
+        ),
+    ]
     if any(row["growth"] for row in summary):
-        found.append(Picture("size_accuracy.png", "Size against accuracy",
-                             "What a method keeps besides the shared backbone (masks as packed bits, tokens, heads, copies, and what it carries to the next "
-                             "task) against its average accuracy; the best place is top left.", plots.png(plots.size_accuracy(summary))))
+        found.append(
+            Picture(
+                "size_accuracy.png",
+                "Size against accuracy",
+                "What a method keeps besides the shared backbone (masks as packed bits, tokens, "
+                "heads, copies, and what it carries to the next "
+                "task) against its average accuracy; the best place is top left.",
+                plots.png(plots.size_accuracy(summary)),
+            )
+        )
     return found
 
 
 def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
     """One method: matrix, training curves, masks, tokens. views: the masks of its finished tasks."""
     matrix = tables.matrix(label)
-    says = ("Each row is the model after learning one more task, each column is a task it is tested on; read down a column to see whether that task "
-            "is kept.")
+    says = (
+        "Each row is the model after learning one more task, each column is a task it is tested "
+        "on; read down a column to see whether that task "
+        "is kept."
+    )
     if "follows" in matrix.source:
-        says += (" Bold numbers were measured; plain ones follow from them, since nothing that this method does later can change the answers "
-                 "on an earlier task.")
+        says += (
+            " Bold numbers were measured; plain ones follow from them, since nothing that this "
+            "method does later can change the answers "
+            "on an earlier task."
+        )
     if "missing" in matrix.source:
         says += " Hatched cells are not finished yet."
-    found = [Picture(f"matrix-{label}.png", "Accuracy matrix", says, plots.png(plots.matrix(matrix)))]
+    found = [
+        Picture(f"matrix-{label}.png", "Accuracy matrix", says, plots.png(plots.matrix(matrix)))
+    ]
     aware = tables.matrix(label, "correct_task_aware")
     if "measured" in aware.source:
-        found.append(Picture(f"matrix-{label}-task-aware.png", "Accuracy matrix, task given",
-                             "The same model, when it is told which task an image belongs to and answers among that task's classes only.",
-                             plots.png(plots.matrix(aware))))
+        found.append(
+            Picture(
+                f"matrix-{label}-task-aware.png",
+                "Accuracy matrix, task given",
+                "The same model, when it is told which task an image belongs to and answers "
+                "among that task's classes only.",
+                plots.png(plots.matrix(aware)),
+            )
+        )
     picked = tables.picked(label)
     if picked is not None:
-        found.append(Picture(f"picked-{label}.png", "What images were taken for",
-                             "Rows: the task that images are of. Columns: what the method, which was not told, took them for before it answered.",
-                             plots.png(picked_figure(label, *picked))))
+        found.append(
+            Picture(
+                f"picked-{label}.png",
+                "What images were taken for",
+                "Rows: the task that images are of. Columns: what the method, which was not "
+                "told, took them for before it answered.",
+                plots.png(picked_figure(label, *picked)),
+            )
+        )
     curves = plots.curves(histories(tables, label))
     if curves is not None:
-        found.append(Picture(f"curves-{label}.png", "Training",
-                             "Loss and accuracy on held-out validation images over the epochs of one task after the other; grey bands tell the tasks apart.",
-                             plots.png(curves)))
+        found.append(
+            Picture(
+                f"curves-{label}.png",
+                "Training",
+                "Loss and accuracy on held-out validation images over the epochs of one task "
+                "after the other; grey bands tell the tasks apart.",
+                plots.png(curves),
+            )
+        )
     return found + of_masks(tables, label, views)
 
 
-def picked_figure(label: str, counts: NDArray[np.int64], tasks: list[str], candidates: list[str]) -> Figure:
-    return plots.confusion(counts, tasks, f"{label}: taken for", candidates, ("taken for", "images of"))
+def picked_figure(
+    label: str, counts: NDArray[np.int64], tasks: list[str], candidates: list[str]
+) -> Figure:
+    return plots.confusion(
+        counts, tasks, f"{label}: taken for", candidates, ("taken for", "images of")
+    )
 
 
 def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
@@ -91,21 +139,53 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
     sighted = [v for v in views if v.tokens is not None]
     if sighted:
         chosen = [sighted[i] for i in maskplots.spread(len(sighted), MOST_ROWS)]
-        found.append(Picture(f"masks-{label}.png", "What each block looks at",
-                             "Patches that a block may attend to, over one test image of each task; darkened patches are masked out for every image of "
-                             "that task, in this block only.", token_picture(tables, chosen)))
+        found.append(
+            Picture(
+                f"masks-{label}.png",
+                "What each block looks at",
+                "Patches that a block may attend to, over one test image of each task; darkened "
+                "patches are masked out for every image of "
+                "that task, in this block only.",
+                token_picture(tables, chosen),
+            )
+        )
     for name, title, figure, says in (
-            ("density", "How much is kept, by depth", maskplots.density(views),
-             "Share of entries that each mask keeps, from the first block to the last."),
-            ("overlap", "What tasks have in common", maskplots.overlaps(views),
-             "Jaccard index of each pair of tasks: entries that both keep, divided by entries that at least one keeps; 1 means the same mask."),
-            ("capacity", "Capacity used", maskplots.used(views),
-             "Of all entries that can be masked: those that a task uses and earlier ones used already, those it is the first to use, and the line "
-             "of all that some task uses by then."),
-            ("layers", f"Where the mask of {views[-1].task if views else ''} keeps what", maskplots.layers(views[-1]) if views else None,
-             "Each line is a block, each column an output unit of its layer: dark is kept, light is masked."),
-            ("tokens", "Learned tokens", maskplots.prompts(views),
-             "Left: the token values of the newest task. Right: how much the tokens of all tasks point the same way.")):
+        (
+            "density",
+            "How much is kept, by depth",
+            maskplots.density(views),
+            "Share of entries that each mask keeps, from the first block to the last.",
+        ),
+        (
+            "overlap",
+            "What tasks have in common",
+            maskplots.overlaps(views),
+            "Jaccard index of each pair of tasks: entries that both keep, divided by entries "
+            "that at least one keeps; 1 means the same mask.",
+        ),
+        (
+            "capacity",
+            "Capacity used",
+            maskplots.used(views),
+            "Of all entries that can be masked: those that a task uses and earlier ones used "
+            "already, those it is the first to use, and the line "
+            "of all that some task uses by then.",
+        ),
+        (
+            "layers",
+            f"Where the mask of {views[-1].task if views else ''} keeps what",
+            maskplots.layers(views[-1]) if views else None,
+            "Each line is a block, each column an output unit of its layer: dark is kept, light "
+            "is masked.",
+        ),
+        (
+            "tokens",
+            "Learned tokens",
+            maskplots.prompts(views),
+            "Left: the token values of the newest task. Right: how much the tokens of all tasks "
+            "point the same way.",
+        ),
+    ):
         if figure is not None:
             found.append(Picture(f"{name}-{label}.png", title, says, plots.png(figure)))
     return found
@@ -118,7 +198,9 @@ def token_picture(tables: RunTables, views: list[MaskView], most_blocks: int = 6
 
 def mask_views(tables: RunTables, label: str) -> list[MaskView]:
     """The masks and tokens of every finished task of a method that has any, in stream order."""
-    return [view for task in tables.tasks(label) if (view := view_of(tables, label, task)) is not None]
+    return [
+        view for task in tables.tasks(label) if (view := view_of(tables, label, task)) is not None
+    ]
 
 
 def view_of(tables: RunTables, label: str, task: str) -> MaskView | None:
@@ -135,6 +217,10 @@ def histories(tables: RunTables, label: str) -> list[tuple[str, list[dict[str, o
     """(name, epochs) of every training stage of a method, in order; the step is named where a task has several."""
     found = []
     for task in tables.tasks(label):
-        stages = [(s, rows) for s in tables.stages(label, task) if s["label"] and (rows := tables.history(s["id"]))]
+        stages = [
+            (s, rows)
+            for s in tables.stages(label, task)
+            if s["label"] and (rows := tables.history(s["id"]))
+        ]
         found += [(task if len(stages) == 1 else f"{task}/{s['step']}", rows) for s, rows in stages]
     return found

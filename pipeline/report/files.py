@@ -19,7 +19,10 @@ def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
     """Rows -> Parquet; columns are `first` and the union of all keys, an absent value or NaN is null."""
     columns = _columns(rows, first)
     sink = io.BytesIO()
-    pq.write_table(pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in columns}), sink)
+    pq.write_table(
+        pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in columns}),
+        sink,
+    )
     return sink.getvalue()
 
 
@@ -31,7 +34,11 @@ def as_csv(rows: list[Row], first: Sequence[str] = ()) -> bytes:
 
 def files(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
     """`NAME.csv` for people and `NAME.parquet` for machines, for every table."""
-    return {f"{name}.{ending}": write(rows) for name, rows in tables.items() for ending, write in (("csv", as_csv), ("parquet", as_parquet))}
+    return {
+        f"{name}.{ending}": write(rows)
+        for name, rows in tables.items()
+        for ending, write in (("csv", as_csv), ("parquet", as_parquet))
+    }
 
 
 def _columns(rows: list[Row], first: Sequence[str]) -> list[str]:

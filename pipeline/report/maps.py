@@ -19,10 +19,16 @@ from pipeline.report.maskplots import spread
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 
-MOST_TASKS = 8  # in one picture; a longer stream shows some of them, the first and the last among them
+MOST_TASKS = (
+    8  # in one picture; a longer stream shows some of them, the first and the last among them
+)
 CELL, GAP = 144, 6  # pixels
 SIDE = 160  # of the captions beside a row
-TITLE, HEAD, FOOT = 44, 62, 96  # of the whole; above the rows of a task; below the last one, for the scales
+TITLE, HEAD, FOOT = (
+    44,
+    62,
+    96,
+)  # of the whole; above the rows of a task; below the last one, for the scales
 APART, WIDEST = 20, 1700  # between tasks side by side, of which there are as many as fit
 OPAQUE = (0.35, 0.8)  # of a map where it is lowest and highest
 SELECTED = "selected"
@@ -33,8 +39,10 @@ def maps_figure(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
     """One line per image, task after task: the image, and each map over it. Maps of a kind share a scale."""
     entries = [entries[i] for i in spread(len(entries), MOST_TASKS)]
     titles = _titles(entries)
-    tops = {"looks": _top([look for _, found in entries for look in found.looks.values()]),
-            SELECTED: _top([found.selected for _, found in entries if found.selected is not None])}
+    tops = {
+        "looks": _top([look for _, found in entries for look in found.looks.values()]),
+        SELECTED: _top([found.selected for _, found in entries if found.selected is not None]),
+    }
     wide = SIDE + (1 + len(titles)) * (CELL + GAP) + APART
     columns = max(1, min(len(entries), WIDEST // wide))
     lines = [entries[start : start + columns] for start in range(0, len(entries), columns)]
@@ -46,7 +54,11 @@ def maps_figure(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
         for place, (task, found) in enumerate(line):
             _task(sheet, place * wide, top, task, found, titles, tops)
         top += tall
-    kinds = [kind for kind in SCALES if any((title == SELECTED) == (kind == SELECTED) for title in titles)]
+    kinds = [
+        kind
+        for kind in SCALES
+        if any((title == SELECTED) == (kind == SELECTED) for title in titles)
+    ]
     for place, kind in enumerate(kinds):
         _scale(sheet, SIDE + place * 2 * (CELL + GAP), top + 40, kind, tops[kind])
     return sheet.finished()
@@ -64,11 +76,21 @@ class Sheet:
 
     def words(self, x: float, y: float, text: str, color: str = INK, **style: Any) -> None:
         height, width = self.canvas.shape[:2]
-        self.figure.text(x / width, 1 - y / height, text, color=color, va="center" if "\n" not in text else "top", ha="left", **style)
+        self.figure.text(
+            x / width,
+            1 - y / height,
+            text,
+            color=color,
+            va="center" if "\n" not in text else "top",
+            ha="left",
+            **style,
+        )
 
     def axes(self, x: float, y: float, wide: float, tall: float) -> Axes:
         height, width = self.canvas.shape[:2]
-        return self.figure.add_axes((x / width, 1 - (y + tall) / height, wide / width, tall / height))
+        return self.figure.add_axes(
+            (x / width, 1 - (y + tall) / height, wide / width, tall / height)
+        )
 
     def finished(self) -> Figure:
         behind = self.figure.add_axes((0, 0, 1, 1), zorder=-1)
@@ -91,7 +113,15 @@ def _top(maps: Sequence[torch.Tensor]) -> float:
     return max(float(torch.cat([m.flatten() for m in maps]).quantile(0.995)), 1e-6) if maps else 1.0
 
 
-def _task(sheet: Sheet, left: int, top: int, task: str, found: Maps, titles: Sequence[str], tops: dict[str, float]) -> None:
+def _task(
+    sheet: Sheet,
+    left: int,
+    top: int,
+    task: str,
+    found: Maps,
+    titles: Sequence[str],
+    tops: dict[str, float],
+) -> None:
     sheet.words(left + 8, top + 16, task, fontsize=8.5, fontweight="bold")
     places = [left + SIDE + column * (CELL + GAP) for column in range(1 + len(titles))]
     for x, title in zip(places, ["image", *titles], strict=True):
@@ -101,16 +131,32 @@ def _task(sheet: Sheet, left: int, top: int, task: str, found: Maps, titles: Seq
         image = _sized(found.images[row].permute(2, 0, 1))
         sheet.put(places[0], y, image)
         for x, title in zip(places[1:], titles, strict=True):
-            kind, values = (SELECTED, found.selected) if title == SELECTED else ("looks", found.looks.get(title))
+            kind, values = (
+                (SELECTED, found.selected)
+                if title == SELECTED
+                else ("looks", found.looks.get(title))
+            )
             if values is not None:
                 sheet.put(x, y, over(image, values[row], SCALES[kind], tops[kind]))
         right, answered = found.right[row], found.answered[row]
         sheet.words(left + 8, y + CELL / 2 - 22, _short(right), fontsize=6.8)
-        said, colour = ("answered right", "#1a7f37") if right == answered else (f"answered\n{_short(answered)}", "#b3261e")
-        sheet.words(left + 8, y + CELL / 2 + (4 if right == answered else -4), said, fontsize=6.5, color=colour)
+        said, colour = (
+            ("answered right", "#1a7f37")
+            if right == answered
+            else (f"answered\n{_short(answered)}", "#b3261e")
+        )
+        sheet.words(
+            left + 8,
+            y + CELL / 2 + (4 if right == answered else -4),
+            said,
+            fontsize=6.5,
+            color=colour,
+        )
 
 
-def over(image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float) -> NDArray[np.float32]:
+def over(
+    image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float
+) -> NDArray[np.float32]:
     """image (H, W, 3), values (h, w) -> the image in grey under the map, which is resampled to it; low values let more of it through."""
     levels = (_sized(values[None].float())[..., 0] / top).clip(0, 1)
     opaque = (OPAQUE[0] + (OPAQUE[1] - OPAQUE[0]) * levels)[..., None]
@@ -120,7 +166,11 @@ def over(image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float
 
 def _sized(values: torch.Tensor) -> NDArray[np.float32]:
     """(c, h, w) -> (CELL, CELL, c), bilinear."""
-    return F.interpolate(values[None].float(), (CELL, CELL), mode="bilinear", align_corners=False)[0].permute(1, 2, 0).numpy()
+    return (
+        F.interpolate(values[None].float(), (CELL, CELL), mode="bilinear", align_corners=False)[0]
+        .permute(1, 2, 0)
+        .numpy()
+    )
 
 
 def _scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:
@@ -128,10 +178,18 @@ def _scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:
     opaque = np.linspace(*OPAQUE, 256)[:, None]
     colours[:, :3] = (1 - opaque) * 0.5 + opaque * colours[:, :3]  # as over a mean grey
     axes = sheet.axes(x, y, 1.6 * CELL, 14)
-    bar = sheet.figure.colorbar(ScalarMappable(Normalize(0, top), ListedColormap(colours)), cax=axes, orientation="horizontal", extend="max")
+    bar = sheet.figure.colorbar(
+        ScalarMappable(Normalize(0, top), ListedColormap(colours)),
+        cax=axes,
+        orientation="horizontal",
+        extend="max",
+    )
     bar.outline.set_visible(False)
     axes.tick_params(labelsize=6.5, length=2, colors=INK)
-    words = {"looks": "attention of the class token, 1 is uniform", SELECTED: "selected: clamp(cos(x, ξ), 0, 1)"}[kind]
+    words = {
+        "looks": "attention of the class token, 1 is uniform",
+        SELECTED: "selected: clamp(cos(x, ξ), 0, 1)",
+    }[kind]
     sheet.words(x, y - 12, words, fontsize=6.5)
 
 

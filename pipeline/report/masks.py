@@ -38,17 +38,28 @@ class MaskView:
     prompts: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, label: str, state: TaskState, masks: Mapping[str, Tensor] | None = None) -> MaskView:
+    def of(
+        cls, label: str, state: TaskState, masks: Mapping[str, Tensor] | None = None
+    ) -> MaskView:
         """masks: those to show, where they are not simply the state's."""
         view = cls(label, state.task)
-        for name, mask in sorted((state.masks if masks is None else masks).items(), key=lambda item: _place(item[0])):
+        for name, mask in sorted(
+            (state.masks if masks is None else masks).items(), key=lambda item: _place(item[0])
+        ):
             values = mask.numpy()
             if name == "tokens":
                 view.tokens = values
             else:
                 units = values.reshape(len(values), -1).mean(1, dtype=np.float32)
-                view.profile[name] = np.array([part.mean() for part in np.array_split(units, min(BINS, len(units)))], np.float32)
-            view.bits[name], view.kept[name], view.sizes[name] = np.packbits(values.reshape(-1)), int(values.sum()), values.size
+                view.profile[name] = np.array(
+                    [part.mean() for part in np.array_split(units, min(BINS, len(units)))],
+                    np.float32,
+                )
+            view.bits[name], view.kept[name], view.sizes[name] = (
+                np.packbits(values.reshape(-1)),
+                int(values.sum()),
+                values.size,
+            )
         for name, tokens in state.tokens.items():
             if tokens.ndim and tokens.numel():
                 view.prompts[name] = tokens.to(torch.float32).reshape(-1, tokens.shape[-1]).numpy()
@@ -58,11 +69,26 @@ class MaskView:
         """Per mask (token masks: per block) how many entries it keeps."""
         found = []
         if self.tokens is not None:
-            found = [self._row("tokens", block, int(row.sum()), row.size) for block, row in enumerate(self.tokens)]
-        return found + [self._row(kind_of(n), block_of(n), self.kept[n], self.sizes[n]) for n in self.bits if n != "tokens"]
+            found = [
+                self._row("tokens", block, int(row.sum()), row.size)
+                for block, row in enumerate(self.tokens)
+            ]
+        return found + [
+            self._row(kind_of(n), block_of(n), self.kept[n], self.sizes[n])
+            for n in self.bits
+            if n != "tokens"
+        ]
 
     def _row(self, kind: str, block: int | None, kept: int, size: int) -> dict[str, Any]:
-        return {"label": self.label, "task": self.task, "kind": kind, "block": block, "kept": kept, "size": size, "share": kept / size if size else 1.0}
+        return {
+            "label": self.label,
+            "task": self.task,
+            "kind": kind,
+            "block": block,
+            "kept": kept,
+            "size": size,
+            "share": kept / size if size else 1.0,
+        }
 
 
 def kind_of(name: str) -> str:
@@ -91,10 +117,18 @@ def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:
     for a, first in enumerate(views):
         for b in range(a, len(views)):
             second = views[b]
-            names = [n for n in first.bits if kind_of(n) == kind and first.sizes[n] == second.sizes.get(n)]
+            names = [
+                n
+                for n in first.bits
+                if kind_of(n) == kind and first.sizes[n] == second.sizes.get(n)
+            ]
             if names:
-                both = sum(int(np.bitwise_count(first.bits[n] & second.bits[n]).sum()) for n in names)
-                either = sum(int(np.bitwise_count(first.bits[n] | second.bits[n]).sum()) for n in names)
+                both = sum(
+                    int(np.bitwise_count(first.bits[n] & second.bits[n]).sum()) for n in names
+                )
+                either = sum(
+                    int(np.bitwise_count(first.bits[n] | second.bits[n]).sum()) for n in names
+                )
                 result[a, b] = result[b, a] = both / either if either else 1.0
     return result
 
@@ -104,8 +138,18 @@ def overlap_rows(views: list[MaskView]) -> list[dict[str, Any]]:
     rows = []
     for kind in kinds(views):
         values = overlap(views, kind)
-        rows += [{"label": a.label, "kind": kind, "task": a.task, "other": b.task, "jaccard": float(values[i, j])}
-                 for i, a in enumerate(views) for j, b in enumerate(views) if i < j and not np.isnan(values[i, j])]
+        rows += [
+            {
+                "label": a.label,
+                "kind": kind,
+                "task": a.task,
+                "other": b.task,
+                "jaccard": float(values[i, j]),
+            }
+            for i, a in enumerate(views)
+            for j, b in enumerate(views)
+            if i < j and not np.isnan(values[i, j])
+        ]
     return rows
 
 
@@ -123,8 +167,17 @@ def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
             used[name] = bits | before
         size = sum(n for name, n in view.sizes.items() if kind_of(name) == kind)
         if size:
-            rows.append({"label": view.label, "task": view.task, "kind": kind, "fresh": fresh, "again": again,
-                         "used": sum(int(np.bitwise_count(b).sum()) for b in used.values()), "size": size})
+            rows.append(
+                {
+                    "label": view.label,
+                    "task": view.task,
+                    "kind": kind,
+                    "fresh": fresh,
+                    "again": again,
+                    "used": sum(int(np.bitwise_count(b).sum()) for b in used.values()),
+                    "size": size,
+                }
+            )
     return rows
 
 

@@ -55,95 +55,258 @@ def build(storage: str, record: Mapping[str, Any], graph_svg: str = "") -> dict[
     shared = figures.of_run(tables)
     own = {label: figures.of_label(tables, label, views[label]) for label in tables.labels}
     rows = tables.tables()
-    rows |= {name: found for name, found in (
-        ("masks", [row for some in views.values() for view in some for row in view.rows()]),
-        ("overlap", [row for some in views.values() for row in overlap_rows(some)]),
-        ("capacity", [row for some in views.values() for kind in kinds(some) for row in capacity(some, kind)])) if found}
+    rows |= {
+        name: found
+        for name, found in (
+            ("masks", [row for some in views.values() for view in some for row in view.rows()]),
+            ("overlap", [row for some in views.values() for row in overlap_rows(some)]),
+            (
+                "capacity",
+                [
+                    row
+                    for some in views.values()
+                    for kind in kinds(some)
+                    for row in capacity(some, kind)
+                ],
+            ),
+        )
+        if found
+    }
     pictures = {p.name: p.png for p in [*shared, *(p for some in own.values() for p in some)]}
-    return {"report.html": page(tables, shared, own, graph_svg).encode(), **files.files(rows), **pictures}
+    return {
+        "report.html": page(tables, shared, own, graph_svg).encode(),
+        **files.files(rows),
+        **pictures,
+    }
 
 
-def page(tables: RunTables, shared: Sequence[Picture], own: Mapping[str, Sequence[Picture]], graph_svg: str) -> str:
+def page(
+    tables: RunTables,
+    shared: Sequence[Picture],
+    own: Mapping[str, Sequence[Picture]],
+    graph_svg: str,
+) -> str:
     """The page as text."""
     name = escape(str(tables.record["name"]))
     sections = [head(tables), warnings(tables), summary(tables), *map(picture, shared)]
     for label, pictures in own.items():
-        sections.append(f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>{about(tables, label)}')
+        sections.append(
+            f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>{about(tables, label)}'
+        )
         sections += [*map(picture, pictures), picks(tables, label)]
     sections += [sizes(tables), graph(graph_svg), stages(tables), settings(tables)]
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{name} · Accrete</title><style>{STYLE}</style></head><body><main>{''.join(sections)}</main></body></html>")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width, initial-scale=1">'
+        f"<title>{name} · "
+        f"Accrete</title><style>{STYLE}</style></head><body><main>{''.join(sections)}</main></body></html>"
+    )
 
 
 def head(tables: RunTables) -> str:
     record, config = tables.record, tables.record["config"]
     done = sum(s["id"] in tables.artefacts for s in record["stages"] if s["step"] != "report")
     total = sum(s["step"] != "report" for s in record["stages"])
-    state = "finished" if done == total else f'<span class="pending">{done} of {total} stages finished so far</span>'
+    state = (
+        "finished"
+        if done == total
+        else f'<span class="pending">{done} of {total} stages finished so far</span>'
+    )
     tasks = [t["name"] for t in record["tasks"]]
-    shown = ", ".join(map(escape, tasks[:12])) + (f" and {len(tasks) - 12} more" if len(tasks) > 12 else "")
+    shown = ", ".join(map(escape, tasks[:12])) + (
+        f" and {len(tasks) - 12} more" if len(tasks) > 12 else ""
+    )
     base = next((t["name"] for t in record["tasks"] if t["role"] == "base"), None)
-    grew = (f"its first version was trained on <b>{escape(base)}</b>" if base
-            else f"its weights: {escape(str(config.get('backbone', {}).get('weights', 'none')).rsplit('/', 1)[-1])}")
-    given = ("At test time the model is told which task an image belongs to." if tables.scenario == "task"
-             else "At test time the model is not told which task an image belongs to: it chooses among all classes seen so far.")
-    links = "".join(f'<a href="#{anchor}">{escape(text)}</a>' for anchor, text in [
-        ("summary", "Summary"), *((f"method-{label}", label) for label in tables.labels), ("sizes", "Sizes"), ("graph", "Graph"), ("stages", "Stages"),
-        ("settings", "Settings")])
-    return (f"<h1>{escape(str(record['name']))}</h1><div class=soft>{len(tables.labels)} method{'s' * (len(tables.labels) != 1)} · {len(tasks)} tasks · "
-            f"scenario {escape(tables.scenario)} · seed {config.get('seed', 0)} · started {escape(str(record.get('created', '')))} · {state}</div>"
-            f"<p style='margin-top:14px'>One vision transformer (<code>{escape(str(config.get('backbone', {}).get('name', '')))}</code>; {grew}) meets "
-            f"these tasks one after the other: {shown}. Each method below adds the tasks in its own way. After every task the model is tested on all "
-            f"tasks so far, with test images that training never sees. {given}</p><nav>{links}</nav>")
+    grew = (
+        f"its first version was trained on <b>{escape(base)}</b>"
+        if base
+        else "its weights: "
+        f"{escape(str(config.get('backbone', {}).get('weights', 'none')).rsplit('/', 1)[-1])}"
+    )
+    given = (
+        "At test time the model is told which task an image belongs to."
+        if tables.scenario == "task"
+        else "At test time the model is not told which task an image belongs to: it chooses "
+        "among all classes seen so far."
+    )
+    links = "".join(
+        f'<a href="#{anchor}">{escape(text)}</a>'
+        for anchor, text in [
+            ("summary", "Summary"),
+            *((f"method-{label}", label) for label in tables.labels),
+            ("sizes", "Sizes"),
+            ("graph", "Graph"),
+            ("stages", "Stages"),
+            ("settings", "Settings"),
+        ]
+    )
+    return (
+        f"<h1>{escape(str(record['name']))}</h1><div class=soft>{len(tables.labels)} "
+        f"method{'s' * (len(tables.labels) != 1)} · {len(tasks)} tasks · "
+        f"scenario {escape(tables.scenario)} · seed {config.get('seed', 0)} · started "
+        f"{escape(str(record.get('created', '')))} · {state}</div>"
+        "<p style='margin-top:14px'>One vision transformer "
+        f"(<code>{escape(str(config.get('backbone', {}).get('name', '')))}</code>; {grew}) "
+        "meets "
+        f"these tasks one after the other: {shown}. Each method below adds the tasks in its own "
+        "way. After every task the model is tested on all "
+        f"tasks so far, with test images that training never sees. {given}</p><nav>{links}</nav>"
+    )
 
 
 def warnings(tables: RunTables) -> str:
     rows = tables.warnings()
     if not rows:
         return ""
-    items = "".join(f"<li>{escape(r['warning'])} <span class=soft>({escape(r['stage'])}{f' and {more} more' if (more := r['stages'] - 1) else ''})"
-                    "</span></li>" for r in rows)
-    return f'<div class="note"><b>{len(rows)} warning{"s" * (len(rows) != 1)}</b><ul>{items}</ul></div>'
+    items = "".join(
+        f"<li>{escape(r['warning'])} <span "
+        f"class=soft>({escape(r['stage'])}{f' and {more} more' if (more := r['stages'] - 1) else ''})"
+        "</span></li>"
+        for r in rows
+    )
+    return (
+        f'<div class="note"><b>{len(rows)} '
+        f"warning{'s' * (len(rows) != 1)}</b><ul>{items}</ul></div>"
+    )
 
 
 # column of the summary: key, heading, what it says, how it is written, which end is best
 COLUMNS: tuple[tuple[str, str, str, Any, Any], ...] = (
-    ("average_accuracy", "average<br>accuracy", "mean accuracy over all tasks, after the last one", "rate", max),
-    ("last_accuracy", "last<br>accuracy", "share of right answers over all test images together, after the last task", "rate", max),
-    ("average_incremental_accuracy", "average<br>on the way", "mean of the last accuracy after the first, second, ... task", "rate", max),
-    ("top5_last_accuracy", "top-5<br>last", "the same, where it is enough that the right class is among the first five", "rate", max),
-    ("task_aware_average_accuracy", "average,<br>task given", "mean accuracy over all tasks, choosing among the task's own classes", "rate", max),
-    ("forgetting", "forgetting", "mean loss of accuracy on old tasks since their best moment", "rate", min),
-    ("bytes_per_task", "bytes<br>per task", "masks, tokens, head and copies of one task, on average", "bytes", min),
-    ("carried_bytes", "carried<br>bytes", "what the last task would hand to a next one", "bytes", None),
+    (
+        "average_accuracy",
+        "average<br>accuracy",
+        "mean accuracy over all tasks, after the last one",
+        "rate",
+        max,
+    ),
+    (
+        "last_accuracy",
+        "last<br>accuracy",
+        "share of right answers over all test images together, after the last task",
+        "rate",
+        max,
+    ),
+    (
+        "average_incremental_accuracy",
+        "average<br>on the way",
+        "mean of the last accuracy after the first, second, ... task",
+        "rate",
+        max,
+    ),
+    (
+        "top5_last_accuracy",
+        "top-5<br>last",
+        "the same, where it is enough that the right class is among the first five",
+        "rate",
+        max,
+    ),
+    (
+        "task_aware_average_accuracy",
+        "average,<br>task given",
+        "mean accuracy over all tasks, choosing among the task's own classes",
+        "rate",
+        max,
+    ),
+    (
+        "forgetting",
+        "forgetting",
+        "mean loss of accuracy on old tasks since their best moment",
+        "rate",
+        min,
+    ),
+    (
+        "bytes_per_task",
+        "bytes<br>per task",
+        "masks, tokens, head and copies of one task, on average",
+        "bytes",
+        min,
+    ),
+    (
+        "carried_bytes",
+        "carried<br>bytes",
+        "what the last task would hand to a next one",
+        "bytes",
+        None,
+    ),
     ("growth", "growth", "all bytes kept, divided by those of the backbone", "times", None),
-    ("trained_parameters", "trained<br>parameters", "numbers that the optimizer changes for one task", "count", None),
-    ("flops_share", "work per<br>image", "operations of one image with masks applied, relative to the plain backbone", "rate", None),
+    (
+        "trained_parameters",
+        "trained<br>parameters",
+        "numbers that the optimizer changes for one task",
+        "count",
+        None,
+    ),
+    (
+        "flops_share",
+        "work per<br>image",
+        "operations of one image with masks applied, relative to the plain backbone",
+        "rate",
+        None,
+    ),
 )
-ANSWERS = {"identical": '<span class="done">identical</span>', "changed": '<span class="bad">changed</span>', "not measured again": "-"}
+ANSWERS = {
+    "identical": '<span class="done">identical</span>',
+    "changed": '<span class="bad">changed</span>',
+    "not measured again": "-",
+}
 
 
 def summary(tables: RunTables) -> str:
     rows = tables.summary()
     columns = [column for column in COLUMNS if any(column[0] in row for row in rows)]
-    even = len({(r["tasks_finished"], r["tasks"]) for r in rows}) == 1  # else the methods are not at the same point
-    best = {key: pick(values) for key, _, _, _, pick in columns
-            if even and pick and len(values := [v for r in rows if (v := r.get(key)) is not None and not math.isnan(v)]) > 1}
+    even = (
+        len({(r["tasks_finished"], r["tasks"]) for r in rows}) == 1
+    )  # else the methods are not at the same point
+    best = {
+        key: pick(values)
+        for key, _, _, _, pick in columns
+        if even
+        and pick
+        and len(values := [v for r in rows if (v := r.get(key)) is not None and not math.isnan(v)])
+        > 1
+    }
     heading = "".join(f'<th title="{escape(says)}">{text}</th>' for _, text, says, _, _ in columns)
     body = ""
     for row in rows:
-        other = "" if row["method"] == row["label"] else f' <span class=soft>{escape(row["method"])}</span>'
-        unfinished = "" if row["tasks_finished"] == row["tasks"] else f'<br><span class="pending">after {row["tasks_finished"]} of {row["tasks"]} tasks</span>'
-        cells = "".join(f'<td{" class=best" if key in best and row.get(key) == best[key] else ""}>{written(row.get(key), kind)}</td>'
-                        for key, _, _, kind, _ in columns)
-        body += (f'<tr><td class=left><a href="#method-{escape(row["label"])}"><b>{escape(row["label"])}</b></a>{other}{unfinished}</td>{cells}'
-                 f'<td>{ANSWERS[row["answers"]]}</td></tr>')
-    hint = "; the best value of a column is bold" if best else "; not all are at the same point of the stream yet" if not even else ""
-    words = "; ".join(f"<b>{text.replace('<br>', ' ')}</b>: {says}" for _, text, says, _, _ in columns)
-    return (f'<h2 id="summary">Summary</h2><p>One row per method{hint}.</p><div class="scroll"><table class="summary">'
-            f'<tr><th class=left>method</th>{heading}<th title="whether the logits on old tasks stayed the same, bit by bit">old<br>answers</th></tr>{body}'
-            f'</table></div><details><summary>What the columns mean</summary><p>{words}; <b>old answers</b>: whether the logits on tasks that were tested '
-            "again later are the same, bit by bit (compared by sha256).</p></details>")
+        other = (
+            ""
+            if row["method"] == row["label"]
+            else f" <span class=soft>{escape(row['method'])}</span>"
+        )
+        unfinished = (
+            ""
+            if row["tasks_finished"] == row["tasks"]
+            else f'<br><span class="pending">after {row["tasks_finished"]} of {row["tasks"]} '
+            "tasks</span>"
+        )
+        cells = "".join(
+            f"<td{' class=best' if key in best and row.get(key) == best[key] else ''}>{written(row.get(key), kind)}</td>"
+            for key, _, _, kind, _ in columns
+        )
+        body += (
+            "<tr><td class=left><a "
+            f'href="#method-{escape(row["label"])}"><b>{escape(row["label"])}</b></a>{other}{unfinished}</td>{cells}'
+            f"<td>{ANSWERS[row['answers']]}</td></tr>"
+        )
+    hint = (
+        "; the best value of a column is bold"
+        if best
+        else "; not all are at the same point of the stream yet"
+        if not even
+        else ""
+    )
+    words = "; ".join(
+        f"<b>{text.replace('<br>', ' ')}</b>: {says}" for _, text, says, _, _ in columns
+    )
+    return (
+        f'<h2 id="summary">Summary</h2><p>One row per method{hint}.</p><div '
+        'class="scroll"><table class="summary">'
+        f'<tr><th class=left>method</th>{heading}<th title="whether the logits on old tasks '
+        f'stayed the same, bit by bit">old<br>answers</th></tr>{body}'
+        f"</table></div><details><summary>What the columns mean</summary><p>{words}; <b>old "
+        "answers</b>: whether the logits on tasks that were tested "
+        "again later are the same, bit by bit (compared by sha256).</p></details>"
+    )
 
 
 def written(value: Any, kind: str) -> str:
@@ -151,20 +314,32 @@ def written(value: Any, kind: str) -> str:
         return SOFT
     if kind == "rate":
         return f"{100 * value:z.1f} %"
-    return {"bytes": bytes_text, "times": lambda v: f"{v:.2f}x", "count": lambda v: f"{v:,.0f}", "seconds": seconds_text}[kind](value)
+    return {
+        "bytes": bytes_text,
+        "times": lambda v: f"{v:.2f}x",
+        "count": lambda v: f"{v:,.0f}",
+        "seconds": seconds_text,
+    }[kind](value)
 
 
 def seconds_text(value: float) -> str:
     if value < 60:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 def picture(p: Picture) -> str:
     data = base64.b64encode(p.png).decode()
-    return (f'<figure><figcaption><b>{escape(p.title)}.</b> {escape(p.says)}</figcaption>'
-            f'<img alt="{escape(p.title)}" style="width:{p.width}px" src="data:image/png;base64,{data}"></figure>')
+    return (
+        f"<figure><figcaption><b>{escape(p.title)}.</b> {escape(p.says)}</figcaption>"
+        f'<img alt="{escape(p.title)}" style="width:{p.width}px" '
+        f'src="data:image/png;base64,{data}"></figure>'
+    )
 
 
 def about(tables: RunTables, label: str) -> str:
@@ -175,8 +350,12 @@ def about(tables: RunTables, label: str) -> str:
     if method is None:
         return ""
     says = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
-    order = ("Its tasks do not depend on each other (a star)." if not method.carries
-             else f"Each task starts from what the one before handed on: {', '.join(method.carries)} (a chain).")
+    order = (
+        "Its tasks do not depend on each other (a star)."
+        if not method.carries
+        else f"Each task starts from what the one before handed on: {', '.join(method.carries)} "
+        "(a chain)."
+    )
     told = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(" ".join(says.split())))
     return f"<p>{told} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
 
@@ -188,24 +367,88 @@ def picks(tables: RunTables, label: str) -> str:
         return ""
     counts, tasks, candidates = picked
     last = {row["task"]: row for row in rows if row["after_index"] == rows[-1]["after_index"]}
-    body = [[task, row["images"], written(row["share_right"], "rate"), *(written(row[f"confidence_{kind}"], "rate") for kind in ("right", "wrong")),
-             candidates[int(line.argmax())]] for task, line in zip(tasks, counts, strict=True) for row in [last[task]]]
-    table = table_html(["images of", "images", "taken for it", "how sure when right", "when wrong", "most often taken for"], body, 1)
-    return f"<h3>Finding out the task</h3><p>After {escape(rows[-1]['after'])}: the method is not told what an image belongs to and picks by itself.</p>{table}"
+    body = [
+        [
+            task,
+            row["images"],
+            written(row["share_right"], "rate"),
+            *(written(row[f"confidence_{kind}"], "rate") for kind in ("right", "wrong")),
+            candidates[int(line.argmax())],
+        ]
+        for task, line in zip(tasks, counts, strict=True)
+        for row in [last[task]]
+    ]
+    table = table_html(
+        [
+            "images of",
+            "images",
+            "taken for it",
+            "how sure when right",
+            "when wrong",
+            "most often taken for",
+        ],
+        body,
+        1,
+    )
+    return (
+        f"<h3>Finding out the task</h3><p>After {escape(rows[-1]['after'])}: the method is not "
+        f"told what an image belongs to and picks by itself.</p>{table}"
+    )
 
 
 def sizes(tables: RunTables) -> str:
     rows = [row for label in tables.labels for row in tables.sizes(label)]
     if not rows:
         return ""
-    fixed = {"label", "after_index", "after", "role", "total", "growth", "trained_parameters", "flops_share", "task_bytes"}
-    kinds = [k for k in dict.fromkeys(k for row in rows for k in row) if k not in fixed and any(row.get(k) for row in rows)]
-    table = table_html(["method", "after task", "this task", *kinds, "total", "growth", "trained parameters", "work per image"], [
-        [row["label"], row["after"], bytes_text(row["task_bytes"]), *(bytes_text(row.get(k)) for k in kinds), bytes_text(row["total"]),
-         written(row["growth"], "times"), written(row["trained_parameters"], "count"), written(row["flops_share"], "rate")] for row in rows], 2)
-    return (f'<h2 id="sizes">Sizes</h2><p>What has to be kept after each task, summed over the tasks so far: masks as packed bits, everything else as stored. '
-            "<b>carried</b> is what is handed to the next task; a method that retrains the whole backbone carries a changed copy of it. <b>growth</b> "
-            f"is the total divided by the backbone.</p>{table}")
+    fixed = {
+        "label",
+        "after_index",
+        "after",
+        "role",
+        "total",
+        "growth",
+        "trained_parameters",
+        "flops_share",
+        "task_bytes",
+    }
+    kinds = [
+        k
+        for k in dict.fromkeys(k for row in rows for k in row)
+        if k not in fixed and any(row.get(k) for row in rows)
+    ]
+    table = table_html(
+        [
+            "method",
+            "after task",
+            "this task",
+            *kinds,
+            "total",
+            "growth",
+            "trained parameters",
+            "work per image",
+        ],
+        [
+            [
+                row["label"],
+                row["after"],
+                bytes_text(row["task_bytes"]),
+                *(bytes_text(row.get(k)) for k in kinds),
+                bytes_text(row["total"]),
+                written(row["growth"], "times"),
+                written(row["trained_parameters"], "count"),
+                written(row["flops_share"], "rate"),
+            ]
+            for row in rows
+        ],
+        2,
+    )
+    return (
+        '<h2 id="sizes">Sizes</h2><p>What has to be kept after each task, summed over the '
+        "tasks so far: masks as packed bits, everything else as stored. "
+        "<b>carried</b> is what is handed to the next task; a method that retrains the whole "
+        "backbone carries a changed copy of it. <b>growth</b> "
+        f"is the total divided by the backbone.</p>{table}"
+    )
 
 
 def graph(svg: str) -> str:
@@ -215,26 +458,51 @@ def graph(svg: str) -> str:
     width = re.search(r'<svg[^>]* width="([0-9.]+)', body)
     if width and float(width.group(1)) < FITS:
         body = body.replace("<svg", '<svg style="max-width:100%;height:auto"', 1)
-    return ('<h2 id="graph">Graph</h2><p>Every box is a stage whose result is stored on its own; a line means that the right one needs the left one. Boxes '
-            f'without a path between them can run at the same time.</p><div class="scroll">{body}</div>')
+    return (
+        '<h2 id="graph">Graph</h2><p>Every box is a stage whose result is stored on its own; a '
+        "line means that the right one needs the left one. Boxes "
+        f'without a path between them can run at the same time.</p><div class="scroll">{body}</div>'
+    )
 
 
 def stages(tables: RunTables) -> str:
     rows = tables.stage_rows()
     spent = sum(r["wall_s"] or 0 for r in rows)
-    body = [[f"<code>{escape(r['stage'])}</code>", f'<span class="{r["state"]}">{r["state"]}</span>', written(r["wall_s"], "seconds"), bytes_text(r["bytes"]),
-             escape(str(r["device"] or "-")), f"<code>{r['key'][:12]}</code>"] for r in rows]
-    table = table_html(["stage", "state", "wall time", "stored", "device", "key"], body, 1, safe=True)
-    return (f'<h2 id="stages">Stages</h2><p>The steps of the run and how long each took when it was computed, {seconds_text(spent)} in all; a stage that is '
-            f"done is never run again while its inputs stay the same.</p><details{' open' if len(rows) <= 40 else ''}><summary>{len(rows)} stages</summary>"
-            f"{table}</details>")
+    body = [
+        [
+            f"<code>{escape(r['stage'])}</code>",
+            f'<span class="{r["state"]}">{r["state"]}</span>',
+            written(r["wall_s"], "seconds"),
+            bytes_text(r["bytes"]),
+            escape(str(r["device"] or "-")),
+            f"<code>{r['key'][:12]}</code>",
+        ]
+        for r in rows
+    ]
+    table = table_html(
+        ["stage", "state", "wall time", "stored", "device", "key"], body, 1, safe=True
+    )
+    return (
+        '<h2 id="stages">Stages</h2><p>The steps of the run and how long each took when it was '
+        f"computed, {seconds_text(spent)} in all; a stage that is "
+        "done is never run again while its inputs stay the "
+        f"same.</p><details{' open' if len(rows) <= 40 else ''}><summary>{len(rows)} "
+        "stages</summary>"
+        f"{table}</details>"
+    )
 
 
 def settings(tables: RunTables) -> str:
     text = dump_yaml(plain(tables.record["config"]), default_flow_style=None, width=110)
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(', '.join(values))}</dd>" for name, values in tables.environment().items())
-    return (f'<h2 id="settings">Settings and environment</h2><p>The complete config: saved as a file, it runs this again.</p><pre><code>{escape(text)}'
-            f"</code></pre><p>What the stages ran on:</p><dl>{facts}</dl>")
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(', '.join(values))}</dd>"
+        for name, values in tables.environment().items()
+    )
+    return (
+        '<h2 id="settings">Settings and environment</h2><p>The complete config: saved as a '
+        f"file, it runs this again.</p><pre><code>{escape(text)}"
+        f"</code></pre><p>What the stages ran on:</p><dl>{facts}</dl>"
+    )
 
 
 def plain(value: Any) -> Any:
@@ -243,9 +511,25 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def table_html(heading: Sequence[str], rows: Sequence[Sequence[Any]], left: int, safe: bool = False) -> str:
+def table_html(
+    heading: Sequence[str], rows: Sequence[Sequence[Any]], left: int, safe: bool = False
+) -> str:
     """A table whose first `left` columns are aligned to the left. safe: cells are HTML already; else only what stands for no value is."""
+
     def line(cells: Sequence[Any], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}{' class=left' if i < left else ''}>{cell}</{tag}>" for i, cell in enumerate(cells)) + "</tr>"
-    body = "".join(line([cell if safe or cell == SOFT else escape(str(cell)) for cell in row], "td") for row in rows)
-    return f'<div class="scroll"><table>{line([escape(h) for h in heading], "th")}{body}</table></div>'
+        return (
+            "<tr>"
+            + "".join(
+                f"<{tag}{' class=left' if i < left else ''}>{cell}</{tag}>"
+                for i, cell in enumerate(cells)
+            )
+            + "</tr>"
+        )
+
+    body = "".join(
+        line([cell if safe or cell == SOFT else escape(str(cell)) for cell in row], "td")
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table>{line([escape(h) for h in heading], "th")}{body}</table></div>'
+    )

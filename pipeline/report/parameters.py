@@ -13,7 +13,9 @@ from pipeline.report.trials import Search, Trial, number
 
 FEWEST = 4  # finished trials, below which nothing is said about importance
 CONDITIONS = ("when", "if")
-METHOD = "method"  # the key that chooses one of several methods; settings of the others do not apply
+METHOD = (
+    "method"  # the key that chooses one of several methods; settings of the others do not apply
+)
 KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 
 
@@ -65,28 +67,53 @@ def parameters(search: Search) -> list[Parameter]:
     space = search.record["space"]
     keys = list(dict.fromkeys([*space, *(key for t in search.trials for key in t["params"])]))
     names = short_names(keys)
-    return [_parameter(key, names, space.get(key), [t["params"][key] for t in search.trials if key in t["params"]]) for key in keys]
+    return [
+        _parameter(
+            key,
+            names,
+            space.get(key),
+            [t["params"][key] for t in search.trials if key in t["params"]],
+        )
+        for key in keys
+    ]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Keys without `methods.LABEL.`, or `methods.` where several methods are searched; the whole key where that is not clear."""
-    labels = {key.split(".")[1] for key in keys if key.startswith("methods.") and key.count(".") > 1}
+    labels = {
+        key.split(".")[1] for key in keys if key.startswith("methods.") and key.count(".") > 1
+    }
     start = f"methods.{next(iter(labels))}." if len(labels) == 1 else "methods."
     short = {key: key.removeprefix(start) for key in keys}
-    return {key: name if list(short.values()).count(name) == 1 else key for key, name in short.items()}
+    return {
+        key: name if list(short.values()).count(name) == 1 else key for key, name in short.items()
+    }
 
 
 def _parameter(key: str, names: Mapping[str, str], dimension: Any, met: Sequence[Any]) -> Parameter:
     if not isinstance(dimension, Mapping):
-        dimension = {} if dimension is None else {"dist": "choice", "values": dimension if isinstance(dimension, list) else [dimension]}
+        dimension = (
+            {}
+            if dimension is None
+            else {
+                "dist": "choice",
+                "values": dimension if isinstance(dimension, list) else [dimension],
+            }
+        )
     dist, says = str(dimension.get("dist", "")), in_words(dimension, names)
     if METHOD in names and key.startswith("methods."):
         says += f"; only where {METHOD} is {key.split('.')[1]}"
     numbers = [v for v in map(number, met) if not math.isnan(v)]
     if "values" in dimension or len(numbers) < len(met):
         offered = dimension["values"] if isinstance(dimension.get("values"), list) else []
-        return Parameter(key, names[key], dist, says, tuple(dict.fromkeys(map(text, [*offered, *met]))))
-    ends = [v for v in (number(dimension.get("low")), number(dimension.get("high")), *numbers) if not math.isnan(v)]
+        return Parameter(
+            key, names[key], dist, says, tuple(dict.fromkeys(map(text, [*offered, *met])))
+        )
+    ends = [
+        v
+        for v in (number(dimension.get("low")), number(dimension.get("high")), *numbers)
+        if not math.isnan(v)
+    ]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
     log = "log" in dist and low > 0
     if low == high:
@@ -100,15 +127,28 @@ def in_words(dimension: Mapping[str, Any], names: Mapping[str, str]) -> str:
     if isinstance(dimension.get("values"), list):
         says.append("one of " + ", ".join(map(text, dimension["values"])))
     elif "low" in dimension and "high" in dimension:
-        whole, step = "whole numbers " if "int" in dist else "", dimension.get("q", dimension.get("step"))
-        says.append(f"{whole}from {text(dimension['low'])} to {text(dimension['high'])}" + (f" in steps of {text(step)}" if step is not None else "")
-                    + (", each order of magnitude equally likely" if "log" in dist else ""))
+        whole, step = (
+            "whole numbers " if "int" in dist else "",
+            dimension.get("q", dimension.get("step")),
+        )
+        says.append(
+            f"{whole}from {text(dimension['low'])} to {text(dimension['high'])}"
+            + (f" in steps of {text(step)}" if step is not None else "")
+            + (", each order of magnitude equally likely" if "log" in dist else "")
+        )
     for word in CONDITIONS:
         if isinstance(condition := dimension.get(word), Mapping):
-            says += [f"only where {names.get(k, k)} is {' or '.join(map(text, v)) if isinstance(v, list) else text(v)}" for k, v in condition.items()]
+            says += [
+                f"only where {names.get(k, k)} is "
+                f"{' or '.join(map(text, v)) if isinstance(v, list) else text(v)}"
+                for k, v in condition.items()
+            ]
         elif condition is not None:
             says.append(f"only where {text(condition)}")
-    return "; ".join(says + [f"{k}: {text(v)}" for k, v in dimension.items() if k not in KNOWN]) or "not in the space any more"
+    return (
+        "; ".join(says + [f"{k}: {text(v)}" for k, v in dimension.items() if k not in KNOWN])
+        or "not in the space any more"
+    )
 
 
 def importance(search: Search, varied: Sequence[Parameter]) -> tuple[dict[str, float], str]:
@@ -122,29 +162,63 @@ def importance(search: Search, varied: Sequence[Parameter]) -> tuple[dict[str, f
     trials = [t for t in search.trials if t["status"] == "finished" and t["number"] in standing]
     if len(trials) < FEWEST:
         return {}, f"Which setting matters most is not said before {FEWEST} trials have finished."
-    moving = [p for p in varied if len({p.place(t) for t in trials if p.key in t["params"]} | {None for t in trials if p.key not in t["params"]}) > 1]
-    if not moving or max(standing[t["number"]] for t in trials) - min(standing[t["number"]] for t in trials) < 1e-6:
-        return {}, "Which setting matters most cannot be said: all finished trials have the same accuracy or the same settings."
+    moving = [
+        p
+        for p in varied
+        if len(
+            {p.place(t) for t in trials if p.key in t["params"]}
+            | {None for t in trials if p.key not in t["params"]}
+        )
+        > 1
+    ]
+    if (
+        not moving
+        or max(standing[t["number"]] for t in trials) - min(standing[t["number"]] for t in trials)
+        < 1e-6
+    ):
+        return (
+            {},
+            "Which setting matters most cannot be said: all finished trials have the same "
+            "accuracy or the same settings.",
+        )
     try:
         import optuna
         from optuna import distributions as d
         from optuna.importance import FanovaImportanceEvaluator, get_param_importances
     except ImportError:
-        return {}, "Which setting matters most is not said, because optuna is not installed here; pip install optuna, and write the report again."
-    axes: dict[str, Any] = {p.key: d.CategoricalDistribution(tuple(range(len(p.categories) + 1))) if p.categories
-                            else d.FloatDistribution(p.low, p.high, log=p.log) for p in moving}
+        return (
+            {},
+            "Which setting matters most is not said, because optuna is not installed here; pip "
+            "install optuna, and write the report again.",
+        )
+    axes: dict[str, Any] = {
+        p.key: d.CategoricalDistribution(tuple(range(len(p.categories) + 1)))
+        if p.categories
+        else d.FloatDistribution(p.low, p.high, log=p.log)
+        for p in moving
+    }
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             study = optuna.create_study(direction="maximize")
-            study.add_trials([optuna.trial.create_trial(params={p.key: _imputed(p, t) for p in moving}, distributions=axes, value=standing[t["number"]])
-                              for t in trials])
+            study.add_trials(
+                [
+                    optuna.trial.create_trial(
+                        params={p.key: _imputed(p, t) for p in moving},
+                        distributions=axes,
+                        value=standing[t["number"]],
+                    )
+                    for t in trials
+                ]
+            )
             found = get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
     finally:
         optuna.logging.set_verbosity(level)
-    return {key: float(share) for key, share in sorted(found.items(), key=lambda kv: (-kv[1], kv[0]))}, ""
+    return {
+        key: float(share) for key, share in sorted(found.items(), key=lambda kv: (-kv[1], kv[0]))
+    }, ""
 
 
 def _imputed(p: Parameter, trial: Trial) -> float:

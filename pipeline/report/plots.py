@@ -26,7 +26,9 @@ DASHES = ("-", "--", "-.", ":")
 INK, FAINT, EMPTY = "#222222", "#9aa0a6", "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
-DRAWING = threading.Lock()  # matplotlib draws in one thread at a time; the record and the report draw in two
+DRAWING = (
+    threading.Lock()
+)  # matplotlib draws in one thread at a time; the record and the report draw in two
 
 
 def png(figure: Figure) -> bytes:
@@ -38,7 +40,9 @@ def png(figure: Figure) -> bytes:
     return sink.getvalue()
 
 
-def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
+def figure_of(
+    width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
     """A figure (inches) and its axes, row by row."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
@@ -59,7 +63,11 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", grid: str | Non
 
 def look(index: int) -> dict[str, Any]:
     """Colour, marker and dash of the index-th method."""
-    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+    }
 
 
 def shades(count: int) -> NDArray[np.float64]:
@@ -76,14 +84,34 @@ def task_ticks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
     short = [t if len(t) <= 18 else t[:16] + "…" for t in tasks]
     if "x" in which:
         long = len(tasks) > 6 or max(map(len, short)) > 9
-        axes.set_xticks(range(len(tasks)), short, fontsize=size, rotation=40 if long else 0, ha="right" if long else "center", rotation_mode="anchor")
+        axes.set_xticks(
+            range(len(tasks)),
+            short,
+            fontsize=size,
+            rotation=40 if long else 0,
+            ha="right" if long else "center",
+            rotation_mode="anchor",
+        )
     if "y" in which:
         axes.set_yticks(range(len(tasks)), short, fontsize=size)
 
 
-def cells(axes: Axes, values: NDArray[np.float64], cmap: str = SEQUENTIAL, low: float = 0.0, high: float = 1.0) -> Any:
+def cells(
+    axes: Axes,
+    values: NDArray[np.float64],
+    cmap: str = SEQUENTIAL,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Any:
     """A heat map on white gaps; NaN is left blank."""
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=cmap, vmin=low, vmax=high, aspect="equal", interpolation="nearest")
+    image = axes.imshow(
+        np.ma.masked_invalid(values),
+        cmap=cmap,
+        vmin=low,
+        vmax=high,
+        aspect="equal",
+        interpolation="nearest",
+    )
     axes.spines[:].set_visible(False)
     axes.set_xticks(np.arange(-0.5, values.shape[1]), minor=True)
     axes.set_yticks(np.arange(-0.5, values.shape[0]), minor=True)
@@ -102,17 +130,40 @@ def matrix(m: Matrix) -> Figure:
     size = text_size(count)
     for t, i in np.ndindex(m.source.shape):
         if m.source[t, i] == "missing":
-            axes.add_patch(Rectangle((i - 0.47, t - 0.47), 0.94, 0.94, facecolor="white", edgecolor=FAINT, hatch="////", linewidth=0))
+            axes.add_patch(
+                Rectangle(
+                    (i - 0.47, t - 0.47),
+                    0.94,
+                    0.94,
+                    facecolor="white",
+                    edgecolor=FAINT,
+                    hatch="////",
+                    linewidth=0,
+                )
+            )
         elif m.source[t, i] == "ahead":
-            axes.add_patch(Rectangle((i - 0.47, t - 0.47), 0.94, 0.94, facecolor=EMPTY, linewidth=0))
+            axes.add_patch(
+                Rectangle((i - 0.47, t - 0.47), 0.94, 0.94, facecolor=EMPTY, linewidth=0)
+            )
         elif not math.isnan(m.rates[t, i]):
             text = f"{100 * m.rates[t, i]:.1f}" if count <= 12 else f"{100 * m.rates[t, i]:.0f}"
-            axes.text(i, t, text, ha="center", va="center", fontsize=size, color="white" if m.rates[t, i] > 0.55 else INK,
-                      fontweight="bold" if m.source[t, i] == "measured" else "normal", alpha=1 if m.source[t, i] == "measured" else 0.8)
+            axes.text(
+                i,
+                t,
+                text,
+                ha="center",
+                va="center",
+                fontsize=size,
+                color="white" if m.rates[t, i] > 0.55 else INK,
+                fontweight="bold" if m.source[t, i] == "measured" else "normal",
+                alpha=1 if m.source[t, i] == "measured" else 0.8,
+            )
     dress(axes, f"{m.label}: accuracy in %", "accuracy on task", "after learning", grid=None)
     axes.spines[:].set_visible(False)
     task_ticks(axes, m.tasks)
-    bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0))
+    bar = figure.colorbar(
+        image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0)
+    )
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
     return figure
@@ -122,18 +173,38 @@ def averages(matrices: Sequence[Matrix]) -> Figure:
     """Average accuracy over the tasks so far, and forgetting, after each task, one line per method."""
     figure, (left, right) = figure_of(10.4, 3.7, 1, 2)
     tasks = max((m.tasks for m in matrices), key=len, default=())
-    for axes, name, title in ((left, "average_accuracy", "Average accuracy so far"), (right, "forgetting", "Forgetting so far")):
+    for axes, name, title in (
+        (left, "average_accuracy", "Average accuracy so far"),
+        (right, "forgetting", "Forgetting so far"),
+    ):
         dress(axes, title, "after learning")
         for index, m in enumerate(matrices):
             values = [row[name] for row in m.over_time[: m.finished]]
             at = [tasks.index(t) if t in tasks else k for k, t in enumerate(m.tasks)][: m.finished]
             # Thinner and smaller from line to line, so that one that lies under another can still be seen.
-            axes.plot(at, values, label=m.label, linewidth=max(1.3, 3.2 - 0.5 * index), markersize=max(4.5, 8.5 - index), **look(index))
+            axes.plot(
+                at,
+                values,
+                label=m.label,
+                linewidth=max(1.3, 3.2 - 0.5 * index),
+                markersize=max(4.5, 8.5 - index),
+                **look(index),
+            )
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(tasks) - 0.75, 0.25))
         task_ticks(axes, tasks, "x")
     left.set_ylim(0, 1.02)
-    top = max([0.1, *(row["forgetting"] for m in matrices for row in m.over_time[: m.finished] if not math.isnan(row["forgetting"]))])
+    top = max(
+        [
+            0.1,
+            *(
+                row["forgetting"]
+                for m in matrices
+                for row in m.over_time[: m.finished]
+                if not math.isnan(row["forgetting"])
+            ),
+        ]
+    )
     right.set_ylim(min(-0.01, right.get_ylim()[0]), 1.1 * top)
     _legend(figure, left, len(matrices))
     return figure
@@ -142,24 +213,47 @@ def averages(matrices: Sequence[Matrix]) -> Figure:
 def _legend(figure: Figure, axes: Axes, count: int) -> None:
     handles, names = axes.get_legend_handles_labels()
     if count > 1:
-        figure.legend(handles, names, loc="outside lower center", ncols=min(count, 6), fontsize=9, frameon=False)
+        figure.legend(
+            handles,
+            names,
+            loc="outside lower center",
+            ncols=min(count, 6),
+            fontsize=9,
+            frameon=False,
+        )
 
 
 def comparison(summary: Sequence[Row]) -> Figure:
     """Bars: methods side by side, best average accuracy on top."""
-    rows = sorted(summary, key=lambda r: (not math.isnan(r["average_accuracy"]), r["average_accuracy"]))
-    panels = (("average_accuracy", "Average accuracy", "higher is better"),
-              ("average_incremental_accuracy", "Average incremental accuracy", "higher is better"),
-              ("forgetting", "Forgetting", "lower is better"))
+    rows = sorted(
+        summary, key=lambda r: (not math.isnan(r["average_accuracy"]), r["average_accuracy"])
+    )
+    panels = (
+        ("average_accuracy", "Average accuracy", "higher is better"),
+        ("average_incremental_accuracy", "Average incremental accuracy", "higher is better"),
+        ("forgetting", "Forgetting", "lower is better"),
+    )
     figure, all_axes = figure_of(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, 3, sharey=True)
     order = {r["label"]: i for i, r in enumerate(summary)}
     for axes, (name, title, hint) in zip(all_axes, panels, strict=True):
         dress(axes, title, hint, grid="x")
         values = [r[name] for r in rows]
-        axes.barh(range(len(rows)), np.nan_to_num(values), height=0.62, color=[COLOURS[order[r["label"]] % len(COLOURS)] for r in rows])
+        axes.barh(
+            range(len(rows)),
+            np.nan_to_num(values),
+            height=0.62,
+            color=[COLOURS[order[r["label"]] % len(COLOURS)] for r in rows],
+        )
         for y, value in enumerate(values):
             text = "not finished" if math.isnan(value) else f"{100 * value:.1f}"
-            axes.text(max(0 if math.isnan(value) else value, 0), y, f" {text}", va="center", fontsize=9, color=FAINT if math.isnan(value) else INK)
+            axes.text(
+                max(0 if math.isnan(value) else value, 0),
+                y,
+                f" {text}",
+                va="center",
+                fontsize=9,
+                color=FAINT if math.isnan(value) else INK,
+            )
         high = max([0.05, *(v for v in values if not math.isnan(v))])
         axes.set_xlim(min([0, *(v for v in values if not math.isnan(v))]), 1.18 * high)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -171,7 +265,11 @@ def comparison(summary: Sequence[Row]) -> Figure:
 
 def label_of(row: Row) -> str:
     """The method, and how far it is where it is not finished: its numbers then do not compare with the others'."""
-    return row["label"] if row["tasks_finished"] == row["tasks"] else f"{row['label']}\n({row['tasks_finished']} of {row['tasks']} tasks)"
+    return (
+        row["label"]
+        if row["tasks_finished"] == row["tasks"]
+        else f"{row['label']}\n({row['tasks_finished']} of {row['tasks']} tasks)"
+    )
 
 
 def bytes_text(count: float | None) -> str:
@@ -180,7 +278,9 @@ def bytes_text(count: float | None) -> str:
         return "-"
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.3g} {unit}"
+            return (
+                f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.3g} {unit}"
+            )
         count /= 1000
     raise AssertionError
 
@@ -188,12 +288,29 @@ def bytes_text(count: float | None) -> str:
 def size_accuracy(summary: Sequence[Row]) -> Figure:
     """What is kept beside the backbone (log scale) against average accuracy, one point per method."""
     figure, (axes,) = figure_of(7.2, 4.2)
-    dress(axes, "Size against accuracy", "bytes kept beside the shared backbone, all tasks (log scale)", "average accuracy", grid="both")
-    points = [(max(r["total_bytes"] * (1 - 1 / r["growth"]), 1), r["average_accuracy"], i, r["label"])
-              for i, r in enumerate(summary) if r["growth"] and not math.isnan(r["average_accuracy"])]
+    dress(
+        axes,
+        "Size against accuracy",
+        "bytes kept beside the shared backbone, all tasks (log scale)",
+        "average accuracy",
+        grid="both",
+    )
+    points = [
+        (max(r["total_bytes"] * (1 - 1 / r["growth"]), 1), r["average_accuracy"], i, r["label"])
+        for i, r in enumerate(summary)
+        if r["growth"] and not math.isnan(r["average_accuracy"])
+    ]
     axes.set_xscale("log")
     for x, y, index, label in points:
-        axes.scatter(x, y, s=70, color=look(index)["color"], marker=look(index)["marker"], zorder=3, label=label)
+        axes.scatter(
+            x,
+            y,
+            s=70,
+            color=look(index)["color"],
+            marker=look(index)["marker"],
+            zorder=3,
+            label=label,
+        )
     if points:
         xs, ys = [p[0] for p in points], [p[1] for p in points]
         axes.set_xlim(min(xs) / 3, max(xs) * 6)
@@ -209,15 +326,32 @@ def _labels(axes: Axes, points: Sequence[tuple[float, float, int, str]]) -> None
     """A name to the right of each point, moved up or down where it would touch a point or another name. Boxes are
     (left, right, bottom, top) in shares of the axes."""
     (left, right), (low, high) = np.log10(axes.get_xlim()), axes.get_ylim()
-    at = [((math.log10(x) - left) / (right - left), (y - low) / (high - low)) for x, y, _, _ in points]
+    at = [
+        ((math.log10(x) - left) / (right - left), (y - low) / (high - low)) for x, y, _, _ in points
+    ]
     taken = [(px - 0.014, px + 0.014, py - 0.02, py + 0.02) for px, py in at]
     for (px, py), (_, _, _, label) in zip(at, points, strict=True):
         for move in (0.0, 0.045, -0.045, 0.08, -0.08, 0.12, -0.12, 0.16, -0.16):
-            box = (px + 0.02, px + 0.022 + 0.0115 * len(label), py + move - 0.022, py + move + 0.022)
-            if not any(box[0] < t[1] and t[0] < box[1] and box[2] < t[3] and t[2] < box[3] for t in taken):
+            box = (
+                px + 0.02,
+                px + 0.022 + 0.0115 * len(label),
+                py + move - 0.022,
+                py + move + 0.022,
+            )
+            if not any(
+                box[0] < t[1] and t[0] < box[1] and box[2] < t[3] and t[2] < box[3] for t in taken
+            ):
                 break
         taken.append(box)
-        axes.text(box[0], (box[2] + box[3]) / 2, label, fontsize=9, va="center", color=INK, transform=axes.transAxes)
+        axes.text(
+            box[0],
+            (box[2] + box[3]) / 2,
+            label,
+            fontsize=9,
+            va="center",
+            color=INK,
+            transform=axes.transAxes,
+        )
 
 
 # ---- training ----------------------------------------------------------------------------------------------------------
@@ -231,7 +365,10 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
     if not histories:
         return None
     terms, measures = split_columns([row for _, rows in histories for row in rows])
-    panels = [("Loss", ["loss", *terms] if len(terms) > 1 else ["loss"]), ("Validation accuracy", ["val"])]
+    panels = [
+        ("Loss", ["loss", *terms] if len(terms) > 1 else ["loss"]),
+        ("Validation accuracy", ["val"]),
+    ]
     if measures:
         panels.append((measures[0] if len(measures) == 1 else "Measures", measures))
     figure, axes = figure_of(10.4, 3.1, 1, len(panels))
@@ -242,8 +379,15 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
             epochs = np.arange(start, start + len(rows)) + 1
             for index, column in enumerate(wanted):
                 values = [_value(row, column) for row in rows]
-                ax.plot(epochs, values, linewidth=1.8 if index == 0 else 1.2, marker="." if len(rows) < 15 else None, color=COLOURS[index % len(COLOURS)],
-                        linestyle=DASHES[index % len(DASHES)], label=column if which == 0 and len(wanted) > 1 else None)
+                ax.plot(
+                    epochs,
+                    values,
+                    linewidth=1.8 if index == 0 else 1.2,
+                    marker="." if len(rows) < 15 else None,
+                    color=COLOURS[index % len(COLOURS)],
+                    linestyle=DASHES[index % len(DASHES)],
+                    label=column if which == 0 and len(wanted) > 1 else None,
+                )
             start += len(rows)
             ends.append((start - len(rows) + 0.5, start + 0.5, task))
         spans(ax, ends)
@@ -252,7 +396,13 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
             ax.set_ylim(0, 1.02)
             ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         if len(wanted) > 1:
-            ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(len(wanted), 4))
+            ax.legend(
+                fontsize=8,
+                frameon=False,
+                loc="upper center",
+                bbox_to_anchor=(0.5, -0.2),
+                ncols=min(len(wanted), 4),
+            )
     return figure
 
 
@@ -260,11 +410,17 @@ def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Which columns of a history are loss terms and which are the method's measures: measures stand after `images`, which
     the train loop writes behind the loss terms, or after `val_total`."""
     columns = list(dict.fromkeys(c for row in rows for c in row))
-    if "images" in columns and "loss" in columns and columns.index("images") > columns.index("loss"):
+    if (
+        "images" in columns
+        and "loss" in columns
+        and columns.index("images") > columns.index("loss")
+    ):
         end = columns.index("images")
     else:
         end = columns.index("val_total") if "val_total" in columns else len(columns)
-    return [c for c in columns[:end] if c not in FIXED], [c for c in columns[end:] if c not in FIXED]
+    return [c for c in columns[:end] if c not in FIXED], [
+        c for c in columns[end:] if c not in FIXED
+    ]
 
 
 def _value(row: Row, column: str) -> float:
@@ -282,13 +438,26 @@ def spans(axes: Axes, parts: Sequence[tuple[float, float, str]]) -> None:
     for index, (left, right, task) in enumerate(parts):
         if index % 2:
             axes.axvspan(left, right, color=EMPTY, zorder=0, linewidth=0)
-        axes.text((left + right) / 2, 0.99, task if len(parts) <= 6 else str(index), transform=axes.get_xaxis_transform(), fontsize=7.5, color="#5f6368",
-                  ha="center", va="top")
+        axes.text(
+            (left + right) / 2,
+            0.99,
+            task if len(parts) <= 6 else str(index),
+            transform=axes.get_xaxis_transform(),
+            fontsize=7.5,
+            color="#5f6368",
+            ha="center",
+            va="top",
+        )
     axes.set_xlim(parts[0][0], parts[-1][1])
 
 
-def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str, answers: Sequence[str] | None = None,
-              axes_say: tuple[str, str] = ("answer", "true class")) -> Figure:
+def confusion(
+    counts: NDArray[np.int64],
+    names: Sequence[str],
+    title: str,
+    answers: Sequence[str] | None = None,
+    axes_say: tuple[str, str] = ("answer", "true class"),
+) -> Figure:
     """Share of each true class (row) that was answered as each class (column). answers: names of the columns, where they are not
     those of the rows."""
     answers = names if answers is None else answers
@@ -299,15 +468,31 @@ def confusion(counts: NDArray[np.int64], names: Sequence[str], title: str, answe
     image = cells(axes, shares)
     if count <= 12:
         for t, p in zip(*np.nonzero(counts), strict=True):
-            axes.text(p, t, str(counts[t, p]), ha="center", va="center", fontsize=text_size(count), color="white" if shares[t, p] > 0.55 else INK)
+            axes.text(
+                p,
+                t,
+                str(counts[t, p]),
+                ha="center",
+                va="center",
+                fontsize=text_size(count),
+                color="white" if shares[t, p] > 0.55 else INK,
+            )
     dress(axes, title, *axes_say, grid=None)
     axes.spines[:].set_visible(False)
     if count <= 40:
         long = count > 4 or max(map(len, answers)) > 12
-        axes.set_xticks(range(len(answers)), answers, rotation=60 if long else 0, ha="right" if long else "center", rotation_mode="anchor")
+        axes.set_xticks(
+            range(len(answers)),
+            answers,
+            rotation=60 if long else 0,
+            ha="right" if long else "center",
+            rotation_mode="anchor",
+        )
         axes.set_yticks(range(len(names)), names)
         axes.tick_params(labelsize=9 if count <= 20 else 7)
-    bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0))
+    bar = figure.colorbar(
+        image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0)
+    )
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
     return figure

@@ -18,7 +18,9 @@ def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
     from workers.data.shards import Shards, decode
 
     about = tables.task(task)
-    key = next((s["key"] for s in tables.record["stages"] if s["id"] == f"data/{about['card']}"), None)
+    key = next(
+        (s["key"] for s in tables.record["stages"] if s["id"] == f"data/{about['card']}"), None
+    )
     if key is None:
         return None
     try:
@@ -27,7 +29,9 @@ def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
         if not rows.num_rows:
             return None
         row: dict[str, Any] = rows.slice(0, 1).to_pylist()[0]
-        image = decode(shards.read(row["shard"], row["offset"], row["bytes"]), SIDE, shards.max_pixels)
+        image = decode(
+            shards.read(row["shard"], row["offset"], row["bytes"]), SIDE, shards.max_pixels
+        )
     except (UserError, OSError, KeyError):  # gone or damaged: the grid is drawn bare
         return None
     return _cropped(image, float(tables.record["config"].get("backbone", {}).get("crop_pct", 1.0)))

@@ -26,7 +26,10 @@ from workers.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
 AVERAGES = ("average_accuracy", "average_incremental_accuracy", "last_accuracy")
-BESIDE = {"top5": "correct_top5", "task_aware": "correct_task_aware"}  # in scenario `class`: right among the first five; the task given
+BESIDE = {
+    "top5": "correct_top5",
+    "task_aware": "correct_task_aware",
+}  # in scenario `class`: right among the first five; the task given
 STATE_KINDS = ("masks", "tokens", "head", "copies")
 
 
@@ -54,7 +57,10 @@ class Matrix:
     def over_time(self) -> list[dict[str, float]]:
         rows = metrics.over_time(self.correct, self.total)
         for prefix, other in self.beside.items():
-            rows = [row | {f"{prefix}_{name}": values[name] for name in AVERAGES} for row, values in zip(rows, other.over_time, strict=True)]
+            rows = [
+                row | {f"{prefix}_{name}": values[name] for name in AVERAGES}
+                for row, values in zip(rows, other.over_time, strict=True)
+            ]
         return rows
 
     @property
@@ -82,7 +88,12 @@ class RunTables:
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def load(cls, storage: str, record: Mapping[str, Any], known: Mapping[str, dict[str, Any]] | None = None) -> RunTables:
+    def load(
+        cls,
+        storage: str,
+        record: Mapping[str, Any],
+        known: Mapping[str, dict[str, Any]] | None = None,
+    ) -> RunTables:
         """Reads the manifests of all stages; those in `known` (by stage id) are taken as they are."""
         root, found = join(storage, "stages"), {}
         for stage in record["stages"]:
@@ -106,11 +117,17 @@ class RunTables:
         return self.record["config"].get("stream", {}).get("scenario", "task")
 
     def method(self, label: str) -> str:
-        return next((s["method"] or label for s in self.record["stages"] if s["label"] == label), label)
+        return next(
+            (s["method"] or label for s in self.record["stages"] if s["label"] == label), label
+        )
 
     def tasks(self, label: str) -> list[str]:
         """Tasks that this method is measured on, in stream order."""
-        judged = {s["task"] for s in self.record["stages"] if s["label"] == label and s["step"] == "evaluate"}
+        judged = {
+            s["task"]
+            for s in self.record["stages"]
+            if s["label"] == label and s["step"] == "evaluate"
+        }
         return [t["name"] for t in self.record["tasks"] if t["name"] in judged]
 
     def task(self, name: str) -> Mapping[str, Any]:
@@ -119,8 +136,16 @@ class RunTables:
     def stages(self, label: str, task: str) -> list[Mapping[str, Any]]:
         """The stages that learned `task`, in order, without `evaluate`; for a base task that the method leaves as it is, the
         backbone stage."""
-        own = [s for s in self.record["stages"] if s["label"] == label and s["task"] == task and s["step"] != "evaluate"]
-        return own or [s for s in self.record["stages"] if s["step"] == "backbone" and self.task(task)["role"] == "base"]
+        own = [
+            s
+            for s in self.record["stages"]
+            if s["label"] == label and s["task"] == task and s["step"] != "evaluate"
+        ]
+        return own or [
+            s
+            for s in self.record["stages"]
+            if s["step"] == "backbone" and self.task(task)["role"] == "base"
+        ]
 
     def result(self, label: str, task: str) -> dict[str, Any] | None:
         found = self.artefacts.get(f"{label}/{task}/evaluate")
@@ -128,10 +153,16 @@ class RunTables:
 
     def state_stage(self, label: str, task: str) -> Artefact | None:
         """The finished stage whose `task.safetensors` is what serves `task`: the one `evaluate` waits for."""
-        judge: Mapping[str, Any] = next((s for s in self.record["stages"] if s["id"] == f"{label}/{task}/evaluate"), {})
+        judge: Mapping[str, Any] = next(
+            (s for s in self.record["stages"] if s["id"] == f"{label}/{task}/evaluate"), {}
+        )
         for stage in reversed(self.stages(label, task)):
             found = self.artefacts.get(stage["id"])
-            if found and stage["id"] in judge.get("parents", ()) and "task.safetensors" in found.manifest["files"]:
+            if (
+                found
+                and stage["id"] in judge.get("parents", ())
+                and "task.safetensors" in found.manifest["files"]
+            ):
                 return found
         return None
 
@@ -162,7 +193,11 @@ class RunTables:
     def state(self, label: str, task: str) -> TaskState | None:
         data = self.read(self.state_stage(label, task), "task.safetensors")
         try:
-            return None if data is None else TaskState.from_bytes(data, f"task state of {label}/{task}")
+            return (
+                None
+                if data is None
+                else TaskState.from_bytes(data, f"task state of {label}/{task}")
+            )
         except UserError as error:
             self.note(str(error))
             return None
@@ -171,7 +206,11 @@ class RunTables:
         """What the step that left the task's state handed on; empty where that cannot be read."""
         data = self.read(self.state_stage(label, task), "carried.safetensors")
         try:
-            return Carried() if data is None else Carried.from_bytes(data, f"carried state of {label}/{task}")
+            return (
+                Carried()
+                if data is None
+                else Carried.from_bytes(data, f"carried state of {label}/{task}")
+            )
         except UserError as error:
             self.note(str(error))
             return Carried()
@@ -185,15 +224,25 @@ class RunTables:
         hits, totals = np.full((size, size), np.nan), np.full((size, size), np.nan)
         source = np.where(np.tril(np.ones((size, size), bool)), "missing", "ahead").astype("U8")
         for t, after in enumerate(tasks):
-            rows = [r for r in self.measured(label, after) if r["task"] in tasks and r.get(correct) is not None]
+            rows = [
+                r
+                for r in self.measured(label, after)
+                if r["task"] in tasks and r.get(correct) is not None
+            ]
             for row in rows:
                 i = tasks.index(row["task"])
                 hits[t, i], totals[t, i], source[t, i] = row[correct], row["total"], "measured"
-            if rows and not (self.result(label, after) or {})["rewrites"]:  # nothing can change the answers on other tasks
+            if (
+                rows and not (self.result(label, after) or {})["rewrites"]
+            ):  # nothing can change the answers on other tasks
                 for i in range(t):
                     if source[t, i] == "missing" and source[i, i] == "measured":
                         hits[t, i], totals[t, i], source[t, i] = hits[i, i], totals[i, i], "follows"
-        beside = {name: self.matrix(label, count) for name, count in BESIDE.items()} if self.scenario == "class" and correct == "correct" else {}
+        beside = (
+            {name: self.matrix(label, count) for name, count in BESIDE.items()}
+            if self.scenario == "class" and correct == "correct"
+            else {}
+        )
         return Matrix(label, tuple(tasks), hits, totals, source, beside)
 
     def sizes(self, label: str) -> list[Row]:
@@ -213,9 +262,22 @@ class RunTables:
                 sums[kind] = sums.get(kind, 0) + count
             carried = own["carried"] or carried
             total = shared + sum(sums.values()) + carried
-            rows.append({"label": label, "after_index": index, "after": task, "role": self.task(task)["role"], "backbone": shared, **sums,
-                         "carried": carried, "total": total, "growth": total / shared if shared else None,
-                         "task_bytes": sum(own["sizes"].values()), "trained_parameters": own["trained"], "flops_share": own["flops"]})
+            rows.append(
+                {
+                    "label": label,
+                    "after_index": index,
+                    "after": task,
+                    "role": self.task(task)["role"],
+                    "backbone": shared,
+                    **sums,
+                    "carried": carried,
+                    "total": total,
+                    "growth": total / shared if shared else None,
+                    "task_bytes": sum(own["sizes"].values()),
+                    "trained_parameters": own["trained"],
+                    "flops_share": own["flops"],
+                }
+            )
         return rows
 
     def _own_sizes(self, label: str, task: str) -> Row | None:
@@ -232,8 +294,12 @@ class RunTables:
         inner = {p for s in self.stages(label, task) for p in s["parents"]}
         ends = [self.artefacts[i].manifest for i in ids if i not in inner and i in self.artefacts]
         steps = [self.artefacts[i].manifest for i in ids if i in self.artefacts]
-        return {"sizes": sizes, "carried": max((m.get("carried_bytes") or 0 for m in ends), default=0), "flops": manifest.get("flops_share"),
-                "trained": max((m.get("trained_parameters") or 0 for m in steps), default=0) or None}
+        return {
+            "sizes": sizes,
+            "carried": max((m.get("carried_bytes") or 0 for m in ends), default=0),
+            "flops": manifest.get("flops_share"),
+            "trained": max((m.get("trained_parameters") or 0 for m in steps), default=0) or None,
+        }
 
     def summary(self) -> list[Row]:
         """One row per method: its metrics after the last complete row, its sizes, and what its logits say."""
@@ -241,13 +307,32 @@ class RunTables:
         for label in self.labels:
             matrix, sizes = self.matrix(label), self.sizes(label)
             tasks, last = [r for r in sizes if r["role"] != "base"], (sizes or [{}])[-1]
-            rows.append({"label": label, "method": self.method(label), "tasks_finished": matrix.finished, "tasks": len(matrix.tasks),
-                         **(matrix.final or dict.fromkeys(metrics.METRICS, math.nan)),
-                         "bytes_per_task": sum(r["task_bytes"] for r in tasks) / len(tasks) if tasks else math.nan,
-                         "carried_bytes": last.get("carried", math.nan), "total_bytes": last.get("total", math.nan), "growth": last.get("growth"),
-                         "trained_parameters": max((r["trained_parameters"] or 0 for r in tasks), default=0) or None,
-                         "flops_share": _mean([r["flops_share"] for r in tasks]), "answers": self.verdict(label),
-                         "wall_s": sum(a.manifest.get("wall_s") or 0 for i, a in self.artefacts.items() if i.startswith(f"{label}/"))})
+            rows.append(
+                {
+                    "label": label,
+                    "method": self.method(label),
+                    "tasks_finished": matrix.finished,
+                    "tasks": len(matrix.tasks),
+                    **(matrix.final or dict.fromkeys(metrics.METRICS, math.nan)),
+                    "bytes_per_task": sum(r["task_bytes"] for r in tasks) / len(tasks)
+                    if tasks
+                    else math.nan,
+                    "carried_bytes": last.get("carried", math.nan),
+                    "total_bytes": last.get("total", math.nan),
+                    "growth": last.get("growth"),
+                    "trained_parameters": max(
+                        (r["trained_parameters"] or 0 for r in tasks), default=0
+                    )
+                    or None,
+                    "flops_share": _mean([r["flops_share"] for r in tasks]),
+                    "answers": self.verdict(label),
+                    "wall_s": sum(
+                        a.manifest.get("wall_s") or 0
+                        for i, a in self.artefacts.items()
+                        if i.startswith(f"{label}/")
+                    ),
+                }
+            )
         return rows
 
     def evidence(self, label: str) -> list[Row]:
@@ -257,13 +342,23 @@ class RunTables:
         for after in self.tasks(label):
             for row in self.measured(label, after):
                 places = seen.setdefault(row["task"], {})
-                places.setdefault(self._place(label, after), []).append(row.get("logits_sha256") or "")
+                places.setdefault(self._place(label, after), []).append(
+                    row.get("logits_sha256") or ""
+                )
         found = []
         for task, places in seen.items():
             again = [hashes for hashes in places.values() if len(hashes) > 1 and all(hashes)]
-            found.append({"label": label, "task": task, "measured": sum(map(len, places.values())),
-                          "distinct_logits": max(len(set(hashes)) for hashes in places.values()),
-                          "logits_equal": all(len(set(hashes)) == 1 for hashes in again) if again else None})
+            found.append(
+                {
+                    "label": label,
+                    "task": task,
+                    "measured": sum(map(len, places.values())),
+                    "distinct_logits": max(len(set(hashes)) for hashes in places.values()),
+                    "logits_equal": all(len(set(hashes)) == 1 for hashes in again)
+                    if again
+                    else None,
+                }
+            )
         return found
 
     def _place(self, label: str, after: str) -> str:
@@ -285,26 +380,48 @@ class RunTables:
         for index, after in enumerate(self.tasks(label)):
             for row in (r for r in self.measured(label, after) if "picks" in r):
                 picks = row["picks"]
-                found.append({"label": label, "after_index": index, "after": after, "task": row["task"], "images": row["total"], "right": picks["right"],
-                              "share_right": picks["right"] / row["total"] if row["total"] else math.nan,
-                              "confidence_right": picks["confidence_right"], "confidence_wrong": picks["confidence_wrong"]})
+                found.append(
+                    {
+                        "label": label,
+                        "after_index": index,
+                        "after": after,
+                        "task": row["task"],
+                        "images": row["total"],
+                        "right": picks["right"],
+                        "share_right": picks["right"] / row["total"] if row["total"] else math.nan,
+                        "confidence_right": picks["confidence_right"],
+                        "confidence_wrong": picks["confidence_wrong"],
+                    }
+                )
         return found
 
-    def picked(self, label: str, after: str | None = None) -> tuple[NDArray[np.int64], list[str], list[str]] | None:
+    def picked(
+        self, label: str, after: str | None = None
+    ) -> tuple[NDArray[np.int64], list[str], list[str]] | None:
         """Counts (task, candidate) of what images were taken for after learning `after`, by default the last finished task; names of
         both axes."""
-        stages = [t for t in self.tasks(label) if any("picks" in r for r in self.measured(label, t)) and after in (None, t)]
+        stages = [
+            t
+            for t in self.tasks(label)
+            if any("picks" in r for r in self.measured(label, t)) and after in (None, t)
+        ]
         rows = [r for r in self.measured(label, stages[-1]) if "picks" in r] if stages else []
         if not rows:
             return None
-        return np.array([r["picks"]["picked"] for r in rows]), [r["task"] for r in rows], rows[0]["picks"]["candidates"]
+        return (
+            np.array([r["picks"]["picked"] for r in rows]),
+            [r["task"] for r in rows],
+            rows[0]["picks"]["candidates"],
+        )
 
     def verdict(self, label: str) -> str:
         """`identical` or `changed` where earlier tasks were measured again, else `not measured again`."""
         said = [r["logits_equal"] for r in self.evidence(label) if r["logits_equal"] is not None]
         return "not measured again" if not said else "identical" if all(said) else "changed"
 
-    def confusion(self, label: str, after: str, task: str) -> tuple[NDArray[np.int64], list[str]] | None:
+    def confusion(
+        self, label: str, after: str, task: str
+    ) -> tuple[NDArray[np.int64], list[str]] | None:
         """Counts (true, predicted) on `task` after learning `after`, and the class names of both axes."""
         table = self.table(self.artefacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
@@ -314,7 +431,9 @@ class RunTables:
             return None
         names = list(self.task(task)["classes"])
         truth, guess = rows["label"].to_numpy(), rows["prediction"].to_numpy()
-        if max(truth.max(), guess.max()) >= len(names):  # positions in the output space of all tasks learned so far
+        if max(truth.max(), guess.max()) >= len(
+            names
+        ):  # positions in the output space of all tasks learned so far
             order = self.tasks(label)
             names = [c for t in order[: order.index(after) + 1] for c in self.task(t)["classes"]]
         if max(truth.max(), guess.max()) >= len(names):
@@ -327,11 +446,26 @@ class RunTables:
     def stage_rows(self) -> list[Row]:
         rows = []
         for stage in self.record["stages"]:
-            manifest = self.artefacts[stage["id"]].manifest if stage["id"] in self.artefacts else None
-            rows.append({"stage": stage["id"], "step": stage["step"], "label": stage["label"], "task": stage["task"], "key": stage["key"],
-                         "state": "done" if manifest else "pending", "wall_s": manifest.get("wall_s") if manifest else None,
-                         "bytes": sum(f["bytes"] for f in manifest["files"].values()) if manifest else None,
-                         "device": (manifest.get("provenance") or {}).get("device") if manifest else None})
+            manifest = (
+                self.artefacts[stage["id"]].manifest if stage["id"] in self.artefacts else None
+            )
+            rows.append(
+                {
+                    "stage": stage["id"],
+                    "step": stage["step"],
+                    "label": stage["label"],
+                    "task": stage["task"],
+                    "key": stage["key"],
+                    "state": "done" if manifest else "pending",
+                    "wall_s": manifest.get("wall_s") if manifest else None,
+                    "bytes": sum(f["bytes"] for f in manifest["files"].values())
+                    if manifest
+                    else None,
+                    "device": (manifest.get("provenance") or {}).get("device")
+                    if manifest
+                    else None,
+                }
+            )
         return rows
 
     def warnings(self) -> list[Row]:
@@ -340,14 +474,24 @@ class RunTables:
         for stage_id, artefact in self.artefacts.items():
             for sentence in artefact.manifest.get("warnings") or []:
                 said.setdefault(str(sentence), []).append(stage_id)
-        rows = [{"stage": stages[0], "stages": len(stages), "warning": sentence} for sentence, stages in said.items()]
+        rows = [
+            {"stage": stages[0], "stages": len(stages), "warning": sentence}
+            for sentence, stages in said.items()
+        ]
         return rows + [{"stage": "report", "stages": 1, "warning": p} for p in self.problems]
 
     def environment(self) -> dict[str, list[str]]:
         """What the stages ran on: each name with all values met, in order."""
         found: dict[str, list[str]] = {}
-        for body in [self.record.get("provenance") or {}, *(a.manifest.get("provenance") or {} for a in self.artefacts.values())]:
-            flat = {name: body[name] for name in ("git_commit", "seed", "device") if body.get(name) is not None} | (body.get("packages") or {})
+        for body in [
+            self.record.get("provenance") or {},
+            *(a.manifest.get("provenance") or {} for a in self.artefacts.values()),
+        ]:
+            flat = {
+                name: body[name]
+                for name in ("git_commit", "seed", "device")
+                if body.get(name) is not None
+            } | (body.get("packages") or {})
             for name, value in flat.items():
                 if str(value) not in found.setdefault(name, []):
                     found[name].append(str(value))
@@ -357,22 +501,49 @@ class RunTables:
         """All tables by name, in long format; empty ones left out."""
         matrices = [self.matrix(label) for label in self.labels]
         entries = [entry for m in matrices for entry in matrix_rows(m)]
-        averages = [{"label": m.label, "after_index": t, "after": m.tasks[t], **m.over_time[t]} for m in matrices for t in range(m.finished)]
-        histories = [{"stage": s["id"], "label": s["label"], "task": s["task"], "step": s["step"], **row}
-                     for s in self.record["stages"] if s["step"] not in ("ingest", "evaluate", "report") for row in self.history(s["id"])]
-        found = {"summary": self.summary(), "matrix": entries, "averages": averages, "sizes": [r for lb in self.labels for r in self.sizes(lb)],
-                 "histories": histories, "logits": [r for lb in self.labels for r in self.evidence(lb)],
-                 "picks": [r for lb in self.labels for r in self.picks(lb)],
-                 "stages": self.stage_rows(), "warnings": self.warnings()}
+        averages = [
+            {"label": m.label, "after_index": t, "after": m.tasks[t], **m.over_time[t]}
+            for m in matrices
+            for t in range(m.finished)
+        ]
+        histories = [
+            {"stage": s["id"], "label": s["label"], "task": s["task"], "step": s["step"], **row}
+            for s in self.record["stages"]
+            if s["step"] not in ("ingest", "evaluate", "report")
+            for row in self.history(s["id"])
+        ]
+        found = {
+            "summary": self.summary(),
+            "matrix": entries,
+            "averages": averages,
+            "sizes": [r for lb in self.labels for r in self.sizes(lb)],
+            "histories": histories,
+            "logits": [r for lb in self.labels for r in self.evidence(lb)],
+            "picks": [r for lb in self.labels for r in self.picks(lb)],
+            "stages": self.stage_rows(),
+            "warnings": self.warnings(),
+        }
         return {name: rows for name, rows in found.items() if rows}
 
 
 def matrix_rows(matrix: Matrix) -> list[Row]:
     """A matrix in long format, one row per entry; entries of tasks not learned yet only where they were measured."""
-    return [{"label": matrix.label, "after_index": t, "after": matrix.tasks[t], "task_index": i, "task": matrix.tasks[i],
-             "correct": _whole(matrix.correct[t, i]), "total": _whole(matrix.total[t, i]), "rate": float(matrix.rates[t, i]),
-             "source": str(matrix.source[t, i])}
-            for t in range(len(matrix.tasks)) for i in range(len(matrix.tasks)) if matrix.source[t, i] != "ahead"]
+    return [
+        {
+            "label": matrix.label,
+            "after_index": t,
+            "after": matrix.tasks[t],
+            "task_index": i,
+            "task": matrix.tasks[i],
+            "correct": _whole(matrix.correct[t, i]),
+            "total": _whole(matrix.total[t, i]),
+            "rate": float(matrix.rates[t, i]),
+            "source": str(matrix.source[t, i]),
+        }
+        for t in range(len(matrix.tasks))
+        for i in range(len(matrix.tasks))
+        if matrix.source[t, i] != "ahead"
+    ]
 
 
 def _whole(value: float) -> int | None:

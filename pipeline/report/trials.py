@@ -15,10 +15,28 @@ from workers.errors import UserError
 
 Trial = dict[str, Any]
 STATUSES = ("finished", "stopped", "running", "failed")
-SLACK = 1e-9  # accuracies closer than this are equal: the order of a summation must not choose a winner
-FIELDS: dict[str, tuple[type, ...]] = {"number": (int,), "phase": (str,), "params": (dict,), "status": (str,), "message": (str,), "results": (list,),
-                                       "stages": (dict,), "device_s": (int, float), "rounds": (list,)}
-RECORD: dict[str, type] = {"space": dict, "settings": dict, "config": dict, "provenance": dict, "sessions": list, "tasks": list}
+SLACK = (
+    1e-9  # accuracies closer than this are equal: the order of a summation must not choose a winner
+)
+FIELDS: dict[str, tuple[type, ...]] = {
+    "number": (int,),
+    "phase": (str,),
+    "params": (dict,),
+    "status": (str,),
+    "message": (str,),
+    "results": (list,),
+    "stages": (dict,),
+    "device_s": (int, float),
+    "rounds": (list,),
+}
+RECORD: dict[str, type] = {
+    "space": dict,
+    "settings": dict,
+    "config": dict,
+    "provenance": dict,
+    "sessions": list,
+    "tasks": list,
+}
 
 
 @dataclass(frozen=True)
@@ -69,14 +87,21 @@ class Search:
         scored = [t for t in self.trials if t["status"] != "failed" and not math.isnan(score(t))]
         tops = dict.fromkeys(self.phases, 0.0)
         if len(tops) > 1:
-            tops |= {phase: max(score(t) for t in scored if t["phase"] == phase) for phase in {t["phase"] for t in scored}}
+            tops |= {
+                phase: max(score(t) for t in scored if t["phase"] == phase)
+                for phase in {t["phase"] for t in scored}
+            }
         return {t["number"]: score(t) - tops[t["phase"]] for t in scored}
 
 
 # ---- what a trial is worth ---------------------------------------------------------------------------------------------
 def number(value: Any) -> float:
     """A finite number as a float; NaN for anything else."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else math.nan
+    return (
+        float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        else math.nan
+    )
 
 
 def score(trial: Mapping[str, Any]) -> float:
@@ -98,7 +123,11 @@ def pareto(trials: Iterable[Trial]) -> list[int]:
     """Numbers, in ascending order, of the finished trials than which no other finished one is better in accuracy or bytes and not worse in
     the other. Trials that are equal in both stand or fall together; one of unknown size counts as larger than all."""
     points = _finished(trials)
-    return sorted(n for n, a, b in points if not any(x >= a and y <= b and (x > a or y < b) for _, x, y in points))
+    return sorted(
+        n
+        for n, a, b in points
+        if not any(x >= a and y <= b and (x > a or y < b) for _, x, y in points)
+    )
 
 
 def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:
@@ -106,13 +135,18 @@ def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:
     fewest bytes, of these the lowest number. None where none has finished. Trials must be of one phase."""
     points = _finished(trials)
     top = max((a for _, a, _ in points), default=math.nan)
-    return min(((b, n) for n, a, b in points if a >= top - tolerance - SLACK), default=(math.nan, None))[1]
+    return min(
+        ((b, n) for n, a, b in points if a >= top - tolerance - SLACK), default=(math.nan, None)
+    )[1]
 
 
 def _finished(trials: Iterable[Trial]) -> list[tuple[int, float, float]]:
     """(number, accuracy, bytes) of finished trials that have a score; unknown bytes are infinite."""
-    return [(t["number"], score(t), math.inf if math.isnan(size(t)) else size(t)) for t in trials
-            if t["status"] == "finished" and not math.isnan(score(t))]
+    return [
+        (t["number"], score(t), math.inf if math.isnan(size(t)) else size(t))
+        for t in trials
+        if t["status"] == "finished" and not math.isnan(score(t))
+    ]
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------------
@@ -123,20 +157,35 @@ def load(storage: str, name: str) -> Search:
     names = _names(join(folder, "trials"))
     if not names and not exists(join(folder, "search.json")):
         known = _names(join(storage, "searches"))
-        raise UserError(f"there is no search {name!r} in {storage!r}; " + (f"it has {', '.join(known)}" if known else "no search was started there"))
+        raise UserError(
+            f"there is no search {name!r} in {storage!r}; "
+            + (f"it has {', '.join(known)}" if known else "no search was started there")
+        )
     record: dict[str, Any] = {"name": name, **(_read(join(folder, "search.json"), problems) or {})}
     for key, kind in RECORD.items():
         if not isinstance(record.setdefault(key, kind()), kind):
             problems.append(f"{join(folder, 'search.json')}: {key} is not readable and is left out")
             record[key] = kind()
-    trials = [t for file in names if (t := _trial(join(folder, "trials"), file, problems)) is not None]
-    return Search(name, record, sorted(trials, key=lambda t: t["number"]), _winner(join(folder, "winner.json"), problems), problems)
+    trials = [
+        t for file in names if (t := _trial(join(folder, "trials"), file, problems)) is not None
+    ]
+    return Search(
+        name,
+        record,
+        sorted(trials, key=lambda t: t["number"]),
+        _winner(join(folder, "winner.json"), problems),
+        problems,
+    )
 
 
 def _names(folder: str) -> list[str]:
     """What lies in a folder, in order; nothing where there is none. Files that are being written are not among it."""
     system, path = resolve(folder)
-    return sorted(i.base_name for i in system.get_file_info(fs.FileSelector(path, allow_not_found=True)) if not i.base_name.endswith(".part"))
+    return sorted(
+        i.base_name
+        for i in system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+        if not i.base_name.endswith(".part")
+    )
 
 
 def _read(path: str, problems: list[str]) -> dict[str, Any] | None:
@@ -160,18 +209,41 @@ def _trial(folder: str, file: str, problems: list[str]) -> Trial | None:
     body = _read(path, problems)
     if body is None:
         return None
-    trial: Trial = {"phase": "", "params": {}, "message": "", "results": [], "stages": {}, "device_s": 0.0, "rounds": [], **body}
-    wrong = next((f"{key} is {trial.get(key)!r:.60}" for key, kinds in FIELDS.items() if not isinstance(trial.get(key), kinds)), "")
+    trial: Trial = {
+        "phase": "",
+        "params": {},
+        "message": "",
+        "results": [],
+        "stages": {},
+        "device_s": 0.0,
+        "rounds": [],
+        **body,
+    }
+    wrong = next(
+        (
+            f"{key} is {trial.get(key)!r:.60}"
+            for key, kinds in FIELDS.items()
+            if not isinstance(trial.get(key), kinds)
+        ),
+        "",
+    )
     if not wrong and trial["number"] != int(file[:-5]):
         wrong = f"its number is {trial['number']}"
     if not wrong and trial["status"] not in STATUSES:
         wrong = f"its status is {trial['status']!r:.60}, not one of {', '.join(STATUSES)}"
-    if not wrong and not all(isinstance(r, dict) and isinstance(r.get("position"), int) for r in trial["results"]):
+    if not wrong and not all(
+        isinstance(r, dict) and isinstance(r.get("position"), int) for r in trial["results"]
+    ):
         wrong = "its results are not readable"
     if wrong:
-        problems.append(f"{path} is not a record of trial {int(file[:-5])} ({wrong}); it is left out")
+        problems.append(
+            f"{path} is not a record of trial {int(file[:-5])} ({wrong}); it is left out"
+        )
         return None
-    trial["stages"] = {kind: count if isinstance(count := trial["stages"].get(kind), int) else 0 for kind in ("run", "reused")}
+    trial["stages"] = {
+        kind: count if isinstance(count := trial["stages"].get(kind), int) else 0
+        for kind in ("run", "reused")
+    }
     return trial
 
 
@@ -180,7 +252,11 @@ def _winner(path: str, problems: list[str]) -> dict[str, Any] | None:
     if body is None:
         return None
     winner = {"tests": [], "params": {}, **body}
-    if not isinstance(winner.get("trial"), int) or not isinstance(winner["tests"], list) or not all(isinstance(t, dict) for t in winner["tests"]):
+    if (
+        not isinstance(winner.get("trial"), int)
+        or not isinstance(winner["tests"], list)
+        or not all(isinstance(t, dict) for t in winner["tests"])
+    ):
         problems.append(f"{path} names no trial; it is left out")
         return None
     return winner

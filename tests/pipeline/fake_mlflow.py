@@ -9,7 +9,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-Fault = Callable[[int, str], str]  # (number of the call, its name) -> "", "before", "after", or "refuse"
+Fault = Callable[
+    [int, str], str
+]  # (number of the call, its name) -> "", "before", "after", or "refuse"
 URI = "http://mlflow.test"
 
 
@@ -59,6 +61,7 @@ class FakeMlflow:
             if fault == "after":
                 raise Away(f"{name}: connection reset")
             return found
+
         return call
 
     def open_store(self, *_: Any) -> tuple[FakeMlflow, str, str]:
@@ -71,26 +74,47 @@ class FakeMlflow:
 
     def do_create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> Any:
         key = f"run{len(self.runs)}"
-        self.runs[key] = SimpleNamespace(id=key, name=run_name, status="RUNNING", tags=dict(tags), params={}, points={}, inputs={}, files={})
+        self.runs[key] = SimpleNamespace(
+            id=key,
+            name=run_name,
+            status="RUNNING",
+            tags=dict(tags),
+            params={},
+            points={},
+            inputs={},
+            files={},
+        )
         return self.view(key)
 
     def view(self, key: str) -> Any:
         """A copy, as a client gets it."""
         run = self.runs[key]
-        return SimpleNamespace(info=Info(key, run.name, run.status),
-                               data=SimpleNamespace(tags=dict(run.tags), params=dict(run.params)))
+        return SimpleNamespace(
+            info=Info(key, run.name, run.status),
+            data=SimpleNamespace(tags=dict(run.tags), params=dict(run.params)),
+        )
 
-    def do_search_runs(self, experiments: list[str], text: str, max_results: int, page_token: None) -> Page:
+    def do_search_runs(
+        self, experiments: list[str], text: str, max_results: int, page_token: None
+    ) -> Page:
         wanted = dict(re.findall(r"tags\.`([^`]+)` = '([^']*)'", text))
         assert wanted
-        return Page(self.view(k) for k, r in self.runs.items() if all(r.tags.get(n) == v for n, v in wanted.items()))
+        return Page(
+            self.view(k)
+            for k, r in self.runs.items()
+            if all(r.tags.get(n) == v for n, v in wanted.items())
+        )
 
     def do_log_batch(self, key: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         run = self.runs[key]
         for param in params:
-            assert run.params.setdefault(param.key, param.value) == param.value, "a parameter never changes"
+            assert run.params.setdefault(param.key, param.value) == param.value, (
+                "a parameter never changes"
+            )
         for m in metrics:
-            run.points.setdefault(m.key, {})[m.step, m.timestamp, m.value] = None  # in the order in which they first came
+            run.points.setdefault(m.key, {})[m.step, m.timestamp, m.value] = (
+                None  # in the order in which they first came
+            )
         run.tags.update({t.key: t.value for t in tags})
 
     def do_log_inputs(self, key: str, datasets: Any) -> None:
@@ -119,7 +143,11 @@ class FakeMlflow:
     # ---- what tests look at ----------------------------------------------------------------------------------------------
     def found(self, name: str, **tags: str) -> Any:
         """The one run with this name and these tags."""
-        runs = [r for r in self.runs.values() if r.name == name and all(r.tags.get(k) == v for k, v in tags.items())]
+        runs = [
+            r
+            for r in self.runs.values()
+            if r.name == name and all(r.tags.get(k) == v for k, v in tags.items())
+        ]
         assert len(runs) == 1, [r.name for r in runs]
         return runs[0]
 
@@ -132,6 +160,15 @@ class FakeMlflow:
                 above = self.runs[parent]
                 way.insert(0, above.name)
             assert tuple(way) not in body, f"{way} is there twice"
-            tags = {k: v for k, v in run.tags.items() if k not in ("mlflow.parentRunId", "winner_run")}
-            body[tuple(way)] = (run.status, tags, run.params, {k: list(v) for k, v in run.points.items()}, run.inputs, run.files)
+            tags = {
+                k: v for k, v in run.tags.items() if k not in ("mlflow.parentRunId", "winner_run")
+            }
+            body[tuple(way)] = (
+                run.status,
+                tags,
+                run.params,
+                {k: list(v) for k, v in run.points.items()},
+                run.inputs,
+                run.files,
+            )
         return body

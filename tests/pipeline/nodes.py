@@ -7,8 +7,16 @@ from collections.abc import Iterable, Mapping
 from pipeline.cluster import Node, Surroundings
 
 
-def nodes_of(resources: Iterable[Mapping[str, float]], lost: Iterable[int] = (), leaving: Iterable[int] = (), **drivers: tuple[str, ...]) -> Surroundings:
+def nodes_of(
+    resources: Iterable[Mapping[str, float]],
+    lost: Iterable[int] = (),
+    leaving: Iterable[int] = (),
+    **drivers: tuple[str, ...],
+) -> Surroundings:
     """One node per entry of `resources`, with ids 0, 1, ...; drivers: names by job."""
     lost, leaving = {*lost}, {*leaving}
-    nodes = {str(i): Node(str(i), f"10.0.0.{i}", i not in lost, "", i in leaving, own) for i, own in enumerate(resources)}
+    nodes = {
+        str(i): Node(str(i), f"10.0.0.{i}", i not in lost, "", i in leaving, own)
+        for i, own in enumerate(resources)
+    }
     return Surroundings(nodes, drivers)

@@ -32,14 +32,28 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cards = small_run.make_cards(folder, "ab")
     options = {**small_run.BACKBONE["options"], "num_heads": 1}
     changes: dict[str, dict[str, Any]] = {
-        "plain": {"methods": {"finetune": {}, "meat": {}}}, "scaled": {"methods": {"finetune": {}}, "backbone": {"context": {"kind": "cbs"}}},
+        "plain": {"methods": {"finetune": {}, "meat": {}}},
+        "scaled": {"methods": {"finetune": {}}, "backbone": {"context": {"kind": "cbs"}}},
         "one-head": {"methods": {"finetune": {}}, "backbone": {"options": options}},
         "unfinished": {"methods": {"finetune": {}}, "seed": 9},
-        "convolutions": {"methods": {"linear": {}}, "backbone": {"name": "resnet18", "img_size": 32, "options": {
-            "layers": [1, 1, 1, 1], "channels": [8, 8, 8, 8], "norm_layer": "groupnorm1"}}}}
+        "convolutions": {
+            "methods": {"linear": {}},
+            "backbone": {
+                "name": "resnet18",
+                "img_size": 32,
+                "options": {
+                    "layers": [1, 1, 1, 1],
+                    "channels": [8, 8, 8, 8],
+                    "norm_layer": "groupnorm1",
+                },
+            },
+        },
+    }
     found = {}
     for name, change in changes.items():
-        body = small_run.make_body(folder, cards, change["methods"], name=name, seed=change.get("seed", 5))
+        body = small_run.make_body(
+            folder, cards, change["methods"], name=name, seed=change.get("seed", 5)
+        )
         body["backbone"] = {**body["backbone"], **change.get("backbone", {})}
         found[name] = small_run.write_config(folder / f"{name}.yaml", body)
     for name in ("plain", "scaled", "one-head", "convolutions"):
@@ -60,10 +74,12 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def say(configs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> Say:
     """Gives a command, names of configs in place of their paths; returns its code and what it said."""
+
     def given(*arguments: str) -> tuple[int, str]:
         code = cli.main([configs.get(a, a) for a in arguments])
         said = capsys.readouterr()
         return code, said.err if code else said.out
+
     return given
 
 
@@ -85,7 +101,12 @@ def test_a_run_gets_tables_pictures_and_a_line_per_method(configs: dict[str, str
     rows = rows_of(configs, "plain", "analysis")
     assert code == 0
     assert [(r["label"], r["task"], r["block"], r["head"]) for r in rows] == [
-        (label, task, block, head) for label in ("finetune", "meat") for task in "ab" for block in range(2) for head in range(2)]
+        (label, task, block, head)
+        for label in ("finetune", "meat")
+        for task in "ab"
+        for block in range(2)
+        for head in range(2)
+    ]
     assert {r["name"] for r in rows} == {"finetune", "meat"}
     assert all(r["scale"] is None for r in rows)
     assert (out(configs, "plain") / "analysis.csv").read_text().count("\n") == 1 + len(rows)
@@ -97,7 +118,10 @@ def test_a_run_gets_tables_pictures_and_a_line_per_method(configs: dict[str, str
 
 
 def test_accuracy_stands_beside_entropy_as_it_was_evaluated(configs: dict[str, str], say: Say):
-    lines = [line.split() for line in say("analyse", "plain", "--images", "8", "--maps", "0")[1].splitlines()[:3]]
+    lines = [
+        line.split()
+        for line in say("analyse", "plain", "--images", "8", "--maps", "0")[1].splitlines()[:3]
+    ]
     record = json.loads((out(configs, "plain") / "run.json").read_text())
     tables = RunTables.load(str(Path(configs["plain"]).parent / "storage"), record)
     assert lines[0][:3] == ["method", "accuracy", "entropy"]
@@ -109,39 +133,63 @@ def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]):
     config, store, graph, tasks = cli.prepare(cli.parser().parse_args(["plan", configs["plain"]]))
     run = analyse.Analysed(config, graph, store, {})
     for label in ("finetune", "meat"):
-        assert [(job.id, task) for _, job, task in analyse.finished(run, label)] == [(f"{label}/b/evaluate", task) for task in tasks]
+        assert [(job.id, task) for _, job, task in analyse.finished(run, label)] == [
+            (f"{label}/b/evaluate", task) for task in tasks
+        ]
 
 
 def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say: Say):
     code, said = say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
     rows = rows_of(configs, "scaled", "analysis")
     assert code == 0
-    assert list(dict.fromkeys(r["name"] for r in rows)) == ["scaled", "plain: finetune", "plain: meat"], "a run of one method is called by its own name"
+    assert list(dict.fromkeys(r["name"] for r in rows)) == [
+        "scaled",
+        "plain: finetune",
+        "plain: meat",
+    ], "a run of one method is called by its own name"
     assert all((r["scale"] is not None) == (r["run"] == "scaled") for r in rows)
     assert "plain: meat" in said
-    assert {p.name for p in out(configs, "scaled").glob("maps-*.png")} == {"maps-scaled.png", "maps-plain~finetune.png", "maps-plain~meat.png"}
+    assert {p.name for p in out(configs, "scaled").glob("maps-*.png")} == {
+        "maps-scaled.png",
+        "maps-plain~finetune.png",
+        "maps-plain~meat.png",
+    }
     assert "Compared: scaled, plain." in page_of(configs, "scaled")
 
 
 def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str], say: Say):
     assert say("analyse", "one-head", "plain", "scaled", "--images", "8", "--maps", "0")[0] == 0
-    found = [(r["run"], r["label"], r["family"], r["heads"]) for r in rows_of(configs, "one-head", "heads")]
-    assert found == [("one-head", "finetune", "finetune", 1), ("plain", "finetune", "finetune", 2), ("plain", "meat", "meat", 2),
-                     ("scaled", "finetune", "finetune, cbs", 2)]
+    found = [
+        (r["run"], r["label"], r["family"], r["heads"])
+        for r in rows_of(configs, "one-head", "heads")
+    ]
+    assert found == [
+        ("one-head", "finetune", "finetune", 1),
+        ("plain", "finetune", "finetune", 2),
+        ("plain", "meat", "meat", 2),
+        ("scaled", "finetune", "finetune, cbs", 2),
+    ]
     assert (out(configs, "one-head") / "heads.png").read_bytes().startswith(b"\x89PNG")
     assert "Heads against accuracy" in page_of(configs, "one-head")
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["unfinished"], "run 'unfinished': stage finetune/a/evaluate has no result yet"),
-    (["convolutions"], "its backbone must be a vision transformer"),
-    (["plain", "--images", "0"], "--images is 0"),
-    (["plain", "--maps", "-1"], "--maps is -1"),
-    (["plain", "--maps", "33"], "--maps is 33; give the number of test images of a task, 0 to 32"),
-    (["plain", "plain"], "two of these configs are runs called 'plain'"),
-    (["plain", "unfinished"], "run 'unfinished': stage finetune/a/evaluate has no result yet"),
-    (["plain", "--on", "nowhere"], "card 'nowhere' does not exist"),
-    ([], "the following arguments are required: config")])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["unfinished"], "run 'unfinished': stage finetune/a/evaluate has no result yet"),
+        (["convolutions"], "its backbone must be a vision transformer"),
+        (["plain", "--images", "0"], "--images is 0"),
+        (["plain", "--maps", "-1"], "--maps is -1"),
+        (
+            ["plain", "--maps", "33"],
+            "--maps is 33; give the number of test images of a task, 0 to 32",
+        ),
+        (["plain", "plain"], "two of these configs are runs called 'plain'"),
+        (["plain", "unfinished"], "run 'unfinished': stage finetune/a/evaluate has no result yet"),
+        (["plain", "--on", "nowhere"], "card 'nowhere' does not exist"),
+        ([], "the following arguments are required: config"),
+    ],
+)
 def test_what_cannot_be_analysed_gets_a_sentence(say: Say, arguments: list[str], sentence: str):
     code, said = say("analyse", *arguments)
     assert code == 2
@@ -149,12 +197,16 @@ def test_what_cannot_be_analysed_gets_a_sentence(say: Say, arguments: list[str],
     assert said.count("\n") == 1
 
 
-def test_nothing_is_measured_before_all_runs_are_known_to_be_finished(say: Say, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_measured_before_all_runs_are_known_to_be_finished(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(analyse, "attention_rows", lambda *_: pytest.fail("measured"))
     assert say("analyse", "plain", "unfinished")[0] == 2
 
 
-def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(configs: dict[str, str], say: Say):
+def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
+    configs: dict[str, str], say: Say
+):
     _, store, graph, _ = cli.prepare(argparse.Namespace(config=configs["one-head"], overrides=[]))
     files = [*(Path(store.root) / graph["finetune/b/train"].key).rglob("task.safetensors")]
     kept = files[0].read_bytes()
@@ -163,7 +215,10 @@ def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(configs: dict[
             harm()
             code, said = say("analyse", "one-head", "--images", "8", "--maps", "0")
             assert code == 2
-            assert "run 'one-head': the result of stage finetune/b/train is missing or damaged; `python -m pipeline run` computes it anew" in said
+            assert (
+                "run 'one-head': the result of stage finetune/b/train is missing or damaged; "
+                "`python -m pipeline run` computes it anew" in said
+            )
     finally:
         files[0].write_bytes(kept)
 
@@ -186,26 +241,46 @@ def inverted(configs: dict[str, str]) -> str:
         place = folder / "raw" / "inverted" / "all" / path.parent.name / path.name
         place.parent.mkdir(parents=True, exist_ok=True)
         ImageOps.invert(Image.open(path).convert("L")).save(place)
-    body = {"name": "inverted", "licence": "CC BY 4.0", "classes": "from_source", "num_classes": 2,
-            "source": {"format": "folder", "path": str(folder / "raw" / "inverted"), "splits": {"test": "all"}}}
+    body = {
+        "name": "inverted",
+        "licence": "CC BY 4.0",
+        "classes": "from_source",
+        "num_classes": 2,
+        "source": {
+            "format": "folder",
+            "path": str(folder / "raw" / "inverted"),
+            "splits": {"test": "all"},
+        },
+    }
     path = folder / "cards" / "inverted.yaml"
     path.write_text(yaml.safe_dump(body))
     return str(path)
 
 
-def test_a_finished_model_is_tested_on_another_card(configs: dict[str, str], inverted: str, say: Say):
+def test_a_finished_model_is_tested_on_another_card(
+    configs: dict[str, str], inverted: str, say: Say
+):
     code, said = say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
     rows = rows_of(configs, "plain", "shifted")
     assert code == 0
-    assert [(r["label"], r["task"], r["kind"], r["card"], r["images"], r["total"]) for r in rows] == [
-        (label, "b", "shifted", "inverted", shown, 20) for label in ("finetune", "meat") for shown in ("b", "inverted")], "all its test images"
+    assert [
+        (r["label"], r["task"], r["kind"], r["card"], r["images"], r["total"]) for r in rows
+    ] == [
+        (label, "b", "shifted", "inverted", shown, 20)
+        for label in ("finetune", "meat")
+        for shown in ("b", "inverted")
+    ], "all its test images"
     assert "own (inverted)" in said
     kept = rows_of(configs, "plain", "shifted")
-    assert say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)[0] == 0, "its shards stand"
+    assert say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)[0] == 0, (
+        "its shards stand"
+    )
     assert rows_of(configs, "plain", "shifted") == kept
 
 
-def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(configs: dict[str, str], inverted: str, say: Say):
+def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(
+    configs: dict[str, str], inverted: str, say: Say
+):
     say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
     record = json.loads((out(configs, "plain") / "run.json").read_text())
     tables = RunTables.load(str(Path(configs["plain"]).parent / "storage"), record)
@@ -214,10 +289,14 @@ def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(configs:
             assert row["correct"] == tables.matrix(row["label"]).correct[1, 1]
 
 
-def test_tests_on_another_card_stand_beside_those_of_robustness(configs: dict[str, str], inverted: str, say: Say):
+def test_tests_on_another_card_stand_beside_those_of_robustness(
+    configs: dict[str, str], inverted: str, say: Say
+):
     say("analyse", "one-head", "--images", "8", "--maps", "0", "--robustness")
     say("analyse", "one-head", "--images", "8", "--maps", "0", "--on", inverted)
-    assert {"robustness", "shifted"} <= json.loads((out(configs, "one-head") / "analysis.json").read_text()).keys()
+    assert {"robustness", "shifted"} <= json.loads(
+        (out(configs, "one-head") / "analysis.json").read_text()
+    ).keys()
     for title in ("<b>Robustness.</b>", "<b>Images of another card.</b>"):
         assert title in page_of(configs, "one-head")
 
@@ -226,7 +305,10 @@ def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say
     other = small_run.make_card(Path(configs["plain"]).parent, "beyond", "49")
     code, said = say("analyse", "plain", "--on", other)
     assert code == 2
-    assert "--on 'beyond': no task of run 'plain' has all its 2 classes; 'b', which has most, lacks '9'" in said
+    assert (
+        "--on 'beyond': no task of run 'plain' has all its 2 classes; 'b', which has most, "
+        "lacks '9'" in said
+    )
     assert said.count("\n") == 1
 
 
@@ -235,19 +317,29 @@ def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say):
     (out(configs, "plain") / "analysis.json").unlink(missing_ok=True)
     say("analyse", "plain", "--images", "8", "--robustness", "--maps", "1")
     text = page_of(configs, "plain")
-    assert text.index('<a href="#attention">') < text.index('<h2 id="attention">') < text.index('<h2 id="sizes">')
+    assert (
+        text.index('<a href="#attention">')
+        < text.index('<h2 id="attention">')
+        < text.index('<h2 id="sizes">')
+    )
     assert text.count("data:image/png;base64,") == 4
     assert "<code>robustness.parquet</code>" in text
     assert say("analyse", "plain", "--images", "8", "--maps", "0")[0] == 0
-    assert page_of(configs, "plain").count("data:image/png;base64,") == 4, "what was not made anew still stands"
+    assert page_of(configs, "plain").count("data:image/png;base64,") == 4, (
+        "what was not made anew still stands"
+    )
     assert say("report", "plain")[0] == 0
     assert page_of(configs, "plain").count("data:image/png;base64,") == 4
 
 
-def test_the_page_keeps_it_when_the_run_is_started_once_more(configs: dict[str, str], say: Say, monkeypatch: pytest.MonkeyPatch):
+def test_the_page_keeps_it_when_the_run_is_started_once_more(
+    configs: dict[str, str], say: Say, monkeypatch: pytest.MonkeyPatch
+):
     say("analyse", "plain", "--images", "8", "--maps", "1")
     shown = page_of(configs, "plain")
-    monkeypatch.setattr(cli, "report_files", lambda *_: {"report.html": "".join(inside.BEFORE).encode()})
+    monkeypatch.setattr(
+        cli, "report_files", lambda *_: {"report.html": "".join(inside.BEFORE).encode()}
+    )
     code, said = say("run", "plain")
     assert code == 0
     assert "nothing to do" in said
@@ -262,7 +354,13 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     assert other is not None
     page = {"report.html": "".join(inside.BEFORE).encode()}
     assert b"data:image" in inside.shown(page, record, store)["report.html"]
-    changed = {**record, "stages": [{**s, "key": "0" * 32} if s["id"] == "finetune/b/evaluate" else s for s in record["stages"]]}
+    changed = {
+        **record,
+        "stages": [
+            {**s, "key": "0" * 32} if s["id"] == "finetune/b/evaluate" else s
+            for s in record["stages"]
+        ],
+    }
     without = inside.shown(page, changed, store)["report.html"].decode()
     assert "data:image" not in without
     assert "is left out, because the results that it looked at have changed since" in without
@@ -272,16 +370,26 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     for path in out(configs, "scaled").iterdir():
         (out(configs, "scaled").parent / "moved" / path.name).write_bytes(path.read_bytes())
     assert b"data:image" in inside.shown(page, renamed, store)["report.html"], "a name is no result"
-    grown = {**record, "stages": [*record["stages"], {"id": "finetune/c/evaluate", "key": "1" * 32, "step": "evaluate"}]}
+    grown = {
+        **record,
+        "stages": [
+            *record["stages"],
+            {"id": "finetune/c/evaluate", "key": "1" * 32, "step": "evaluate"},
+        ],
+    }
     assert b"data:image" not in inside.shown(page, grown, store)["report.html"]
     try:
         store.save_record({**other, "stages": [{**s, "key": "0" * 32} for s in other["stages"]]})
-        assert b"data:image" not in inside.shown(page, record, store)["report.html"], "one that it is compared with has changed"
+        assert b"data:image" not in inside.shown(page, record, store)["report.html"], (
+            "one that it is compared with has changed"
+        )
     finally:
         store.save_record(other)
 
 
-def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(configs: dict[str, str], tmp_path: Path):
+def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
+    configs: dict[str, str], tmp_path: Path
+):
     store = Store(str(tmp_path))
     page = {"report.html": "".join(inside.BEFORE).encode()}
     for text in ("", "[]", '{"attention": 1}', '{"attention": {}}'):
@@ -301,14 +409,25 @@ def test_a_map_lies_where_its_patches_are():
 
 
 def test_what_is_selected_stands_between_two_looks_and_may_be_absent():
-    looks = {"block 3, first look": torch.ones(2, 4, 4), "block 3, second look": torch.ones(2, 4, 4)}
+    looks = {
+        "block 3, first look": torch.ones(2, 4, 4),
+        "block 3, second look": torch.ones(2, 4, 4),
+    }
     images = torch.rand(2, 16, 16, 3)
-    entries = [("base", Maps(images, ["a", "b"], ["a", "a"], looks)), ("one", Maps(images, ["a", "b"], ["a", "b"], looks, torch.ones(2, 4, 4)))]
+    entries = [
+        ("base", Maps(images, ["a", "b"], ["a", "a"], looks)),
+        ("one", Maps(images, ["a", "b"], ["a", "b"], looks, torch.ones(2, 4, 4))),
+    ]
     assert maps._titles(entries) == ["block 3, first look", "selected", "block 3, second look"]
     words = [text.get_text() for text in maps.maps_figure("toast", entries).texts]
     assert words.count("answered right") == 3
     assert words.count("answered\na") == 1
-    assert {"attention of the class token, 1 is uniform", "selected: clamp(cos(x, ξ), 0, 1)", "one", "toast"} <= set(words)
+    assert {
+        "attention of the class token, 1 is uniform",
+        "selected: clamp(cos(x, ξ), 0, 1)",
+        "one",
+        "toast",
+    } <= set(words)
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------------------------
@@ -319,13 +438,26 @@ def tracked(configs: dict[str, str]) -> str:
     return small_run.write_config(path.parent / "tracked.yaml", body)
 
 
-def test_the_record_gets_curves_over_blocks_once(configs: dict[str, str], tracked: str, inverted: str, say: Say):
+def test_the_record_gets_curves_over_blocks_once(
+    configs: dict[str, str], tracked: str, inverted: str, say: Say
+):
     def recorded() -> tuple[dict[tuple[str, str], dict[int, float]], set[str], int]:
         client, _, experiment = track_mlflow.open_store(str(Path(tracked).parent / "storage"))
-        runs = {(r.data.tags.get("label", ""), r.data.tags.get("task", "")): r for r in client.search_runs([experiment], max_results=1000)}
-        curves = {(label, name): [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
-                  for (label, task), run in runs.items() if not task for name in run.data.metrics}
-        assert all(len(curve) == len(dict(curve)) for curve in curves.values()), "one value for each step"
+        runs = {
+            (r.data.tags.get("label", ""), r.data.tags.get("task", "")): r
+            for r in client.search_runs([experiment], max_results=1000)
+        }
+        curves = {
+            (label, name): [
+                (m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)
+            ]
+            for (label, task), run in runs.items()
+            if not task
+            for name in run.data.metrics
+        }
+        assert all(len(curve) == len(dict(curve)) for curve in curves.values()), (
+            "one value for each step"
+        )
         paths = {f.path for f in client.list_artifacts(runs["", ""].info.run_id, "analysis")}
         return {place: dict(curve) for place, curve in curves.items()}, paths, len(runs)
 
@@ -333,17 +465,35 @@ def test_the_record_gets_curves_over_blocks_once(configs: dict[str, str], tracke
     assert say(*command)[0] == 0
     curves, paths, count = recorded()
     rows = rows_of(configs, "scaled", "analysis")
-    for name, value in (("attention_entropy", "entropy"), ("attention_distance", "distance"), ("context_scale", "scale")):
-        assert curves["finetune", name] == {block: pytest.approx(np.mean([r[value] for r in rows if r["block"] == block])) for block in range(2)}
+    for name, value in (
+        ("attention_entropy", "entropy"),
+        ("attention_distance", "distance"),
+        ("context_scale", "scale"),
+    ):
+        assert curves["finetune", name] == {
+            block: pytest.approx(np.mean([r[value] for r in rows if r["block"] == block]))
+            for block in range(2)
+        }
     assert [*curves["finetune", "accuracy_occluded"]] == [0, 10, 20, 30, 40, 50]
     assert [*curves["finetune", "accuracy_fgsm"]] == [0, 1, 2, 4, 8]
     assert [*curves["finetune", "accuracy_shifted/inverted"]] == [0]
-    assert {f"analysis/{name}" for name in ("analysis.csv", "analysis.json", "analysis.png", "robustness.png", "maps-finetune.png")} <= paths
+    assert {
+        f"analysis/{name}"
+        for name in (
+            "analysis.csv",
+            "analysis.json",
+            "analysis.png",
+            "robustness.png",
+            "maps-finetune.png",
+        )
+    } <= paths
     assert say(*command)[0] == 0
     assert recorded() == (curves, paths, count)
 
 
-def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(tracked: str, say: Say, monkeypatch: pytest.MonkeyPatch):
+def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(
+    tracked: str, say: Say, monkeypatch: pytest.MonkeyPatch
+):
     def broken(*_: Any) -> None:
         raise RuntimeError("no database today")
 

@@ -22,12 +22,22 @@ from workers.methods import METHODS
 from workers.methods.base import Method, Step
 
 BASE = {"name": "base", "card": "digits", "classes": ["0", "1"], "role": "base"}
-TASKS = [{"name": name, "card": "digits", "classes": list(classes)} for name, classes in (("a", "23"), ("b", "45"), ("c", "67"))]
+TASKS = [
+    {"name": name, "card": "digits", "classes": list(classes)}
+    for name, classes in (("a", "23"), ("b", "45"), ("c", "67"))
+]
 
 
-def graph_of(folder: Any, *labels: str, base: bool = False, **changes: Any) -> tuple[Graph, list[Task]]:
+def graph_of(
+    folder: Any, *labels: str, base: bool = False, **changes: Any
+) -> tuple[Graph, list[Task]]:
     tasks = copy.deepcopy(([BASE] if base else []) + TASKS)
-    body = {"name": "r", "methods": {label: {} for label in labels}, "stream": {"tasks": tasks}, **changes}
+    body = {
+        "name": "r",
+        "methods": {label: {} for label in labels},
+        "stream": {"tasks": tasks},
+        **changes,
+    }
     return build.graph_of(check(body, "test"), Store(str(folder)))
 
 
@@ -44,8 +54,12 @@ class Side(Method):
 
     name = "side"
     carries = ("memory",)
-    steps = (Step("train"), Step("herd", trains=False, after=("train",)), Step("calibrate", after=("train",)),
-             Step("align", trains=False, after=("herd", "calibrate")))
+    steps = (
+        Step("train"),
+        Step("herd", trains=False, after=("train",)),
+        Step("calibrate", after=("train",)),
+        Step("align", trains=False, after=("herd", "calibrate")),
+    )
 
 
 class Balanced(Method):
@@ -66,7 +80,11 @@ def fakes(monkeypatch):
 def second_card(monkeypatch):
     """The digits under any other name."""
     load = build.cards.load
-    monkeypatch.setattr(build.cards, "load", lambda name, *rest: load("digits", *rest).model_copy(update={"name": name}))
+    monkeypatch.setattr(
+        build.cards,
+        "load",
+        lambda name, *rest: load("digits", *rest).model_copy(update={"name": name}),
+    )
 
 
 def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_path):
@@ -100,10 +118,15 @@ def test_what_carries_something_is_a_chain(tmp_path):
     assert graph["finetune/b/train"].parents == ("backbone", "data/digits", "finetune/a/train")
     assert graph["finetune/c/train"].parents == ("backbone", "data/digits", "finetune/b/train")
     assert [graph[f"finetune/{t}/train"].job.previous for t in "abc"] == [
-        {}, {"train": graph["finetune/a/train"].key}, {"train": graph["finetune/b/train"].key}]
+        {},
+        {"train": graph["finetune/a/train"].key},
+        {"train": graph["finetune/b/train"].key},
+    ]
 
 
-def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_beside_the_one_before(tmp_path):
+def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_beside_the_one_before(
+    tmp_path,
+):
     graph, _ = graph_of(tmp_path, "finetune", "meat")
     chain, star = graph["finetune/c/evaluate"], graph["meat/c/evaluate"]
     assert [t.name for t in chain.job.tasks] == ["a", "b", "c"]
@@ -130,7 +153,11 @@ def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_p
     assert [t.name for t in job.tasks] == ["base", "a", "b"]
     assert job.previous == {}
     assert "joint/a/train" not in graph["joint/b/train"].parents
-    assert graph["joint/b/train"].inputs["seen"] == [["base", ["0", "1"]], ["a", ["2", "3"]], ["b", ["4", "5"]]]
+    assert graph["joint/b/train"].inputs["seen"] == [
+        ["base", ["0", "1"]],
+        ["a", ["2", "3"]],
+        ["b", ["4", "5"]],
+    ]
     assert [t.name for t in graph["joint/b/evaluate"].job.tasks] == ["base", "a", "b"]
 
 
@@ -152,8 +179,14 @@ def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize("base", [False, True])
-def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_is_tuned_on_them(tmp_path, base: bool):
-    entries = [{"name": "pictures", "card": "digits", "role": "unlabelled"}, *([BASE] if base else []), *TASKS]
+def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_is_tuned_on_them(
+    tmp_path, base: bool
+):
+    entries = [
+        {"name": "pictures", "card": "digits", "role": "unlabelled"},
+        *([BASE] if base else []),
+        *TASKS,
+    ]
     graph, tasks = graph_of(tmp_path, "toast", "meat", stream={"tasks": entries})
     assert [t.name for t in tasks] == ["base"] * base + ["a", "b", "c"]
     plain, _ = graph_of(tmp_path, "toast", "meat", base=base)
@@ -168,8 +201,12 @@ def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_i
     if base:
         assert graph["toast/base/evaluate"].job.states == {"base": graph["backbone"].key}
     best, _ = graph_of(tmp_path, "toast", "meat", stream={"tasks": entries}, train={"keep": "best"})
-    for job in (stage.job for stage in (graph["toast/pictures/pretune"], best["toast/pictures/pretune"])):
-        assert (job.data.val_fraction, job.train.keep) == (0.0, "last"), "there is nothing to be validated by"
+    for job in (
+        stage.job for stage in (graph["toast/pictures/pretune"], best["toast/pictures/pretune"])
+    ):
+        assert (job.data.val_fraction, job.train.keep) == (0.0, "last"), (
+            "there is nothing to be validated by"
+        )
     assert graph["toast/a/train"].job.data.val_fraction > 0
 
 
@@ -191,7 +228,9 @@ def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_pat
     assert graph["chained/a/prune"].parents == ("backbone", "data/digits", "chained/a/train")
     assert graph["chained/a/retrain"].parents == ("backbone", "data/digits", "chained/a/prune")
     assert graph["chained/b/train"].parents == ("backbone", "data/digits", "chained/a/retrain")
-    assert graph["chained/b/evaluate"].job.states == {t: graph[f"chained/{t}/retrain"].key for t in "ab"}
+    assert graph["chained/b/evaluate"].job.states == {
+        t: graph[f"chained/{t}/retrain"].key for t in "ab"
+    }
     assert graph["chained/b/prune"].job.previous == {"train": graph["chained/b/train"].key}
     assert graph["chained/b/prune"].job.states == {"a": graph["chained/a/retrain"].key}
 
@@ -199,7 +238,14 @@ def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_pat
 @pytest.mark.parametrize("base", [False, True])
 def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path, base: bool):
     graph, _ = graph_of(tmp_path, "balanced", base=base)
-    steps = {task: [s.step for s in graph if s.task == task and s.method == "balanced" and s.step != "evaluate"] for task in "abc"}
+    steps = {
+        task: [
+            s.step
+            for s in graph
+            if s.task == task and s.method == "balanced" and s.step != "evaluate"
+        ]
+        for task in "abc"
+    }
     whole = ["train", "balance", "herd"]
     assert steps == {"a": whole if base else ["train", "herd"], "b": whole, "c": whole}
     assert graph["balanced/b/train"].job.previous == {"herd": graph["balanced/a/herd"].key}
@@ -212,14 +258,21 @@ def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(t
     for step in ("herd", "calibrate"):
         assert "side/a/train" in graph[f"side/a/{step}"].parents
         assert graph[f"side/a/{step}"].job.previous == {"train": graph["side/a/train"].key}
-    assert not {"side/a/herd", "side/a/calibrate"} & {*graph["side/a/herd"].parents, *graph["side/a/calibrate"].parents}
+    assert not {"side/a/herd", "side/a/calibrate"} & {
+        *graph["side/a/herd"].parents,
+        *graph["side/a/calibrate"].parents,
+    }
     assert {"side/a/herd", "side/a/calibrate"} <= set(graph["side/a/align"].parents)
-    assert graph["side/a/align"].job.previous == {step: graph[f"side/a/{step}"].key for step in ("herd", "calibrate")}
+    assert graph["side/a/align"].job.previous == {
+        step: graph[f"side/a/{step}"].key for step in ("herd", "calibrate")
+    }
     assert "side/a/align" in graph["side/b/train"].parents
     assert graph["side/b/train"].job.previous == {"align": graph["side/a/align"].key}
 
 
-def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_for_none(tmp_path, monkeypatch):
+def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_for_none(
+    tmp_path, monkeypatch
+):
     class Forked(Method):
         name = "forked"
         carries = ("memory",)
@@ -230,13 +283,24 @@ def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_
     assert graph["forked/a/probe"].parents == ("backbone", "data/digits")
     ends = {step: graph[f"forked/a/{step}"].key for step in ("herd", "probe")}
     assert graph["forked/b/train"].job.previous == graph["forked/b/probe"].job.previous == ends
-    assert graph["forked/b/train"].parents == ("backbone", "data/digits", "forked/a/herd", "forked/a/probe")
-    assert graph["forked/b/evaluate"].job.states == {t: graph[f"forked/{t}/probe"].key for t in "ab"}
+    assert graph["forked/b/train"].parents == (
+        "backbone",
+        "data/digits",
+        "forked/a/herd",
+        "forked/a/probe",
+    )
+    assert graph["forked/b/evaluate"].job.states == {
+        t: graph[f"forked/{t}/probe"].key for t in "ab"
+    }
     assert {"forked/b/herd", "forked/b/probe"} <= set(graph["forked/b/evaluate"].parents)
-    assert graph["forked/b/evaluate"].job.previous == {step: graph[f"forked/b/{step}"].key for step in ("herd", "probe")}
+    assert graph["forked/b/evaluate"].job.previous == {
+        step: graph[f"forked/b/{step}"].key for step in ("herd", "probe")
+    }
 
 
-def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_reads(tmp_path, monkeypatch):
+def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_reads(
+    tmp_path, monkeypatch
+):
     class Loads(Method):
         name = "loads"
         carries = ("memory",)
@@ -247,18 +311,40 @@ def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_rea
     tasks = [BASE, TASKS[0], {**TASKS[1], "card": "roots"}]
     second_card(monkeypatch)
     graph, _ = graph_of(tmp_path, "loads", "finetune", stream={"tasks": tasks})
-    assert graph["loads/b/train"].parents == ("backbone", "data/digits", "data/roots", "loads/a/train")
+    assert graph["loads/b/train"].parents == (
+        "backbone",
+        "data/digits",
+        "data/roots",
+        "loads/a/train",
+    )
     assert graph["finetune/b/train"].parents == ("backbone", "data/roots", "finetune/a/train")
-    assert graph["loads/b/train"].job.states == {"base": graph["backbone"].key, "a": graph["loads/a/train"].key}
-    assert graph["loads/b/train"].inputs["seen"] == [["base", ["0", "1"]], ["a", ["2", "3"]], ["b", ["4", "5"]]]
+    assert graph["loads/b/train"].job.states == {
+        "base": graph["backbone"].key,
+        "a": graph["loads/a/train"].key,
+    }
+    assert graph["loads/b/train"].inputs["seen"] == [
+        ["base", ["0", "1"]],
+        ["a", ["2", "3"]],
+        ["b", ["4", "5"]],
+    ]
     assert graph["finetune/b/train"].inputs["seen"] == [["b", ["4", "5"]]]
 
 
-def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbone_stage_left(tmp_path):
+def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbone_stage_left(
+    tmp_path,
+):
     settings = {"method": "packnet", "base_mode": "prune_retrain"}
-    graph, _ = graph_of(tmp_path, base=True, methods={"pack": settings}, stream={"tasks": [BASE, TASKS[0]]})
-    assert [s.id for s in graph if s.method == "pack" and s.task == "base"] == ["pack/base/prune", "pack/base/retrain", "pack/base/evaluate"]
-    prune, retrain, train = (graph[f"pack/{stage}"] for stage in ("base/prune", "base/retrain", "a/train"))
+    graph, _ = graph_of(
+        tmp_path, base=True, methods={"pack": settings}, stream={"tasks": [BASE, TASKS[0]]}
+    )
+    assert [s.id for s in graph if s.method == "pack" and s.task == "base"] == [
+        "pack/base/prune",
+        "pack/base/retrain",
+        "pack/base/evaluate",
+    ]
+    prune, retrain, train = (
+        graph[f"pack/{stage}"] for stage in ("base/prune", "base/retrain", "a/train")
+    )
     assert prune.job.previous == {}
     assert prune.job.states == retrain.job.states == {"base": graph["backbone"].key}
     assert retrain.job.previous == {"prune": prune.key}
@@ -269,11 +355,17 @@ def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbo
 
 
 def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path):
-    with pytest.raises(UserError, match=r"methods\.pack goes through steps with the base task, and the stream has none; give .* `role: base`"):
+    with pytest.raises(
+        UserError,
+        match=r"methods\.pack goes through steps with the base task, and the stream has none; "
+        r"give .* `role: base`",
+    ):
         graph_of(tmp_path, methods={"pack": {"method": "packnet", "base_mode": "prune_retrain"}})
 
 
-def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far(tmp_path, monkeypatch):
+def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far(
+    tmp_path, monkeypatch
+):
     class Apart(Method):
         name = "apart"
         scenarios = frozenset({"task", "class"})
@@ -282,16 +374,29 @@ def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far
     told, _ = graph_of(tmp_path, "apart", "finetune")
     graph, _ = graph_of(tmp_path, "apart", "finetune", stream={"scenario": "class", "tasks": TASKS})
     assert told["apart/c/evaluate"].job.measured == ("b", "c")
-    assert graph["apart/c/evaluate"].job.measured == graph["finetune/c/evaluate"].job.measured == ("a", "b", "c")
+    assert (
+        graph["apart/c/evaluate"].job.measured
+        == graph["finetune/c/evaluate"].job.measured
+        == ("a", "b", "c")
+    )
     assert graph["apart/c/evaluate"].job.states == {t: graph[f"apart/{t}/train"].key for t in "abc"}
-    assert set(graph["finetune/c/train"].parents) == {"backbone", "data/digits", "finetune/a/train", "finetune/b/train"}
+    assert set(graph["finetune/c/train"].parents) == {
+        "backbone",
+        "data/digits",
+        "finetune/a/train",
+        "finetune/b/train",
+    }
 
 
-def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_the_output_space(tmp_path, monkeypatch):
+def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_the_output_space(
+    tmp_path, monkeypatch
+):
     second_card(monkeypatch)
     stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
     graph_of(tmp_path, "finetune", stream=stream)
-    monkeypatch.setattr(ingest, "look", lambda card, f=ingest.look: None if card.name == "roots" else f(card))
+    monkeypatch.setattr(
+        ingest, "look", lambda card, f=ingest.look: None if card.name == "roots" else f(card)
+    )
     graph, _ = graph_of(tmp_path, "finetune", stream=stream)
     job = graph["finetune/b/evaluate"].job
     assert ([t.name for t in job.tasks], job.measured) == (["a", "b"], ("b",))
@@ -319,8 +424,13 @@ def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_p
 
 
 def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_path):
-    graphs = [graph_of(tmp_path, "supsup", methods={"supsup": settings})[0] for settings in ({}, {"infer": "one_shot", "density": 0.8}, {"density": 0.8})]
-    trained, measured = ([graph[f"supsup/a/{step}"] for graph in graphs] for step in ("train", "evaluate"))
+    graphs = [
+        graph_of(tmp_path, "supsup", methods={"supsup": settings})[0]
+        for settings in ({}, {"infer": "one_shot", "density": 0.8}, {"density": 0.8})
+    ]
+    trained, measured = (
+        [graph[f"supsup/a/{step}"] for graph in graphs] for step in ("train", "evaluate")
+    )
     assert [stage.job.settings for stage in trained] == [{}, {"density": 0.8}, {"density": 0.8}]
     assert trained[0].key != trained[1].key == trained[2].key
     assert measured[1].job.settings == {"infer": "one_shot", "density": 0.8}
@@ -328,54 +438,132 @@ def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_p
 
 
 # ---- what a task has of its own ------------------------------------------------------------------------------------------
-def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the_common_ones(tmp_path):
-    settings = {"prune": 0.6, "steps": {"retrain": {"lr": 0.25}}, "tasks": {"b": {"prune": 0.5, "train": {"lr": 0.5, "epochs": 4}}}}
+def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the_common_ones(
+    tmp_path,
+):
+    settings = {
+        "prune": 0.6,
+        "steps": {"retrain": {"lr": 0.25}},
+        "tasks": {"b": {"prune": 0.5, "train": {"lr": 0.5, "epochs": 4}}},
+    }
     graph, _ = graph_of(tmp_path, methods={"packnet": settings})
-    found = {i: graph[f"packnet/{i}"].job for i in ("a/train", "b/train", "b/prune", "b/retrain", "c/prune", "b/evaluate", "c/evaluate")}
+    found = {
+        i: graph[f"packnet/{i}"].job
+        for i in (
+            "a/train",
+            "b/train",
+            "b/prune",
+            "b/retrain",
+            "c/prune",
+            "b/evaluate",
+            "c/evaluate",
+        )
+    }
     assert {i: job.settings["prune"] for i, job in found.items()} == {
-        "a/train": 0.6, "b/train": 0.5, "b/prune": 0.5, "b/retrain": 0.5, "c/prune": 0.6, "b/evaluate": 0.6, "c/evaluate": 0.6}
-    trained = [(found[i].train.lr, found[i].train.epochs) for i in ("a/train", "b/train", "b/retrain", "b/evaluate")]
+        "a/train": 0.6,
+        "b/train": 0.5,
+        "b/prune": 0.5,
+        "b/retrain": 0.5,
+        "c/prune": 0.6,
+        "b/evaluate": 0.6,
+        "c/evaluate": 0.6,
+    }
+    trained = [
+        (found[i].train.lr, found[i].train.epochs)
+        for i in ("a/train", "b/train", "b/retrain", "b/evaluate")
+    ]
     assert trained == [(1e-3, 10), (0.5, 4), (0.25, 4), (1e-3, 10)]
     assert graph["packnet/b/prune"].inputs["settings"]["prune"] == 0.5
     assert graph["packnet/b/evaluate"].inputs["settings"]["prune"] == 0.6
     assert graph["packnet/b/train"].inputs["train"]["lr"] == 0.5
 
 
-@pytest.mark.parametrize(("method", "own", "alike"), [
-    ("meat", {"lambda": 0.6}, {"a/train", "a/evaluate", "c/train"}), ("hat", {"c": 0.5}, {"a/train", "a/evaluate"}),
-    ("packnet", {"train": {"lr": 0.5}}, {"a/train", "a/prune", "a/retrain", "a/evaluate"})])
-def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_from_it(tmp_path, method: str, own: dict[str, Any], alike: set[str]):
+@pytest.mark.parametrize(
+    ("method", "own", "alike"),
+    [
+        ("meat", {"lambda": 0.6}, {"a/train", "a/evaluate", "c/train"}),
+        ("hat", {"c": 0.5}, {"a/train", "a/evaluate"}),
+        ("packnet", {"train": {"lr": 0.5}}, {"a/train", "a/prune", "a/retrain", "a/evaluate"}),
+    ],
+)
+def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_from_it(
+    tmp_path, method: str, own: dict[str, Any], alike: set[str]
+):
     before, _ = graph_of(tmp_path, method)
     after, _ = graph_of(tmp_path, methods={method: {"tasks": {"b": own}}})
     assert before.stages.keys() == after.stages.keys()
-    assert {s.id for s in before if s.key == after[s.id].key} == {"data/digits", "backbone", *(f"{method}/{i}" for i in alike)}
+    assert {s.id for s in before if s.key == after[s.id].key} == {
+        "data/digits",
+        "backbone",
+        *(f"{method}/{i}" for i in alike),
+    }
 
 
 def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path):
     tasks = {"b": {"prune": [0.5, "none"]}}
     graph, _ = graph_of(tmp_path, methods={"packnet": {"tasks": tasks}})
     assert {t: [s.step for s in graph if s.task == t and s.step != "evaluate"] for t in "abc"} == {
-        "a": ["train", "prune", "retrain"], "b": ["train"], "c": ["train", "prune", "retrain"]}
+        "a": ["train", "prune", "retrain"],
+        "b": ["train"],
+        "c": ["train", "prune", "retrain"],
+    }
 
 
-def test_steps_with_the_base_task_or_with_images_without_labels_may_have_settings_of_their_own(tmp_path):
+def test_steps_with_the_base_task_or_with_images_without_labels_may_have_settings_of_their_own(
+    tmp_path,
+):
     tasks = {"base": {"train": {"lr": 0.5}}}
-    graph, _ = graph_of(tmp_path, base=True, methods={"toast": {"tasks": tasks}, "hat": {"tasks": tasks}})
+    graph, _ = graph_of(
+        tmp_path, base=True, methods={"toast": {"tasks": tasks}, "hat": {"tasks": tasks}}
+    )
     assert graph["toast/base/pretune"].job.train.lr == graph["hat/base/train"].job.train.lr == 0.5
-    assert graph["toast/a/train"].job.train.lr == graph["hat/a/train"].job.train.lr == graph["backbone"].job.train.lr == 1e-3
+    assert (
+        graph["toast/a/train"].job.train.lr
+        == graph["hat/a/train"].job.train.lr
+        == graph["backbone"].job.train.lr
+        == 1e-3
+    )
     pictures = [{"name": "pictures", "card": "digits", "role": "unlabelled"}, *TASKS]
-    graph, _ = graph_of(tmp_path, methods={"toast": {"tasks": {"pictures": {"train": {"lr": 0.5}}}}}, stream={"tasks": pictures})
-    assert (graph["toast/pictures/pretune"].job.train.lr, graph["toast/a/train"].job.train.lr) == (0.5, 1e-3)
+    graph, _ = graph_of(
+        tmp_path,
+        methods={"toast": {"tasks": {"pictures": {"train": {"lr": 0.5}}}}},
+        stream={"tasks": pictures},
+    )
+    assert (graph["toast/pictures/pretune"].job.train.lr, graph["toast/a/train"].job.train.lr) == (
+        0.5,
+        1e-3,
+    )
 
 
-@pytest.mark.parametrize(("name", "base", "said"), [
-    ("flwers", False, "did you mean 'flowers'"), ("elsewhere", False, "those with steps are: a, b, flowers-0, flowers-1"),
-    ("flowers", False, "did you mean 'flowers-[01]'"), ("base", True, "those with steps are: a, b, flowers")])
-def test_settings_for_a_task_that_no_step_is_for_are_refused(tmp_path, name: str, base: bool, said: str):
-    entry = {"name": "flowers", "card": "digits", "classes": ["6", "7"], "split": 0 if said in ("did you mean 'flowers'",) or base else 2}
+@pytest.mark.parametrize(
+    ("name", "base", "said"),
+    [
+        ("flwers", False, "did you mean 'flowers'"),
+        ("elsewhere", False, "those with steps are: a, b, flowers-0, flowers-1"),
+        ("flowers", False, "did you mean 'flowers-[01]'"),
+        ("base", True, "those with steps are: a, b, flowers"),
+    ],
+)
+def test_settings_for_a_task_that_no_step_is_for_are_refused(
+    tmp_path, name: str, base: bool, said: str
+):
+    entry = {
+        "name": "flowers",
+        "card": "digits",
+        "classes": ["6", "7"],
+        "split": 0 if said in ("did you mean 'flowers'",) or base else 2,
+    }
     stream = {"tasks": [*([BASE] if base else []), *TASKS[:2], entry]}
-    with pytest.raises(UserError, match=rf"methods\.m\.tasks\.{name}: 'meat' has no step for a task '{name}' in this stream; {said}"):
-        graph_of(tmp_path, methods={"m": {"method": "meat", "tasks": {name: {"lambda": 0.6}}}}, stream=stream)
+    with pytest.raises(
+        UserError,
+        match=rf"methods\.m\.tasks\.{name}: 'meat' has no step for a task '{name}' in this "
+        rf"stream; {said}",
+    ):
+        graph_of(
+            tmp_path,
+            methods={"m": {"method": "meat", "tasks": {name: {"lambda": 0.6}}}},
+            stream=stream,
+        )
 
 
 def test_every_job_knows_its_own_key(tmp_path):
@@ -394,11 +582,23 @@ def test_parents_come_before_their_children(tmp_path):
 
 
 def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(build.cards, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4)))
-    _, tasks = graph_of(tmp_path, "linear", stream={"tasks": [{"card": "digits", "name": "d", "order": "digits/some", "split": 2}]})
+    monkeypatch.setattr(
+        build.cards, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
+    )
+    _, tasks = graph_of(
+        tmp_path,
+        "linear",
+        stream={"tasks": [{"card": "digits", "name": "d", "order": "digits/some", "split": 2}]},
+    )
     assert [task.classes for task in tasks] == [("7", "2"), ("9", "4")]
     with pytest.raises(UserError, match="task 'd' has `classes` and `order` 'digits/some'"):
-        graph_of(tmp_path, "linear", stream={"tasks": [{"card": "digits", "name": "d", "order": "digits/some", "classes": ["1"]}]})
+        graph_of(
+            tmp_path,
+            "linear",
+            stream={
+                "tasks": [{"card": "digits", "name": "d", "order": "digits/some", "classes": ["1"]}]
+            },
+        )
 
 
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path):

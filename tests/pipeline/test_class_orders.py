@@ -15,23 +15,45 @@ from workers.errors import UserError
 NAMES = tuple(f"class {i}" for i in range(100))
 
 
-@pytest.mark.parametrize(("name", "count", "digest", "first", "last"), [
-    ("cifar100/order1", 100, "62e36f48cf4f51c7", (87, 0, 52), (26, 35, 39)),
-    ("cifar100/order2", 100, "920202d4b4eafb27", (58, 30, 93), (23, 64, 61)),
-    ("cifar100/order3", 100, "208ddd64ac86acb0", (71, 54, 45), (85, 43, 11)),
-    ("imagenet/imagenet100-order1", 100, "997a048a5344d216", (68, 56, 78), (57, 33), ),
-    ("imagenet/imagenet1000-order1", 1000, "305571fb8fde3e0f", (54, 7, 894), (417,))])
-def test_a_published_order_is_a_permutation_with_its_hash(name: str, count: int, digest: str, first: tuple[int, ...], last: tuple[int, ...]):
-    found = [int(label.split()[1]) for label in cards.in_order(name, tuple(f"class {i}" for i in range(1000)))]
+@pytest.mark.parametrize(
+    ("name", "count", "digest", "first", "last"),
+    [
+        ("cifar100/order1", 100, "62e36f48cf4f51c7", (87, 0, 52), (26, 35, 39)),
+        ("cifar100/order2", 100, "920202d4b4eafb27", (58, 30, 93), (23, 64, 61)),
+        ("cifar100/order3", 100, "208ddd64ac86acb0", (71, 54, 45), (85, 43, 11)),
+        (
+            "imagenet/imagenet100-order1",
+            100,
+            "997a048a5344d216",
+            (68, 56, 78),
+            (57, 33),
+        ),
+        ("imagenet/imagenet1000-order1", 1000, "305571fb8fde3e0f", (54, 7, 894), (417,)),
+    ],
+)
+def test_a_published_order_is_a_permutation_with_its_hash(
+    name: str, count: int, digest: str, first: tuple[int, ...], last: tuple[int, ...]
+):
+    found = [
+        int(label.split()[1])
+        for label in cards.in_order(name, tuple(f"class {i}" for i in range(1000)))
+    ]
     assert sorted(found) == list(range(count))
     assert hashlib.sha256(",".join(map(str, found)).encode()).hexdigest()[:16] == digest
-    assert (tuple(found[: len(first)]), tuple(found[-len(last):])) == (first, last)
+    assert (tuple(found[: len(first)]), tuple(found[-len(last) :])) == (first, last)
 
 
 def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean():
-    listed = {name: cards.load(name).classes for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")}
+    listed = {
+        name: cards.load(name).classes
+        for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")
+    }
     assert set(listed.values()) == {listed["cifar100"]}
-    assert (listed["cifar100"][0], listed["cifar100"][87], listed["cifar100"][99]) == ("apple", "television", "worm")
+    assert (listed["cifar100"][0], listed["cifar100"][87], listed["cifar100"][99]) == (
+        "apple",
+        "television",
+        "worm",
+    )
 
 
 def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid():
@@ -50,9 +72,13 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def write(order: object, digest: str | None = None) -> str:
         listed = ",".join(map(str, order)) if isinstance(order, list) else ""
-        body = {"order": order, "sha256": digest or hashlib.sha256(listed.encode()).hexdigest()[:16]}
+        body = {
+            "order": order,
+            "sha256": digest or hashlib.sha256(listed.encode()).hexdigest()[:16],
+        }
         (tmp_path / "mine" / "orders" / "own.yaml").write_text(yaml.safe_dump(body))
         return "mine/own"
+
     return write
 
 
@@ -60,12 +86,16 @@ def test_an_order_may_name_some_classes_alone(written):
     assert cards.in_order(written([7, 3]), NAMES) == ("class 7", "class 3")
 
 
-@pytest.mark.parametrize(("order", "digest", "says"), [
-    ([1, 1], None, "must list whole numbers, none of them twice"),
-    ([True, 0], None, "must list whole numbers"),
-    ("all", None, "must list whole numbers"),
-    ([0, 1], "0123456789abcdef", "is not the one that its sha256 stands for"),
-    ([0, 100], None, "names class 100, and the card has 100")])
+@pytest.mark.parametrize(
+    ("order", "digest", "says"),
+    [
+        ([1, 1], None, "must list whole numbers, none of them twice"),
+        ([True, 0], None, "must list whole numbers"),
+        ("all", None, "must list whole numbers"),
+        ([0, 1], "0123456789abcdef", "is not the one that its sha256 stands for"),
+        ([0, 100], None, "names class 100, and the card has 100"),
+    ],
+)
 def test_an_order_that_cannot_be_is_refused(written, order: object, digest: str | None, says: str):
     with pytest.raises(UserError, match=says):
         cards.in_order(written(order, digest), NAMES)
@@ -74,5 +104,7 @@ def test_an_order_that_cannot_be_is_refused(written, order: object, digest: str 
 @pytest.mark.parametrize("name", ["mine/none", "own", "none/own"])
 def test_an_order_that_is_not_there_is_refused_with_those_that_are(written, name: str):
     written([0])
-    with pytest.raises(UserError, match=rf"class order '{name}' does not exist .*there are: mine/own"):
+    with pytest.raises(
+        UserError, match=rf"class order '{name}' does not exist .*there are: mine/own"
+    ):
         cards.in_order(name, NAMES)

@@ -36,7 +36,9 @@ class Run:
     said: str
 
     def config(self, **changes: Any) -> str:
-        return small_run.write_config(self.folder / "config.yaml", {**copy.deepcopy(self.body), **changes})
+        return small_run.write_config(
+            self.folder / "config.yaml", {**copy.deepcopy(self.body), **changes}
+        )
 
     @property
     def storage(self) -> Path:
@@ -113,12 +115,17 @@ def test_plan_says_what_changed_from_old_to_new(own, capsys):
 def test_plan_says_what_is_not_finished(own, capsys):
     shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["meat/b/train"]["key"])
     rows = table(output(capsys, "plan", own.config()))
-    assert {i: row for i, row in rows.items() if row[0] == "miss"} == {"meat/b/train": ("miss", "not finished")}
+    assert {i: row for i, row in rows.items() if row[0] == "miss"} == {
+        "meat/b/train": ("miss", "not finished")
+    }
 
 
 def test_plan_says_that_data_is_gone_and_not_missed(own, capsys):
     shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["data/a"]["key"])
-    assert table(output(capsys, "plan", own.config()))["data/a"] == ("hit", "result is gone, and nothing that is missing waits for it")
+    assert table(output(capsys, "plan", own.config()))["data/a"] == (
+        "hit",
+        "result is gone, and nothing that is missing waits for it",
+    )
 
 
 def test_run_runs_what_plan_says(own, capsys):
@@ -127,14 +134,19 @@ def test_run_runs_what_plan_says(own, capsys):
     before = small_run.attempts(own.storage)
     output(capsys, "run", own.config(), *override)
     after = small_run.attempts(own.storage, "small-methods.meat.train.lr-0.01")
-    assert {i for i in after if after[i] != before[i]} == {i for i, row in rows.items() if row[0] == "miss"}
+    assert {i for i in after if after[i] != before[i]} == {
+        i for i, row in rows.items() if row[0] == "miss"
+    }
     assert small_run.attempts(own.storage) == before, "the run as its file says it stands beside"
 
 
 def test_plan_writes_the_picture(own, tmp_path, capsys):
     said = output(capsys, "plan", own.config(), "--svg", str(tmp_path / "graph.svg"))
     assert f"picture: {tmp_path / 'graph.svg'}" in said
-    titles = [t.text or "" for t in ElementTree.parse(tmp_path / "graph.svg").iter("{http://www.w3.org/2000/svg}title")]
+    titles = [
+        t.text or ""
+        for t in ElementTree.parse(tmp_path / "graph.svg").iter("{http://www.w3.org/2000/svg}title")
+    ]
     assert {t.split()[0] for t in titles} == set(table(said))
     assert all(t.endswith(" hit") for t in titles)
     assert cli.main(["plan", own.config(), "--svg", str(tmp_path / "nowhere" / "graph.svg")]) == 2
@@ -146,13 +158,18 @@ def test_ingest_brings_the_data_and_trains_nothing(finished, tmp_path, capsys):
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
     said = output(capsys, "ingest", run.config())
     for name in "ab":
-        assert f"data/{name}: 20 test, 40 train; none rejected" in said or f"data/{name}: 40 train, 20 test; none rejected" in said
+        assert (
+            f"data/{name}: 20 test, 40 train; none rejected" in said
+            or f"data/{name}: 40 train, 20 test; none rejected" in said
+        )
     assert len(list((run.storage / "stages").iterdir())) == 2
     rows = table(output(capsys, "plan", run.config()))
     assert {i for i, row in rows.items() if row[0] == "hit"} == {"data/a", "data/b"}
     kept = {p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()}
     output(capsys, "ingest", run.config())
-    assert kept == {p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()}
+    assert kept == {
+        p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()
+    }
 
 
 def test_report_writes_the_page_again_from_the_store(own, pages, capsys):
@@ -181,7 +198,9 @@ def test_report_of_an_unfinished_run_shows_what_is_there(own, pages, capsys):
 @pytest.fixture
 def littered(own, capsys) -> Run:
     """A run whose record was removed: five results belong to no named run any more."""
-    output(capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster")
+    output(
+        capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster"
+    )
     shutil.rmtree(own.storage / "runs" / "small")
     return own
 
@@ -209,11 +228,23 @@ def test_gc_deletes_nothing_without_a_yes(answer, littered, monkeypatch, capsys)
 def test_gc_deletes_what_no_named_run_needs_and_nothing_else(way, littered, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda question: way)
     kept = small_run.attempts(littered.storage, "faster")
-    said = output(capsys, "gc", "--storage", str(littered.storage), *(["--yes"] if way == "--yes" else []))
+    said = output(
+        capsys, "gc", "--storage", str(littered.storage), *(["--yes"] if way == "--yes" else [])
+    )
     assert "deleted" in said.splitlines()[-1]
-    assert folders(littered) == {m["key"] for m in small_run.manifests(littered.storage, "faster").values()}
+    assert folders(littered) == {
+        m["key"] for m in small_run.manifests(littered.storage, "faster").values()
+    }
     assert small_run.attempts(littered.storage, "faster") == kept
-    assert "nothing to do" in output(capsys, "run", littered.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster")
+    assert "nothing to do" in output(
+        capsys,
+        "run",
+        littered.config(),
+        "--set",
+        "methods.meat.train.lr=0.01",
+        "--set",
+        "name=faster",
+    )
     assert "nothing to delete" in output(capsys, "gc", "--storage", str(littered.storage))
 
 
@@ -227,7 +258,9 @@ def test_a_run_prints_a_line_per_stage_and_a_summary(finished):
     lines = finished.said.splitlines()
     stages = [line for line in lines if line.startswith("[")]
     assert len(stages) == STAGES
-    assert [line.split("]")[0] for line in stages] == [f"[{i}/{STAGES}" for i in range(1, STAGES + 1)]
+    assert [line.split("]")[0] for line in stages] == [
+        f"[{i}/{STAGES}" for i in range(1, STAGES + 1)
+    ]
     assert all(re.fullmatch(r"\[\d+/\d+\] \S+: .+ in [\d.]+ s", line) for line in stages)
     assert len(lines) < STAGES + 20
     assert "\r" not in finished.said
@@ -244,11 +277,24 @@ class Terminal(io.StringIO):
 
 def watched(stream: io.StringIO) -> tuple[console.Console, Walk]:
     graph = Graph.of("g", [Stage("meat/a/train", "train", "k", {})])
-    return console.Console(graph, {"meat/a/train": Lookup(False, "new")}, stream), Walk.over(graph, [], 2)
+    return console.Console(graph, {"meat/a/train": Lookup(False, "new")}, stream), Walk.over(
+        graph, [], 2
+    )
 
 
 def epoch(number: int) -> Event:
-    return Event("progress", "meat/a/train", body={"epoch": number, "epochs": 100, "loss": 1.5, "accuracy": 0.25, "images_per_s": 10.0, "left_s": 3600.0})
+    return Event(
+        "progress",
+        "meat/a/train",
+        body={
+            "epoch": number,
+            "epochs": 100,
+            "loss": 1.5,
+            "accuracy": 0.25,
+            "images_per_s": 10.0,
+            "left_s": 3600.0,
+        },
+    )
 
 
 def test_where_nobody_watches_progress_is_a_line_now_and_then(monkeypatch):
@@ -260,7 +306,11 @@ def test_where_nobody_watches_progress_is_a_line_now_and_then(monkeypatch):
         screen.event(walk, epoch(second))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0] == "[0/1] meat/a/train: epoch 31/100, loss 1.5000, validation 0.250, 10 images/s, 60 min 00 s left"
+    assert (
+        lines[0]
+        == "[0/1] meat/a/train: epoch 31/100, loss 1.5000, validation 0.250, 10 images/s, 60 "
+        "min 00 s left"
+    )
 
 
 def test_on_a_terminal_one_line_is_rewritten():
@@ -270,7 +320,12 @@ def test_on_a_terminal_one_line_is_rewritten():
         screen.event(walk, epoch(number))
     assert stream.getvalue().count("\n") == 0
     assert stream.getvalue().count("\r") == 50
-    screen.event(walk, Event("done", "meat/a/train", body={"kind": "train", "sizes": {"masks": 2000}, "wall_s": 61.0}))
+    screen.event(
+        walk,
+        Event(
+            "done", "meat/a/train", body={"kind": "train", "sizes": {"masks": 2000}, "wall_s": 61.0}
+        ),
+    )
     assert stream.getvalue().endswith("meat/a/train: trained, 2.0 kB for the task in 1 min 01 s\n")
 
 
@@ -281,7 +336,11 @@ def test_a_retry_says_why_and_how_often():
         walk.carry_out(decision)
     decision = walk.apply(Event("lost", "meat/a/train", "its workers died"))
     screen.decision(walk, decision)
-    assert stream.getvalue() == "[0/1] meat/a/train: its workers died; tried again from its last checkpoint (try 2 of 3)\n"
+    assert (
+        stream.getvalue()
+        == "[0/1] meat/a/train: its workers died; tried again from its last checkpoint (try 2 "
+        "of 3)\n"
+    )
 
 
 def test_the_record_of_a_run_says_what_it_consisted_of(finished):
@@ -293,6 +352,7 @@ def test_the_record_of_a_run_says_what_it_consisted_of(finished):
 
 def answering(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """A person says yes; meanwhile `act` happens."""
+
     def reply(question: str) -> str:
         act()
         return "y"
@@ -328,7 +388,9 @@ def test_gc_keeps_what_a_process_is_computing(littered, monkeypatch, capsys):
     assert folders(littered) == before - {*lost[1:]}
 
 
-def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_stands(littered, monkeypatch, capsys):
+def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_stands(
+    littered, monkeypatch, capsys
+):
     """Else it would find results that are deleted a moment later."""
     order: list[str] = []
     here = store.Store(str(littered.storage))
@@ -343,19 +405,27 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
         delete_dir(path)
 
     monkeypatch.setattr(artefact, "delete_dir", delete)
-    monkeypatch.setattr(run, "look_up_all", lambda *rest, **more: order.append("look up") or look_up_all(*rest, **more))
+    monkeypatch.setattr(
+        run,
+        "look_up_all",
+        lambda *rest, **more: order.append("look up") or look_up_all(*rest, **more),
+    )
     cli.delete_garbage(here, [path for path, _ in here.garbage()], False)
     assert order == ["delete"] * 5
     begun.join(120)
     assert order[5] == "look up"
-    assert len(small_run.attempts(littered.storage)) == STAGES, "all that was deleted is there again"
+    assert len(small_run.attempts(littered.storage)) == STAGES, (
+        "all that was deleted is there again"
+    )
 
 
 # ---- runs that differ ----------------------------------------------------------------------------
 def test_a_run_with_another_seed_is_another_run(own, capsys):
     before = (own.storage / "runs" / "small" / "run.json").read_text()
     said = output(capsys, "run", own.config(), "--set", "seed=7")
-    assert "run small-seed-7: --set changes what small computes, so this is a run of its own" in said
+    assert (
+        "run small-seed-7: --set changes what small computes, so this is a run of its own" in said
+    )
     assert (own.storage / "runs" / "small" / "run.json").read_text() == before
     record = json.loads((own.storage / "runs" / "small-seed-7" / "run.json").read_text())
     assert (record["name"], record["config"]["seed"]) == ("small-seed-7", 7)
@@ -372,7 +442,9 @@ def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_le
     methods = {"meat": {"train": {"lr": 0.01}}}
     output(capsys, "run", own.config(methods=methods))
     said = output(capsys, "gc", "--yes", "--storage", str(own.storage))
-    assert "what runs needed before their config files or images were changed is kept (small)" in said
+    assert (
+        "what runs needed before their config files or images were changed is kept (small)" in said
+    )
     assert len(before - folders(own)) == 1, "the old report alone: it is made again at no cost"
     said = output(capsys, "run", own.config())
     assert re.search(r"\n1 stages run, 7 reused", said)
@@ -393,7 +465,10 @@ def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(own, capsy
     path.write_text("{")
     before = folders(own)
     assert cli.main(["gc", "--yes", "--storage", str(own.storage)]) == 2
-    assert "what run 'small' needed before its config was changed is not known" in capsys.readouterr().err
+    assert (
+        "what run 'small' needed before its config was changed is not known"
+        in capsys.readouterr().err
+    )
     assert folders(own) == before
 
 
@@ -424,5 +499,8 @@ def test_a_lost_connection_is_no_file(monkeypatch, capsys):
     monkeypatch.setattr(cli.browse, "serve", lost)
     monkeypatch.setattr(cli.os.path, "isdir", lambda path: True)
     assert cli.main(["ui"]) == 2
-    assert capsys.readouterr().err == ("accrete: a connection was lost or refused (Client is shutting down.); what finished is kept, "
-                                       "run the same command again when the other side answers\n")
+    assert capsys.readouterr().err == (
+        "accrete: a connection was lost or refused (Client is shutting down.); what finished is "
+        "kept, "
+        "run the same command again when the other side answers\n"
+    )

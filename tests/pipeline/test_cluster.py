@@ -36,7 +36,9 @@ def test_groups_are_as_many_as_there_is_room_for_and_stages_side_by_side():
     assert sizes(alone, workers=1, gpus_per_worker=1) == [1] * 6
     assert sizes(alone, workers=1, gpus_per_worker=0.1, cpus_per_worker=4) == [1] * 3
     assert sizes(alone, workers=1, memory_gb_per_worker=40) == [1] * 3
-    assert sizes(alone, workers=1, resources={"fast_disk": 1}) == [1], "none fits, and one is asked for"
+    assert sizes(alone, workers=1, resources={"fast_disk": 1}) == [1], (
+        "none fits, and one is asked for"
+    )
 
 
 def test_a_tenth_of_a_gpu_fits_ten_times():
@@ -57,16 +59,24 @@ def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for():
     assert sizes(nodes_of([{"CPU": 1.0}] * 3, lost=[1, 2]), width=1, **own) == [1]
     assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=1, **own) == [4]
     assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=3, **own) == [3] * 3
-    assert sizes(nodes_of([{"CPU": 1.0}] * 2), width=7, **own) == [1, 1], "many small groups before few large ones: a star has no sums to wait for"
+    assert sizes(nodes_of([{"CPU": 1.0}] * 2), width=7, **own) == [1, 1], (
+        "many small groups before few large ones: a star has no sums to wait for"
+    )
 
 
 def test_drivers_on_a_cluster_have_equal_shares_of_it():
     around = nodes_of(THREE, **{"01": ("01-a",), "02": ("02-b",)})
     assert sizes(around, workers=1) == sizes(around, name="02-b", workers=1) == [1] * 6
     three = nodes_of([{"CPU": 1.0}] * 4, **{"01": ("01-a",), "02": ("02-b",), "03": ("03-c",)})
-    assert [len(sizes(three, name=name, workers=1)) for name in ("01-a", "02-b", "03-c")] == [2, 1, 1], "nothing is left unused"
+    assert [len(sizes(three, name=name, workers=1)) for name in ("01-a", "02-b", "03-c")] == [
+        2,
+        1,
+        1,
+    ], "nothing is left unused"
     crowd = nodes_of([{"CPU": 1.0}], **{f"0{i}": (f"0{i}-a",) for i in range(5)})
-    assert all(sizes(crowd, name=f"0{i}-a", workers=1) == [1] for i in range(5)), "each has a group, which waits for its turn"
+    assert all(sizes(crowd, name=f"0{i}-a", workers=1) == [1] for i in range(5)), (
+        "each has a group, which waits for its turn"
+    )
 
 
 def test_trials_of_a_search_share_what_the_search_has():
@@ -77,15 +87,28 @@ def test_trials_of_a_search_share_what_the_search_has():
 
 def test_what_does_not_fit_is_said_with_what_there_is():
     around = nodes_of([{"CPU": 2.0}] * 2)
-    with pytest.raises(UserError, match="2 workers that take 1 CPUs, 1 GPUs each do not fit into this cluster \\(4 CPUs, 0 GPUs\\)"):
+    with pytest.raises(
+        UserError,
+        match="2 workers that take 1 CPUs, 1 GPUs each do not fit into this cluster \\(4 CPUs, 0 "
+        "GPUs\\)",
+    ):
         cluster.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1))
-    cluster.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1, groups=1))  # nodes may be started on demand
+    cluster.check_fits(
+        around, ClusterSettings(workers=2, gpus_per_worker=1, groups=1)
+    )  # nodes may be started on demand
     cluster.check_fits(around, ClusterSettings(workers=9, min_workers=4))
     with pytest.raises(UserError, match="5 workers"):
         cluster.check_fits(around, ClusterSettings(workers=9, min_workers=5))
 
 
-@pytest.mark.parametrize(("theirs", "said"), [({"torch": "1.0"}, "has torch 1.0"), ({"torch": ""}, "has no torch"), ({"Python": "3.9"}, "has Python 3.9")])
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"torch": "1.0"}, "has torch 1.0"),
+        ({"torch": ""}, "has no torch"),
+        ({"Python": "3.9"}, "has Python 3.9"),
+    ],
+)
 def test_a_node_with_other_versions_is_named_with_what_to_do(theirs, said):
     node, ours = nodes_of(THREE).nodes["1"], cluster.versions()
     cluster.compare(node, ours, ours)
@@ -105,18 +128,38 @@ def test_a_node_says_whether_it_sees_the_storage(tmp_path):
     assert "nothing://" in cluster.facts("nothing://there/x")[1]
 
 
-@pytest.mark.parametrize(("raised", "said"), [
-    ("Authentication failed: Authentication token is missing", "get-auth-token"),
-    ("this node has an IP address of 1.2.3.4, but we cannot find a local Raylet with the same address", "ray://"),
-    ("Could not connect to the raylet socket", "10001"), ("", "RuntimeError"),
-    ("Version mismatch: The cluster was started with: Ray 1.0", "Version mismatch")])
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("Authentication failed: Authentication token is missing", "get-auth-token"),
+        (
+            "this node has an IP address of 1.2.3.4, but we cannot find a local Raylet with the "
+            "same address",
+            "ray://",
+        ),
+        ("Could not connect to the raylet socket", "10001"),
+        ("", "RuntimeError"),
+        ("Version mismatch: The cluster was started with: Ray 1.0", "Version mismatch"),
+    ],
+)
 def test_why_a_cluster_lets_nobody_in_is_one_line(raised, said):
     assert said in cluster.refusal(RuntimeError(raised))
     assert "\n" not in cluster.refusal(RuntimeError(raised + "\n at line 3"))
     assert len(cluster.refusal(RuntimeError(raised + " more" * 1000))) <= 300
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "ray://x", "no..host:6379", f"{'x' * 70}:6379", "here:\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "nowhere",
+        "127.0.0.1:1",
+        "ray://127.0.0.1:1",
+        "ray://x",
+        "no..host:6379",
+        f"{'x' * 70}:6379",
+        "here:\N{SUPERSCRIPT TWO}",
+    ],
+)
 def test_an_address_where_nothing_answers_is_told_at_once(address):
     with pytest.raises(UserError, match=r"cluster\.address=local"):
         cluster.check_reachable(address)
@@ -141,7 +184,9 @@ class Gate:
 
         def answer(_: bytes, context: Any) -> bytes:
             if sent != f"Bearer {self.token}":
-                context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid or missing authentication token")
+                context.abort(
+                    grpc.StatusCode.UNAUTHENTICATED, "Invalid or missing authentication token"
+                )
             return b""
 
         return grpc.unary_unary_rpc_method_handler(answer)
@@ -159,12 +204,25 @@ except UserError as error:
 """
 
 
-@pytest.mark.parametrize(("environment", "said"), [
-    ({"RAY_AUTH_TOKEN": "right" * 8}, "let in"),
-    ({"RAY_AUTH_TOKEN": "wrong" * 8}, "the token in RAY_AUTH_TOKEN is not the one of the cluster"),
-    ({}, "no token was found here"), ({"RAY_AUTH_MODE": "disabled"}, "it asks for a token, and RAY_AUTH_MODE is 'disabled' here")])
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RAY_AUTH_TOKEN": "right" * 8}, "let in"),
+        (
+            {"RAY_AUTH_TOKEN": "wrong" * 8},
+            "the token in RAY_AUTH_TOKEN is not the one of the cluster",
+        ),
+        ({}, "no token was found here"),
+        (
+            {"RAY_AUTH_MODE": "disabled"},
+            "it asks for a token, and RAY_AUTH_MODE is 'disabled' here",
+        ),
+    ],
+)
 @pytest.mark.parametrize("scheme", ["ray://", ""])
-def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(scheme, environment, said, tmp_path):
+def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(
+    scheme, environment, said, tmp_path
+):
     """In a process of its own: Ray reads its mode and its token once."""
     import concurrent.futures
 
@@ -176,8 +234,14 @@ def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(sche
     server.start()
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
-        told = subprocess.run([sys.executable, "-c", ASK, f"{scheme}127.0.0.1:{port}"], capture_output=True, text=True, timeout=120, check=True,
-                              env={**bare, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token", **environment})
+        told = subprocess.run(
+            [sys.executable, "-c", ASK, f"{scheme}127.0.0.1:{port}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**bare, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token", **environment},
+        )
     finally:
         server.stop(None)
     assert said in told.stdout
@@ -230,26 +294,52 @@ def connected(monkeypatch, ray: FakeRay, **own):
     return ray.started
 
 
-def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(bare_environment, listening, monkeypatch):
+def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
+    bare_environment, listening, monkeypatch
+):
     (how,) = connected(monkeypatch, FakeRay(), address=listening)
     assert how["address"] == listening
     assert how["log_to_driver"] is False
     brought = how["runtime_env"]
-    assert brought["env_vars"] == cluster.ENVIRONMENT == {name: os.environ[name] for name in cluster.ENVIRONMENT}
+    assert (
+        brought["env_vars"]
+        == cluster.ENVIRONMENT
+        == {name: os.environ[name] for name in cluster.ENVIRONMENT}
+    )
     root = Path(brought["working_dir"])
     assert root == Path(cluster.__file__).parent.parent
     assert {".git", ".venv", "storage"} <= {*brought["excludes"]}
-    needed = [path.relative_to(root) for folder in ("pipeline", "workers", "configs", "datasets") for path in (root / folder).rglob("*.*")]
-    assert not [path for path in needed if not {*brought["excludes"], "__pycache__"}.isdisjoint(path.parts) and path.suffix != ".pyc"]
+    needed = [
+        path.relative_to(root)
+        for folder in ("pipeline", "workers", "configs", "datasets")
+        for path in (root / folder).rglob("*.*")
+    ]
+    assert not [
+        path
+        for path in needed
+        if not {*brought["excludes"], "__pycache__"}.isdisjoint(path.parts)
+        and path.suffix != ".pyc"
+    ]
 
 
-def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(bare_environment, listening, monkeypatch):
+def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(
+    bare_environment, listening, monkeypatch
+):
     """Ray refuses a variable that is given twice, in a sentence that repeats all of them: credentials too."""
     from ray.runtime_env.runtime_env import _merge_runtime_env
 
-    job = {"runtime_env": {"working_dir": "gcs://code.zip", "env_vars": {"RAY_DEDUP_LOGS": "1", "AWS_SECRET_ACCESS_KEY": "hush"}}, "metadata": {}}
-    for submitted, expected in ((job, cluster.ENVIRONMENT.keys() - {"RAY_DEDUP_LOGS"}), ({"runtime_env": {}}, cluster.ENVIRONMENT.keys()),
-                                ({}, cluster.ENVIRONMENT.keys())):
+    job = {
+        "runtime_env": {
+            "working_dir": "gcs://code.zip",
+            "env_vars": {"RAY_DEDUP_LOGS": "1", "AWS_SECRET_ACCESS_KEY": "hush"},
+        },
+        "metadata": {},
+    }
+    for submitted, expected in (
+        (job, cluster.ENVIRONMENT.keys() - {"RAY_DEDUP_LOGS"}),
+        ({"runtime_env": {}}, cluster.ENVIRONMENT.keys()),
+        ({}, cluster.ENVIRONMENT.keys()),
+    ):
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(submitted))
         (how,) = connected(monkeypatch, FakeRay(), address=listening)
         assert how["runtime_env"].keys() == {"env_vars"}
@@ -266,28 +356,39 @@ def test_a_submitted_job_is_known_by_what_ray_gives_it(bare_environment, monkeyp
     assert cluster.is_submitted_job()
 
 
-def test_what_a_person_has_exported_holds_here_and_on_the_workers(bare_environment, listening, monkeypatch):
+def test_what_a_person_has_exported_holds_here_and_on_the_workers(
+    bare_environment, listening, monkeypatch
+):
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
     (how,) = connected(monkeypatch, FakeRay(), address=listening)
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "300"
-    assert how["runtime_env"]["env_vars"] == {**cluster.ENVIRONMENT, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
+    assert how["runtime_env"]["env_vars"] == {
+        **cluster.ENVIRONMENT,
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+    }
 
 
-def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_captures_no_run(bare_environment, monkeypatch):
+def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_captures_no_run(
+    bare_environment, monkeypatch
+):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     for own, cpus in (({}, 4), ({"workers": 3, "cpus_per_worker": 2}, 6)):
         (how,) = connected(monkeypatch, FakeRay(), **own)
         assert (how["address"], how["num_cpus"], how["include_dashboard"]) == ("local", cpus, False)
         assert "runtime_env" not in how, "its workers have this environment, and this code"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert [how["address"] for how in connected(monkeypatch, FakeRay(), address="local")] == ["local"]
+    assert [how["address"] for how in connected(monkeypatch, FakeRay(), address="local")] == [
+        "local"
+    ]
     assert cluster.address_of(ClusterSettings()) == "10.0.0.1:6379"
     assert cluster.address_of(ClusterSettings(address="ray://h:10001")) == "ray://h:10001"
     monkeypatch.setenv("RAY_ADDRESS", "")
     assert cluster.address_of(ClusterSettings()) == "local"
 
 
-def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(bare_environment, listening, monkeypatch):
+def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(
+    bare_environment, listening, monkeypatch
+):
     from ray._private import ray_constants
 
     seen: list[tuple[str | None, bool]] = []
@@ -309,24 +410,40 @@ def test_a_ray_that_is_up_is_used_as_it_is(bare_environment, monkeypatch):
     assert connected(monkeypatch, FakeRay(up=True), address="127.0.0.1:1") == []
 
 
-def test_a_cluster_that_lets_nobody_in_is_a_sentence_and_nothing_of_it_stays(bare_environment, listening, monkeypatch):
+def test_a_cluster_that_lets_nobody_in_is_a_sentence_and_nothing_of_it_stays(
+    bare_environment, listening, monkeypatch
+):
     ray = FakeRay(RuntimeError("Version mismatch: Ray 1.0\n  at line 3"))
-    with pytest.raises(UserError, match=rf"cluster at '{listening}' cannot be joined \(Version mismatch: Ray 1\.0 at line 3\); .*cluster\.address=local"):
+    with pytest.raises(
+        UserError,
+        match=rf"cluster at '{listening}' cannot be joined \(Version mismatch: Ray 1\.0 at line "
+        r"3\); .*cluster\.address=local",
+    ):
         connected(monkeypatch, ray, address=listening)
-    assert (len(ray.started), ray.ended) == (1, 1), "it is not asked twice, and the next one starts from nothing"
+    assert (len(ray.started), ray.ended) == (1, 1), (
+        "it is not asked twice, and the next one starts from nothing"
+    )
     away = FakeRay()
     with pytest.raises(UserError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
         connected(monkeypatch, away, address="127.0.0.1:1")
     assert away.started == [], "Ray would try for two minutes"
 
 
-@pytest.mark.parametrize(("error", "said"), [(RuntimeError("took too long\nmore"), r"\(took too long\)"), (TimeoutError(), r"\(TimeoutError\)")])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("took too long\nmore"), r"\(took too long\)"),
+        (TimeoutError(), r"\(TimeoutError\)"),
+    ],
+)
 def test_a_private_cluster_has_a_second_try(error, said, bare_environment, monkeypatch):
     ray = FakeRay(error)
     assert len(connected(monkeypatch, ray)) == 2
     assert ray.ended == 1
     ray = FakeRay(error, error)
-    with pytest.raises(UserError, match=rf"Ray did not start on this machine {said}; .*--set cluster\.workers=0"):
+    with pytest.raises(
+        UserError, match=rf"Ray did not start on this machine {said}; .*--set cluster\.workers=0"
+    ):
         connected(monkeypatch, ray)
     assert (len(ray.started), ray.ended) == (2, 2)
 
@@ -345,7 +462,9 @@ class Asked:
         assert how["num_cpus"] == 0, "a full node answers too"
         assert how["scheduling_strategy"].soft is False, "no other one answers for it"
         self.nodes.append(node)
-        return lambda function: SimpleNamespace(remote=lambda *args: partial(self.said, node, function(*args)))
+        return lambda function: SimpleNamespace(
+            remote=lambda *args: partial(self.said, node, function(*args))
+        )
 
     def said(self, node, found):
         found = self.answers.get(node, found)
@@ -360,7 +479,10 @@ class Asked:
 @pytest.fixture
 def affinity(monkeypatch):
     """Ray's own wants ids of nodes that are its own."""
-    monkeypatch.setattr("ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy", lambda node, soft: SimpleNamespace(node_id=node, soft=soft))
+    monkeypatch.setattr(
+        "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy",
+        lambda node, soft: SimpleNamespace(node_id=node, soft=soft),
+    )
 
 
 def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(affinity, tmp_path):
@@ -372,10 +494,20 @@ def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(affinit
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("answer", "said"), [
-    (lambda ray: ray.exceptions.RuntimeEnvSetupError("bad\nno timm"), r"cannot run this project's code \(no timm\); .*constraints\.txt"),
-    (lambda ray: ({**cluster.versions(), "torch": "1.0"}, ""), "has torch 1.0"),
-    (lambda ray: (cluster.versions(), "it is not there"), r"does not see storage '.*' \(it is not there\); .*--set storage=PLACE")])
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            lambda ray: ray.exceptions.RuntimeEnvSetupError("bad\nno timm"),
+            r"cannot run this project's code \(no timm\); .*constraints\.txt",
+        ),
+        (lambda ray: ({**cluster.versions(), "torch": "1.0"}, ""), "has torch 1.0"),
+        (
+            lambda ray: (cluster.versions(), "it is not there"),
+            r"does not see storage '.*' \(it is not there\); .*--set storage=PLACE",
+        ),
+    ],
+)
 def test_a_node_that_cannot_do_the_work_is_named(answer, said, affinity, tmp_path):
     ray = Asked()
     ray.answers["1"] = answer(ray)
@@ -400,7 +532,15 @@ def test_who_registers_takes_nothing_and_lives_on_the_head():
     assert name != other, "trials of a search are drivers of one job"
     assert name.startswith("01-")
     assert isinstance(cluster.registered(Registry(), cluster.Presence, name), cluster.Presence)
-    assert made == [{"num_cpus": 0, "resources": cluster.HEAD, "name": name, "namespace": cluster.NAMESPACE, "scheduling_strategy": "DEFAULT"}]
+    assert made == [
+        {
+            "num_cpus": 0,
+            "resources": cluster.HEAD,
+            "name": name,
+            "namespace": cluster.NAMESPACE,
+            "scheduling_strategy": "DEFAULT",
+        }
+    ]
 
 
 def test_ray_writes_by_streams_of_its_own(tmp_path):
@@ -409,4 +549,6 @@ def test_ray_writes_by_streams_of_its_own(tmp_path):
     assert isinstance(found["storage_filesystem"], fs.LocalFileSystem)
     found = cluster.where_ray_writes("s3://bucket/runs/ray?region=eu-west-1")
     assert found["storage_path"] == "bucket/runs/ray"
-    assert isinstance(found["storage_filesystem"], fs.S3FileSystem), "a stream is never closed half-way there: ours offers none"
+    assert isinstance(found["storage_filesystem"], fs.S3FileSystem), (
+        "a stream is never closed half-way there: ours offers none"
+    )

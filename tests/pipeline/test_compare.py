@@ -26,10 +26,18 @@ TASKS = [t["name"] for t in fake_run.TASKS]
 def run_of(storage, name, seed=3, labels=("meat",), shift=0, tasks=TASKS, commit="", **settings):
     """A run of some methods. shift: how many more test images of each task are answered right than in the store."""
     record = copy.deepcopy(fake_run.record(name))
-    record["config"] |= {"seed": seed, **settings, "methods": {label: {"method": fake_run.METHODS[label]} for label in labels}}
+    record["config"] |= {
+        "seed": seed,
+        **settings,
+        "methods": {label: {"method": fake_run.METHODS[label]} for label in labels},
+    }
     record["provenance"] = {"git_commit": commit} if commit else {}
     record["tasks"] = [next(t for t in record["tasks"] if t["name"] == name) for name in tasks]
-    record["stages"] = [s for s in record["stages"] if s["label"] in (None, *labels) and (s["task"] in (None, *tasks) or not s["label"])]
+    record["stages"] = [
+        s
+        for s in record["stages"]
+        if s["label"] in (None, *labels) and (s["task"] in (None, *tasks) or not s["label"])
+    ]
     tables = RunTables.load(storage, record)
     for stage_id, artefact in list(tables.artefacts.items()):
         if stage_id.endswith("/evaluate"):
@@ -52,24 +60,49 @@ def text_of(html):
 
 # ---- numbers -----------------------------------------------------------------------------------------------------------
 def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage):
-    runs = [run_of(storage, "a", 0), run_of(storage, "b", 1), run_of(storage, "c", 0, train={"lr": .5}), run_of(storage, "d", 1, cluster={"workers": 4})]
-    assert [[r.record["name"] for r in g.runs.values()] for g in grouped(runs)] == [["a", "b"], ["c"], ["d"]]  # d has a seed that is there already
+    runs = [
+        run_of(storage, "a", 0),
+        run_of(storage, "b", 1),
+        run_of(storage, "c", 0, train={"lr": 0.5}),
+        run_of(storage, "d", 1, cluster={"workers": 4}),
+    ]
+    assert [[r.record["name"] for r in g.runs.values()] for g in grouped(runs)] == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+    ]  # d has a seed that is there already
     assert [g.name for g in grouped(runs)] == ["a (2 seeds)", "c", "d"]
 
 
 def test_means_and_deviations_are_those_of_the_sample(storage):
-    runs = [run_of(storage, name, seed, shift=shift) for name, seed, shift in (("a", 0, 0), ("b", 1, 2), ("c", 2, 6))]
+    runs = [
+        run_of(storage, name, seed, shift=shift)
+        for name, seed, shift in (("a", 0, 0), ("b", 1, 2), ("c", 2, 6))
+    ]
     found = compared(runs)
     values = [accuracy(r) for r in runs]
     spread = found.entries[0].spread("average_accuracy")
-    assert (spread.mean, spread.deviation, spread.n) == (pytest.approx(statistics.fmean(values)), pytest.approx(statistics.stdev(values)), 3)
-    assert math.isnan(compared([runs[0], run_of(storage, "x", 0, train={})]).entries[0].spread("average_accuracy").deviation)
+    assert (spread.mean, spread.deviation, spread.n) == (
+        pytest.approx(statistics.fmean(values)),
+        pytest.approx(statistics.stdev(values)),
+        3,
+    )
+    assert math.isnan(
+        compared([runs[0], run_of(storage, "x", 0, train={})])
+        .entries[0]
+        .spread("average_accuracy")
+        .deviation
+    )
     assert found.entries[0].spread("bytes_per_task").mean == runs[0].summary()[0]["bytes_per_task"]
 
 
 def test_differences_are_paired_by_seed_where_seeds_match(storage):
     first = [run_of(storage, "a", 0, shift=0), run_of(storage, "b", 1, shift=6)]
-    second = [run_of(storage, "c", 1, shift=7, train={}), run_of(storage, "d", 0, shift=2, train={}), run_of(storage, "e", 5, shift=50, train={})]
+    second = [
+        run_of(storage, "c", 1, shift=7, train={}),
+        run_of(storage, "d", 0, shift=2, train={}),
+        run_of(storage, "e", 5, shift=50, train={}),
+    ]
     found = compared([*first, *second])
     pairs = [accuracy(second[1]) - accuracy(first[0]), accuracy(second[0]) - accuracy(first[1])]
     spread = found.entries[1].against(found.entries[0], "average_accuracy")
@@ -79,23 +112,44 @@ def test_differences_are_paired_by_seed_where_seeds_match(storage):
 
 
 def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storage):
-    found = compared([run_of(storage, "a", 0), run_of(storage, "b", 1, shift=4), run_of(storage, "c", 2, train={}), run_of(storage, "d", 3, shift=2, train={})])
+    found = compared(
+        [
+            run_of(storage, "a", 0),
+            run_of(storage, "b", 1, shift=4),
+            run_of(storage, "c", 2, train={}),
+            run_of(storage, "d", 3, shift=2, train={}),
+        ]
+    )
     own, base = (found.entries[i].spread("average_accuracy") for i in (1, 0))
     spread = found.entries[1].against(found.entries[0], "average_accuracy")
     assert not spread.paired
-    assert (spread.mean, spread.deviation) == (pytest.approx(own.mean - base.mean), pytest.approx(math.hypot(own.deviation, base.deviation)))
+    assert (spread.mean, spread.deviation) == (
+        pytest.approx(own.mean - base.mean),
+        pytest.approx(math.hypot(own.deviation, base.deviation)),
+    )
 
 
 def test_a_mean_is_never_one_over_fewer_runs():
-    assert math.isnan(Spread.of([.5, math.nan]).mean)
-    assert Spread.of([.5]).mean == .5
+    assert math.isnan(Spread.of([0.5, math.nan]).mean)
+    assert Spread.of([0.5]).mean == 0.5
 
 
 def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage):
     both = run_of(storage, "both", labels=("meat", "finetune"))
-    found = compared([both, run_of(storage, "one", labels=("finetune",)), run_of(storage, "other", labels=("hat-small",))])
+    found = compared(
+        [
+            both,
+            run_of(storage, "one", labels=("finetune",)),
+            run_of(storage, "other", labels=("hat-small",)),
+        ]
+    )
     assert [e.name for e in found.entries] == ["both: meat", "both: finetune", "one", "other"]
-    assert [b.name if (b := found.base(e)) else None for e in found.entries] == [None, None, "both: finetune", None]
+    assert [b.name if (b := found.base(e)) else None for e in found.entries] == [
+        None,
+        None,
+        "both: finetune",
+        None,
+    ]
     found = compared([run_of(storage, "one", labels=("finetune",)), both])
     assert [b.name if (b := found.base(e)) else None for e in found.entries] == [None, "one", "one"]
 
@@ -107,21 +161,41 @@ def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage):
     assert found.tasks == ["shapes", "birds", "roots"]
     assert "left out: leaves" in found.notes[0]
     rates = [whole.matrix("meat").rates[i, i] for i in (0, 1, 3)]
-    assert found.entries[0].spread("average_accuracy").mean == pytest.approx(statistics.fmean(rates))
-    assert found.entries[0].spread("average_accuracy").mean == found.entries[1].spread("average_accuracy").mean
+    assert found.entries[0].spread("average_accuracy").mean == pytest.approx(
+        statistics.fmean(rates)
+    )
+    assert (
+        found.entries[0].spread("average_accuracy").mean
+        == found.entries[1].spread("average_accuracy").mean
+    )
 
 
 def test_runs_without_a_common_task_are_refused_in_one_sentence(storage):
-    with pytest.raises(UserError, match=r"runs a and b have no task in common \(the first has shapes, birds\); compare runs on the same tasks"):
-        compared([run_of(storage, "a", tasks=["shapes", "birds"]), run_of(storage, "b", tasks=["leaves", "roots"])])
+    with pytest.raises(
+        UserError,
+        match=r"runs a and b have no task in common \(the first has shapes, birds\); compare runs "
+        r"on the same tasks",
+    ):
+        compared(
+            [
+                run_of(storage, "a", tasks=["shapes", "birds"]),
+                run_of(storage, "b", tasks=["leaves", "roots"]),
+            ]
+        )
     other = run_of(storage, "b", tasks=["birds"])
-    other.record["tasks"][0]["classes"] = ["wren", "owl", "swan"]  # of the same name, and another task
+    other.record["tasks"][0]["classes"] = [
+        "wren",
+        "owl",
+        "swan",
+    ]  # of the same name, and another task
     with pytest.raises(UserError, match="no task in common"):
         compared([run_of(storage, "a", tasks=["birds"]), other])
 
 
 def test_tasks_in_another_order_are_matched_by_name(storage):
-    turned = run_of(storage, "b", labels=("finetune",), tasks=["shapes", "leaves", "birds", "roots"])
+    turned = run_of(
+        storage, "b", labels=("finetune",), tasks=["shapes", "leaves", "birds", "roots"]
+    )
     found = compared([run_of(storage, "a", labels=("finetune",)), turned])
     assert any("different orders" in note for note in found.notes)
     rows = {(r["entry"], r["after"], r["task"]): r["accuracy"] for r in found.matrix_rows()}
@@ -139,9 +213,16 @@ def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage):
 
 # ---- what else differs -----------------------------------------------------------------------------------------------------
 def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(storage):
-    found = compared([run_of(storage, "a", train={"epochs": 6, "lr": .1}), run_of(storage, "b", train={"epochs": 6, "lr": .2}, commit="feed")])
+    found = compared(
+        [
+            run_of(storage, "a", train={"epochs": 6, "lr": 0.1}),
+            run_of(storage, "b", train={"epochs": 6, "lr": 0.2}, commit="feed"),
+        ]
+    )
     assert found.setting_rows() == [{"name": "train.lr", "a": "0.1", "b": "0.2"}]
-    assert found.provenance_rows() == [{"name": "git_commit", "a": "0123456789abcdef", "b": "feed, 0123456789abcdef"}]
+    assert found.provenance_rows() == [
+        {"name": "git_commit", "a": "0123456789abcdef", "b": "feed, 0123456789abcdef"}
+    ]
 
 
 def test_shared_stages_are_those_with_the_same_key(storage):
@@ -150,24 +231,47 @@ def test_shared_stages_are_those_with_the_same_key(storage):
         if stage["label"]:
             stage["key"] = "x" + stage["key"][1:]
     found = compared([run_of(storage, "a"), other])
-    assert [row["stage"] for row in found.stage_rows()] == ["data/shapes", "data/birds", "data/plants", "backbone"]
+    assert [row["stage"] for row in found.stage_rows()] == [
+        "data/shapes",
+        "data/birds",
+        "data/plants",
+        "backbone",
+    ]
     assert {row["runs"] for row in found.stage_rows()} == {"a, b"}
 
 
 # ---- the page and the command ----------------------------------------------------------------------------------------------
 def test_the_page_needs_nothing_else_and_says_what_it_shows(storage):
-    html = page(compared([run_of(storage, "a<b>", 0), run_of(storage, "b", 1, shift=3), run_of(storage, "c", 0, shift=2, train={"lr": .1})]))
+    html = page(
+        compared(
+            [
+                run_of(storage, "a<b>", 0),
+                run_of(storage, "b", 1, shift=3),
+                run_of(storage, "c", 0, shift=2, train={"lr": 0.1}),
+            ]
+        )
+    )
     assert not re.search(r'(src|href)="(?!data:|#)', html)
     text = text_of(html)
-    for words in ("Comparison of 3 runs", "Differences from a&lt;b&gt; (2 seeds)", "1 pair", "pp", "train.lr", "Shared stages", "Averages after each task"):
+    for words in (
+        "Comparison of 3 runs",
+        "Differences from a&lt;b&gt; (2 seeds)",
+        "1 pair",
+        "pp",
+        "train.lr",
+        "Shared stages",
+        "Averages after each task",
+    ):
         assert words in text
     assert html.count("<img") == 2
-    assert all(NUMBERS[name][0] in text for name in ("average_accuracy", "forgetting", "bytes_per_task"))
+    assert all(
+        NUMBERS[name][0] in text for name in ("average_accuracy", "forgetting", "bytes_per_task")
+    )
 
 
 @pytest.fixture
 def stored(storage):
-    for name, seed, lr in (("one", 0, .1), ("two", 1, .1), ("three", 0, .2)):
+    for name, seed, lr in (("one", 0, 0.1), ("two", 1, 0.1), ("three", 0, 0.2)):
         Store(storage).save_record({**run_of(storage, name, seed, train={"lr": lr}).record})
     return storage
 
@@ -181,7 +285,13 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(stored, tmp
     assert re.search(r"train\.lr +0\.1 +0\.2", said)
     folder = Path(stored) / "compare" / "one~two~three"
     assert out.read_bytes() == (folder / "compare.html").read_bytes()
-    assert {p.name for p in folder.iterdir()} == {"compare.html", *(f"{n}.csv" for n in ("summary", "differences", "matrices", "curves", "settings", "stages"))}
+    assert {p.name for p in folder.iterdir()} == {
+        "compare.html",
+        *(
+            f"{n}.csv"
+            for n in ("summary", "differences", "matrices", "curves", "settings", "stages")
+        ),
+    }
     with (folder / "summary.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert {r["entry"] for r in rows} == {"one (2 seeds)", "three"}
@@ -196,13 +306,17 @@ def test_many_names_make_a_folder_that_a_file_system_takes():
     assert folder_of(["a", "b"]) == "a~b"
 
 
-@pytest.mark.parametrize(("argv", "sentence"), [
-    (["one"], "compare: 'one' is one run; give two or more"),
-    (["one", "one"], "compare: run 'one' is named twice; name each run once"),
-    (["one", "twoo"], "has no record of a run 'twoo'; did you mean 'two'?"),
-    (["one", "zzzzzz"], "has no record of a run 'zzzzzz'; there are: one, three, two"),
-    (["one", "x.yaml"], "config 'x.yaml' does not exist"),
-    (["one", "two", "--out", "/nowhere/x.html"], "--out '/nowhere/x.html' cannot be written")])
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["one"], "compare: 'one' is one run; give two or more"),
+        (["one", "one"], "compare: run 'one' is named twice; name each run once"),
+        (["one", "twoo"], "has no record of a run 'twoo'; did you mean 'two'?"),
+        (["one", "zzzzzz"], "has no record of a run 'zzzzzz'; there are: one, three, two"),
+        (["one", "x.yaml"], "config 'x.yaml' does not exist"),
+        (["one", "two", "--out", "/nowhere/x.html"], "--out '/nowhere/x.html' cannot be written"),
+    ],
+)
 def test_mistakes_get_one_sentence(stored, argv, sentence, capsys):
     assert cli.main(["compare", *argv, "--storage", stored]) == 2
     said = capsys.readouterr().err
@@ -210,7 +324,15 @@ def test_mistakes_get_one_sentence(stored, argv, sentence, capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("record", ["{", '{"name": "two", "stages": [1]}', '{"stages": []}', '{"name": "../../../escape", "stages": []}'])
+@pytest.mark.parametrize(
+    "record",
+    [
+        "{",
+        '{"name": "two", "stages": [1]}',
+        '{"stages": []}',
+        '{"name": "../../../escape", "stages": []}',
+    ],
+)
 def test_a_record_that_is_not_as_it_was_written_is_named(stored, record, capsys):
     path = Path(stored) / "runs" / "two" / "run.json"
     path.write_text(record)

@@ -22,11 +22,22 @@ from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import METHODS
 
 BODY: dict[str, Any] = {
-    "name": "r", "tracking": False, "methods": {"finetune": {}, "joint": {}, "meat": {"mask_lr": 0.05}},
-    "stream": {"tasks": [{"name": "base", "card": "digits", "classes": ["0", "1"], "role": "base"},
-                         {"name": "a", "card": "digits", "classes": ["2", "3"]},
-                         {"name": "b", "card": "digits", "classes": ["4", "5"]}]},
-    "backbone": {"img_size": 16, "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}}, "train": {"epochs": 2}}
+    "name": "r",
+    "tracking": False,
+    "methods": {"finetune": {}, "joint": {}, "meat": {"mask_lr": 0.05}},
+    "stream": {
+        "tasks": [
+            {"name": "base", "card": "digits", "classes": ["0", "1"], "role": "base"},
+            {"name": "a", "card": "digits", "classes": ["2", "3"]},
+            {"name": "b", "card": "digits", "classes": ["4", "5"]},
+        ]
+    },
+    "backbone": {
+        "img_size": 16,
+        "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    },
+    "train": {"epochs": 2},
+}
 
 
 def config(*overrides: str, **changes: Any) -> Config:
@@ -44,9 +55,25 @@ def without_base() -> Config:
 def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(BODY))
-    found = load(str(path), ["train.lr=1e-3", "stream.tasks.1.name=first", "methods.meat.lambda=0.75", "methods.meat.train.epochs=7",
-                             "backbone.options.depth=3", "data.crop_scale=[0.2, 0.9]", "tracking=off", "cluster.workers=2", "name=other"])
-    assert (found.train.lr, found.stream.tasks[1].name, found.methods["meat"].settings) == (1e-3, "first", {"mask_lr": 0.05, "lambda": 0.75})
+    found = load(
+        str(path),
+        [
+            "train.lr=1e-3",
+            "stream.tasks.1.name=first",
+            "methods.meat.lambda=0.75",
+            "methods.meat.train.epochs=7",
+            "backbone.options.depth=3",
+            "data.crop_scale=[0.2, 0.9]",
+            "tracking=off",
+            "cluster.workers=2",
+            "name=other",
+        ],
+    )
+    assert (found.train.lr, found.stream.tasks[1].name, found.methods["meat"].settings) == (
+        1e-3,
+        "first",
+        {"mask_lr": 0.05, "lambda": 0.75},
+    )
     assert (found.train_of("meat").epochs, found.train_of("finetune").epochs) == (7, 2)
     assert found.backbone.options["depth"] == 3
     assert found.backbone.options["embed_dim"] == 32
@@ -81,25 +108,55 @@ def test_settings_cannot_be_changed_after_they_were_checked():
 
 
 def test_a_label_stands_for_its_method_unless_it_names_one():
-    found = config(methods={"meat": {"lambda": 0.8}, "meat-soft": {"method": "meat", "lambda": 0.9, "train": {"lr": 0.1}}, "linear": None})
-    assert {label: entry.method for label, entry in found.methods.items()} == {"meat": "meat", "meat-soft": "meat", "linear": "linear"}
+    found = config(
+        methods={
+            "meat": {"lambda": 0.8},
+            "meat-soft": {"method": "meat", "lambda": 0.9, "train": {"lr": 0.1}},
+            "linear": None,
+        }
+    )
+    assert {label: entry.method for label, entry in found.methods.items()} == {
+        "meat": "meat",
+        "meat-soft": "meat",
+        "linear": "linear",
+    }
     assert found.methods["meat-soft"].settings == {"lambda": 0.9}
     assert found.train_of("meat-soft").lr == 0.1
 
 
 def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones():
-    found = config(methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}}, train={"epochs": 1, "momentum": 0.5})
+    found = config(
+        methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}},
+        train={"epochs": 1, "momentum": 0.5},
+    )
     train = found.train_of("meat", "train")
     assert (train.epochs, train.lr, train.momentum) == (9, 0.5, 0.5)
 
 
 def test_what_a_task_has_of_its_own_overrides_the_methods_and_the_settings_of_a_step_override_both():
-    body = {"lambda": 0.9, "alpha": 3, "train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"clip": 1.0}},
-            "tasks": {"a": {"lambda": 0.7, "train": {"lr": 0.1, "clip": 2.0}, "steps": {"train": {"warmup": 0.5}}}, "b": None}}
+    body = {
+        "lambda": 0.9,
+        "alpha": 3,
+        "train": {"epochs": 5, "lr": 0.5},
+        "steps": {"train": {"clip": 1.0}},
+        "tasks": {
+            "a": {
+                "lambda": 0.7,
+                "train": {"lr": 0.1, "clip": 2.0},
+                "steps": {"train": {"warmup": 0.5}},
+            },
+            "b": None,
+        },
+    }
     found = config(methods={"meat": body})
     own, common = found.train_of("meat", task="a"), found.train_of("meat")
     assert (own.epochs, own.lr, own.clip, own.warmup) == (5, 0.1, 1.0, 0.5)
-    assert (common.epochs, common.lr, common.clip, common.warmup) == (5, 0.5, 1.0, TrainSettings().warmup)
+    assert (common.epochs, common.lr, common.clip, common.warmup) == (
+        5,
+        0.5,
+        1.0,
+        TrainSettings().warmup,
+    )
     assert found.entry_of("meat", "a").settings == {"lambda": 0.7, "alpha": 3}
     for other in (None, "b", "elsewhere"):
         assert found.entry_of("meat", other).settings == {"lambda": 0.9, "alpha": 3}
@@ -107,30 +164,81 @@ def test_what_a_task_has_of_its_own_overrides_the_methods_and_the_settings_of_a_
 
 
 def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_path):
-    path = written(tmp_path, low=STREAM, middle="methods: {meat: {tasks: {digits: {lambda: 0.5, train: {lr: 0.25}}}}}\n",
-                   top="extends: [low.yaml, middle.yaml]\nname: top\nmethods: {meat: {tasks: {digits: {alpha: 3}}}}\n")
-    found = load(path, ["methods.meat.tasks.digits.train.lr=1e-2", "methods.meat.tasks.digits.tau=2", "methods.linear.tasks.digits.train.epochs=7"])
+    path = written(
+        tmp_path,
+        low=STREAM,
+        middle="methods: {meat: {tasks: {digits: {lambda: 0.5, train: {lr: 0.25}}}}}\n",
+        top="extends: [low.yaml, middle.yaml]\nname: top\nmethods: {meat: {tasks: {digits: "
+        "{alpha: 3}}}}\n",
+    )
+    found = load(
+        path,
+        [
+            "methods.meat.tasks.digits.train.lr=1e-2",
+            "methods.meat.tasks.digits.tau=2",
+            "methods.linear.tasks.digits.train.epochs=7",
+        ],
+    )
     assert found.entry_of("meat", "digits").settings == {"lambda": 0.5, "alpha": 3, "tau": 2}
     assert found.train_of("meat", task="digits").lr == 0.01
-    assert (found.train_of("linear", task="digits").epochs, found.train_of("linear").epochs) == (7, 3)
+    assert (found.train_of("linear", task="digits").epochs, found.train_of("linear").epochs) == (
+        7,
+        3,
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_task_may_have_settings_of_its_own_that_the_method_knows_and_that_do_not_settle_the_plan(method):
+def test_a_task_may_have_settings_of_its_own_that_the_method_knows_and_that_do_not_settle_the_plan(
+    method,
+):
     cls = METHODS[method]
     assert cls.per_task <= {info.alias or name for name, info in cls.Settings.model_fields.items()}
-    assert not cls.per_task & {"memory", "per_class", "pretune", "base_mode"}, "they are of the whole stream"
+    assert not cls.per_task & {"memory", "per_class", "pretune", "base_mode"}, (
+        "they are of the whole stream"
+    )
 
 
-@pytest.mark.parametrize(("text", "enabled"), [("off", False), ("false", False), ("on", True), ("{experiment: x}", True)])
+@pytest.mark.parametrize(
+    ("text", "enabled"), [("off", False), ("false", False), ("on", True), ("{experiment: x}", True)]
+)
 def test_tracking_is_switched_by_a_word(text, enabled):
     assert config(f"tracking={text}").tracking.enabled is enabled
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"tracking": {"uri": "sqlite:///x.db"}}, {"methods": {"m": {"method": "meat", "lambda": 0.7, "data": {"flip": 0.5}, "steps": {"train": {"lr": 0.1}}}}},
-    {"methods": {"meat": {"lambda": 0.7, "tasks": {"a": {"lambda": 0.6, "train": {"lr": 0.1}, "steps": {"train": {"epochs": 1}}}, "b": {"tau": 2}}}}},
-    {"stream": {"tasks": [{"card": "digits", "split": 5}]}}, {"train": {"lr": 1e-5, "precision": "bf16"}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tracking": {"uri": "sqlite:///x.db"}},
+        {
+            "methods": {
+                "m": {
+                    "method": "meat",
+                    "lambda": 0.7,
+                    "data": {"flip": 0.5},
+                    "steps": {"train": {"lr": 0.1}},
+                }
+            }
+        },
+        {
+            "methods": {
+                "meat": {
+                    "lambda": 0.7,
+                    "tasks": {
+                        "a": {
+                            "lambda": 0.6,
+                            "train": {"lr": 0.1},
+                            "steps": {"train": {"epochs": 1}},
+                        },
+                        "b": {"tau": 2},
+                    },
+                }
+            }
+        },
+        {"stream": {"tasks": [{"card": "digits", "split": 5}]}},
+        {"train": {"lr": 1e-5, "precision": "bf16"}},
+    ],
+)
 def test_a_dumped_config_reads_back_as_the_same(changes):
     found = config(**changes)
     again = check(parse_yaml(yaml.safe_dump(dump(found)), "dumped"), "dumped")
@@ -140,7 +248,12 @@ def test_a_dumped_config_reads_back_as_the_same(changes):
 
 def test_a_config_without_tasks_of_their_own_is_dumped_as_it_was_before_there_were_any():
     assert all("tasks" not in entry for entry in dump(config())["methods"].values())
-    assert dump(config(methods={"meat": {"tasks": {"a": {"lambda": 0.6}}}}))["methods"]["meat"]["tasks"]["a"]["lambda"] == 0.6
+    assert (
+        dump(config(methods={"meat": {"tasks": {"a": {"lambda": 0.6}}}}))["methods"]["meat"][
+            "tasks"
+        ]["a"]["lambda"]
+        == 0.6
+    )
 
 
 def test_classes_are_names_also_where_they_look_like_numbers():
@@ -180,15 +293,40 @@ def matching(keys: dict[str, str], *patterns: str) -> set[str]:
 
 
 FREE = {
-    "cluster": {"workers": 3, "min_workers": 2, "groups": 2, "cpus_per_worker": 4, "gpus_per_worker": 1.0, "memory_gb_per_worker": 2.0,
-                "resources": {"disk": 1}, "placement": "SPREAD", "address": "host:1", "retries": 7, "checkpoint_s": 5.0,
-                "loader_workers": 9, "cache": "/elsewhere", "cache_gb": 0.5},
-    "tracking": {"enabled": True, "uri": "sqlite:///x.db", "experiment": "y", "patience_s": 5.0, "models": False, "system_metrics": True}}
+    "cluster": {
+        "workers": 3,
+        "min_workers": 2,
+        "groups": 2,
+        "cpus_per_worker": 4,
+        "gpus_per_worker": 1.0,
+        "memory_gb_per_worker": 2.0,
+        "resources": {"disk": 1},
+        "placement": "SPREAD",
+        "address": "host:1",
+        "retries": 7,
+        "checkpoint_s": 5.0,
+        "loader_workers": 9,
+        "cache": "/elsewhere",
+        "cache_gb": 0.5,
+    },
+    "tracking": {
+        "enabled": True,
+        "uri": "sqlite:///x.db",
+        "experiment": "y",
+        "patience_s": 5.0,
+        "models": False,
+        "system_metrics": True,
+    },
+}
 
 
-@pytest.mark.parametrize(("section", "model"), [("cluster", ClusterSettings), ("tracking", TrackingSettings)])
+@pytest.mark.parametrize(
+    ("section", "model"), [("cluster", ClusterSettings), ("tracking", TrackingSettings)]
+)
 def test_where_a_run_happens_is_in_no_key(section, model, tmp_path):
-    assert FREE[section].keys() == model.model_fields.keys(), "say for the new setting that it cannot change a result but in its rounding"
+    assert FREE[section].keys() == model.model_fields.keys(), (
+        "say for the new setting that it cannot change a result but in its rounding"
+    )
     before = keys_of(config(), tmp_path)
     own: dict[str, Any] = {}
     for name, value in FREE[section].items():
@@ -198,50 +336,106 @@ def test_where_a_run_happens_is_in_no_key(section, model, tmp_path):
 
 
 OTHER = {
-    "train": {"epochs": 3, "batch_size": 8, "accumulate": 2, "optimizer": "sgd", "lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "warmup": 0.5,
-              "schedule": "epoch", "warmup_start": 0.5, "floor": 0.5, "clip": 0.5, "precision": "bf16", "compile": True, "keep": "best"},
-    "data": {"val_fraction": 0.5, "crop": "pad", "crop_scale": [0.1, 0.2], "flip": 0.5, "randaugment": 1, "magnitude": 1.0, "mixup": 0.5,
-             "cutmix": 0.5, "erase": 0.5, "smoothing": 0.5, "resident_mb": 1, "repeats": 3},
-    "backbone": {"name": "vit_small_patch16_224", "img_size": 32, "weights": "hub", "mean": [0.1, 0.2, 0.3], "std": [0.1, 0.2, 0.3], "crop_pct": 0.5,
-                 "drop_path": 0.5, "options": {"depth": 3}, "context": {"kind": "cb"}}}
+    "train": {
+        "epochs": 3,
+        "batch_size": 8,
+        "accumulate": 2,
+        "optimizer": "sgd",
+        "lr": 0.5,
+        "weight_decay": 0.5,
+        "momentum": 0.5,
+        "warmup": 0.5,
+        "schedule": "epoch",
+        "warmup_start": 0.5,
+        "floor": 0.5,
+        "clip": 0.5,
+        "precision": "bf16",
+        "compile": True,
+        "keep": "best",
+    },
+    "data": {
+        "val_fraction": 0.5,
+        "crop": "pad",
+        "crop_scale": [0.1, 0.2],
+        "flip": 0.5,
+        "randaugment": 1,
+        "magnitude": 1.0,
+        "mixup": 0.5,
+        "cutmix": 0.5,
+        "erase": 0.5,
+        "smoothing": 0.5,
+        "resident_mb": 1,
+        "repeats": 3,
+    },
+    "backbone": {
+        "name": "vit_small_patch16_224",
+        "img_size": 32,
+        "weights": "hub",
+        "mean": [0.1, 0.2, 0.3],
+        "std": [0.1, 0.2, 0.3],
+        "crop_pct": 0.5,
+        "drop_path": 0.5,
+        "options": {"depth": 3},
+        "context": {"kind": "cb"},
+    },
+}
 LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
 
 
-@pytest.mark.parametrize(("section", "model", "without", "patterns"), [
-    ("train", TrainSettings, True, LEARNED), ("train", TrainSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
-    ("data", DataSettings, True, LEARNED), ("data", DataSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
-    ("backbone", BackboneSettings, True, (*LEARNED, "backbone")), ("backbone", BackboneSettings, False, (*LEARNED, "backbone", "*/base/evaluate"))])
-def test_each_setting_that_can_change_results_changes_the_keys_of_these(section, model, without, patterns, tmp_path):
+@pytest.mark.parametrize(
+    ("section", "model", "without", "patterns"),
+    [
+        ("train", TrainSettings, True, LEARNED),
+        ("train", TrainSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
+        ("data", DataSettings, True, LEARNED),
+        ("data", DataSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
+        ("backbone", BackboneSettings, True, (*LEARNED, "backbone")),
+        ("backbone", BackboneSettings, False, (*LEARNED, "backbone", "*/base/evaluate")),
+    ],
+)
+def test_each_setting_that_can_change_results_changes_the_keys_of_these(
+    section, model, without, patterns, tmp_path
+):
     """`without` a base task, the backbone is not trained and does not know how training goes."""
-    assert OTHER[section].keys() == model.model_fields.keys(), "name another value of the new setting"
+    assert OTHER[section].keys() == model.model_fields.keys(), (
+        "name another value of the new setting"
+    )
     start = without_base() if without else config()
     before = keys_of(start, tmp_path)
     for name, value in OTHER[section].items():
         body = dump(start)
         body[section][name] = value
-        assert changed(before, keys_of(check(body, "test"), tmp_path)) == matching(before, *patterns), name
+        assert changed(before, keys_of(check(body, "test"), tmp_path)) == matching(
+            before, *patterns
+        ), name
 
 
-@pytest.mark.parametrize(("override", "patterns"), [
-    ("seed=9", ("backbone", "*/*/*", "report")),
-    ("name=other", ("report",)),
-    ("methods.meat.lambda=0.8", ("meat/*", "report")),
-    ("methods.meat.train.epochs=3", ("meat/[ab]/*", "report")),
-    ("methods.finetune.train.epochs=3", ("finetune/[ab]/*", "report")),
-    ("methods.finetune.steps.train.lr=3", ("finetune/[ab]/*", "report")),
-    ("methods.joint.data.flip=0.5", ("joint/[ab]/*", "report")),
-    ("methods.meat.tasks.a.lambda=0.8", ("meat/a/*", "meat/b/evaluate", "report")),
-    ("methods.meat.tasks.b.train.lr=0.5", ("meat/b/*", "report")),
-    ("methods.meat.tasks.b.steps.train.epochs=9", ("meat/b/*", "report")),
-    ("methods.finetune.tasks.a.train.lr=0.5", ("finetune/[ab]/*", "report")),
-    ("methods.finetune.tasks.b.train.lr=0.5", ("finetune/b/*", "report")),
-    ("methods.joint.tasks.a.train.lr=0.5", ("joint/a/*", "joint/b/evaluate", "report")),
-    ("stream.tasks.0.classes=['1', '0']", ("backbone", "*/*/*", "report")),
-    ("stream.tasks.0.name=root", None),
-    ("stream.tasks.1.classes=['3', '2']", ("*/a/*", "finetune/b/*", "joint/b/*", "meat/b/evaluate", "report")),
-    ("stream.tasks.2.classes=['5', '4']", ("*/b/*", "report")),
-    ("stream.tasks.2.classes=['4', '5', '6']", ("*/b/*", "report")),
-])
+@pytest.mark.parametrize(
+    ("override", "patterns"),
+    [
+        ("seed=9", ("backbone", "*/*/*", "report")),
+        ("name=other", ("report",)),
+        ("methods.meat.lambda=0.8", ("meat/*", "report")),
+        ("methods.meat.train.epochs=3", ("meat/[ab]/*", "report")),
+        ("methods.finetune.train.epochs=3", ("finetune/[ab]/*", "report")),
+        ("methods.finetune.steps.train.lr=3", ("finetune/[ab]/*", "report")),
+        ("methods.joint.data.flip=0.5", ("joint/[ab]/*", "report")),
+        ("methods.meat.tasks.a.lambda=0.8", ("meat/a/*", "meat/b/evaluate", "report")),
+        ("methods.meat.tasks.b.train.lr=0.5", ("meat/b/*", "report")),
+        ("methods.meat.tasks.b.steps.train.epochs=9", ("meat/b/*", "report")),
+        ("methods.finetune.tasks.a.train.lr=0.5", ("finetune/[ab]/*", "report")),
+        ("methods.finetune.tasks.b.train.lr=0.5", ("finetune/b/*", "report")),
+        ("methods.joint.tasks.a.train.lr=0.5", ("joint/a/*", "joint/b/evaluate", "report")),
+        ("stream.tasks.0.classes=['1', '0']", ("backbone", "*/*/*", "report")),
+        ("stream.tasks.0.name=root", None),
+        (
+            "stream.tasks.1.classes=['3', '2']",
+            ("*/a/*", "finetune/b/*", "joint/b/*", "meat/b/evaluate", "report"),
+        ),
+        ("stream.tasks.2.classes=['5', '4']", ("*/b/*", "report")),
+        ("stream.tasks.2.classes=['4', '5', '6']", ("*/b/*", "report")),
+    ],
+)
 def test_a_change_reaches_exactly_the_stages_that_it_can_affect(override, patterns, tmp_path):
     before = keys_of(config(), tmp_path)
     after = keys_of(config(override), tmp_path)
@@ -253,16 +447,28 @@ def test_a_change_reaches_exactly_the_stages_that_it_can_affect(override, patter
 
 def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path):
     default = METHODS["meat"].Settings().model_dump(by_alias=True)["lambda"]
-    assert not changed(keys_of(config(), tmp_path), keys_of(config(f"methods.meat.lambda={default}", "methods.meat.train.epochs=2"), tmp_path))
-    own = config(f"methods.meat.tasks.a.lambda={default}", "methods.meat.tasks.a.train.epochs=2", "methods.meat.tasks.b={}")
+    assert not changed(
+        keys_of(config(), tmp_path),
+        keys_of(config(f"methods.meat.lambda={default}", "methods.meat.train.epochs=2"), tmp_path),
+    )
+    own = config(
+        f"methods.meat.tasks.a.lambda={default}",
+        "methods.meat.tasks.a.train.epochs=2",
+        "methods.meat.tasks.b={}",
+    )
     assert not changed(keys_of(config(), tmp_path), keys_of(own, tmp_path))
 
 
 def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_path):
-    own, common = (keys_of(config(override), tmp_path) for override in ("methods.meat.tasks.a.lambda=0.8", "methods.meat.lambda=0.8"))
+    own, common = (
+        keys_of(config(override), tmp_path)
+        for override in ("methods.meat.tasks.a.lambda=0.8", "methods.meat.lambda=0.8")
+    )
     assert own["meat/a/train"] == common["meat/a/train"]
     assert own["meat/b/train"] == keys_of(config(), tmp_path)["meat/b/train"]
-    assert own["meat/a/evaluate"] != common["meat/a/evaluate"], "it is served under the common settings"
+    assert own["meat/a/evaluate"] != common["meat/a/evaluate"], (
+        "it is served under the common settings"
+    )
 
 
 def test_a_raised_revision_changes_the_keys_of_its_method_alone(tmp_path, monkeypatch):
@@ -271,11 +477,18 @@ def test_a_raised_revision_changes_the_keys_of_its_method_alone(tmp_path, monkey
     assert changed(before, keys_of(config(), tmp_path)) == matching(before, "meat/*", "report")
 
 
-@pytest.mark.parametrize(("module", "name", "with_base", "without"), [
-    (loop, "TRAIN_REVISION", ("backbone", "*/*/*"), ("*/*/*",)), (sources, "DECODING", ("backbone", "*/*/*"), ("*/*/*",)),
-    (METHODS["finetune"], "revision", ("backbone", "*/*/*"), ("finetune/*/*",)),
-    (evaluate, "EVALUATE_REVISION", ("*/*/evaluate",), ("*/*/evaluate",))])
-def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_part_in(module, name, with_base, without, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "with_base", "without"),
+    [
+        (loop, "TRAIN_REVISION", ("backbone", "*/*/*"), ("*/*/*",)),
+        (sources, "DECODING", ("backbone", "*/*/*"), ("*/*/*",)),
+        (METHODS["finetune"], "revision", ("backbone", "*/*/*"), ("finetune/*/*",)),
+        (evaluate, "EVALUATE_REVISION", ("*/*/evaluate",), ("*/*/evaluate",)),
+    ],
+)
+def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_part_in(
+    module, name, with_base, without, tmp_path, monkeypatch
+):
     """The base task is trained by fine-tuning, whatever methods follow."""
     before = [keys_of(config(), tmp_path), keys_of(without_base(), tmp_path)]
     monkeypatch.setattr(module, name, 99)
@@ -286,13 +499,25 @@ def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_
 
 def test_another_label_of_the_same_method_shares_its_results(tmp_path):
     """A label is a name for people: two that mean the same have the same keys."""
-    keys = keys_of(config(methods={"meat": {}, "again": {"method": "meat"}, "other": {"method": "meat", "lambda": 0.8}}), tmp_path)
+    keys = keys_of(
+        config(
+            methods={
+                "meat": {},
+                "again": {"method": "meat"},
+                "other": {"method": "meat", "lambda": 0.8},
+            }
+        ),
+        tmp_path,
+    )
     assert keys["meat/b/train"] == keys["again/b/train"]
     assert keys["meat/b/train"] != keys["other/b/train"]
 
 
 def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path):
-    alone, both = keys_of(config(methods={"meat": BODY["methods"]["meat"]}), tmp_path), keys_of(config(), tmp_path)
+    alone, both = (
+        keys_of(config(methods={"meat": BODY["methods"]["meat"]}), tmp_path),
+        keys_of(config(), tmp_path),
+    )
     assert {i for i in alone if alone[i] != both[i]} == {"report"}
 
 
@@ -303,10 +528,14 @@ def test_a_task_at_the_end_leaves_every_key_as_it_was(base, tmp_path):
     body["stream"]["tasks"].append({"name": "c", "card": "digits", "classes": ["6", "7"]})
     before, after = keys_of(start, tmp_path), keys_of(check(body, "test"), tmp_path)
     assert {i for i in before if before[i] != after[i]} == {"report"}
-    assert after.keys() - before.keys() == {f"{label}/c/{step}" for label in start.methods for step in ("train", "evaluate")}
+    assert after.keys() - before.keys() == {
+        f"{label}/c/{step}" for label in start.methods for step in ("train", "evaluate")
+    }
 
 
-def test_the_order_of_tasks_is_in_no_key_of_a_stars_training_and_in_every_later_one_of_a_chain(tmp_path):
+def test_the_order_of_tasks_is_in_no_key_of_a_stars_training_and_in_every_later_one_of_a_chain(
+    tmp_path,
+):
     body = dump(config())
     tasks = body["stream"]["tasks"]
     before = keys_of(config(), tmp_path)
@@ -325,7 +554,9 @@ def test_the_base_task_comes_first_wherever_it_stands(tmp_path):
 def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path):
     found = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
     _, tasks = build.graph_of(found, Store(str(tmp_path)))
-    assert [(t.name, t.classes) for t in tasks] == [(f"d-{i}", (str(2 * i), str(2 * i + 1))) for i in range(5)]
+    assert [(t.name, t.classes) for t in tasks] == [
+        (f"d-{i}", (str(2 * i), str(2 * i + 1))) for i in range(5)
+    ]
 
 
 # ---- configs that build on others ----------------------------------------------------------------------------------------
@@ -335,36 +566,74 @@ def written(folder, **files):
     return str(folder / "top.yaml")
 
 
-STREAM = "name: low\nstream: {tasks: [{card: digits}]}\ntrain: {epochs: 3, lr: 0.5}\nmethods: {linear: {}}\n"
+STREAM = (
+    "name: low\nstream: {tasks: [{card: digits}]}\ntrain: {epochs: 3, lr: 0.5}\nmethods: "
+    "{linear: {}}\n"
+)
 
 
 def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(tmp_path):
-    path = written(tmp_path, low=STREAM, middle="name: middle\ntrain: {lr: 0.25}\nmethods: {meat: {lambda: 0.5}}\n",
-                   top="extends: [low.yaml, middle.yaml]\nname: top\ntrain: {batch_size: 7}\nmethods: {meat: {alpha: 3}}\n")
+    path = written(
+        tmp_path,
+        low=STREAM,
+        middle="name: middle\ntrain: {lr: 0.25}\nmethods: {meat: {lambda: 0.5}}\n",
+        top="extends: [low.yaml, middle.yaml]\nname: top\ntrain: {batch_size: 7}\nmethods: "
+        "{meat: {alpha: 3}}\n",
+    )
     found = load(path, ["train.epochs=9"])
-    assert (found.base_name, found.train.epochs, found.train.lr, found.train.batch_size) == ("top", 9, 0.25, 7)
-    assert {label: entry.settings for label, entry in found.methods.items()} == {"linear": {}, "meat": {"lambda": 0.5, "alpha": 3}}
+    assert (found.base_name, found.train.epochs, found.train.lr, found.train.batch_size) == (
+        "top",
+        9,
+        0.25,
+        7,
+    )
+    assert {label: entry.settings for label, entry in found.methods.items()} == {
+        "linear": {},
+        "meat": {"lambda": 0.5, "alpha": 3},
+    }
 
 
-@pytest.mark.parametrize(("extends", "said"), [("[top.yaml]", "extends this file in turn"), ("low.yaml", "extends this file in turn"),
-                                               ("gone.yaml", "does not exist beside it"), ("{a: 1}", "name of a config file or a list")])
+@pytest.mark.parametrize(
+    ("extends", "said"),
+    [
+        ("[top.yaml]", "extends this file in turn"),
+        ("low.yaml", "extends this file in turn"),
+        ("gone.yaml", "does not exist beside it"),
+        ("{a: 1}", "name of a config file or a list"),
+    ],
+)
 def test_a_config_that_extends_nonsense_gets_one_sentence(tmp_path, extends, said):
-    path = written(tmp_path, low=f"extends: top.yaml\n{STREAM}", top=f"extends: {extends}\nname: top\n")
+    path = written(
+        tmp_path, low=f"extends: top.yaml\n{STREAM}", top=f"extends: {extends}\nname: top\n"
+    )
     with pytest.raises(UserError, match=said):
         load(path)
 
 
 # ---- what --set makes of a run -------------------------------------------------------------------
-@pytest.mark.parametrize(("overrides", "name"), [
-    ([], "digits"), (["seed=0"], "digits"), (["cluster.workers=3", "storage=there", "tracking=false"], "digits"),
-    (["seed=1"], "digits-seed-1"), (["seed=1", "seed=0"], "digits"), (["seed=1", "name=mine"], "mine"),
-    (["train.lr=1e-2", "seed=1"], "digits-seed-1-train.lr-0.01"),
-    (["seed=1", "train.lr=0.01"], "digits-seed-1-train.lr-0.01"),
-    (["methods.meat.lambda=0.8"], "digits-methods.meat.lambda-0.8"),
-    (["backbone.context={kind: cb}"], None), (["stream.tasks.0.name=first"], None)])
-def test_a_run_that_computes_something_else_than_its_file_says_has_a_name_of_its_own(tmp_path, overrides: list[str], name: str | None):
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "digits"),
+        (["seed=0"], "digits"),
+        (["cluster.workers=3", "storage=there", "tracking=false"], "digits"),
+        (["seed=1"], "digits-seed-1"),
+        (["seed=1", "seed=0"], "digits"),
+        (["seed=1", "name=mine"], "mine"),
+        (["train.lr=1e-2", "seed=1"], "digits-seed-1-train.lr-0.01"),
+        (["seed=1", "train.lr=0.01"], "digits-seed-1-train.lr-0.01"),
+        (["methods.meat.lambda=0.8"], "digits-methods.meat.lambda-0.8"),
+        (["backbone.context={kind: cb}"], None),
+        (["stream.tasks.0.name=first"], None),
+    ],
+)
+def test_a_run_that_computes_something_else_than_its_file_says_has_a_name_of_its_own(
+    tmp_path, overrides: list[str], name: str | None
+):
     path = tmp_path / "digits.yaml"
-    path.write_text("{name: digits, stream: {tasks: [{card: digits, classes: [0, 1]}]}, methods: {meat: {}}}")
+    path.write_text(
+        "{name: digits, stream: {tasks: [{card: digits, classes: [0, 1]}]}, methods: {meat: {}}}"
+    )
     config = load(str(path), overrides)
     assert config.base_name == (config.name if name == "mine" else "digits")
     assert re.fullmatch(NAME, config.name)
@@ -372,7 +641,11 @@ def test_a_run_that_computes_something_else_than_its_file_says_has_a_name_of_its
         assert config.name == name
     else:
         assert re.fullmatch(r"digits-[\w.-]{1,60}-[0-9a-f]{8}|digits-[\w.-]{1,60}", config.name)
-        assert load(str(path), overrides).name == config.name != load(str(path), [*overrides, "seed=2"]).name
+        assert (
+            load(str(path), overrides).name
+            == config.name
+            != load(str(path), [*overrides, "seed=2"]).name
+        )
 
 
 def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path):

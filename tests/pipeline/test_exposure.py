@@ -18,21 +18,45 @@ from pipeline.config import TrackingSettings
 from pipeline.track_outbox import Outbox
 
 
-@pytest.mark.parametrize(("host", "alone"), [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
-                                             ("192.168.0.4", False), ("example.org", False), ("localhost.example.org", False), ("", False)])
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.0.4", False),
+        ("example.org", False),
+        ("localhost.example.org", False),
+        ("", False),
+    ],
+)
 def test_one_line_is_said_where_other_machines_can_reach_a_server(host, alone, capfd):
     browse.warn_if_exposed(host, 5000, "read and delete every run: MLflow asks for no password")
     out, err = capfd.readouterr()
     assert out == ""
     assert len(err.splitlines()) == (0 if alone else 1)
-    for words in () if alone else (f"anyone who reaches {host}:5000 can read and delete every run", "no password", "ssh -L 5000:127.0.0.1:5000"):
+    for words in (
+        ()
+        if alone
+        else (
+            f"anyone who reaches {host}:5000 can read and delete every run",
+            "no password",
+            "ssh -L 5000:127.0.0.1:5000",
+        )
+    ):
         assert words in err
 
 
 @pytest.mark.parametrize("command", [["ui"], ["serve", "model"]])
 def test_without_a_host_a_server_is_for_this_machine(command):
     assert cli.parser().parse_args(command).host == "127.0.0.1"
-    assert cli.parser().parse_args([*command, "--host", "10.0.0.1", "--port", "5000"]).host == "10.0.0.1"
+    assert (
+        cli.parser().parse_args([*command, "--host", "10.0.0.1", "--port", "5000"]).host
+        == "10.0.0.1"
+    )
 
 
 class Ended(Exception):
@@ -40,7 +64,9 @@ class Ended(Exception):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(host, tmp_path, capfd, monkeypatch):
+def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
+    host, tmp_path, capfd, monkeypatch
+):
     from pipeline import track_mlflow
 
     started: list[list[str]] = []
@@ -50,13 +76,17 @@ def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(host, tmp_pa
         assert env["MLFLOW_BACKEND_STORE_URI"] == "postgresql://me:hush@host/db"
         raise Ended
 
-    monkeypatch.setattr(track_mlflow, "open_store", lambda *_: (None, "postgresql://me:hush@host/db", "0"))
+    monkeypatch.setattr(
+        track_mlflow, "open_store", lambda *_: (None, "postgresql://me:hush@host/db", "0")
+    )
     monkeypatch.setattr(browse.subprocess, "Popen", popen)
     monkeypatch.setattr(browse.signal, "signal", lambda *_: None)
     with pytest.raises(Ended):
         cli.main(["ui", "--storage", str(tmp_path), "--host", host])
     assert started[0][started[0].index("--host") + 1] == host
-    assert "hush" not in " ".join(started[0]), "everybody on this machine sees the arguments of a process"
+    assert "hush" not in " ".join(started[0]), (
+        "everybody on this machine sees the arguments of a process"
+    )
     assert ("anyone who reaches" in capfd.readouterr().err) == (host != "127.0.0.1")
 
 
@@ -81,10 +111,27 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(host, capfd,
 
 
 # ---- a tracking server that asks for a password ---------------------------------------------------------------------------
-RUN = {"info": {"run_id": "r1", "run_uuid": "r1", "run_name": "mine", "experiment_id": "1", "status": "RUNNING", "start_time": 1, "lifecycle_stage": "active",
-                "artifact_uri": "mlflow-artifacts:/1/r1"}, "data": {}}
-ANSWERS = {"experiments/get-by-name": {"experiment": {"experiment_id": "1", "name": "accrete", "lifecycle_stage": "active"}}, "runs/get": {"run": RUN},
-           "runs/search": {"runs": [RUN]}, "runs/update": {"run_info": RUN["info"]}}
+RUN = {
+    "info": {
+        "run_id": "r1",
+        "run_uuid": "r1",
+        "run_name": "mine",
+        "experiment_id": "1",
+        "status": "RUNNING",
+        "start_time": 1,
+        "lifecycle_stage": "active",
+        "artifact_uri": "mlflow-artifacts:/1/r1",
+    },
+    "data": {},
+}
+ANSWERS = {
+    "experiments/get-by-name": {
+        "experiment": {"experiment_id": "1", "name": "accrete", "lifecycle_stage": "active"}
+    },
+    "runs/get": {"run": RUN},
+    "runs/search": {"runs": [RUN]},
+    "runs/update": {"run_info": RUN["info"]},
+}
 
 
 @pytest.fixture
@@ -96,7 +143,9 @@ def tracking_server(monkeypatch):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked.append(self.headers.get("Authorization", ""))
-            body = json.dumps(next((answer for path, answer in ANSWERS.items() if path in self.path), {})).encode()
+            body = json.dumps(
+                next((answer for path, answer in ANSWERS.items() if path in self.path), {})
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -108,7 +157,9 @@ def tracking_server(monkeypatch):
             """Nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         thread.start()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:hush@127.0.0.1:{server.server_port}")
         yield server.server_port, asked
@@ -124,19 +175,32 @@ def test_what_is_printed_of_a_tracking_server_has_no_password(tracking_server, t
     said = "".join(capfd.readouterr())
     assert {*asked} == {f"Basic {base64.b64encode(b'me:hush').decode()}"}, "it is used"
     assert "hush" not in said, "and not shown"
-    assert said.startswith(f"MLflow: http://127.0.0.1:{port}/#/experiments/1/runs"), "MLflow prints no links of its own"
+    assert said.startswith(f"MLflow: http://127.0.0.1:{port}/#/experiments/1/runs"), (
+        "MLflow prints no links of its own"
+    )
 
 
-def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(tmp_path, monkeypatch, capfd):
+def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hush@127.0.0.1:1")
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     said = "".join(capfd.readouterr())
-    assert said.startswith("accrete: MLflow at http://127.0.0.1:1 does not show its runs (API request to http://127.0.0.1:1/api/")
+    assert said.startswith(
+        "accrete: MLflow at http://127.0.0.1:1 does not show its runs (API request to "
+        "http://127.0.0.1:1/api/"
+    )
     assert said.count("\n") == 1
     assert "hush" not in said
     lines: list[str] = []
     told = threading.Event()
-    away = Outbox("MLflow", lambda: False, lambda: None, track_mlflow.transient, lambda line: (lines.append(line), told.set()))
+    away = Outbox(
+        "MLflow",
+        lambda: False,
+        lambda: None,
+        track_mlflow.transient,
+        lambda line: (lines.append(line), told.set()),
+    )
     away.put(lambda: track_mlflow.Calls(str(tmp_path), TrackingSettings()) and None)
     told.wait()
     away.close(0)
@@ -152,15 +216,37 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(tmp_path
     assert "hush" not in "".join([*lines, *angry.warnings])
 
 
-@pytest.mark.parametrize(("uri", "said"), [
-    ("postgresql+psycopg2://me:hu/sh#w@host/db",
-     "accrete: the database of postgresql+psycopg2://host/db needs the Python package 'psycopg2', which is not installed; "
-     "install it beside MLflow (pip install psycopg2-binary)"),
-    ("postgresql://me:hush@host/db", "accrete: the database of postgresql://host/db needs the Python package 'psycopg"),
-    ("mysql+pymysql://me:hush@host/db", "accrete: the database of mysql+pymysql://host/db needs the Python package 'pymysql'"),
-    ("http://me:hu/sh@host:5000", "accrete: the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, `?` or `#` in it"),
-    ("https://me:hu#sh@host", "accrete: the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with")])
-def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(uri, said, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        (
+            "postgresql+psycopg2://me:hu/sh#w@host/db",
+            "accrete: the database of postgresql+psycopg2://host/db needs the Python package "
+            "'psycopg2', which is not installed; "
+            "install it beside MLflow (pip install psycopg2-binary)",
+        ),
+        (
+            "postgresql://me:hush@host/db",
+            "accrete: the database of postgresql://host/db needs the Python package 'psycopg",
+        ),
+        (
+            "mysql+pymysql://me:hush@host/db",
+            "accrete: the database of mysql+pymysql://host/db needs the Python package 'pymysql'",
+        ),
+        (
+            "http://me:hu/sh@host:5000",
+            "accrete: the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password "
+            "with `/`, `?` or `#` in it",
+        ),
+        (
+            "https://me:hu#sh@host",
+            "accrete: the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with",
+        ),
+    ],
+)
+def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(
+    uri, said, tmp_path, monkeypatch, capfd
+):
     for module in ("psycopg", "psycopg2", "pymysql"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -168,7 +254,9 @@ def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(uri,
     told = "".join(capfd.readouterr())
     assert told.startswith(said)
     assert told.count("\n") == 1
-    assert not {"hush", "hu/sh", "hu#sh"} & {word for word in ("hush", "hu/sh", "hu#sh") if word in told}
+    assert not {"hush", "hu/sh", "hu#sh"} & {
+        word for word in ("hush", "hu/sh", "hu#sh") if word in told
+    }
 
 
 STARTING = """
@@ -183,7 +271,12 @@ sys.exit(3)
 
 
 def starting(wait: float, port: int = 0) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", STARTING.format(wait=wait, port=port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", STARTING.format(wait=wait, port=port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(monkeypatch, capfd):
@@ -200,12 +293,20 @@ def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(monkeypa
     assert all(line.startswith("accrete: mlflow server is starting, for ") for line in lines)
 
 
-def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_for(tmp_path, monkeypatch, capfd):
+def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_for(
+    tmp_path, monkeypatch, capfd
+):
     from pipeline import track_mlflow
 
     popen = subprocess.Popen
     monkeypatch.setattr(track_mlflow, "open_store", lambda *_: (None, "sqlite:///x", "0"))
-    monkeypatch.setattr(browse.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", STARTING.format(wait=0, port=0)], **how))
+    monkeypatch.setattr(
+        browse.subprocess,
+        "Popen",
+        lambda command, **how: popen(
+            [sys.executable, "-c", STARTING.format(wait=0, port=0)], **how
+        ),
+    )
     monkeypatch.setattr(browse.signal, "signal", lambda *_: None)
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     said = capfd.readouterr().err
@@ -213,7 +314,9 @@ def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_
     assert "(no way: postgresql://host/db)" in said
     assert "--port" not in said
     assert said.count("\n") == 1
-    assert "another program took the port" in browse.why_it_ended(SimpleNamespace(returncode=1), ["[Errno 98] Address already in use"], "h", 1)
+    assert "another program took the port" in browse.why_it_ended(
+        SimpleNamespace(returncode=1), ["[Errno 98] Address already in use"], "h", 1
+    )
 
 
 PRIVATE = """
@@ -235,7 +338,9 @@ print(len(found), [name for name, ip in found if not ipaddress.ip_address(ip.rem
 @pytest.mark.slow
 def test_a_private_ray_listens_for_this_machine_alone():
     pytest.importorskip("psutil")
-    told = subprocess.run([sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=240, check=True).stdout.splitlines()[-1]
+    told = subprocess.run(
+        [sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=240, check=True
+    ).stdout.splitlines()[-1]
     count, open_to_all = told.split(" ", 1)
     assert int(count) > 5, "its servers were seen"
     assert open_to_all == "[]"
@@ -247,11 +352,19 @@ def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path):
     (tmp_path / "hush").mkdir()
     (tmp_path / "storage").mkdir()
     port = browse.free_port("127.0.0.1")
-    server = subprocess.Popen(browse.server_command(str(tmp_path / "storage"), "127.0.0.1", port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                              text=True, env=browse.server_environment(f"sqlite:///{tmp_path}/hush/mlflow.db"))
+    server = subprocess.Popen(
+        browse.server_command(str(tmp_path / "storage"), "127.0.0.1", port),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=browse.server_environment(f"sqlite:///{tmp_path}/hush/mlflow.db"),
+    )
     try:
         assert browse.wait_until_up(server, "127.0.0.1", port)
-        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        processes = [
+            psutil.Process(server.pid),
+            *psutil.Process(server.pid).children(recursive=True),
+        ]
         assert len(processes) >= 2, "the server and its worker"
         assert "hush" not in " ".join(part for process in processes for part in process.cmdline())
         assert (tmp_path / "hush" / "mlflow.db").exists(), "it is this database that they serve"

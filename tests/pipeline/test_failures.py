@@ -25,7 +25,9 @@ def stage_of(key: str = "k1") -> Stage:
 
 def break_in_torch() -> dict[str, object]:
     """An error whose innermost frame is a file of torch."""
-    return {"x": torch.nn.functional.pad(torch.zeros(2, 2), (1, 1, 1, 1, 1, 1, 1, 1), mode="reflect")}
+    return {
+        "x": torch.nn.functional.pad(torch.zeros(2, 2), (1, 1, 1, 1, 1, 1, 1, 1), mode="reflect")
+    }
 
 
 def kept(storage: Path, key: str = "k1") -> list[Path]:
@@ -45,7 +47,11 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path):
     assert "Traceback (most recent call last):" in text
     assert "torch.zeros(2) + torch.zeros(3)" in text
     assert [line for line in text.splitlines() if re.match("stage|key|host|rank", line)] == [
-        "stage: meat/a/train", "key: k1", f"host: {platform.node()}", "rank: 1 of 4"]
+        "stage: meat/a/train",
+        "key: k1",
+        f"host: {platform.node()}",
+        "rank: 1 of 4",
+    ]
     assert f"process: {os.getpid()}" in text
     assert re.search(r"^log: .+", text, re.MULTILINE)
 
@@ -56,7 +62,9 @@ def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path):
     event = launch.attempt(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
     assert re.search(r"\(at workers/data/shards\.py:\d+ in open_image\)", event.message)
     foreign = launch.attempt(stage_of(), break_in_torch, str(tmp_path))
-    assert re.search(r"\(at pipeline/launch\.py:\d+ in attempt\)", foreign.message), "a frame of torch or of a test is none of ours"
+    assert re.search(r"\(at pipeline/launch\.py:\d+ in attempt\)", foreign.message), (
+        "a frame of torch or of a test is none of ours"
+    )
 
 
 def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path):
@@ -64,14 +72,21 @@ def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path):
         cause = KeyError("x")
         cause.__cause__ = RuntimeError()
         cause.__cause__.traceback_str = (  # type: ignore[attr-defined]
-            'ray::examine() (pid=1)\n  File "/tmp/r/_ray_pkg_1/pipeline/ingest.py", line 12, in examine\n'
-            '  File "/env/site-packages/ray/_private/workers/x.py", line 9, in y\nKeyError: x')
+            'ray::examine() (pid=1)\n  File "/tmp/r/_ray_pkg_1/pipeline/ingest.py", line 12, in '
+            "examine\n"
+            '  File "/env/site-packages/ray/_private/workers/x.py", line 9, in y\nKeyError: x'
+        )
         raise cause
 
-    assert "(at pipeline/ingest.py:12 in examine)" in launch.attempt(stage_of(), run, str(tmp_path)).message
+    assert (
+        "(at pipeline/ingest.py:12 in examine)"
+        in launch.attempt(stage_of(), run, str(tmp_path)).message
+    )
 
 
-def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hides_no_error(tmp_path, monkeypatch):
+def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hides_no_error(
+    tmp_path, monkeypatch
+):
     def refused() -> dict[str, object]:
         raise UserError("mend it")
 
@@ -116,7 +131,9 @@ def test_a_run_that_fails_says_where_its_traceback_is(step, tmp_path, quick, mon
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr(launch, "run_stage" if step == "train" else "run_ingest", broken)
-    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ["a"]), ["finetune"], cluster={"retries": 1})
+    body = small_run.make_body(
+        tmp_path, small_run.make_cards(tmp_path, ["a"]), ["finetune"], cluster={"retries": 1}
+    )
     assert cli.main(["run", small_run.write_config(tmp_path / "c.yaml", body)]) == 2
     said = capsys.readouterr().err
     path = Path(said.split("traceback: ")[1].split(";")[0].split(" ")[0])

@@ -15,7 +15,15 @@ from pydantic import Field
 
 from pipeline.store import key_of
 from tests import golden_keys
-from workers.job import BackboneSettings, ContextSettings, DataSettings, Frozen, Neutral, TrainSettings, key_inputs
+from workers.job import (
+    BackboneSettings,
+    ContextSettings,
+    DataSettings,
+    Frozen,
+    Neutral,
+    TrainSettings,
+    key_inputs,
+)
 from workers.methods.meat import MeatSettings
 from workers.taskstate import Carried, TaskState, load_tensors
 
@@ -45,7 +53,9 @@ class Faster(TrainSettings):
 def test_keys_and_defaults_are_those_that_are_written_down():
     old = json.loads(golden_keys.FILE.read_text())
     new = golden_keys.pinned()
-    assert old == new, "\n".join([*golden_keys.differences(old, new), f"see {golden_keys.__file__}"])
+    assert old == new, "\n".join(
+        [*golden_keys.differences(old, new), f"see {golden_keys.__file__}"]
+    )
 
 
 def test_a_new_setting_with_a_neutral_value_changes_no_key():
@@ -69,7 +79,11 @@ def test_values_that_are_equal_but_of_another_type_are_not_neutral():
     class Either(Frozen):
         value: Annotated[bool | int | None, Neutral(0)] = None
 
-    assert [key_inputs(Either(value=v)) for v in (0, False, None)] == [{}, {"value": False}, {"value": None}]
+    assert [key_inputs(Either(value=v)) for v in (0, False, None)] == [
+        {},
+        {"value": False},
+        {"value": None},
+    ]
 
 
 def test_nested_settings_leave_out_theirs_too():
@@ -83,7 +97,10 @@ def test_nested_settings_leave_out_theirs_too():
         named: dict[str, Inner] = Field({"a": Inner()}, alias="by_name")
 
     assert key_inputs(Outer()) == {
-        "one": {"old": 1}, "many": ({"old": 1}, {"old": 1, "new": 3}), "by_name": {"a": {"old": 1}}}
+        "one": {"old": 1},
+        "many": ({"old": 1}, {"old": 1, "new": 3}),
+        "by_name": {"a": {"old": 1}},
+    }
 
 
 def test_settings_that_came_later_leave_the_keys_of_before():
@@ -117,18 +134,30 @@ def edited(pinned: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[st
 TRAIN = ("settings", "TrainSettings")
 
 
-@pytest.mark.parametrize(("path", "value", "sentence"), [
-    ((*TRAIN, "fresh"), {"default": 3}, "TrainSettings.fresh is new and has no neutral value"),
-    ((*TRAIN, "fresh"), {"default": 3, "neutral": 0}, "fresh is new, and no key changes"),
-    ((*TRAIN, "clip"), {"default": 1.0}, "TrainSettings.clip: its default 0.0 became 1.0"),
-    ((*TRAIN, "clip"), None, "TrainSettings.clip is gone"),
-    ((*TRAIN, "clip"), {"default": 0.0, "neutral": 0.0}, "neutral value is for new settings"),
-    ((*TRAIN, "schedule", "neutral"), "epoch", "a neutral value never changes"),
-    ((*TRAIN, "schedule", "neutral"), None, "a neutral value never changes"),
-    (("settings", "methods.meat", "lambda", "default"), 0.8, "meat.lambda: its default 0.9 became"),
-    (("revisions", "methods.meat"), 99, r"revision of methods.meat: \d+ -> 99"),
-    (("key_version",), 99, "KEY_VERSION: 1 -> 99: every stored result is computed anew"),
-    (("demo", "backbone"), "0" * 32, "the key of stage backbone of configs/demo.yaml changed .1 st")])
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ((*TRAIN, "fresh"), {"default": 3}, "TrainSettings.fresh is new and has no neutral value"),
+        ((*TRAIN, "fresh"), {"default": 3, "neutral": 0}, "fresh is new, and no key changes"),
+        ((*TRAIN, "clip"), {"default": 1.0}, "TrainSettings.clip: its default 0.0 became 1.0"),
+        ((*TRAIN, "clip"), None, "TrainSettings.clip is gone"),
+        ((*TRAIN, "clip"), {"default": 0.0, "neutral": 0.0}, "neutral value is for new settings"),
+        ((*TRAIN, "schedule", "neutral"), "epoch", "a neutral value never changes"),
+        ((*TRAIN, "schedule", "neutral"), None, "a neutral value never changes"),
+        (
+            ("settings", "methods.meat", "lambda", "default"),
+            0.8,
+            "meat.lambda: its default 0.9 became",
+        ),
+        (("revisions", "methods.meat"), 99, r"revision of methods.meat: \d+ -> 99"),
+        (("key_version",), 99, "KEY_VERSION: 1 -> 99: every stored result is computed anew"),
+        (
+            ("demo", "backbone"),
+            "0" * 32,
+            "the key of stage backbone of configs/demo.yaml changed .1 st",
+        ),
+    ],
+)
 def test_every_change_is_told_in_one_sentence(path: tuple[str, ...], value: Any, sentence: str):
     pinned = json.loads(golden_keys.FILE.read_text())
     sentences = golden_keys.differences(pinned, edited(pinned, path, value))
@@ -152,10 +181,18 @@ def test_tensors_come_back_in_the_same_order_in_every_process():
     names = [f"t{number:02d}" for number in range(40)]
     data = Carried({name: torch.zeros(1) for name in reversed(names)}).to_bytes()
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", ORDER], input=data, capture_output=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", ORDER], input=data, capture_output=True, check=True
+        )
         assert done.stdout.decode().split() == names
-    state = TaskState("a", ("x",), "m", "d", masks={n: torch.ones(3, dtype=torch.bool) for n in reversed(names)},
-                      copies={n: torch.zeros(1) for n in reversed(names)})
+    state = TaskState(
+        "a",
+        ("x",),
+        "m",
+        "d",
+        masks={n: torch.ones(3, dtype=torch.bool) for n in reversed(names)},
+        copies={n: torch.zeros(1) for n in reversed(names)},
+    )
     again = TaskState.from_bytes(state.to_bytes())
     assert [*again.masks] == [*again.copies] == names
     assert [*load_tensors(data, "")[0]] == names

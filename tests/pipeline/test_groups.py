@@ -48,15 +48,35 @@ class Driver(OnRay):
 
     def __init__(self, tmp_path: Any, cpus: list[float], width: int = 9, **cluster: Any):
         self.said: list[str] = []
-        self.cluster, self.width, self.name, self.broken = ClusterSettings(**{"workers": 1, **cluster}), width, "01-a", False
-        self.store, self.progress = Store(str(tmp_path)), lambda event: self.said.append(event.message)
+        self.cluster, self.width, self.name, self.broken = (
+            ClusterSettings(**{"workers": 1, **cluster}),
+            width,
+            "01-a",
+            False,
+        )
+        self.store, self.progress = (
+            Store(str(tmp_path)),
+            lambda event: self.said.append(event.message),
+        )
         self.around = nodes_of([{"CPU": n} for n in cpus])
         self.queue = Remote(self.around)
-        self.groups, self.places, self.used, self.stages, self.outbox, self.ingests = {}, {}, set(), {}, [], []
+        self.groups, self.places, self.used, self.stages, self.outbox, self.ingests = (
+            {},
+            {},
+            set(),
+            {},
+            [],
+            [],
+        )
         self.local_waiting, self.left_since, self.looked = [], None, time.monotonic()
         self.cancelled: list[Task] = []
-        self.ray = SimpleNamespace(exceptions=ray.exceptions, get=self.got, wait=self.waited, cancel=lambda task, force: self.cancelled.append(task),
-                                   available_resources=lambda: {"CPU": 1.0})
+        self.ray = SimpleNamespace(
+            exceptions=ray.exceptions,
+            get=self.got,
+            wait=self.waited,
+            cancel=lambda task, force: self.cancelled.append(task),
+            available_resources=lambda: {"CPU": 1.0},
+        )
 
     def got(self, answer: Any, timeout: float = 0) -> Any:
         if isinstance(answer, Task):
@@ -110,7 +130,10 @@ def test_what_a_lost_node_held_is_offered_again_at_once_and_has_used_no_try(tmp_
     [event] = driver.poll()
     assert (event.kind, event.stage) == ("moved", stage.id)
     assert event.message == "node 10.0.0.0 (0) was lost, and it has no checkpoint yet"
-    assert driver.said[0] == "node 10.0.0.0 (0) was lost; what ran on it goes on from its last checkpoint"
+    assert (
+        driver.said[0]
+        == "node 10.0.0.0 (0) was lost; what ran on it goes on from its last checkpoint"
+    )
 
 
 def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes_meanwhile(tmp_path):
@@ -122,8 +145,13 @@ def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes_meanwhile(t
     driver.looked = 0.0
     driver.poll()
     driver.poll()
-    assert "node 10.0.0.1 (1) is going to be taken away; what runs on it is saved and moved" in driver.said
-    assert any(line.startswith("node 10.0.0.2 (2) was lost; nothing of this run") for line in driver.said)
+    assert (
+        "node 10.0.0.1 (1) is going to be taken away; what runs on it is saved and moved"
+        in driver.said
+    )
+    assert any(
+        line.startswith("node 10.0.0.2 (2) was lost; nothing of this run") for line in driver.said
+    )
     assert driver.queue.queue.post(1, Event("progress", other.id)) is True, "it is told to leave"
 
 
@@ -176,12 +204,18 @@ def test_a_head_that_does_not_answer_ends_the_run_with_a_sentence(tmp_path, monk
         raise ray.exceptions.GetTimeoutError("Get timed out")
 
     driver.ray.get = silent
-    with pytest.raises(UserError, match=rf"its head node has not answered for {groups.ANSWER_S:.0f} s\); what finished is kept"):
+    with pytest.raises(
+        UserError,
+        match=rf"its head node has not answered for {groups.ANSWER_S:.0f} s\); what finished is "
+        r"kept",
+    ):
         driver.poll()
     assert driver.broken
 
 
-def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(tmp_path, capsys, monkeypatch):
+def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(
+    tmp_path, capsys, monkeypatch
+):
     driver = Driver(tmp_path, [1.0])
     driver.holding(0, "0")
 
@@ -189,7 +223,11 @@ def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(tmp_path, 
         raise ConnectionError("Failed to reconnect within the reconnection grace period (30s)")
 
     driver.ray.get = lost
-    with pytest.raises(UserError, match=r"the connection to the Ray cluster was lost \(Failed to reconnect .*; what finished is kept"):
+    with pytest.raises(
+        UserError,
+        match=r"the connection to the Ray cluster was lost \(Failed to reconnect .*; what "
+        r"finished is kept",
+    ):
         driver.poll()
     assert driver.broken
 
@@ -201,7 +239,9 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
     try:
         driver.poll()
         assert driver.queue.queue.going == {0: True, 1: True}
-        assert driver.cancelled == [driver.groups[1].task], "it was not up: nothing is saved by waiting for it"
+        assert driver.cancelled == [driver.groups[1].task], (
+            "it was not up: nothing is saved by waiting for it"
+        )
         for group in driver.groups.values():
             group.task.end = ""
         with pytest.raises(notice.Leaving):
@@ -211,14 +251,18 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
         notice.given.clear()
 
 
-def test_the_books_of_drivers_that_were_killed_are_swept_and_those_of_others_stay(tmp_path, monkeypatch):
+def test_the_books_of_drivers_that_were_killed_are_swept_and_those_of_others_stay(
+    tmp_path, monkeypatch
+):
     dead = os.fork()
     if not dead:
         os._exit(0)
     os.waitpid(dead, 0)
     mine = passing_name()
     others = [passing_name(), "elsewhere-9-0", mine.replace(f"-{os.getpid()}-", "-1-")]
-    names = [f"group-{name}-0" for name in (mine, mine.replace(f"-{os.getpid()}-", f"-{dead}-"), *others)] + ["search-small"]
+    names = [
+        f"group-{name}-0" for name in (mine, mine.replace(f"-{os.getpid()}-", f"-{dead}-"), *others)
+    ] + ["search-small"]
     for name in names:
         (tmp_path / "ray" / name).mkdir(parents=True)
     sweep(Store(str(tmp_path)), mine)

@@ -44,7 +44,12 @@ class Server:
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
-            client.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+            client.request(
+                method,
+                path,
+                body,
+                {name.replace("_", "-"): value for name, value in headers.items()},
+            )
             answer = client.getresponse()
             return answer.status, json.loads(answer.read())
         finally:
@@ -57,7 +62,9 @@ class Server:
 
 
 @contextmanager
-def serving(predict: Any = echo, is_healthy: Callable[[], bool] = lambda: True, **bounds: Any) -> Iterator[Server]:
+def serving(
+    predict: Any = echo, is_healthy: Callable[[], bool] = lambda: True, **bounds: Any
+) -> Iterator[Server]:
     front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), is_healthy, Bounds(**bounds))
     with listening(front, "127.0.0.1", 0) as port:
         yield Server(front, port)
@@ -104,7 +111,11 @@ def test_half_sent_requests_hold_up_nobody(half: bytes) -> None:
         assert server.ask("POST", "/predict", b"x" * 1000) == (200, {"bytes": 1000})
 
 
-@pytest.mark.parametrize(("half", "status"), [(b"", b""), (HALF_HEAD, b""), (HALF_BODY, b"HTTP/1.1 408 ")], ids=["nothing", "head", "body"])
+@pytest.mark.parametrize(
+    ("half", "status"),
+    [(b"", b""), (HALF_HEAD, b""), (HALF_BODY, b"HTTP/1.1 408 ")],
+    ids=["nothing", "head", "body"],
+)
 def test_a_half_sent_request_is_ended_at_its_deadline(half: bytes, status: bytes) -> None:
     with serving(**SOON) as server, server.opened(half) as client:
         answer = received(client)
@@ -151,7 +162,10 @@ def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
 
 def test_a_stalled_body_makes_room_for_one_that_arrives() -> None:
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-    with serving(body_bytes=1 << 20, held_bytes=1 << 20) as server, server.opened(head + b"x" * 900_000) as stalled:
+    with (
+        serving(body_bytes=1 << 20, held_bytes=1 << 20) as server,
+        server.opened(head + b"x" * 900_000) as stalled,
+    ):
         wait_for(lambda: server.front.held == 900_000)
         assert server.ask("POST", "/predict", b"x" * 500_000) == (200, {"bytes": 500_000})
         assert stalled.recv(100).startswith(b"HTTP/1.1 503 ")
@@ -160,8 +174,11 @@ def test_a_stalled_body_makes_room_for_one_that_arrives() -> None:
 
 def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
     """Its last chunk may arrive before the deadline wakes its reader."""
+
     async def main() -> tuple[int, int]:
-        front = http_server.Front(echo, {}, http_server.Hosts("localhost"), bounds=Bounds(held_bytes=10))
+        front = http_server.Front(
+            echo, {}, http_server.Hosts("localhost"), bounds=Bounds(held_bytes=10)
+        )
         parts = [b"x" * 8, b"y", b""]
 
         async def receive() -> dict[str, object]:
@@ -170,7 +187,12 @@ def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
                 front.release(next(iter(front.uploads)))
             return {"type": "http.request", "body": part, "more_body": bool(parts)}
 
-        scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [(b"host", b"localhost")]}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/predict",
+            "headers": [(b"host", b"localhost")],
+        }
         with pytest.raises(http_server.Refused) as refused:
             await front.reply(http_server.Request(scope, receive))
         return refused.value.status, front.held
@@ -178,7 +200,9 @@ def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
     assert asyncio.run(main()) == (408, 0)
 
 
-def test_where_the_system_allows_few_connections_fewer_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_allows_few_connections_fewer_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: made.append(limits))
@@ -214,7 +238,9 @@ def test_an_answer_has_a_deadline_and_what_is_late_is_cancelled() -> None:
 def test_nothing_is_computed_for_a_client_that_left() -> None:
     stuck = Stuck()
     with serving(stuck) as server:
-        client = server.opened(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
+        client = server.opened(
+            b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+        )
         assert stuck.begun.wait(PATIENCE_S)
         client.close()
         assert stuck.cancelled.wait(PATIENCE_S)
@@ -267,23 +293,53 @@ def test_a_body_of_unknown_length_is_refused_once_it_is_too_large() -> None:
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("listen", "names", "host", "is_allowed"), [
-    ("127.0.0.1", [], "127.0.0.1:8000", True), ("127.0.0.1", [], "localhost", True), ("127.0.0.1", [], "LocalHost.:80", True),
-    ("127.0.0.1", [], "[::1]:8000", True), ("::1", [], "[::1]", True), ("10.0.0.7", [], "10.0.0.7:1", True),
-    ("127.0.0.1", ["model.example.org"], "Model.example.org:80", True), ("0.0.0.0", [], "192.168.0.4:80", True), ("::", [], "[fe80::1]", True),
-    ("127.0.0.1", [], "evil.example", False), ("127.0.0.1", [], "192.168.0.4", False), ("0.0.0.0", [], "evil.example", False),
-    ("127.0.0.1", [], "", False), ("", [], "", False), ("127.0.0.1", [], "localhost.evil.example", False), ("127.0.0.1", [], "evil@localhost", False),
-    ("127.0.0.1", [], "localhost/evil", False), ("127.0.0.1", [], "localhost:evil", False), ("127.0.0.1", [], "[::1", False),
-    ("127.0.0.1", [], "localhost evil", False)])
-def test_only_names_of_this_server_are_answered(listen: str, names: list[str], host: str, is_allowed: bool) -> None:
+@pytest.mark.parametrize(
+    ("listen", "names", "host", "is_allowed"),
+    [
+        ("127.0.0.1", [], "127.0.0.1:8000", True),
+        ("127.0.0.1", [], "localhost", True),
+        ("127.0.0.1", [], "LocalHost.:80", True),
+        ("127.0.0.1", [], "[::1]:8000", True),
+        ("::1", [], "[::1]", True),
+        ("10.0.0.7", [], "10.0.0.7:1", True),
+        ("127.0.0.1", ["model.example.org"], "Model.example.org:80", True),
+        ("0.0.0.0", [], "192.168.0.4:80", True),
+        ("::", [], "[fe80::1]", True),
+        ("127.0.0.1", [], "evil.example", False),
+        ("127.0.0.1", [], "192.168.0.4", False),
+        ("0.0.0.0", [], "evil.example", False),
+        ("127.0.0.1", [], "", False),
+        ("", [], "", False),
+        ("127.0.0.1", [], "localhost.evil.example", False),
+        ("127.0.0.1", [], "evil@localhost", False),
+        ("127.0.0.1", [], "localhost/evil", False),
+        ("127.0.0.1", [], "localhost:evil", False),
+        ("127.0.0.1", [], "[::1", False),
+        ("127.0.0.1", [], "localhost evil", False),
+    ],
+)
+def test_only_names_of_this_server_are_answered(
+    listen: str, names: list[str], host: str, is_allowed: bool
+) -> None:
     assert Hosts(listen, names).allow(host) is is_allowed
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({"Host": "evil.example"}, 421), ({"Host": "evil.example:8000"}, 421), ({"Host": ""}, 421), ({"Origin": "https://evil.example"}, 403),
-    ({"Origin": "null"}, 403), ({"Host": "localhost"}, 200), ({"Origin": "http://localhost:3000"}, 200)])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "evil.example:8000"}, 421),
+        ({"Host": ""}, 421),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "localhost"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+    ],
+)
 @pytest.mark.parametrize("route", [("GET", "/health"), ("GET", "/tasks"), ("POST", "/predict")])
-def test_pages_of_other_sites_get_no_answer(headers: dict[str, str], status: int, route: tuple[str, str]) -> None:
+def test_pages_of_other_sites_get_no_answer(
+    headers: dict[str, str], status: int, route: tuple[str, str]
+) -> None:
     with serving() as server:
         assert server.ask(*route, b"" if route[0] == "POST" else None, **headers)[0] == status
 
@@ -301,8 +357,11 @@ def test_an_address_of_the_next_internet_protocol_is_listened_on() -> None:
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence() -> None:
-    with serving() as server, pytest.raises(UserError, match=f"port {server.port} on 127.0.0.1 cannot be used"), \
-            listening(server.front, "127.0.0.1", server.port):
+    with (
+        serving() as server,
+        pytest.raises(UserError, match=f"port {server.port} on 127.0.0.1 cannot be used"),
+        listening(server.front, "127.0.0.1", server.port),
+    ):
         pass
 
 
@@ -334,7 +393,11 @@ def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 
 def asked(server: Server, images: list[bytes], **fields: Any) -> tuple[int, Any]:
-    body = {"images": [base64.b64encode(image).decode() for image in images], "tasks": "two", **fields}
+    body = {
+        "images": [base64.b64encode(image).decode() for image in images],
+        "tasks": "two",
+        **fields,
+    }
     return server.ask("POST", "/predict", json.dumps(body))
 
 
@@ -343,14 +406,20 @@ def test_the_model_answers_through_the_front(model: tuple[Server, Finished]) -> 
     images = run.images("two")[0][:3]
     status, body = asked(server, images)
     assert status == 200
-    assert [row["class"] for row in body["predictions"]] == [answer.class_ for answer in run.served.predict(images, "two")]
+    assert [row["class"] for row in body["predictions"]] == [
+        answer.class_ for answer in run.served.predict(images, "two")
+    ]
     assert server.ask("GET", "/tasks")[1]["limits"]["pixels"] == 10_000_000
 
 
-def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(model: tuple[Server, Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(
+    model: tuple[Server, Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, _ = model
     decoded: list[Any] = []
-    monkeypatch.setattr("workers.data.images.rgb", lambda image: decoded.append(image) or image.convert("RGB"))
+    monkeypatch.setattr(
+        "workers.data.images.rgb", lambda image: decoded.append(image) or image.convert("RGB")
+    )
     for images in ([one_bit(7000)], [one_bit(2000)] * 3, [one_bit(1000)] * 64):
         status, body = asked(server, images)
         assert (status, "pixels together, more than 10000000" in body["error"]) == (400, True)
@@ -360,7 +429,9 @@ def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(
 
 
 def test_lists_of_numbers_count_as_pixels_too() -> None:
-    with pytest.raises(UserError, match="2 images of this request have 32 pixels together, more than 20"):
+    with pytest.raises(
+        UserError, match="2 images of this request have 32 pixels together, more than 20"
+    ):
         pixels_of([[[[0, 0, 0]] * 4] * 4, Image.new("RGB", (4, 4))], 4, Limits(total_pixels=20))
 
 
@@ -377,7 +448,10 @@ def test_images_are_decoded_side_by_side_within_a_budget_of_pixels() -> None:
             with lock:
                 inside.remove(min(pixels, 100))
 
-    threads = [threading.Thread(target=decode, args=(pixels,)) for pixels in (60, 30, 50, 100, 400, 10, 20) * 3]
+    threads = [
+        threading.Thread(target=decode, args=(pixels,))
+        for pixels in (60, 30, 50, 100, 400, 10, 20) * 3
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -394,11 +468,24 @@ def test_top_is_bounded_by_the_number_of_classes(model: tuple[Server, Finished],
     assert len(body["predictions"][0]["probabilities"]) == min(top, 2)
 
 
-@pytest.mark.parametrize(("field", "said"), [
-    ('"top": 1' + "0" * 5000, "a number of thousands of digits"), ('"top": -1', "top is -1"), ('"top": 1e400', "top is inf"), ('"top": true', "top is True"),
-    ('"top": "3"', "top is '3'"), ('"top": NaN', "holds NaN, which is not JSON"), ('"top": -Infinity', "holds -Infinity"), ('"top": null', "top is None"),
-    ('"rule": []', "rule is []"), ('"rule": {"a": 1}', "rule is {'a': 1}")])
-def test_a_field_that_is_no_such_value_gets_one_sentence(model: tuple[Server, Finished], field: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ('"top": 1' + "0" * 5000, "a number of thousands of digits"),
+        ('"top": -1', "top is -1"),
+        ('"top": 1e400', "top is inf"),
+        ('"top": true', "top is True"),
+        ('"top": "3"', "top is '3'"),
+        ('"top": NaN', "holds NaN, which is not JSON"),
+        ('"top": -Infinity', "holds -Infinity"),
+        ('"top": null', "top is None"),
+        ('"rule": []', "rule is []"),
+        ('"rule": {"a": 1}', "rule is {'a': 1}"),
+    ],
+)
+def test_a_field_that_is_no_such_value_gets_one_sentence(
+    model: tuple[Server, Finished], field: str, said: str
+) -> None:
     server, _ = model
     status, body = server.ask("POST", "/predict", f'{{"images": ["aa"], "tasks": "two", {field}}}')
     assert (status, said in body["error"], "\n" in body["error"]) == (400, True, False)

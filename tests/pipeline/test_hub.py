@@ -58,11 +58,15 @@ def config_on(folder: Path, path: str) -> str:
     card = small_run.make_card(folder, "a", "23")
     body = yaml.safe_load(Path(card).read_text())
     Path(card).write_text(yaml.safe_dump(body | {"source": {"format": "folder", "path": path}}))
-    return small_run.write_config(folder / "config.yaml", small_run.make_body(folder, {"a": card}, ["finetune"]))
+    return small_run.write_config(
+        folder / "config.yaml", small_run.make_body(folder, {"a": card}, ["finetune"])
+    )
 
 
 @pytest.mark.parametrize("how", ["silent", "refused", "offline"])
-def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(how, silent, tmp_path, monkeypatch, capsys):
+def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
+    how, silent, tmp_path, monkeypatch, capsys
+):
     from huggingface_hub import constants
 
     if how == "refused":
@@ -71,17 +75,28 @@ def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(how, silent
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert cli.main(["plan", config_on(tmp_path, SOURCE)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"accrete: source '{SOURCE}': the Hugging Face hub at {constants.ENDPOINT} cannot be reached (")
+    assert said.startswith(
+        f"accrete: source '{SOURCE}': the Hugging Face hub at {constants.ENDPOINT} cannot be "
+        "reached ("
+    )
     assert said.count("\n") == 1
-    assert {"silent": "no answer within", "refused": "refused", "offline": "HF_HUB_OFFLINE"}[how] in said
+    assert {"silent": "no answer within", "refused": "refused", "offline": "HF_HUB_OFFLINE"}[
+        how
+    ] in said
 
 
 @pytest.mark.parametrize("classes", ["listed", "from_source"])
-def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(classes, silent, tmp_path, quick, capsys):
+def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(
+    classes, silent, tmp_path, quick, capsys
+):
     local = config_on(tmp_path, str(tmp_path / "raw" / "a"))
     card = tmp_path / "cards" / "a.yaml"
     if classes == "from_source":
-        card.write_text(yaml.safe_dump(yaml.safe_load(card.read_text()) | {"classes": "from_source", "num_classes": 2}))
+        card.write_text(
+            yaml.safe_dump(
+                yaml.safe_load(card.read_text()) | {"classes": "from_source", "num_classes": 2}
+            )
+        )
     assert cli.main(["run", local]) == 0
     body = yaml.safe_load(card.read_text())
     card.write_text(yaml.safe_dump(body | {"source": body["source"] | {"path": SOURCE}}))
@@ -89,7 +104,9 @@ def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(cla
     assert cli.main(["plan", local]) == 0
     assert "0 to run" in capsys.readouterr().out
     asked = len(silent.connections)
-    assert asked == (classes == "from_source"), "the names of folders are asked for, and remembered where nobody answers"
+    assert asked == (classes == "from_source"), (
+        "the names of folders are asked for, and remembered where nobody answers"
+    )
     assert cli.main(["run", local]) == 0, "a run asks, and goes on with what it has"
     assert "nothing to do" in capsys.readouterr().out
     assert len(silent.connections) > asked
@@ -99,7 +116,11 @@ def test_weights_that_the_hub_does_not_give_are_told_at_once(silent, monkeypatch
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"backbone\.weights is 'hub', and the weights of 'vit_tiny_patch16_224' cannot be had"):
+    with pytest.raises(
+        UserError,
+        match=r"backbone\.weights is 'hub', and the weights of 'vit_tiny_patch16_224' cannot be "
+        r"had",
+    ):
         vit._from_hub("vit_tiny_patch16_224")
     assert len(silent.connections) == 1, "asked once, and not again by each try of its client"
     assert not constants.HF_HUB_OFFLINE

@@ -28,7 +28,9 @@ from workers.data.shards import Shards, decode
 from workers.errors import DamagedArtefact, UserError
 
 CLASSES = ("cat", "dog")
-DATA = Path(os.environ.get("ACCRETE_DATA", Path(__file__).resolve().parents[2] / ".." / "shared" / "data"))
+DATA = Path(
+    os.environ.get("ACCRETE_DATA", Path(__file__).resolve().parents[2] / ".." / "shared" / "data")
+)
 
 
 def picture(seed: int, mode: str = "RGB", form: str = "PNG", side: int = 9) -> bytes:
@@ -47,13 +49,24 @@ def source(tmp_path: Path) -> Path:
             folder = tmp_path / "source" / split / name
             folder.mkdir(parents=True)
             for i in range(count):
-                (folder / f"{i:02d}.png").write_bytes(picture(1000 * c + 100 * (split == "test") + i))
+                (folder / f"{i:02d}.png").write_bytes(
+                    picture(1000 * c + 100 * (split == "test") + i)
+                )
     return tmp_path / "source"
 
 
 def card_of(path: Path | str, form: str = "folder", **changes) -> Card:
     source = {"format": form, "path": str(path), **changes.pop("source", {})}
-    return Card.model_validate({"name": "tiny", "licence": "MIT", "classes": CLASSES, "shard_images": 7, "source": source, **changes})
+    return Card.model_validate(
+        {
+            "name": "tiny",
+            "licence": "MIT",
+            "classes": CLASSES,
+            "shard_images": 7,
+            "source": source,
+            **changes,
+        }
+    )
 
 
 def serial(fn, items):
@@ -71,7 +84,9 @@ def run(card: Card, root: Path, key: str = "k", map_fn=serial) -> tuple[dict, Sh
 
 
 def listed(root: Path, key: str = "k") -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(Artefact.need(str(root), key).read("rejected.csv").decode())))
+    return list(
+        csv.DictReader(io.StringIO(Artefact.need(str(root), key).read("rejected.csv").decode()))
+    )
 
 
 # ---- the result ----------------------------------------------------------------------------------------------------------
@@ -80,7 +95,13 @@ def test_every_image_is_found_again_byte_for_byte(source, tmp_path):
     assert manifest["counts"] == {"train": 20, "test": 8}
     assert manifest["step"] == "ingest"
     rows = shards.index.to_pylist()
-    assert {r["shard"] for r in rows} == {"train-00000.tar", "train-00001.tar", "train-00002.tar", "test-00000.tar", "test-00001.tar"}
+    assert {r["shard"] for r in rows} == {
+        "train-00000.tar",
+        "train-00001.tar",
+        "train-00002.tar",
+        "test-00000.tar",
+        "test-00001.tar",
+    }
     for row in rows:
         split, name, stem = row["key"].split("/")
         assert (split, name) == (row["split"], row["class"])
@@ -95,8 +116,12 @@ def test_shards_are_webdataset_and_mix_the_classes(source, tmp_path):
         names = tar.getnames()
         assert [n.rsplit(".", 1)[1] for n in names] == ["png", "cls"] * 7
         assert all(member.mtime == 0 for member in tar.getmembers())
-        assert {tar.extractfile(n).read().decode() for n in names if n.endswith(".cls")} == set(CLASSES)
-    assert [key for key, _ in shards.stream(["train-00000.tar"])] == [n[:-4] for n in names if n.endswith(".png")]
+        assert {tar.extractfile(n).read().decode() for n in names if n.endswith(".cls")} == set(
+            CLASSES
+        )
+    assert [key for key, _ in shards.stream(["train-00000.tar"])] == [
+        n[:-4] for n in names if n.endswith(".png")
+    ]
 
 
 def test_parallel_work_gives_the_same_bytes_as_serial_work(source, tmp_path):
@@ -115,7 +140,10 @@ def test_nothing_but_the_published_attempt_is_left(source, tmp_path):
 def test_a_class_more_leaves_the_keys_of_the_others_as_they_were(source, tmp_path):
     _, all_of_it = run(card_of(source), tmp_path, "all")
     _, part = run(card_of(source, classes=["dog"], max_bad_fraction=1), tmp_path, "part")
-    assert all_of_it.select("train", ["dog"])["key"].to_pylist() == part.select("train", ["dog"])["key"].to_pylist()
+    assert (
+        all_of_it.select("train", ["dog"])["key"].to_pylist()
+        == part.select("train", ["dog"])["key"].to_pylist()
+    )
 
 
 # ---- bad images ----------------------------------------------------------------------------------------------------------
@@ -142,7 +170,9 @@ def test_corrupt_unlabelled_and_other_files_are_listed_with_a_reason(source, tmp
 
 def test_too_many_bad_images_stop_the_stage_and_publish_nothing(source, tmp_path):
     (source / "train" / "cat" / "bad.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"1 of 29 images.*0\.01.*train/cat/bad\.png \(corrupt: not an image\)"):
+    with pytest.raises(
+        UserError, match=r"1 of 29 images.*0\.01.*train/cat/bad\.png \(corrupt: not an image\)"
+    ):
         run(card_of(source), tmp_path)
     assert Artefact.open(str(tmp_path), "k") is None
     assert run(card_of(source, max_bad_fraction=0.1), tmp_path)[0]["rejected"] == {"corrupt": 1}
@@ -155,14 +185,25 @@ def test_a_small_version_keeps_so_many_of_each_class_the_same_wherever_they_lie(
     rows = shards.index.to_pylist()
     for split, count in (("train", 3), ("test", 1)):
         for name in CLASSES:
-            keys = sorted((f"{split}/{name}/{i:02d}" for i in range(10 if split == "train" else 4)), key=lambda key: hashlib.sha256(key.encode()).digest())
-            assert {r["key"] for r in rows if (r["split"], r["class"]) == (split, name)} == set(keys[:count])
+            keys = sorted(
+                (f"{split}/{name}/{i:02d}" for i in range(10 if split == "train" else 4)),
+                key=lambda key: hashlib.sha256(key.encode()).digest(),
+            )
+            assert {r["key"] for r in rows if (r["split"], r["class"]) == (split, name)} == set(
+                keys[:count]
+            )
 
 
 @pytest.mark.parametrize(("duplicates", "train"), [("keep", 22), ("drop", 21)])
-def test_copies_are_listed_and_dropped_only_where_the_card_says_so(source, tmp_path, duplicates, train):
-    (source / "train" / "cat" / "again.png").write_bytes((source / "train" / "cat" / "00.png").read_bytes())
-    (source / "train" / "cat" / "leak.png").write_bytes((source / "test" / "cat" / "00.png").read_bytes())
+def test_copies_are_listed_and_dropped_only_where_the_card_says_so(
+    source, tmp_path, duplicates, train
+):
+    (source / "train" / "cat" / "again.png").write_bytes(
+        (source / "train" / "cat" / "00.png").read_bytes()
+    )
+    (source / "train" / "cat" / "leak.png").write_bytes(
+        (source / "test" / "cat" / "00.png").read_bytes()
+    )
     manifest, _ = run(card_of(source, duplicates=duplicates), tmp_path)
     assert manifest["rejected"] == {"duplicate": 1, "in train too": 1}
     assert manifest["counts"] == {"train": train, "test": 8}
@@ -178,7 +219,8 @@ def reasons(root: Path, key: str = "k") -> dict[str, str]:
 
 
 def test_an_image_whose_name_is_no_utf8_is_taken_and_a_class_of_such_a_name_is_listed(
-        source, tmp_path):
+    source, tmp_path
+):
     cat, odd = (os.fsencode(source / "train" / name) for name in ("cat", "caf"))
     os.mkdir(odd + b"\xe9")
     for path in (cat + b"/caf\xe9.png", cat + b"/caf\xe8.png", odd + b"\xe9/a.png"):
@@ -190,8 +232,12 @@ def test_an_image_whose_name_is_no_utf8_is_taken_and_a_class_of_such_a_name_is_l
     keys = [key for key in shards.index["key"].to_pylist() if key.startswith("train/cat/caf_")]
     assert len(set(keys)) == 2
     assert reasons(tmp_path) == {
-        "train/caf\\xe9/a.png": "unlabelled: class 'caf\\\\xe9' is not on the card"}
-    text = f"name: mine\nlicence: MIT\nclasses: from_source\nnum_classes: 3\nsource: {{format: folder, path: {source}}}\n"
+        "train/caf\\xe9/a.png": "unlabelled: class 'caf\\\\xe9' is not on the card"
+    }
+    text = (
+        f"name: mine\nlicence: MIT\nclasses: from_source\nnum_classes: 3\nsource: {{format: "
+        f"folder, path: {source}}}\n"
+    )
     (tmp_path / "card.yaml").write_text(text)
     with pytest.raises(UserError, match=r"class 'caf\\udce9' is no name that can be shown"):
         load(str(tmp_path / "card.yaml"))
@@ -222,7 +268,8 @@ def test_what_is_no_file_is_listed_and_never_opened(source, tmp_path, monkeypatc
         "train/cat/zero.png": "other file: a device",
         "train/cat/gone.png": "link: to nothing",
         "train/cat/loop.png": "link: to itself",
-        "train/cat/gone.txt": "other file: a link to nothing"}
+        "train/cat/gone.txt": "other file: a link to nothing",
+    }
 
 
 def test_an_image_that_a_link_does_not_lead_to_counts_as_bad(source, tmp_path):
@@ -239,10 +286,17 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(source, tmp_p
     (source / "more" / "cats" / "new.png").write_bytes(picture(88))
     (source / "more" / "cats" / "up").symlink_to("../..")
     cat, dog = source / "train" / "cat", source / "train" / "dog"
-    for place, target in ((cat / "up", ".."), (cat / "top", "../.."), (dog / "cat", "../cat"),
-                          (cat / "out", outside), (cat / "root", "/"), (source / "train" / "slash", "../../.."),
-                          (cat / "more", "../../more/cats"), (dog / "more", "../../more/cats"),
-                          (cat / "self", "self")):
+    for place, target in (
+        (cat / "up", ".."),
+        (cat / "top", "../.."),
+        (dog / "cat", "../cat"),
+        (cat / "out", outside),
+        (cat / "root", "/"),
+        (source / "train" / "slash", "../../.."),
+        (cat / "more", "../../more/cats"),
+        (dog / "more", "../../more/cats"),
+        (cat / "self", "self"),
+    ):
         place.symlink_to(target)
     manifest, shards = run(card_of(source, max_bad_fraction=0.2), tmp_path)
     assert manifest["counts"] == {"train": 21, "test": 8}
@@ -251,11 +305,16 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(source, tmp_p
     again, out = "other file: a link to {} read anyway", "link: to a folder outside the source"
     holds = again.format("a folder that holds others which are")
     assert found == {
-        "train/cat/up": again.format("train, which is"), "train/cat/top": holds,
-        "train/dog/cat": again.format("train/cat, which is"), "train/cat/out": out,
-        "train/cat/root": holds, "train/slash": holds, "train/cat/more/up": holds,
+        "train/cat/up": again.format("train, which is"),
+        "train/cat/top": holds,
+        "train/dog/cat": again.format("train/cat, which is"),
+        "train/cat/out": out,
+        "train/cat/root": holds,
+        "train/slash": holds,
+        "train/cat/more/up": holds,
         "train/dog/more": again.format("train/cat/more, which is"),
-        "train/cat/self": "other file: a link to itself"}
+        "train/cat/self": "other file: a link to itself",
+    }
 
 
 def test_a_source_whose_folders_all_lie_elsewhere_says_so(source, tmp_path):
@@ -265,7 +324,11 @@ def test_a_source_whose_folders_all_lie_elsewhere_says_so(source, tmp_path):
     for split in ("train", "test"):
         (linked / split).symlink_to(source / split)
     store = Store(str(tmp_path / "storage"))
-    with pytest.raises(UserError, match=r"\(left out: test, train, link: to a folder outside the source; move .* holds both\)"):
+    with pytest.raises(
+        UserError,
+        match=r"\(left out: test, train, link: to a folder outside the source; move .* holds "
+        r"both\)",
+    ):
         raw_data.source_of(store, card_of(linked))
 
 
@@ -280,9 +343,16 @@ def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source, tmp_path)
     assert hashlib.sha256(wanted).hexdigest() in shards.index["sha256"].to_pylist()
 
 
-@pytest.mark.parametrize(("split", "says"), [
-    ("test", r"there are no test images in .* \(left out: test, other file: a link to train, which"),
-    ("train", r"1 of 9 images .* train \(link: to a folder outside the source")])
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        (
+            "test",
+            r"there are no test images in .* \(left out: test, other file: a link to train, which",
+        ),
+        ("train", r"1 of 9 images .* train \(link: to a folder outside the source"),
+    ],
+)
 def test_a_split_that_is_a_link_which_is_not_followed_is_named(split, says, source, tmp_path):
     (source / split).rename(tmp_path / "elsewhere")
     (source / split).symlink_to(source / "train" if split == "test" else tmp_path / "elsewhere")
@@ -296,15 +366,18 @@ def test_a_split_that_is_a_link_which_is_not_followed_is_named(split, says, sour
 
 @pytest.mark.parametrize("form", ["tar", "parquet"])
 def test_a_shard_that_is_a_link_to_nothing_is_an_error_and_what_is_none_is_listed(
-        form, source, tmp_path):
+    form, source, tmp_path
+):
     card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
     place = Path(card.source.path)
     (place / "train-notes.md").write_text("notes")
     os.mkfifo(place / f"train-pipe.{form}")
     (place / "README.md").write_text("of no split")
     run(card, tmp_path)
-    assert reasons(tmp_path) == {"train-notes.md": "other file: .md",
-                                 f"train-pipe.{form}": "other file: a named pipe"}
+    assert reasons(tmp_path) == {
+        "train-notes.md": "other file: .md",
+        f"train-pipe.{form}": "other file: a named pipe",
+    }
     (place / f"train-gone.{form}").symlink_to(f"nowhere.{form}")
     with pytest.raises(UserError, match=rf"train-gone\.{form} .* is left out \(link: to nothing\)"):
         run(card, tmp_path, "other")
@@ -330,25 +403,37 @@ def test_shards_and_members_whose_names_are_no_utf8_are_read(form, source, tmp_p
 def strings(*values: bytes) -> pa.Array:
     """Text as a file may hold it: any bytes."""
     ends = np.cumsum([0, *map(len, values)]).astype(np.int32)
-    return pa.Array.from_buffers(pa.string(), len(values), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))])
+    return pa.Array.from_buffers(
+        pa.string(), len(values), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))]
+    )
 
 
 def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(source, tmp_path):
     images = pa.array([picture(i) for i in range(3)])
-    paths = pa.StructArray.from_arrays([images, strings(b"a.png", b"caf\xe9.png", b"b.png")], ["bytes", "path"])
+    paths = pa.StructArray.from_arrays(
+        [images, strings(b"a.png", b"caf\xe9.png", b"b.png")], ["bytes", "path"]
+    )
     (tmp_path / "pq").mkdir()
     for split in ("train", "test"):
-        pq.write_table(pa.table({"image": paths, "label": strings(b"cat", b"dog", b"caf\xe9")}), tmp_path / "pq" / f"{split}.parquet")
+        pq.write_table(
+            pa.table({"image": paths, "label": strings(b"cat", b"dog", b"caf\xe9")}),
+            tmp_path / "pq" / f"{split}.parquet",
+        )
     manifest, shards = run(card_of(tmp_path / "pq", "parquet", max_bad_fraction=0.5), tmp_path)
     assert manifest["rejected"] == {"unlabelled": 2, "in train too": 2}
-    assert shards.index["key"].to_pylist()[:2] in (["train/cat/a", "train/dog/00000001"], ["train/dog/00000001", "train/cat/a"])
+    assert shards.index["key"].to_pylist()[:2] in (
+        ["train/cat/a", "train/dog/00000001"],
+        ["train/dog/00000001", "train/cat/a"],
+    )
 
 
 def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(source, tmp_path, bucket):
     client = s3.client_of(bucket.upstream)
     card = card_of(f"s3://{bucket.bucket}/data?region=us-east-1", max_bad_fraction=0.1)
     for file in sorted(p for p in source.rglob("*") if p.is_file()):
-        client.put_object(Bucket=bucket.bucket, Key=f"data/{file.relative_to(source)}", Body=file.read_bytes())
+        client.put_object(
+            Bucket=bucket.bucket, Key=f"data/{file.relative_to(source)}", Body=file.read_bytes()
+        )
     before = fingerprint(card)
     assert before == fingerprint(card_of(source))
     for name in ("README.md", "train/cat/notes.txt", "train/cat/a#1.png"):
@@ -388,8 +473,13 @@ def test_a_class_is_the_same_in_both_unicode_forms(folder, on_card, form, source
     card = card_of(source)
     if form == "parquet":
         card = parquet_card(tmp_path, source, numbers=False) if folder in CLASSES else None
-        rows = {split: [{"image": file.read_bytes(), "label": file.parent.name}
-                        for file in sorted((source / split).rglob("*.png"))] for split in ("train", "test")}
+        rows = {
+            split: [
+                {"image": file.read_bytes(), "label": file.parent.name}
+                for file in sorted((source / split).rglob("*.png"))
+            ]
+            for split in ("train", "test")
+        }
         (tmp_path / "pq").mkdir()
         for split, table in rows.items():
             pq.write_table(pa.Table.from_pylist(table), tmp_path / "pq" / f"{split}.parquet")
@@ -414,11 +504,16 @@ def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(what, sour
         path = source / "train" / (f"{name}/a.png" if what == "folders" else f"cat/{name}.png")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(picture(len(name)))
-    with pytest.raises(UserError, match=r"the same name in two Unicode forms \(NFC and NFD\)") as error:
+    with pytest.raises(
+        UserError, match=r"the same name in two Unicode forms \(NFC and NFD\)"
+    ) as error:
         run(card_of(source), tmp_path)
     assert str(error.value).isascii()
     file = tmp_path / "card.yaml"
-    text = "name: mine\nlicence: MIT\nclasses: {}\nnum_classes: {}\nsource: {{format: folder, path: {}}}\n"
+    text = (
+        "name: mine\nlicence: MIT\nclasses: {}\nnum_classes: {}\nsource: {{format: folder, "
+        "path: {}}}\n"
+    )
     file.write_text(text.format("from_source", 4 if what == "folders" else 2, source))
     if what == "folders":
         with pytest.raises(UserError, match="two Unicode forms"):
@@ -444,8 +539,11 @@ def test_the_fingerprint_follows_names_and_sizes(source):
 
 @pytest.mark.parametrize("form", ["folder", "tar", "parquet"])
 def test_the_fingerprint_follows_nothing_beside_the_images(form, source, tmp_path):
-    make = {"folder": lambda: card_of(source), "tar": lambda: tar_card(tmp_path, source),
-            "parquet": lambda: parquet_card(tmp_path, source)}[form]
+    make = {
+        "folder": lambda: card_of(source),
+        "tar": lambda: tar_card(tmp_path, source),
+        "parquet": lambda: parquet_card(tmp_path, source),
+    }[form]
     card = make()
     place = Path(card.source.path)
     names = ["README.txt", "Thumbs.db", "notes/more.png", "notes/more.tar", "train-notes.txt"]
@@ -464,13 +562,16 @@ def test_the_fingerprint_follows_nothing_beside_the_images(form, source, tmp_pat
     assert fingerprint(card) is None, "a note alone is no source"
 
 
-@pytest.mark.parametrize(("changes", "sentence"), [
-    ({"counts": {"train": 21, "test": 8}}, "promises 21 train"),
-    ({"content": "0" * 64}, "promises content 0000"),
-    ({"classes": ["cat", "dog", "fox"]}, "class 'fox' has no train images"),
-    ({"source": {"splits": {"train": "train", "test": "exam"}}}, "no test images"),
-    ({"source": {"splits": {"train": "lesson", "test": "exam"}}}, "holds no images"),
-])
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"counts": {"train": 21, "test": 8}}, "promises 21 train"),
+        ({"content": "0" * 64}, "promises content 0000"),
+        ({"classes": ["cat", "dog", "fox"]}, "class 'fox' has no train images"),
+        ({"source": {"splits": {"train": "train", "test": "exam"}}}, "no test images"),
+        ({"source": {"splits": {"train": "lesson", "test": "exam"}}}, "holds no images"),
+    ],
+)
 def test_what_the_card_promises_must_be_found(source, tmp_path, changes, sentence):
     with pytest.raises(UserError, match=sentence):
         run(card_of(source, **changes), tmp_path)
@@ -479,7 +580,10 @@ def test_what_the_card_promises_must_be_found(source, tmp_path, changes, sentenc
 
 def test_the_content_digest_follows_images_and_not_shards(source, tmp_path):
     content = run(card_of(source), tmp_path, "a")[0]["content"]
-    assert run(card_of(source, shard_images=3, content=content), tmp_path, "b")[0]["content"] == content
+    assert (
+        run(card_of(source, shard_images=3, content=content), tmp_path, "b")[0]["content"]
+        == content
+    )
     (source / "train" / "cat" / "00.png").write_bytes(picture(7))
     assert run(card_of(source), tmp_path, "c")[0]["content"] != content
 
@@ -489,12 +593,22 @@ def test_test_images_are_held_out_by_class_where_the_source_has_none(source, tmp
     manifest, shards = run(card_of(source, source=splits, test_fraction=0.3), tmp_path)
     assert manifest["counts"] == {"train": 14, "test": 6}
     assert all(shards.select("test", [name]).num_rows == 3 for name in CLASSES)
-    _, again = run(card_of(source, source=splits, test_fraction=0.3, classes=["dog"], max_bad_fraction=1), tmp_path, "dogs")
-    assert again.select("test", ["dog"])["key"].to_pylist() == shards.select("test", ["dog"])["key"].to_pylist()
+    _, again = run(
+        card_of(source, source=splits, test_fraction=0.3, classes=["dog"], max_bad_fraction=1),
+        tmp_path,
+        "dogs",
+    )
+    assert (
+        again.select("test", ["dog"])["key"].to_pylist()
+        == shards.select("test", ["dog"])["key"].to_pylist()
+    )
 
 
 def test_classes_from_source_are_the_folders_and_must_be_as_many_as_promised(source, tmp_path):
-    text = f"name: mine\nlicence: MIT\nclasses: from_source\nnum_classes: {{}}\nsource: {{{{format: folder, path: {source}}}}}\n"
+    text = (
+        f"name: mine\nlicence: MIT\nclasses: from_source\nnum_classes: {{}}\nsource: "
+        f"{{{{format: folder, path: {source}}}}}\n"
+    )
     file = tmp_path / "card.yaml"
     file.write_text(text.format(2))
     assert load(str(file)).classes == CLASSES
@@ -510,9 +624,18 @@ def parquet_card(folder: Path, source: Path, as_struct: bool = True, numbers: bo
         for file in sorted((source / split).rglob("*.png")):
             label = CLASSES.index(file.parent.name) if numbers else file.parent.name
             data = file.read_bytes()
-            rows.append({"img": {"bytes": data, "path": file.name} if as_struct else data, "fine_label": label})
+            rows.append(
+                {
+                    "img": {"bytes": data, "path": file.name} if as_struct else data,
+                    "fine_label": label,
+                }
+            )
         (folder / "pq").mkdir(exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows), folder / "pq" / f"{split}-00000-of-00001.parquet", row_group_size=6)
+        pq.write_table(
+            pa.Table.from_pylist(rows),
+            folder / "pq" / f"{split}-00000-of-00001.parquet",
+            row_group_size=6,
+        )
     return card_of(folder / "pq", "parquet", source={"image": "img", "label": "fine_label"})
 
 
@@ -524,7 +647,9 @@ def digests(shards: Shards) -> set[tuple[str, str, str]]:
 @pytest.mark.parametrize("numbers", [True, False])
 def test_parquet_gives_the_images_of_the_folder(source, tmp_path, as_struct, numbers):
     _, folder = run(card_of(source), tmp_path, "folder")
-    _, parquet = run(parquet_card(tmp_path, source, as_struct, numbers), tmp_path, "parquet", threads)
+    _, parquet = run(
+        parquet_card(tmp_path, source, as_struct, numbers), tmp_path, "parquet", threads
+    )
     assert digests(parquet) == digests(folder)
     assert len(digests(parquet)) == 28
 
@@ -532,7 +657,11 @@ def test_parquet_gives_the_images_of_the_folder(source, tmp_path, as_struct, num
 def test_parquet_rows_without_image_or_label_are_listed(source, tmp_path):
     card = parquet_card(tmp_path, source, as_struct=False)
     table = pq.read_table(tmp_path / "pq" / "train-00000-of-00001.parquet").to_pylist()
-    table += [{"img": None, "fine_label": 0}, {"img": picture(1), "fine_label": None}, {"img": picture(1), "fine_label": 9}]
+    table += [
+        {"img": None, "fine_label": 0},
+        {"img": picture(1), "fine_label": None},
+        {"img": picture(1), "fine_label": 9},
+    ]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "pq" / "train-00000-of-00001.parquet")
     manifest, _ = run(card.model_copy(update={"max_bad_fraction": 0.2}), tmp_path)
     assert manifest["rejected"] == {"corrupt": 1, "unlabelled": 2}
@@ -550,7 +679,10 @@ def tar_card(folder: Path, source: Path, **extra: bytes) -> Card:
     for split in ("train", "test"):
         with tarfile.open(folder / "tars" / f"{split}-0.tar", "w") as tar:
             for n, file in enumerate(sorted((source / split).rglob("*.png"))):
-                for suffix, data in (("png", file.read_bytes()), ("cls", str(CLASSES.index(file.parent.name)).encode())):
+                for suffix, data in (
+                    ("png", file.read_bytes()),
+                    ("cls", str(CLASSES.index(file.parent.name)).encode()),
+                ):
                     member = tarfile.TarInfo(f"{n:04d}.{suffix}")
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
@@ -641,24 +773,33 @@ def test_a_flipped_bit_in_a_shard_is_detected(source, tmp_path):
         shards.verify(row["key"], found, row["sha256"])
 
 
-@pytest.mark.skipif(not (DATA / "real7").exists(), reason=f"no real data in {DATA}; set ACCRETE_DATA")
+@pytest.mark.skipif(
+    not (DATA / "real7").exists(), reason=f"no real data in {DATA}; set ACCRETE_DATA"
+)
 def test_a_real_data_set_holds_what_its_card_promises(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCRETE_DATA", str(DATA))
     card = load("real7-scripts")
     manifest, shards = run(card, tmp_path, map_fn=threads)
     assert manifest["rejected"] == {}
-    assert hashlib.sha256(shards.read(*(shards.index[n][0].as_py() for n in ("shard", "offset", "bytes")))).hexdigest() == (
-        shards.index["sha256"][0].as_py())
+    assert hashlib.sha256(
+        shards.read(*(shards.index[n][0].as_py() for n in ("shard", "offset", "bytes")))
+    ).hexdigest() == (shards.index["sha256"][0].as_py())
 
 
 # ---- images without labels -----------------------------------------------------------------------------------------------
 def without_labels(card: Card) -> Card:
-    return card.model_copy(update={"classes": ("image",), "source": card.source.model_copy(update={"label": None})})
+    return card.model_copy(
+        update={"classes": ("image",), "source": card.source.model_copy(update={"label": None})}
+    )
 
 
 @pytest.mark.parametrize("form", ["folder", "parquet", "tar"])
 def test_images_without_labels_are_of_the_one_class_of_their_card(source, tmp_path, form):
-    card = {"folder": lambda: card_of(source), "parquet": lambda: parquet_card(tmp_path, source), "tar": lambda: tar_card(tmp_path, source)}[form]()
+    card = {
+        "folder": lambda: card_of(source),
+        "parquet": lambda: parquet_card(tmp_path, source),
+        "tar": lambda: tar_card(tmp_path, source),
+    }[form]()
     wanted = digests(run(card, tmp_path, "labelled")[1])
     if form == "folder":  # directly in the split, and test images are not asked for
         for split in ("train", "test"):
@@ -677,12 +818,19 @@ def test_images_without_labels_are_of_the_one_class_of_their_card(source, tmp_pa
 
 def test_a_card_without_labels_has_one_class(source, tmp_path):
     file = tmp_path / "card.yaml"
-    body = "name: pictures\nlicence: MIT\nsource: {format: folder, path: %s, label: null}\nclasses: %s\n"
+    body = (
+        "name: pictures\nlicence: MIT\nsource: {format: folder, path: %s, label: "
+        "null}\nclasses: %s\n"
+    )
     file.write_text(body % (source, "[image]"))
     assert load(str(file)).source.label is None
     file.write_text((body % (source, "[image]")).replace("null", "''"))
     with pytest.raises(UserError, match=r"source\.label is ''"):
         load(str(file))
     file.write_text(body % (source, "[cat, dog]"))
-    with pytest.raises(UserError, match=r"source\.label is null, so that all images are of one class, and 2 classes are listed"):
+    with pytest.raises(
+        UserError,
+        match=r"source\.label is null, so that all images are of one class, and 2 classes are "
+        r"listed",
+    ):
         load(str(file))

@@ -29,19 +29,43 @@ def publish(store: Store, key: str, files: dict[str, bytes]) -> bool:
 
 def test_keys_are_pinned():
     """A change of the key function would orphan every stored result: it must be made on purpose, by raising KEY_VERSION."""
-    inputs = {"step": "train", "lambda": 0.9, "epochs": 3, "classes": ["a", "b"], "compile": False, "select": None}
+    inputs = {
+        "step": "train",
+        "lambda": 0.9,
+        "epochs": 3,
+        "classes": ["a", "b"],
+        "compile": False,
+        "select": None,
+    }
     assert key_of(inputs, ["p1", "p2"]) == "efe562425d7f48298519f134b8987744"
 
 
 def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any():
     plain, once, twice, thrice = (
-        key_of(key_inputs(settings), []) for settings in
-        (DataSettings(), DataSettings(repeats=1), DataSettings(repeats=2), DataSettings(repeats=3)))
+        key_of(key_inputs(settings), [])
+        for settings in (
+            DataSettings(),
+            DataSettings(repeats=1),
+            DataSettings(repeats=2),
+            DataSettings(repeats=3),
+        )
+    )
     assert plain == once == "6a906f7e9952c4e2a390cdaef6ab21f4"
     assert len({plain, twice, thrice}) == 3
 
 
-@pytest.mark.parametrize("pair", [(1, 1.0), (1, "1"), (True, 1), (None, "None"), (["a", "b"], ["ab"]), ({"a": 1}, [["a", 1]]), ([], {})])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (1, 1.0),
+        (1, "1"),
+        (True, 1),
+        (None, "None"),
+        (["a", "b"], ["ab"]),
+        ({"a": 1}, [["a", 1]]),
+        ([], {}),
+    ],
+)
 def test_values_of_different_types_have_different_keys(pair):
     assert key_of({"x": pair[0]}, []) != key_of({"x": pair[1]}, [])
 
@@ -82,7 +106,9 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path, harm):
     assert "state.safetensors" in found.reason
     store.withdraw("k")
     assert Artefact.open(store.root, "k") is None
-    assert (tmp_path / "stages" / "k" / artefact.manifest["attempt"] / "other").exists(), "what is whole may be all that is left"
+    assert (tmp_path / "stages" / "k" / artefact.manifest["attempt"] / "other").exists(), (
+        "what is whole may be all that is left"
+    )
     assert publish(store, "k", {"state.safetensors": b"again"})
 
 
@@ -97,7 +123,9 @@ def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path):
     artefact = Artefact.need(root, "k")
     assert artefact.read("a") == b"first"
     assert set(artefact.manifest["files"]) == {"a"}
-    assert sorted(p.name for p in (tmp_path / "k").iterdir()) == sorted(["manifest.json", first.name])
+    assert sorted(p.name for p in (tmp_path / "k").iterdir()) == sorted(
+        ["manifest.json", first.name]
+    )
 
 
 def test_a_filesystem_without_hard_links_will_do(tmp_path, monkeypatch):
@@ -117,7 +145,14 @@ def test_a_half_written_manifest_is_no_result(tmp_path):
     publish(store, "k", {"a": b"1"})
     path = tmp_path / "stages" / "k" / "manifest.json"
     whole = path.read_text()
-    for text in (whole[:40], json.dumps({"kind": "train"}), "[]", whole.replace("train", "trawn"), whole + "x", ""):
+    for text in (
+        whole[:40],
+        json.dumps({"kind": "train"}),
+        "[]",
+        whole.replace("train", "trawn"),
+        whole + "x",
+        "",
+    ):
         path.write_text(text)
         assert Artefact.open(store.root, "k") is None
         found = store.look_up(stage("k"))
@@ -129,10 +164,23 @@ def test_a_half_written_manifest_is_no_result(tmp_path):
 
 
 def test_a_miss_explains_itself():
-    before = {"stages": [{"id": "meat/a/train", "key": "old", "inputs": {"lambda": 0.9, "train": {"epochs": 3}}}]}
-    assert why(stage("new", {"lambda": 0.8, "train": {"epochs": 3}}), before) == "changed lambda: 0.9 -> 0.8"
-    assert why(stage("new", {"lambda": 0.9, "train": {"epochs": 4}}), before) == "changed train.epochs: 3 -> 4"
-    assert why(stage("new", {"lambda": 0.9, "train": {"epochs": 3}}), before) == "an earlier stage changed"
+    before = {
+        "stages": [
+            {"id": "meat/a/train", "key": "old", "inputs": {"lambda": 0.9, "train": {"epochs": 3}}}
+        ]
+    }
+    assert (
+        why(stage("new", {"lambda": 0.8, "train": {"epochs": 3}}), before)
+        == "changed lambda: 0.9 -> 0.8"
+    )
+    assert (
+        why(stage("new", {"lambda": 0.9, "train": {"epochs": 4}}), before)
+        == "changed train.epochs: 3 -> 4"
+    )
+    assert (
+        why(stage("new", {"lambda": 0.9, "train": {"epochs": 3}}), before)
+        == "an earlier stage changed"
+    )
     assert why(stage("old", {"lambda": 0.9, "train": {"epochs": 3}}), before) == "not finished"
     assert why(stage("any"), None) == "new"
 
@@ -141,7 +189,15 @@ def test_garbage_is_what_no_named_run_needs(tmp_path):
     store = Store(str(tmp_path))
     publish(store, "kept", {"a": b"1"})
     publish(store, "lost", {"a": b"12345"})
-    store.save_record({"name": "r", "stages": [{"id": "a", "key": "kept", "step": "train"}, {"id": "b", "key": "unfinished", "step": "train"}]})
+    store.save_record(
+        {
+            "name": "r",
+            "stages": [
+                {"id": "a", "key": "kept", "step": "train"},
+                {"id": "b", "key": "unfinished", "step": "train"},
+            ],
+        }
+    )
     Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
     assert [path for path, _ in store.garbage()] == ["stages/lost"]
     assert store.garbage()[0][1] > 5
@@ -158,9 +214,14 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
     assert store.garbage() == []
     publish(store, "k", {"a": b"1"})
-    assert not {interrupted.name, damaged.name} & {path.name for path in (tmp_path / "stages" / "k").iterdir()}, "on a disk they go with it"
+    assert not {interrupted.name, damaged.name} & {
+        path.name for path in (tmp_path / "stages" / "k").iterdir()
+    }, "on a disk they go with it"
     interrupted.write("a", b"half")  # it was not dead, and is dropped when it would commit
-    assert {path for path, _ in store.garbage()} == {"checkpoints/k", f"stages/k/{interrupted.name}"}
+    assert {path for path, _ in store.garbage()} == {
+        "checkpoints/k",
+        f"stages/k/{interrupted.name}",
+    }
     assert not interrupted.commit({})
 
 
@@ -191,10 +252,16 @@ def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path):
     assert join(store.storage, "sources").startswith(str(tmp_path))
 
 
-def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_has_its_own_reason(monkeypatch):
+def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_has_its_own_reason(
+    monkeypatch,
+):
     """No look-up answers before eight are under way."""
     graph = Graph.of("g", [Stage(f"s{i}", "train", f"key-{i}", {"lambda": i}) for i in range(32)])
-    previous = {"stages": [{"id": s.id, "key": "old", "inputs": {"lambda": 7}} for s in graph if s.id != "s31"]}
+    previous = {
+        "stages": [
+            {"id": s.id, "key": "old", "inputs": {"lambda": 7}} for s in graph if s.id != "s31"
+        ]
+    }
     together = threading.Barrier(8)
 
     def look_up(self, stage, before, verify):
@@ -204,4 +271,8 @@ def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_h
     monkeypatch.setattr(Store, "look_up", look_up)
     found = look_up_all(graph, Store("s3://bucket/storage"), previous)
     assert list(found) == [f"s{i}" for i in range(32)]
-    assert (found["s3"].reason, found["s7"].reason, found["s31"].reason) == ("changed lambda: 7 -> 3", "an earlier stage changed", "new")
+    assert (found["s3"].reason, found["s7"].reason, found["s31"].reason) == (
+        "changed lambda: 7 -> 3",
+        "an earlier stage changed",
+        "new",
+    )

@@ -6,54 +6,87 @@ import pytest
 from pipeline import metrics
 from workers.errors import UserError
 
-R = [[.90, .97, .12, .08], [.93, .80, .15, .11], [.85, .86, .92, .14], [.60, .75, .95, .88]]
+R = [
+    [0.90, 0.97, 0.12, 0.08],
+    [0.93, 0.80, 0.15, 0.11],
+    [0.85, 0.86, 0.92, 0.14],
+    [0.60, 0.75, 0.95, 0.88],
+]
 COUNTS = np.rint(np.array(R) * 100).astype(int)
 TOTALS = np.full((4, 4), 100)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("average_accuracy", .795), ("micro_average_accuracy", .795), ("last_accuracy", .795),
-    ("average_incremental_accuracy", (.9 + .865 + 2.63 / 3 + .795) / 4), ("forgetting", .136667), ("forgetting_first", .106667),
-    ("backward_transfer", -.106667), ("learning_accuracy", .875),
-    ("forgetting_continuum_pre_2022_05", (.93 - .60 + .80 - .75) / 3)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("average_accuracy", 0.795),
+        ("micro_average_accuracy", 0.795),
+        ("last_accuracy", 0.795),
+        ("average_incremental_accuracy", (0.9 + 0.865 + 2.63 / 3 + 0.795) / 4),
+        ("forgetting", 0.136667),
+        ("forgetting_first", 0.106667),
+        ("backward_transfer", -0.106667),
+        ("learning_accuracy", 0.875),
+        ("forgetting_continuum_pre_2022_05", (0.93 - 0.60 + 0.80 - 0.75) / 3),
+    ],
+)
 def test_the_worked_case_gives_its_numbers(name, value):
     assert metrics.all_metrics(COUNTS, TOTALS)[name] == pytest.approx(value, abs=1e-6)
     assert metrics.all_metrics(R)[name] == pytest.approx(value, abs=1e-6)
 
 
 def test_the_worked_case_has_average_incremental_accuracy_of_859_thousandths():
-    assert round(metrics.average_incremental_accuracy(R), 3) == .859
+    assert round(metrics.average_incremental_accuracy(R), 3) == 0.859
 
 
-CLASS_INCREMENTAL = [[.9, 0, 0, 0], [.7, .8, 0, 0], [.75, .6, .85, 0], [.5, .4, .6, .8]]
+CLASS_INCREMENTAL = [[0.9, 0, 0, 0], [0.7, 0.8, 0, 0], [0.75, 0.6, 0.85, 0], [0.5, 0.4, 0.6, 0.8]]
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("average_incremental_accuracy", .7395833), ("last_accuracy", .575), ("forgetting", .35), ("forgetting_continuum_pre_2022_05", .2666667),
-    ("backward_transfer", -.35), ("backward_transfer_all_pairs", -.2666667)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("average_incremental_accuracy", 0.7395833),
+        ("last_accuracy", 0.575),
+        ("forgetting", 0.35),
+        ("forgetting_continuum_pre_2022_05", 0.2666667),
+        ("backward_transfer", -0.35),
+        ("backward_transfer_all_pairs", -0.2666667),
+    ],
+)
 def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(name, value):
     """The first task counts in the average; the older formula of forgetting is what DyTox's tables were made with."""
     assert metrics.all_metrics(CLASS_INCREMENTAL)[name] == pytest.approx(value, abs=1e-7)
-    assert metrics.pooled_accuracies(CLASS_INCREMENTAL) == pytest.approx([.9, .75, .7333333, .575], abs=1e-7)
+    assert metrics.pooled_accuracies(CLASS_INCREMENTAL) == pytest.approx(
+        [0.9, 0.75, 0.7333333, 0.575], abs=1e-7
+    )
 
 
 def test_the_old_continuum_formula_overlooks_the_second_last_task_and_the_model_after_it():
-    r = [[.9, 0, 0], [.8, .7, 0], [.6, .5, .8]]
-    assert [row["forgetting_continuum_pre_2022_05"] for row in metrics.over_time(r)] == pytest.approx([0, 0, .15])
-    assert [row["forgetting"] for row in metrics.over_time(r)] == pytest.approx([0, .1, .25])
+    r = [[0.9, 0, 0], [0.8, 0.7, 0], [0.6, 0.5, 0.8]]
+    assert [
+        row["forgetting_continuum_pre_2022_05"] for row in metrics.over_time(r)
+    ] == pytest.approx([0, 0, 0.15])
+    assert [row["forgetting"] for row in metrics.over_time(r)] == pytest.approx([0, 0.1, 0.25])
 
 
 def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro():
     correct, total = [[9, 0], [5, 900]], [[10, 1000], [10, 1000]]
-    assert metrics.average_accuracy(correct, total) == pytest.approx(.7)
+    assert metrics.average_accuracy(correct, total) == pytest.approx(0.7)
     assert metrics.micro_average_accuracy(correct, total) == pytest.approx(905 / 1010)
     assert metrics.last_accuracy(correct, total) == pytest.approx(905 / 1010)
-    assert metrics.average_incremental_accuracy(correct, total) == pytest.approx((.9 + 905 / 1010) / 2)
+    assert metrics.average_incremental_accuracy(correct, total) == pytest.approx(
+        (0.9 + 905 / 1010) / 2
+    )
 
 
 def test_one_task_has_no_forgetting():
     values = metrics.all_metrics([[3]], [[4]])
-    assert values["average_accuracy"] == values["average_incremental_accuracy"] == values["learning_accuracy"] == .75
+    assert (
+        values["average_accuracy"]
+        == values["average_incremental_accuracy"]
+        == values["learning_accuracy"]
+        == 0.75
+    )
     assert values["forgetting"] == values["forgetting_first"] == values["backward_transfer"] == 0
 
 
@@ -70,7 +103,7 @@ def test_a_hundred_tasks_of_more_than_a_thousand_classes_in_small_integers_do_no
 
 def test_integer_rates_are_accepted():
     assert metrics.forgetting([[1, 0], [0, 1]]) == 1
-    assert metrics.average_accuracy(np.eye(2, dtype=int)) == .5
+    assert metrics.average_accuracy(np.eye(2, dtype=int)) == 0.5
 
 
 def test_inputs_are_not_changed():
@@ -104,8 +137,8 @@ def test_a_metric_that_needs_a_missing_entry_is_nan_and_the_others_stand(marker)
     values = metrics.all_metrics(correct, total)
     assert np.isnan(values["forgetting"])
     assert np.isnan(values["average_incremental_accuracy"])
-    assert values["average_accuracy"] == pytest.approx(.795)
-    assert values["forgetting_first"] == pytest.approx(.106667, abs=1e-6)
+    assert values["average_accuracy"] == pytest.approx(0.795)
+    assert values["forgetting_first"] == pytest.approx(0.106667, abs=1e-6)
 
 
 def test_an_unfinished_run_has_the_metrics_of_its_finished_rows():
@@ -118,13 +151,15 @@ def test_an_unfinished_run_has_the_metrics_of_its_finished_rows():
 
 def test_a_matrix_that_is_not_square_is_refused_with_its_shape():
     with pytest.raises(UserError, match=r"shape \(1, 2\); it must be square"):
-        metrics.forgetting([[.5, .5]])
+        metrics.forgetting([[0.5, 0.5]])
     with pytest.raises(UserError, match="same entries"):
-        metrics.forgetting([[.5, .5], [.5, .5]], [[1, 1, 1]])
+        metrics.forgetting([[0.5, 0.5], [0.5, 0.5]], [[1, 1, 1]])
 
 
 def test_order_disparity_is_the_range_of_each_task_over_orders():
-    assert metrics.order_disparity([[.9, .5, .7], [.6, .5, .8], [.7, .5, .75]]) == pytest.approx([.3, 0, .1])
-    assert np.isnan(metrics.order_disparity([[.9, .5], [np.nan, .6]])).tolist() == [True, False]
+    assert metrics.order_disparity(
+        [[0.9, 0.5, 0.7], [0.6, 0.5, 0.8], [0.7, 0.5, 0.75]]
+    ) == pytest.approx([0.3, 0, 0.1])
+    assert np.isnan(metrics.order_disparity([[0.9, 0.5], [np.nan, 0.6]])).tolist() == [True, False]
     with pytest.raises(UserError, match="a row for each order"):
-        metrics.order_disparity([.9, .5])
+        metrics.order_disparity([0.9, 0.5])

@@ -64,7 +64,9 @@ def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up():
     assert queue.offer([])[1] == {4: ["node-1"]}
     queue.abandon(4, "node lost", True)
     events, up = queue.offer([])
-    assert [(e.kind, e.message, e.body) for e in events] == [("lost", "node lost", {"nodes": ["node-1"], "moved": True})]
+    assert [(e.kind, e.message, e.body) for e in events] == [
+        ("lost", "node lost", {"nodes": ["node-1"], "moved": True})
+    ]
     assert up == {}
 
 
@@ -75,7 +77,9 @@ def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_
     queue.next(0)
     queue.joined(0, ["node-2", "node-3"])
     events, up = queue.offer([])
-    assert [(e.kind, e.body) for e in events] == [("lost", {"nodes": ["node-1", "node-2"], "moved": False})]
+    assert [(e.kind, e.body) for e in events] == [
+        ("lost", {"nodes": ["node-1", "node-2"], "moved": False})
+    ]
     assert up == {0: ["node-2", "node-3"]}
 
 
@@ -117,7 +121,9 @@ def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group(
     queue.next(0)
     queue.post(0, Event("lost", "a", "a worker of its group is gone"))
     queue.post(0, Event("lost", "a", "a worker of its group is gone"))
-    assert [(e.kind, e.body["nodes"]) for e in queue.offer([])[0]] == [("lost", ["node-1", "node-2"])]
+    assert [(e.kind, e.body["nodes"]) for e in queue.offer([])[0]] == [
+        ("lost", ["node-1", "node-2"])
+    ]
 
 
 def test_a_closed_queue_stops_every_group():
@@ -167,11 +173,18 @@ def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed):
     offers, there, last = Offers(), list[Offer](), None
     for number in range(200):
         if there and rng.random() < 0.5:
-            best = max(there, key=lambda o: (o.depth, last is not None and last.id in o.stage.parents))
+            best = max(
+                there, key=lambda o: (o.depth, last is not None and last.id in o.stage.parents)
+            )
             there.remove(best)
             last = offers.take(last)
             assert last is best.stage
         else:
-            there.append(Offer(rng.randrange(3), stage(f"s{number}", *(f"s{rng.randrange(number)}" for _ in range(3) if number))))
+            there.append(
+                Offer(
+                    rng.randrange(3),
+                    stage(f"s{number}", *(f"s{rng.randrange(number)}" for _ in range(3) if number)),
+                )
+            )
             offers.append(there[-1])
         assert len(offers) == len(there)

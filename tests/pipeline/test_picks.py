@@ -22,7 +22,13 @@ def picks(after: int, task: int) -> dict[str, Any]:
     counts = [0] * (after + 1)
     counts[task] = right
     counts[0] += total - right
-    return {"candidates": NAMES[: after + 1], "picked": counts, "right": right, "confidence_right": 0.9, "confidence_wrong": 0.4 if task else None}
+    return {
+        "candidates": NAMES[: after + 1],
+        "picked": counts,
+        "right": right,
+        "confidence_right": 0.9,
+        "confidence_wrong": 0.4 if task else None,
+    }
 
 
 @pytest.fixture
@@ -32,14 +38,18 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTables:
     fake_run.write(str(tmp_path))
     found = RunTables.load(str(tmp_path), fake_run.record())
     for after, name in enumerate(NAMES):
-        for task, row in enumerate(found.artefacts[f"finetune/{name}/evaluate"].manifest["result"]["rows"]):
+        for task, row in enumerate(
+            found.artefacts[f"finetune/{name}/evaluate"].manifest["result"]["rows"]
+        ):
             row["picks"] = picks(after, task)
     return found
 
 
 def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables):
     rows = tables.picks("finetune")
-    assert [(r["after"], r["task"]) for r in rows] == [(NAMES[t], NAMES[i]) for t in range(4) for i in range(t + 1)]
+    assert [(r["after"], r["task"]) for r in rows] == [
+        (NAMES[t], NAMES[i]) for t in range(4) for i in range(t + 1)
+    ]
     birds = next(r for r in rows if (r["after"], r["task"]) == ("roots", "birds"))
     assert (birds["images"], birds["right"], birds["share_right"]) == (120, 90, 0.75)
     assert (birds["confidence_right"], birds["confidence_wrong"]) == (0.9, 0.4)
@@ -57,26 +67,49 @@ def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTab
     assert earlier is not None
     assert earlier[0].tolist() == [[200, 0], [30, 90]]
     assert "picked-finetune.png" in {p.name for p in figures.of_label(tables, "finetune", [])}
-    assert len(plots.png(plots.confusion(counts, tasks, "x", ["mask 0", "mask 1", "mask 2", "mask 3", "mask 4"][:4]))) > 1000
-    assert len(plots.png(figures.picked_figure("x", counts[:2], tasks[:2], candidates))) > 1000, "as many columns as there are"
+    assert (
+        len(
+            plots.png(
+                plots.confusion(
+                    counts, tasks, "x", ["mask 0", "mask 1", "mask 2", "mask 3", "mask 4"][:4]
+                )
+            )
+        )
+        > 1000
+    )
+    assert len(plots.png(figures.picked_figure("x", counts[:2], tasks[:2], candidates))) > 1000, (
+        "as many columns as there are"
+    )
 
 
 def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables):
     text = page.picks(tables, "finetune")
     assert "After roots" in text
-    assert "<td class=left>leaves</td><td>150</td><td>74.7 %</td><td>90.0 %</td><td>40.0 %</td><td>leaves</td>" in text
-    assert "<td class=left>shapes</td><td>200</td><td>100.0 %</td><td>90.0 %</td><td><span class=soft>-</span></td>" in text
+    assert (
+        "<td class=left>leaves</td><td>150</td><td>74.7 %</td><td>90.0 %</td><td>40.0 "
+        "%</td><td>leaves</td>" in text
+    )
+    assert (
+        "<td class=left>shapes</td><td>200</td><td>100.0 %</td><td>90.0 %</td><td><span "
+        "class=soft>-</span></td>" in text
+    )
     assert page.picks(tables, "finetune") in page.page(tables, [], {"finetune": []}, "")
 
 
 def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables):
     points = entries.pick_points(tables.picks("finetune"))
-    assert [(p.name, p.step) for p in points[:3]] == [("picked_right/shapes", 0), ("picked_right/shapes", 1), ("picked_right/birds", 1)]
+    assert [(p.name, p.step) for p in points[:3]] == [
+        ("picked_right/shapes", 0),
+        ("picked_right/shapes", 1),
+        ("picked_right/birds", 1),
+    ]
     assert points[2].value == 0.75
     found = entries.method_files(tables, "finetune")
     assert {"picked.png", "picked.csv", "picks.csv"} <= found.keys()
     assert found["picked.csv"].decode().splitlines()[2] == "birds,30,90,0,0"
-    assert entries.of_label({"picked-finetune.png": b"x"}, "finetune") == {"report/picked.png": b"x"}
+    assert entries.of_label({"picked-finetune.png": b"x"}, "finetune") == {
+        "report/picked.png": b"x"
+    }
 
 
 def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(tables: RunTables):
@@ -84,4 +117,7 @@ def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(tab
     assert tables.picked("meat") is None
     assert page.picks(tables, "meat") == ""
     assert "picked.png" not in entries.method_files(tables, "meat")
-    assert entries.pick_points([{"task": "x", "images": 0, "share_right": math.nan, "after_index": 0}]) == []
+    assert (
+        entries.pick_points([{"task": "x", "images": 0, "share_right": math.nan, "after_index": 0}])
+        == []
+    )

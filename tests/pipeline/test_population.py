@@ -13,7 +13,10 @@ SPACE = Space({"methods.meat.lambda": Uniform(dist="uniform", low=0.0, high=1.0)
 
 
 def record(number: int, *accuracies: float) -> dict[str, Any]:
-    rounds = [{"params": {"methods.meat.lambda": number / 10}, "accuracy": accuracy} for accuracy in accuracies]
+    rounds = [
+        {"params": {"methods.meat.lambda": number / 10}, "accuracy": accuracy}
+        for accuracy in accuracies
+    ]
     return {"number": number, "rounds": rounds, "results": [], "history": {}}
 
 
@@ -22,19 +25,26 @@ def parents(records: list[dict[str, Any]], position: int = 1, seed: int = 0) -> 
 
 
 def test_the_lower_quarter_takes_over_from_the_upper_one() -> None:
-    records = [record(n, accuracy) for n, accuracy in enumerate((0.5, 0.9, 0.1, 0.8, 0.6, 0.2, 0.7, 0.4))]
+    records = [
+        record(n, accuracy) for n, accuracy in enumerate((0.5, 0.9, 0.1, 0.8, 0.6, 0.2, 0.7, 0.4))
+    ]
     found = parents(records)
     assert {n for n, parent in enumerate(found) if parent != n} == {2, 5}
     assert {found[2], found[5]} <= {1, 3}
     assert {parents(records, seed=seed)[2] for seed in range(20)} == {1, 3}
     for number in (2, 5):
         start = start_of(number, 1, records, SPACE, 0)
-        assert start == start_of(number, 1, records[::-1], SPACE, 0), "the order in which records are read says nothing"
+        assert start == start_of(number, 1, records[::-1], SPACE, 0), (
+            "the order in which records are read says nothing"
+        )
         assert start.params != records[start.parent]["rounds"][0]["params"]
     assert start_of(1, 1, records, SPACE, 0).params == {"methods.meat.lambda": 0.1}
 
 
-@pytest.mark.parametrize(("accuracies", "expected"), [([0.3], [0]), ([0.3, 0.3], [0, 1]), ([0.2, 0.3], [1, 1]), ([0.3, 0.2, 0.1], [0, 1, 0])])
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [([0.3], [0]), ([0.3, 0.3], [0, 1]), ([0.2, 0.3], [1, 1]), ([0.3, 0.2, 0.1], [0, 1, 0])],
+)
 def test_small_and_equal_populations(accuracies: list[float], expected: list[int]) -> None:
     assert parents([record(n, accuracy) for n, accuracy in enumerate(accuracies)]) == expected
 

@@ -23,7 +23,12 @@ from tests import small_run
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Three tasks, one of them the base, under a star and a chain."""
     folder = tmp_path_factory.mktemp("predict")
-    config = small_run.write_config(folder / "config.yaml", small_run.make_body(folder, small_run.make_cards(folder, ("base", "a", "b")), ["meat", "hat"]))
+    config = small_run.write_config(
+        folder / "config.yaml",
+        small_run.make_body(
+            folder, small_run.make_cards(folder, ("base", "a", "b")), ["meat", "hat"]
+        ),
+    )
     small_run.run(["run", config], folder / "out.txt")
     return folder, config
 
@@ -37,7 +42,11 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> st
 
 def counts(folder: Path, label: str) -> dict[str, int]:
     found = small_run.results(folder / "storage")
-    return {row["task"]: row["correct"] for task in ("base", "a", "b") for row in found[f"{label}/{task}/evaluate"]["rows"]}
+    return {
+        row["task"]: row["correct"]
+        for task in ("base", "a", "b")
+        for row in found[f"{label}/{task}/evaluate"]["rows"]
+    }
 
 
 def images_of(folder: Path, task: str) -> list[Path]:
@@ -49,7 +58,18 @@ def test_predict_says_of_files_what_evaluation_counted(run, label, capsys, tmp_p
     folder, config = run
     for task, right in counts(folder, label).items():
         images = images_of(folder, task)
-        text = said(capsys, "predict", config, *images, "--method", label, "--task", task, "--csv", tmp_path / "t.csv")
+        text = said(
+            capsys,
+            "predict",
+            config,
+            *images,
+            "--method",
+            label,
+            "--task",
+            task,
+            "--csv",
+            tmp_path / "t.csv",
+        )
         with open(tmp_path / "t.csv", newline="") as stream:
             rows = list(csv.DictReader(stream))
         assert sum(row["class"] == Path(row["image"]).parent.name for row in rows) == right
@@ -60,7 +80,9 @@ def test_a_folder_is_served_after_the_run_is_gone(run, capsys, tmp_path):
     folder, config = run
     image = images_of(folder, "a")[0]
     wanted = said(capsys, "predict", config, image, "--method", "hat", "--task", "a")
-    assert "hat, 3 tasks" in said(capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "model")
+    assert "hat, 3 tasks" in said(
+        capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "model"
+    )
     assert said(capsys, "predict", tmp_path / "model", image, "--task", "a") == wanted
 
 
@@ -79,16 +101,28 @@ def test_tasks_are_listed_exported_removed_and_imported(run, capsys, tmp_path):
     assert "serves a too, 2 classes" in said(capsys, "tasks", model, "import", file)
     assert names() == ["base", "b", "a"]
     said(capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "chain")
-    assert "only tasks of a star can be imported" in said(capsys, "tasks", tmp_path / "chain", "import", file, code=2)
+    assert "only tasks of a star can be imported" in said(
+        capsys, "tasks", tmp_path / "chain", "import", file, code=2
+    )
     assert "later tasks stand on it" in said(capsys, "tasks", tmp_path / "chain", "remove", "a")
 
 
-@pytest.mark.parametrize(("argv", "sentence"), [
-    (["IMAGE"], "has several methods; choose one with --method: hat, meat"), (["IMAGE", "--method", "mat"], "--method is 'mat'"),
-    (["IMAGE", "--method", "meat"], "needs to be told the task"), (["IMAGE", "--method", "meat", "--task", "c"], "task 'c' is not served"),
-    (["no.png", "--method", "meat", "--task", "a"], "image 0 (no.png) cannot be read (No such file or directory)"),
-    (["CONFIG", "--method", "meat", "--task", "a"], "is not an image that can be read here"),
-    (["IMAGE", "--method", "meat", "--rule", "best"], "rule is 'best'"), (["IMAGE", "--method", "meat", "--task", "a", "--top", "-1"], "top is -1")])
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["IMAGE"], "has several methods; choose one with --method: hat, meat"),
+        (["IMAGE", "--method", "mat"], "--method is 'mat'"),
+        (["IMAGE", "--method", "meat"], "needs to be told the task"),
+        (["IMAGE", "--method", "meat", "--task", "c"], "task 'c' is not served"),
+        (
+            ["no.png", "--method", "meat", "--task", "a"],
+            "image 0 (no.png) cannot be read (No such file or directory)",
+        ),
+        (["CONFIG", "--method", "meat", "--task", "a"], "is not an image that can be read here"),
+        (["IMAGE", "--method", "meat", "--rule", "best"], "rule is 'best'"),
+        (["IMAGE", "--method", "meat", "--task", "a", "--top", "-1"], "top is -1"),
+    ],
+)
 def test_mistakes_of_predict_get_one_sentence(run, argv, sentence, capsys):
     folder, config = run
     given = [{"IMAGE": images_of(folder, "a")[0], "CONFIG": config}.get(a, a) for a in argv]
@@ -100,11 +134,24 @@ def test_mistakes_of_predict_get_one_sentence(run, argv, sentence, capsys):
 def test_other_mistakes_get_one_sentence(run, capsys, tmp_path):
     folder, config = run
     assert "is no model folder" in said(capsys, "tasks", tmp_path, "list", code=2)
-    assert "is there already and not an empty folder" in said(capsys, "bundle", config, "--method", "meat", "--out", folder, code=2)
+    assert "is there already and not an empty folder" in said(
+        capsys, "bundle", config, "--method", "meat", "--out", folder, code=2
+    )
     shutil.copytree(folder / "storage", tmp_path / "storage")
     key = small_run.manifests(folder / "storage")["hat/b/evaluate"]["key"]
     (tmp_path / "storage" / "stages" / key / "manifest.json").unlink()
-    text = said(capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "m", "--set", f"storage={tmp_path}/storage", code=2)
+    text = said(
+        capsys,
+        "bundle",
+        config,
+        "--method",
+        "hat",
+        "--out",
+        tmp_path / "m",
+        "--set",
+        f"storage={tmp_path}/storage",
+        code=2,
+    )
     assert "stage hat/b/evaluate has no result yet; finish the run" in text
 
 
@@ -128,10 +175,17 @@ def published(tracking: Any, finished: Finished, folder: Path, name: str = "") -
     finished.bundle.write(str(folder / "bundle"))
     made = tracking.client.create_run(tracking.experiment)
     tracking.client.set_terminated(made.info.run_id, "FINISHED", end_time=12345)
-    return made.info.run_id, publish.log(tracking.uri, made.info.run_id, str(folder / "bundle"), name)
+    return made.info.run_id, publish.log(
+        tracking.uri, made.info.run_id, str(folder / "bundle"), name
+    )
 
 
-MODELS = {"meat": ("meat", "", None), "hat": ("hat", "", None), "icarl": ("icarl", "class", None), "supsup": ("supsup", "class", {"outputs": 5})}
+MODELS = {
+    "meat": ("meat", "", None),
+    "hat": ("hat", "", None),
+    "icarl": ("icarl", "class", None),
+    "supsup": ("supsup", "class", {"outputs": 5}),
+}
 
 
 @pytest.mark.parametrize("name", [*MODELS])
@@ -159,12 +213,27 @@ def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(lab, tracking, t
     assert (info.status, info.end_time) == ("FINISHED", 12345)
     assert first == publish.Published("models:/digits@champion", "1")
     assert publish.log(tracking.uri, run_id, str(tmp_path / "bundle"), "digits") == first
-    assert len(tracking.client.search_logged_models([tracking.experiment], f"source_run_id = '{run_id}'")) == 1
-    models = [tracking.client.get_logged_model(o.model_id) for o in tracking.client.get_run(run_id).outputs.model_outputs]
-    assert [m.artifact_location for m in models] == [tracking.client.get_model_version_by_alias("digits", "champion").source]
+    assert (
+        len(
+            tracking.client.search_logged_models(
+                [tracking.experiment], f"source_run_id = '{run_id}'"
+            )
+        )
+        == 1
+    )
+    models = [
+        tracking.client.get_logged_model(o.model_id)
+        for o in tracking.client.get_run(run_id).outputs.model_outputs
+    ]
+    assert [m.artifact_location for m in models] == [
+        tracking.client.get_model_version_by_alias("digits", "champion").source
+    ]
     large = publish.log(tracking.uri, run_id, str(tmp_path / "bundle"), most_bytes=10)
     assert not large.model
-    assert "was not logged to MLflow; `python -m pipeline bundle` makes a folder of it" in large.warning
+    assert (
+        "was not logged to MLflow; `python -m pipeline bundle` makes a folder of it"
+        in large.warning
+    )
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +245,17 @@ def loaded(lab, tracking, tmp_path_factory):
     return run, mlflow.pyfunc.load_model(published(tracking, run, folder, "loaded")[1].model)
 
 
-@pytest.mark.parametrize(("record", "params", "sentence"), [
-    ({"image": "IMAGE", "task": "tow"}, {}, "task 'tow' is not served; did you mean two"), ({"image": "IMAGE"}, {}, "needs to be told the task"),
-    ({"image": "/etc/passwd", "task": "two"}, {}, "no files are read here"), ({"image": [[1, 2]], "task": "two"}, {}, "has shape"),
-    ({"image": "IMAGE", "task": "two"}, {"rule": "x"}, "rule is 'x'"), ({"image": 3, "task": "two"}, {}, "image 0 is a int")])
+@pytest.mark.parametrize(
+    ("record", "params", "sentence"),
+    [
+        ({"image": "IMAGE", "task": "tow"}, {}, "task 'tow' is not served; did you mean two"),
+        ({"image": "IMAGE"}, {}, "needs to be told the task"),
+        ({"image": "/etc/passwd", "task": "two"}, {}, "no files are read here"),
+        ({"image": [[1, 2]], "task": "two"}, {}, "has shape"),
+        ({"image": "IMAGE", "task": "two"}, {"rule": "x"}, "rule is 'x'"),
+        ({"image": 3, "task": "two"}, {}, "image 0 is a int"),
+    ],
+)
 def test_the_mlflow_model_refuses_with_a_400_and_a_sentence(loaded, record, params, sentence):
     from mlflow.exceptions import MlflowException
 
@@ -198,10 +274,28 @@ def test_the_mlflow_model_takes_records_bytes_and_lists(loaded):
 
     run, model = loaded
     data = run.images("two")[0][0]
-    rows = [run.served.predict([image], "two")[0].row() for image in (data, np.zeros((3, 4, 3), np.uint8))]
-    assert model.predict(pd.DataFrame({"image": [data], "task": ["two"]})).to_dict("records") == rows[:1]
-    assert model.predict([{"image": np.zeros((3, 4, 3), int).tolist(), "task": "two"}]).to_dict("records") == rows[1:]
-    assert len(model.predict([{"image": base64.b64encode(data).decode()}], params={"rule": "confident", "top": 1})["probabilities"][0]) == 1
+    rows = [
+        run.served.predict([image], "two")[0].row()
+        for image in (data, np.zeros((3, 4, 3), np.uint8))
+    ]
+    assert (
+        model.predict(pd.DataFrame({"image": [data], "task": ["two"]})).to_dict("records")
+        == rows[:1]
+    )
+    assert (
+        model.predict([{"image": np.zeros((3, 4, 3), int).tolist(), "task": "two"}]).to_dict(
+            "records"
+        )
+        == rows[1:]
+    )
+    assert (
+        len(
+            model.predict(
+                [{"image": base64.b64encode(data).decode()}], params={"rule": "confident", "top": 1}
+            )["probabilities"][0]
+        )
+        == 1
+    )
 
 
 @pytest.mark.slow
@@ -215,6 +309,15 @@ def test_the_mlflow_model_loads_where_there_is_no_checkout(loaded, tracking, tmp
         found = model.predict([{{"image": {base64.b64encode(run.images("two")[0][0]).decode()!r}, "task": "two"}}])
         assert "pipeline" not in sys.modules and "mlartifacts" in sys.modules["workers"].__file__
         print(found["probability"][0])"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) == pytest.approx(run.served.predict(run.images("two")[0][:1], "two")[0].probability, abs=1e-6)
+    assert float(done.stdout.split()[-1]) == pytest.approx(
+        run.served.predict(run.images("two")[0][:1], "two")[0].probability, abs=1e-6
+    )

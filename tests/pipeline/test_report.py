@@ -33,7 +33,11 @@ def tables(storage):
 
 @pytest.fixture(scope="module")
 def report(storage):
-    return page.build(storage, fake_run.record(), '<?xml version="1.0"?><svg xmlns="x" width="300"><text>graph here</text></svg>')
+    return page.build(
+        storage,
+        fake_run.record(),
+        '<?xml version="1.0"?><svg xmlns="x" width="300"><text>graph here</text></svg>',
+    )
 
 
 def half(folder, *missing):
@@ -43,25 +47,31 @@ def half(folder, *missing):
 
 
 # ---- matrices ----------------------------------------------------------------------------------------------------------
-def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_the_rest_follows(tables):
+def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_the_rest_follows(
+    tables,
+):
     chain, star = tables.matrix("finetune"), tables.matrix("meat")
     lower = np.tril(np.ones((4, 4), bool))
     assert (chain.source[lower] == "measured").all()
     assert (np.diagonal(star.source) == "measured").all()
     assert (star.source[np.tril(lower, -2)] == "follows").all()
-    assert (star.source[np.tril(lower, -1) & ~np.tril(lower, -2)] == "measured").all()  # the canaries
+    assert (
+        star.source[np.tril(lower, -1) & ~np.tril(lower, -2)] == "measured"
+    ).all()  # the canaries
     assert (star.source[~lower] == "ahead").all()
     assert np.isnan(star.correct[~lower]).all()
     for t, i in zip(*np.nonzero(lower), strict=True):
         assert star.correct[t, i] == round(fake_run.IMAGES[i] * fake_run.accuracy("meat", i, i))
-        assert chain.correct[t, i] == round(fake_run.IMAGES[i] * fake_run.accuracy("finetune", t, i))
+        assert chain.correct[t, i] == round(
+            fake_run.IMAGES[i] * fake_run.accuracy("finetune", t, i)
+        )
         assert chain.total[t, i] == fake_run.IMAGES[i]
 
 
 def test_a_star_does_not_forget_and_fine_tuning_does(tables):
     assert tables.matrix("meat").final["forgetting"] == 0
     assert tables.matrix("hat-small").final["forgetting"] == 0
-    assert tables.matrix("finetune").final["forgetting"] > .3
+    assert tables.matrix("finetune").final["forgetting"] > 0.3
 
 
 def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero(tmp_path):
@@ -85,7 +95,9 @@ def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path):
     assert nothing.final == {}
     row = next(r for r in tables.summary() if r["label"] == "hat-small")
     assert math.isnan(row["average_accuracy"])
-    assert row["growth"] == pytest.approx(1 + 528 / fake_run.BACKBONE_BYTES)  # the head of the base task is there
+    assert row["growth"] == pytest.approx(
+        1 + 528 / fake_run.BACKBONE_BYTES
+    )  # the head of the base task is there
 
 
 def test_an_empty_store_gives_a_page_and_no_numbers(tmp_path):
@@ -102,19 +114,36 @@ def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(st
     measured = RunTables.measured
 
     def counted(self, label, after):
-        return [row | {"correct_top5": (row["correct"] + row["total"]) // 2, "correct_task_aware": row["total"]} for row in measured(self, label, after)]
+        return [
+            row
+            | {
+                "correct_top5": (row["correct"] + row["total"]) // 2,
+                "correct_task_aware": row["total"],
+            }
+            for row in measured(self, label, after)
+        ]
 
     monkeypatch.setattr(RunTables, "measured", counted)
     record = fake_run.record()
     assert "top-5" not in page.summary(RunTables.load(storage, record))
     record["config"]["stream"]["scenario"] = "class"
     tables = RunTables.load(storage, record)
-    matrix, row = tables.matrix("finetune"), next(r for r in tables.summary() if r["label"] == "finetune")
+    matrix, row = (
+        tables.matrix("finetune"),
+        next(r for r in tables.summary() if r["label"] == "finetune"),
+    )
     halfway = (matrix.correct[3] + matrix.total[3]) // 2
     assert row["top5_last_accuracy"] == pytest.approx(halfway.sum() / matrix.total[3].sum())
     assert row["top5_average_accuracy"] == pytest.approx((halfway / matrix.total[3]).mean())
-    assert row["average_accuracy"] < row["top5_average_accuracy"] < row["task_aware_average_accuracy"] == 1
-    assert {"top5_last_accuracy", "task_aware_average_incremental_accuracy"} <= {p.name for p in entries.matrix_points(matrix)}
+    assert (
+        row["average_accuracy"]
+        < row["top5_average_accuracy"]
+        < row["task_aware_average_accuracy"]
+        == 1
+    )
+    assert {"top5_last_accuracy", "task_aware_average_incremental_accuracy"} <= {
+        p.name for p in entries.matrix_points(matrix)
+    }
     assert "top-5" in page.summary(tables)
 
 
@@ -139,15 +168,25 @@ def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables):
 
 def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(tables, monkeypatch):
     own = tables._own_sizes
-    monkeypatch.setattr(tables, "_own_sizes", lambda label, task: own(label, task) | {"carried": 1000 * (task == "shapes")})
+    monkeypatch.setattr(
+        tables,
+        "_own_sizes",
+        lambda label, task: own(label, task) | {"carried": 1000 * (task == "shapes")},
+    )
     rows = tables.sizes("meat")
     assert [r["carried"] for r in rows] == [1000] * 4
-    assert rows[-1]["total"] == fake_run.BACKBONE_BYTES + rows[-1]["masks"] + rows[-1]["head"] + 1000
+    assert (
+        rows[-1]["total"] == fake_run.BACKBONE_BYTES + rows[-1]["masks"] + rows[-1]["head"] + 1000
+    )
 
 
 # ---- evidence ----------------------------------------------------------------------------------------------------------
 def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
-    assert {r["label"]: r["answers"] for r in tables.summary()} == {"meat": "identical", "hat-small": "identical", "finetune": "changed"}
+    assert {r["label"]: r["answers"] for r in tables.summary()} == {
+        "meat": "identical",
+        "hat-small": "identical",
+        "finetune": "changed",
+    }
     birds = next(r for r in tables.evidence("finetune") if r["task"] == "birds")
     assert (birds["measured"], birds["distinct_logits"], birds["logits_equal"]) == (3, 3, False)
     last = next(r for r in tables.evidence("hat-small") if r["task"] == "roots")
@@ -191,28 +230,48 @@ def test_a_confusion_matrix_counts_every_test_image(tables):
 
 # ---- masks -------------------------------------------------------------------------------------------------------------
 def view(task, **masks):
-    return MaskView.of("m", TaskState(task, (), "m", "", masks={k.replace("_", "."): v for k, v in masks.items()}))
+    return MaskView.of(
+        "m", TaskState(task, (), "m", "", masks={k.replace("_", "."): v for k, v in masks.items()})
+    )
 
 
 def test_overlap_is_shared_entries_over_entries_of_either():
-    a = view("a", blocks_0_fc1=torch.tensor([[1, 1, 0], [0, 0, 0]]).bool(), blocks_1_fc1=torch.tensor([1, 0, 0]).bool())
-    b = view("b", blocks_0_fc1=torch.tensor([[1, 0, 1], [0, 0, 0]]).bool(), blocks_1_fc1=torch.tensor([1, 0, 0]).bool())
+    a = view(
+        "a",
+        blocks_0_fc1=torch.tensor([[1, 1, 0], [0, 0, 0]]).bool(),
+        blocks_1_fc1=torch.tensor([1, 0, 0]).bool(),
+    )
+    b = view(
+        "b",
+        blocks_0_fc1=torch.tensor([[1, 0, 1], [0, 0, 0]]).bool(),
+        blocks_1_fc1=torch.tensor([1, 0, 0]).bool(),
+    )
     np.testing.assert_allclose(overlap([a, b], "fc1"), [[1, 2 / 4], [2 / 4, 1]])
 
 
 def test_masks_that_keep_nothing_overlap_fully_and_unlike_shapes_not_at_all():
-    none, other = view("a", blocks_0_fc1=torch.zeros(9).bool()), view("b", blocks_0_fc1=torch.ones(8).bool())
+    none, other = (
+        view("a", blocks_0_fc1=torch.zeros(9).bool()),
+        view("b", blocks_0_fc1=torch.ones(8).bool()),
+    )
     values = overlap([none, other], "fc1")
     assert values[0, 0] == 1
     assert np.isnan(values[0, 1])
 
 
 def test_masks_are_listed_tokens_first_then_block_by_block():
-    masks = {f"blocks.{b}.fc1": torch.ones(4).bool() for b in (10, 2, 0)} | {"tokens": torch.ones(3, 4).bool()}
+    masks = {f"blocks.{b}.fc1": torch.ones(4).bool() for b in (10, 2, 0)} | {
+        "tokens": torch.ones(3, 4).bool()
+    }
     found = MaskView.of("m", TaskState("a", (), "m", "", masks=masks))
     assert list(found.bits) == ["tokens", "blocks.0.fc1", "blocks.2.fc1", "blocks.10.fc1"]
     assert kinds([found]) == ["tokens", "fc1"]
-    assert [(r["kind"], r["block"], r["share"]) for r in found.rows()][:4] == [("tokens", 0, 1), ("tokens", 1, 1), ("tokens", 2, 1), ("fc1", 0, 1)]
+    assert [(r["kind"], r["block"], r["share"]) for r in found.rows()][:4] == [
+        ("tokens", 0, 1),
+        ("tokens", 1, 1),
+        ("tokens", 2, 1),
+        ("fc1", 0, 1),
+    ]
 
 
 def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_does_not_divide_the_image():
@@ -238,15 +297,35 @@ def test_tables_are_written_as_csv_and_as_equal_parquet(report, tables):
     rows = pq.read_table(io.BytesIO(report["matrix.parquet"])).to_pylist()
     assert len(rows) == 30
     assert report["matrix.csv"].decode().count("\n") == 31
-    assert rows[0] == {"label": "meat", "after_index": 0, "after": "shapes", "task_index": 0, "task": "shapes", "correct": 190, "total": 200,
-                       "rate": .95, "source": "measured"}
-    assert {n.removesuffix(".csv") for n in report if n.endswith(".csv")} == {n.removesuffix(".parquet") for n in report if n.endswith(".parquet")}
+    assert rows[0] == {
+        "label": "meat",
+        "after_index": 0,
+        "after": "shapes",
+        "task_index": 0,
+        "task": "shapes",
+        "correct": 190,
+        "total": 200,
+        "rate": 0.95,
+        "source": "measured",
+    }
+    assert {n.removesuffix(".csv") for n in report if n.endswith(".csv")} == {
+        n.removesuffix(".parquet") for n in report if n.endswith(".parquet")
+    }
 
 
 def test_every_picture_is_a_png_and_stands_in_the_page(report):
     pictures = [n for n in report if n.endswith(".png")]
-    expected = {"comparison.png", "averages.png", "size_accuracy.png", "masks-meat.png", "overlap-hat-small.png", "tokens-hat-small.png"}
-    assert expected | {f"{kind}-{label}.png" for kind in ("matrix", "curves") for label in fake_run.METHODS} <= set(pictures)
+    expected = {
+        "comparison.png",
+        "averages.png",
+        "size_accuracy.png",
+        "masks-meat.png",
+        "overlap-hat-small.png",
+        "tokens-hat-small.png",
+    }
+    assert expected | {
+        f"{kind}-{label}.png" for kind in ("matrix", "curves") for label in fake_run.METHODS
+    } <= set(pictures)
     for name in pictures:
         assert Image.open(io.BytesIO(report[name])).width > 80
     assert report["report.html"].decode().count("data:image/png;base64,") == len(pictures)
@@ -254,7 +333,9 @@ def test_every_picture_is_a_png_and_stands_in_the_page(report):
 
 def test_the_page_asks_for_nothing_outside_itself(report):
     text = re.sub(r"data:image/png;base64,[^\"]*", "", report["report.html"].decode())
-    assert not re.search(r'(src|href)="(?!#)[^"]+"|url\(|@import|<script|<link', text.replace('src=""', ""))
+    assert not re.search(
+        r'(src|href)="(?!#)[^"]+"|url\(|@import|<script|<link', text.replace('src=""', "")
+    )
     assert "graph here" in text
     assert "<?xml" not in text
 
@@ -273,43 +354,89 @@ def test_names_from_a_config_cannot_break_the_page(tmp_path):
 
 def test_the_page_names_what_the_run_was(report):
     text = report["report.html"].decode()
-    for part in ("85.0 %", "old<br>answers", "identical", "0123456789abcdef", "img_size: 32", "meat/leaves/train", "and 2 more", "finished"):
+    for part in (
+        "85.0 %",
+        "old<br>answers",
+        "identical",
+        "0123456789abcdef",
+        "img_size: 32",
+        "meat/leaves/train",
+        "and 2 more",
+        "finished",
+    ):
         assert part in text
 
 
 def test_the_same_store_gives_the_same_report(storage, report, tmp_path):
     shutil.copytree(storage, tmp_path / "copy")
     again = page.build(str(tmp_path / "copy"), fake_run.record())
-    assert {n: d for n, d in again.items() if n != "report.html"} == {n: d for n, d in report.items() if n != "report.html"}
+    assert {n: d for n, d in again.items() if n != "report.html"} == {
+        n: d for n, d in report.items() if n != "report.html"
+    }
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"),
-                                             (1234, "1.23 kB"), (999_600, "1 MB"), (123_456_789, "123 MB"), (None, "-"), (math.nan, "-")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1234, "1.23 kB"),
+        (999_600, "1 MB"),
+        (123_456_789, "123 MB"),
+        (None, "-"),
+        (math.nan, "-"),
+    ],
+)
 def test_bytes_are_written_with_three_digits(value, text):
     assert plots.bytes_text(value) == text
 
 
 def test_nothing_is_written_as_less_than_nothing():
-    assert [page.written(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == ["0.0 %", "0.0 %", "-1.6 %"]
-    assert [console._rate(value) for value in (-1e-6, 0.0, -0.0155)] == ["0.00 %", "0.00 %", "-1.55 %"]
+    assert [page.written(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == [
+        "0.0 %",
+        "0.0 %",
+        "-1.6 %",
+    ]
+    assert [console._rate(value) for value in (-1e-6, 0.0, -0.0155)] == [
+        "0.00 %",
+        "0.00 %",
+        "-1.55 %",
+    ]
 
 
 def test_loss_terms_and_measures_are_told_apart_in_the_order_the_train_loop_writes():
-    row = dict.fromkeys(["epoch", "lr", "loss", "ce", "penalty", "images", "seconds", "keep", "val_correct", "val_total"], 1)
+    row = dict.fromkeys(
+        [
+            "epoch",
+            "lr",
+            "loss",
+            "ce",
+            "penalty",
+            "images",
+            "seconds",
+            "keep",
+            "val_correct",
+            "val_total",
+        ],
+        1,
+    )
     assert plots.split_columns([row]) == (["ce", "penalty"], ["keep"])
 
 
 def test_curves_have_one_point_per_epoch_and_no_missing_numbers():
-    rows = [{"epoch": 0, "loss": 2.0, "seconds": 1.5, "val_correct": 3, "val_total": 4}, {"epoch": 1, "loss": math.nan, "seconds": 1.0, "odd name?": 1}]
+    rows = [
+        {"epoch": 0, "loss": 2.0, "seconds": 1.5, "val_correct": 3, "val_total": 4},
+        {"epoch": 1, "loss": math.nan, "seconds": 1.0, "odd name?": 1},
+    ]
     points = entries.history_points(rows, "train")
-    assert ("train/val_accuracy", .75, 1, 1.5) in points
+    assert ("train/val_accuracy", 0.75, 1, 1.5) in points
     assert [p.step for p in points if p.name == "train/loss"] == [1]
     assert any(p.name == "train/odd name_" and p.after_s == 2.5 for p in points)
 
 
 def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables):
     body = json.loads(entries.method_files(tables, "meat")["accuracy_matrix.json"])
-    assert body["accuracy"][0] == [.95, None, None, None]
+    assert body["accuracy"][0] == [0.95, None, None, None]
     assert body["correct"][0] == [190, None, None, None]
     assert body["source"][3] == ["follows", "follows", "measured", "measured"]
 
@@ -321,14 +448,22 @@ def test_artefacts_are_only_read(storage, report):
 
 # ---- capacity and layers -------------------------------------------------------------------------------------------------
 def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now():
-    a, b = view("a", blocks_0_fc1=torch.tensor([1, 1, 0, 0]).bool()), view("b", blocks_0_fc1=torch.tensor([0, 1, 1, 0]).bool())
-    found = [(r["task"], r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "fc1")]
+    a, b = (
+        view("a", blocks_0_fc1=torch.tensor([1, 1, 0, 0]).bool()),
+        view("b", blocks_0_fc1=torch.tensor([0, 1, 1, 0]).bool()),
+    )
+    found = [
+        (r["task"], r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "fc1")
+    ]
     assert found == [("a", 2, 0, 2, 4), ("b", 1, 1, 3, 4)]
 
 
 def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new():
     a, b = view("a", blocks_0_ff=torch.ones(4).bool()), view("b", blocks_0_ff=torch.ones(12).bool())
-    assert [(r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "ff")] == [(4, 0, 4, 4), (8, 4, 12, 12)]
+    assert [(r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "ff")] == [
+        (4, 0, 4, 4),
+        (8, 4, 12, 12),
+    ]
 
 
 def test_a_masks_profile_is_the_kept_share_of_each_output_unit():
@@ -342,6 +477,7 @@ def test_a_masks_profile_is_the_kept_share_of_each_output_unit():
 
 def test_pictures_show_the_masks_that_the_method_says(tables, monkeypatch):
     """A chain's masks may follow from what it carries, and its state hold none."""
+
     class Owners(Method):
         @classmethod
         def masks_for_display(cls, state, carried):
@@ -350,7 +486,9 @@ def test_pictures_show_the_masks_that_the_method_says(tables, monkeypatch):
     monkeypatch.setitem(METHODS, "owners", Owners)
     state = TaskState("birds", (), "owners", "")
     monkeypatch.setattr(tables, "state", lambda label, task: state)
-    monkeypatch.setattr(tables, "carried", lambda label, task: Carried({"owner": torch.tensor([0, 1, 1, 2])}))
+    monkeypatch.setattr(
+        tables, "carried", lambda label, task: Carried({"owner": torch.tensor([0, 1, 1, 2])})
+    )
     found = figures.view_of(tables, "owners", "birds")
     assert found is not None
     assert found.kept == {"blocks.0.fc1": 2}

@@ -22,7 +22,14 @@ from workers.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
-PICTURES = {"history.png", "parallel.png", "importance.png", "slices.png", "curves.png", "pareto.png"}
+PICTURES = {
+    "history.png",
+    "parallel.png",
+    "importance.png",
+    "slices.png",
+    "curves.png",
+    "pareto.png",
+}
 VOID = {"meta", "img", "br"}
 
 
@@ -36,14 +43,23 @@ def _no_warnings():
 def made(tmp_path, some, won=True, tests=3, drawn=True, **settings):
     """(search, files of its report); drawn: with pictures, which cost seconds."""
     body = fake.record(**settings)
-    number = best([t for t in some if not some or t["phase"] == some[-1]["phase"]], body["settings"]["tolerance"])
-    winner = fake.winner(next(t for t in some if t["number"] == number), tests) if won and number is not None else None
+    number = best(
+        [t for t in some if not some or t["phase"] == some[-1]["phase"]],
+        body["settings"]["tolerance"],
+    )
+    winner = (
+        fake.winner(next(t for t in some if t["number"] == number), tests)
+        if won and number is not None
+        else None
+    )
     name = fake.write(tmp_path, body, some, winner)
     found = load(str(tmp_path), name)
     if drawn:
         return found, search.build(str(tmp_path), name)
     varied = parameters(found)
-    return found, {"search.html": search.page(found, varied, [], importance(found, varied)[1]).encode()}
+    return found, {
+        "search.html": search.page(found, varied, [], importance(found, varied)[1]).encode()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +69,13 @@ def forty(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def greedy(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("greedy"), fake.per_task(5), protocol="per_task", scheduler="none", algorithm="random")
+    return made(
+        tmp_path_factory.mktemp("greedy"),
+        fake.per_task(5),
+        protocol="per_task",
+        scheduler="none",
+        algorithm="random",
+    )
 
 
 def page_of(found):
@@ -86,7 +108,7 @@ def check_page(found):
     parser.feed(page)
     assert parser.open == []
     assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,|#)', page)
-    for anchor in re.findall(r'''href=["']#([^"']*)["']''', page):
+    for anchor in re.findall(r"""href=["']#([^"']*)["']""", page):
         assert f'id="{anchor}"' in page
     assert " nan" not in words(found)
     assert "None" not in words(found)
@@ -104,18 +126,35 @@ def test_a_finished_search_gives_its_page_its_table_and_all_pictures(forty):
 def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty):
     rows = list(csv.DictReader(io.StringIO(forty[1]["trials.csv"].decode())))
     table = pq.read_table(io.BytesIO(forty[1]["trials.parquet"])).to_pylist()
-    assert list(rows[0]) == ["number", "phase", "status", *fake.SPACE, "accuracy", "bytes", "tasks_completed", "stages_run", "stages_reused", "device_s",
-                             "message"]
+    assert list(rows[0]) == [
+        "number",
+        "phase",
+        "status",
+        *fake.SPACE,
+        "accuracy",
+        "bytes",
+        "tasks_completed",
+        "stages_run",
+        "stages_reused",
+        "device_s",
+        "message",
+    ]
     assert list(table[0]) == list(rows[0])
     for t, row, line in zip(forty[0].trials, rows, table, strict=True):
         assert int(row["number"]) == line["number"] == t["number"]
         assert row["status"] == t["status"]
         assert line["methods.meat.mask_lr"] == t["params"]["methods.meat.mask_lr"]
         assert line["methods.meat.keep"] == t["params"].get("methods.meat.keep")
-        assert line["methods.meat.token_mask_blocks"] == ("all" if t["params"]["methods.meat.token_mask_blocks"] == "all" else "[3, 6, 9]")
+        assert line["methods.meat.token_mask_blocks"] == (
+            "all" if t["params"]["methods.meat.token_mask_blocks"] == "all" else "[3, 6, 9]"
+        )
         assert line["tasks_completed"] == len(t["results"])
         assert line["accuracy"] == (None if math.isnan(score(t)) else score(t))
-        assert (line["stages_run"], line["stages_reused"], line["device_s"]) == (t["stages"]["run"], t["stages"]["reused"], t["device_s"])
+        assert (line["stages_run"], line["stages_reused"], line["device_s"]) == (
+            t["stages"]["run"],
+            t["stages"]["reused"],
+            t["device_s"],
+        )
         assert row["message"] == t["message"]
 
 
@@ -132,10 +171,16 @@ def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty):
     assert f"Winner: trial {won['number']}" in text
     assert f"is {100 * score(top):.1f} % (trial {top['number']})" in text
     assert "up to the tolerance of 0.5 points count as equal" in text
-    assert f"Of these trial {won['number']}, with {100 * score(won):.1f} %, keeps the fewest bytes per task: " in text
-    assert f"{100 * score(won) - .7:.1f} ± 0.4 %" in text
+    assert (
+        f"Of these trial {won['number']}, with {100 * score(won):.1f} %, keeps the fewest bytes "
+        "per task: " in text
+    )
+    assert f"{100 * score(won) - 0.7:.1f} ± 0.4 %" in text
     assert "tested on test images, which were not read before the choice was made" in text
-    assert f"Its validation accuracy in the search was {100 * score(won):.1f} %, 0.7 points above that" in text
+    assert (
+        f"Its validation accuracy in the search was {100 * score(won):.1f} %, 0.7 points above that"
+        in text
+    )
     for seed in range(3):
         assert f"meat-real-winner-{seed}" in text
     assert "winner.yaml" in text
@@ -143,18 +188,45 @@ def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty):
 
 def test_the_page_explains_space_protocol_budget_and_cost(forty):
     text = words(forty)
-    for says in ("mask_lr loguniform from 0.0025 to 0.025, each order of magnitude equally likely methods.meat.mask_lr", "alpha choice one of 0.5, 1, 2, 4",
-                 "from 0.1 to 0.9; only where token_mask_blocks is [3, 6, 9]", "Every trial learns the whole stream", "(TPE)", "(ASHA)", "40 of 40 used",
-                 "1.85 of 4 used", "1 h 51 min in 2 sessions", "configs/methods/meat-real7.yaml", "git_commit", "High accuracy and few bytes are both sought"):
+    for says in (
+        "mask_lr loguniform from 0.0025 to 0.025, each order of magnitude equally likely "
+        "methods.meat.mask_lr",
+        "alpha choice one of 0.5, 1, 2, 4",
+        "from 0.1 to 0.9; only where token_mask_blocks is [3, 6, 9]",
+        "Every trial learns the whole stream",
+        "(TPE)",
+        "(ASHA)",
+        "40 of 40 used",
+        "1.85 of 4 used",
+        "1 h 51 min in 2 sessions",
+        "configs/methods/meat-real7.yaml",
+        "git_commit",
+        "High accuracy and few bytes are both sought",
+    ):
         assert says in text, says
-    run, reused, device = (sum(v) for v in zip(*((t["stages"]["run"], t["stages"]["reused"], t["device_s"]) for t in forty[0].trials), strict=True))
+    run, reused, device = (
+        sum(v)
+        for v in zip(
+            *((t["stages"]["run"], t["stages"]["reused"], t["device_s"]) for t in forty[0].trials),
+            strict=True,
+        )
+    )
     assert f"stages computed {run} stages reused {reused}" in text
-    assert f"{100 * reused / (run + reused):.0f} % of the stages that trials needed were reused" in text
+    assert (
+        f"{100 * reused / (run + reused):.0f} % of the stages that trials needed were reused"
+        in text
+    )
     assert f"({device / 3600:.3g} device-hours)" in text
 
 
-@pytest.mark.parametrize(("protocol", "says"), [
-    ("first_k_tasks", "learns the first 5 tasks of the stream"), ("two_streams", "tested on the other stream"), ("per_task", "Such a choice is greedy")])
+@pytest.mark.parametrize(
+    ("protocol", "says"),
+    [
+        ("first_k_tasks", "learns the first 5 tasks of the stream"),
+        ("two_streams", "tested on the other stream"),
+        ("per_task", "Such a choice is greedy"),
+    ],
+)
 def test_every_protocol_is_explained(tmp_path, protocol, says):
     text = words(made(tmp_path, fake.trials(3, "none"), drawn=False, protocol=protocol))
     assert says in text
@@ -163,7 +235,7 @@ def test_every_protocol_is_explained(tmp_path, protocol, says):
 
 def test_trials_stand_best_first_then_stopped_running_failed(forty):
     page = page_of(forty)
-    rows = re.findall(r"<tr><td class=left>(\d+)</td>(.*?)</tr>", page[page.index('id="trials"'):])
+    rows = re.findall(r"<tr><td class=left>(\d+)</td>(.*?)</tr>", page[page.index('id="trials"') :])
     order = [int(n) for n, _ in rows]
     by_number = {t["number"]: t for t in forty[0].trials}
     assert sorted(order) == sorted(by_number)
@@ -185,12 +257,26 @@ def test_failed_trials_show_their_sentence_once_and_escaped(forty):
 
 def test_nothing_from_a_record_becomes_markup(tmp_path):
     evil = '<script>alert("x")</script>'
-    some = [fake.trial(n, {"methods.meat.kind": evil, evil: 1.0 + n}, "failed" if n == 2 else "finished", message=evil, accuracy=.5 + n / 10, bytes=n + 1.)
-            for n in range(5)]
+    some = [
+        fake.trial(
+            n,
+            {"methods.meat.kind": evil, evil: 1.0 + n},
+            "failed" if n == 2 else "finished",
+            message=evil,
+            accuracy=0.5 + n / 10,
+            bytes=n + 1.0,
+        )
+        for n in range(5)
+    ]
     for t in some:
         t["results"][0]["task"] = evil
     body = fake.record("evil", protocol=evil, algorithm=evil, scheduler=evil, seed=evil)
-    body |= {"created": evil, "base": evil, "space": {evil: {"dist": evil, "low": 1, "high": 9, evil: evil}}, "provenance": {evil: evil}}
+    body |= {
+        "created": evil,
+        "base": evil,
+        "space": {evil: {"dist": evil, "low": 1, "high": 9, evil: evil}},
+        "provenance": {evil: evil},
+    }
     won = fake.winner(some[1]) | {"config": evil}
     won["tests"][0] |= {"seed": evil, "run": evil}
     fake.write(tmp_path, body, some, won)
@@ -204,15 +290,25 @@ def test_nothing_from_a_record_becomes_markup(tmp_path):
 
 def test_phases_of_a_greedy_search_stand_task_by_task(greedy):
     text = words(greedy)
-    at = [text.index(f" {task} mask_lr ", text.index("What was chosen for each task")) for task in fake.TASKS[:4]]
+    at = [
+        text.index(f" {task} mask_lr ", text.index("What was chosen for each task"))
+        for task in fake.TASKS[:4]
+    ]
     assert at == sorted(at)
     assert "5 of 5" in text
     for phase, number in greedy[0].chosen().items():
         t = greedy[0].trial(number)
-        assert re.search(rf" {phase} mask_lr [\d.]+, lambda {t['params']['methods.meat.lambda']:.4g}, [^%]* {number} 5 of 5 {100 * score(t):.1f} %", text)
+        assert re.search(
+            rf" {phase} mask_lr [\d.]+, lambda {t['params']['methods.meat.lambda']:.4g}, [^%]* "
+            rf"{number} 5 of 5 {100 * score(t):.1f} %",
+            text,
+        )
     assert "5 finished trials of those for aircraft" in text
     assert "budget of trials for each task 5 of 40 used" in text
-    assert [r["tasks_completed"] for r in pq.read_table(io.BytesIO(greedy[1]["trials.parquet"])).to_pylist()] == [1] * 5 + [2] * 5 + [3] * 5 + [4] * 5
+    assert [
+        r["tasks_completed"]
+        for r in pq.read_table(io.BytesIO(greedy[1]["trials.parquet"])).to_pylist()
+    ] == [1] * 5 + [2] * 5 + [3] * 5 + [4] * 5
     check_page(greedy)
 
 
@@ -252,7 +348,10 @@ def test_searches_in_which_nothing_has_finished(tmp_path, status):
 def test_damaged_records_are_named_on_the_page(tmp_path):
     name = fake.write(tmp_path, fake.record(), fake.trials(6), fake.winner(fake.trial(77)))
     (tmp_path / "searches" / name / "trials/0003.json").write_text("{")
-    found = load(str(tmp_path), name), {"search.html": search.build(str(tmp_path), name)["search.html"]}
+    found = (
+        load(str(tmp_path), name),
+        {"search.html": search.build(str(tmp_path), name)["search.html"]},
+    )
     assert "1 file could not be used" in words(found)
     assert "0003.json cannot be read" in words(found)
     check_page(found)
@@ -266,7 +365,7 @@ def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path):
 
 
 def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path):
-    some = [fake.trial(n, {}, accuracy=.8 + n / 100) for n in range(3)]
+    some = [fake.trial(n, {}, accuracy=0.8 + n / 100) for n in range(3)]
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
     found = load(str(tmp_path), "meat-real")
     text = words((found, {"search.html": search.page(found, [], [], "").encode()}))
@@ -280,17 +379,29 @@ def test_a_search_that_is_not_there_is_one_sentence(tmp_path):
 
 @pytest.mark.slow
 def test_five_hundred_trials_give_a_page_of_sane_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "importance", lambda *_: ({}, "not now"))  # takes seconds of 500 trials
+    monkeypatch.setattr(
+        search, "importance", lambda *_: ({}, "not now")
+    )  # takes seconds of 500 trials
     found = made(tmp_path, fake.trials(500))
     without_pictures = re.sub(r"base64,[^\"]*", "", page_of(found))
     assert len(without_pictures) < 500_000
     assert len(re.findall(r"<tr>", without_pictures)) > 500
-    assert max(Image.open(io.BytesIO(v)).width for k, v in found[1].items() if k.endswith(".png")) <= 10.5 * plots.DPI
+    assert (
+        max(Image.open(io.BytesIO(v)).width for k, v in found[1].items() if k.endswith(".png"))
+        <= 10.5 * plots.DPI
+    )
 
 
 def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path):
     space = {f"methods.meat.s{i}": {"dist": "uniform", "low": 0, "high": 1} for i in range(20)}
-    some = [fake.trial(n, {k: ((n * 7 + i * 3) % 11) / 11 for i, k in enumerate(space)}, accuracy=.5 + ((n * 7 + 57) % 11) / 30) for n in range(8)]
+    some = [
+        fake.trial(
+            n,
+            {k: ((n * 7 + i * 3) % 11) / 11 for i, k in enumerate(space)},
+            accuracy=0.5 + ((n * 7 + 57) % 11) / 30,
+        )
+        for n in range(8)
+    ]
     body = fake.record()
     fake.write(tmp_path, body | {"space": space}, some)
     found = load(str(tmp_path), "meat-real"), search.build(str(tmp_path), "meat-real")
@@ -307,53 +418,94 @@ def of(tmp_path, some, space=None):
 
 def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart():
     assert short_names(["methods.meat.lambda", "methods.meat.train.lr", "train.epochs"]) == {
-        "methods.meat.lambda": "lambda", "methods.meat.train.lr": "train.lr", "train.epochs": "train.epochs"}
-    assert short_names(["methods.a.lr", "methods.b.lr"]) == {"methods.a.lr": "a.lr", "methods.b.lr": "b.lr"}
-    assert short_names(["methods.a.train.lr", "train.lr"]) == {"methods.a.train.lr": "methods.a.train.lr", "train.lr": "train.lr"}
+        "methods.meat.lambda": "lambda",
+        "methods.meat.train.lr": "train.lr",
+        "train.epochs": "train.epochs",
+    }
+    assert short_names(["methods.a.lr", "methods.b.lr"]) == {
+        "methods.a.lr": "a.lr",
+        "methods.b.lr": "b.lr",
+    }
+    assert short_names(["methods.a.train.lr", "train.lr"]) == {
+        "methods.a.train.lr": "methods.a.train.lr",
+        "train.lr": "train.lr",
+    }
 
 
 def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path):
     lr, lam, alpha, blocks, keep = parameters(of(tmp_path, fake.trials(10)))
-    assert (lr.log, lr.low, lr.high, lr.categories) == (True, .0025, .025, ())
-    assert (lam.log, lam.low, lam.high) == (False, .5, 1)
+    assert (lr.log, lr.low, lr.high, lr.categories) == (True, 0.0025, 0.025, ())
+    assert (lam.log, lam.low, lam.high) == (False, 0.5, 1)
     assert alpha.categories == ("0.5", "1", "2", "4")
     assert blocks.categories == ("all", "[3, 6, 9]")
     assert math.isnan(keep.place({"params": {}}))
     assert alpha.place({"params": {"methods.meat.alpha": 2.0}}) == 2
-    assert searchplots.unit(lr, math.sqrt(.0025 * .025)) == pytest.approx(.5)
-    assert [lr.at_end(v) for v in (.0025, .00252, .008, .025)] == [True, True, False, True]
-    assert [alpha.at_end(v) for v in (.5, 1, 4)] == [True, False, True]
+    assert searchplots.unit(lr, math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
+    assert [lr.at_end(v) for v in (0.0025, 0.00252, 0.008, 0.025)] == [True, True, False, True]
+    assert [alpha.at_end(v) for v in (0.5, 1, 4)] == [True, False, True]
     assert not blocks.at_end("all")
 
 
 def test_settings_of_one_of_several_methods_say_so(tmp_path):
-    space = {"method": {"dist": "choice", "values": ["meat", "hat"]}, "methods.meat.lambda": fake.SPACE["methods.meat.lambda"],
-             "methods.hat.s_max": {"dist": "int", "low": 100, "high": 400, "when": {}}}
+    space = {
+        "method": {"dist": "choice", "values": ["meat", "hat"]},
+        "methods.meat.lambda": fake.SPACE["methods.meat.lambda"],
+        "methods.hat.s_max": {"dist": "int", "low": 100, "high": 400, "when": {}},
+    }
     found = parameters(of(tmp_path, [], space))
     assert [(p.name, p.says) for p in found] == [
-        ("method", "one of meat, hat"), ("meat.lambda", "from 0.5 to 1; only where method is meat"),
-        ("hat.s_max", "whole numbers from 100 to 400; only where method is hat")]
+        ("method", "one of meat, hat"),
+        ("meat.lambda", "from 0.5 to 1; only where method is meat"),
+        ("hat.s_max", "whole numbers from 100 to 400; only where method is hat"),
+    ]
 
 
 def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path):
-    found = parameters(of(tmp_path, [fake.trial(0, {"train.lr": 1e-3}, accuracy=.5), fake.trial(1, {"train.lr": "high"}, accuracy=.5)], {}))
-    assert [(p.key, p.categories, p.says) for p in found] == [("train.lr", ("0.001", "high"), "not in the space any more")]
+    found = parameters(
+        of(
+            tmp_path,
+            [
+                fake.trial(0, {"train.lr": 1e-3}, accuracy=0.5),
+                fake.trial(1, {"train.lr": "high"}, accuracy=0.5),
+            ],
+            {},
+        )
+    )
+    assert [(p.key, p.categories, p.says) for p in found] == [
+        ("train.lr", ("0.001", "high"), "not in the space any more")
+    ]
 
 
 def test_importance_finds_the_setting_that_made_the_difference(tmp_path):
-    found = of(tmp_path, [t | {"status": "finished", "results": fake.trial(t["number"])["results"]} for t in fake.trials(40)])
+    found = of(
+        tmp_path,
+        [
+            t | {"status": "finished", "results": fake.trial(t["number"])["results"]}
+            for t in fake.trials(40)
+        ],
+    )
     shares, reason = importance(found, parameters(found))
     assert reason == ""
     assert next(iter(shares)) == "methods.meat.mask_lr"
-    assert shares["methods.meat.mask_lr"] > .6
+    assert shares["methods.meat.mask_lr"] > 0.6
     assert sum(shares.values()) == pytest.approx(1)
     assert set(shares) == set(fake.SPACE)  # conditional ones too
     assert importance(found, parameters(found)) == (shares, "")
 
 
 def test_importance_counts_finished_trials_alone(tmp_path):
-    some = [fake.trial(n, {"methods.meat.lambda": n / 10, "methods.meat.alpha": n % 2 + 1}, accuracy=.5 + n % 2 / 10) for n in range(8)]
-    some += [fake.trial(n, {"methods.meat.lambda": 5., "methods.meat.alpha": 1}, status, accuracy=.01) for n, status in ((8, "stopped"), (9, "failed"))]
+    some = [
+        fake.trial(
+            n,
+            {"methods.meat.lambda": n / 10, "methods.meat.alpha": n % 2 + 1},
+            accuracy=0.5 + n % 2 / 10,
+        )
+        for n in range(8)
+    ]
+    some += [
+        fake.trial(n, {"methods.meat.lambda": 5.0, "methods.meat.alpha": 1}, status, accuracy=0.01)
+        for n, status in ((8, "stopped"), (9, "failed"))
+    ]
     found = of(tmp_path, some, {})
     assert next(iter(importance(found, parameters(found))[0])) == "methods.meat.alpha"
 
@@ -361,7 +513,7 @@ def test_importance_counts_finished_trials_alone(tmp_path):
 def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path):
     few = made(tmp_path / "few", fake.trials(3, "none"), drawn=False)
     assert "not said before 4 trials have finished" in words(few)
-    equal = made(tmp_path / "equal", [fake.trial(n, accuracy=.5) for n in range(6)])
+    equal = made(tmp_path / "equal", [fake.trial(n, accuracy=0.5) for n in range(6)])
     assert "all finished trials have the same accuracy" in words(equal)
     check_page(equal)
 
@@ -369,7 +521,9 @@ def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path):
 def test_without_optuna_everything_else_is_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     found = made(tmp_path, fake.trials(6, "none"))
-    assert set(found[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES - {"importance.png"}
+    assert set(found[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES - {
+        "importance.png"
+    }
     assert "optuna is not installed here; pip install optuna" in words(found)
     check_page(found)
 
@@ -411,15 +565,19 @@ def test_the_line_of_the_history_never_falls_within_a_phase(greedy):
 def test_failed_trials_lie_at_the_bottom_of_the_history(forty):
     axes = searchplots.history(forty[0]).axes[0]
     low = [line for line in axes.lines if line.get_marker() == "x"]
-    assert [int(n) for line in low for n in line.get_xdata()] == [t["number"] for t in forty[0].trials if t["status"] == "failed"]
+    assert [int(n) for line in low for n in line.get_xdata()] == [
+        t["number"] for t in forty[0].trials if t["status"] == "failed"
+    ]
     assert {y for line in low for y in line.get_ydata()} == {axes.get_ylim()[0]}
 
 
 def test_the_front_is_drawn_only_where_sizes_differ(tmp_path):
-    some = [fake.trial(n, accuracy=.5 + n / 10, bytes=1000.) for n in range(4)]
-    some += [fake.trial(4, None, "stopped", accuracy=.5, bytes=5.)]
+    some = [fake.trial(n, accuracy=0.5 + n / 10, bytes=1000.0) for n in range(4)]
+    some += [fake.trial(4, None, "stopped", accuracy=0.5, bytes=5.0)]
     assert not searchplots.varies(of(tmp_path / "equal", some))
-    assert searchplots.varies(of(tmp_path / "other", [*some, fake.trial(5, accuracy=.5, bytes=5.)]))
+    assert searchplots.varies(
+        of(tmp_path / "other", [*some, fake.trial(5, accuracy=0.5, bytes=5.0)])
+    )
     assert "pareto.png" not in made(tmp_path / "drawn", some[:1])[1]
 
 
@@ -440,4 +598,4 @@ def test_slices_show_each_parameter_on_its_own_scale(forty):
     shown = [t for t in forty[0].trials if t["number"] in forty[0].standing()]
     points = [sum(len(line.get_xdata()) for line in a.lines) for a in axes]
     assert points == [len(shown)] * 4 + [sum("methods.meat.keep" in t["params"] for t in shown)]
-    assert axes[1].get_xlim()[0] < .5 < 1 < axes[1].get_xlim()[1]
+    assert axes[1].get_xlim()[0] < 0.5 < 1 < axes[1].get_xlim()[1]

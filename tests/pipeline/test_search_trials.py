@@ -19,11 +19,11 @@ def points(*pairs, status="finished"):
 
 # ---- who wins ----------------------------------------------------------------------------------------------------------
 def test_without_tolerance_the_highest_accuracy_wins():
-    assert best(points((.80, 100), (.90, 900), (.85, 1)), 0.0) == 1
+    assert best(points((0.80, 100), (0.90, 900), (0.85, 1)), 0.0) == 1
 
 
 def test_within_the_tolerance_the_fewest_bytes_win():
-    some = points((.90, 900), (.895, 500), (.889, 10), (.891, 300))
+    some = points((0.90, 900), (0.895, 500), (0.889, 10), (0.891, 300))
     assert best(some, 0.005) == 1
     assert best(some, 0.009) == 3
     assert best(some, 0.02) == 2
@@ -36,17 +36,17 @@ def test_the_tolerance_counts_its_end_whatever_binary_fractions_say():
 
 
 def test_sums_in_another_order_do_not_choose_a_winner():
-    assert best(points((.1 + .2, 900), (.3, 100)), 0.0) == 1
+    assert best(points((0.1 + 0.2, 900), (0.3, 100)), 0.0) == 1
 
 
 def test_ties_go_to_fewer_bytes_then_to_the_lower_number():
-    assert best(points((.9, 200), (.9, 100), (.9, 100)), 0.0) == 1
-    assert best(list(reversed(points((.9, 100), (.9, 100)))), 0.0) == 0
+    assert best(points((0.9, 200), (0.9, 100), (0.9, 100)), 0.0) == 1
+    assert best(list(reversed(points((0.9, 100), (0.9, 100)))), 0.0) == 0
 
 
 @pytest.mark.parametrize("status", ["stopped", "running", "failed"])
 def test_only_finished_trials_win_or_are_on_the_front(status):
-    some = [*points((.8, 100)), fake.trial(1, {}, status, accuracy=.99, bytes=1)]
+    some = [*points((0.8, 100)), fake.trial(1, {}, status, accuracy=0.99, bytes=1)]
     assert best(some, 0.0) == 0
     assert pareto(some) == [0]
     assert best(some[1:], 0.0) is None
@@ -54,12 +54,12 @@ def test_only_finished_trials_win_or_are_on_the_front(status):
 
 
 def test_a_trial_without_score_or_size_never_beats_one_that_has_them():
-    bare, unknown = fake.trial(0, {}, results=[]), fake.trial(1, {}, accuracy=.9, bytes=None)
+    bare, unknown = fake.trial(0, {}, results=[]), fake.trial(1, {}, accuracy=0.9, bytes=None)
     assert math.isnan(score(bare))
     assert math.isnan(size(bare))
     assert math.isnan(size(unknown))
     assert best([bare]) is None
-    assert best([bare, unknown, *points((.1, 1), (.9, 1), (.9, 1))[2:]]) == 2
+    assert best([bare, unknown, *points((0.1, 1), (0.9, 1), (0.9, 1))[2:]]) == 2
     assert best([bare, unknown]) == 1
     assert math.isnan(score(fake.trial(0, {}, accuracy=math.inf)))
 
@@ -72,11 +72,13 @@ def test_the_score_is_the_last_accuracy_not_the_best():
 
 # ---- the front ---------------------------------------------------------------------------------------------------------
 def test_the_front_holds_what_nothing_beats_in_both():
-    assert pareto(points((.9, 900), (.8, 100), (.85, 500), (.84, 600), (.79, 100), (.9, 950))) == [0, 1, 2]
+    assert pareto(
+        points((0.9, 900), (0.8, 100), (0.85, 500), (0.84, 600), (0.79, 100), (0.9, 950))
+    ) == [0, 1, 2]
 
 
 def test_equal_trials_stand_on_the_front_together_and_numbers_ascend():
-    assert pareto(list(reversed(points((.9, 100), (.9, 100), (.8, 50), (.8, 60))))) == [0, 1, 2]
+    assert pareto(list(reversed(points((0.9, 100), (0.9, 100), (0.8, 50), (0.8, 60))))) == [0, 1, 2]
 
 
 def test_the_winner_within_any_tolerance_is_on_the_front():
@@ -102,43 +104,68 @@ def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path):
     for phase, number in search.chosen().items():
         assert number == best(search.of(phase), search.tolerance)
     standing = search.standing()
-    assert {max(standing[t["number"]] for t in search.of(phase)) for phase in search.phases} == {0.0}
+    assert {max(standing[t["number"]] for t in search.of(phase)) for phase in search.phases} == {
+        0.0
+    }
 
 
 def test_what_winner_json_says_stands(tmp_path):
-    some = points((.9, 100), (.95, 100), (.8, 1))
+    some = points((0.9, 100), (0.95, 100), (0.8, 1))
     fake.write(tmp_path, fake.record("said"), some, fake.winner(some[2]))
     assert load(str(tmp_path), "said").chosen() == {"": 2}
 
 
 def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path):
-    fake.write(tmp_path, fake.record("one"), [*points((.9, 100), (.7, 1)), fake.trial(2, {}, "failed", accuracy=.99)])
-    assert load(str(tmp_path), "one").standing() == {0: .9, 1: .7}
+    fake.write(
+        tmp_path,
+        fake.record("one"),
+        [*points((0.9, 100), (0.7, 1)), fake.trial(2, {}, "failed", accuracy=0.99)],
+    )
+    assert load(str(tmp_path), "one").standing() == {0: 0.9, 1: 0.7}
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------
 def test_trials_come_sorted_with_what_an_early_record_does_not_have(tmp_path):
-    fake.write(tmp_path, fake.record("some"), [{"number": 10000, "status": "running"}, fake.trial(9999), *points((.9, 1))])
+    fake.write(
+        tmp_path,
+        fake.record("some"),
+        [{"number": 10000, "status": "running"}, fake.trial(9999), *points((0.9, 1))],
+    )
     search = load(str(tmp_path), "some")
     assert [t["number"] for t in search.trials] == [0, 9999, 10000]
-    assert search.trials[2] | {"stages": {"run": 0, "reused": 0}, "results": [], "params": {}, "phase": ""} == search.trials[2]
+    assert (
+        search.trials[2]
+        | {"stages": {"run": 0, "reused": 0}, "results": [], "params": {}, "phase": ""}
+        == search.trials[2]
+    )
     assert search.problems == []
     assert search.winner is None
     assert search.trial(10000) is search.trials[2]
 
 
-DAMAGE = {"0001.json": b'{"number": 1, "status": "fini', "0002.json": b"[1, 2]", "0003.json": b'{"number": 4, "status": "finished"}',
-          "0004.json": b'{"number": 4, "status": "done"}', "0005.json": b'{"number": 5, "status": "finished", "results": [3]}',
-          "0006.json": b"\xff\xfe\x00", "0007.json": b"", "0008.json": b'{"number": 8, "status": "finished", "params": []}', "notes.txt": b"hello",
-          "0009.json": b'{"status": "finished"}', "0011.json": b'{"number": 11, "status": "finished", "device_s": "long"}'}
+DAMAGE = {
+    "0001.json": b'{"number": 1, "status": "fini',
+    "0002.json": b"[1, 2]",
+    "0003.json": b'{"number": 4, "status": "finished"}',
+    "0004.json": b'{"number": 4, "status": "done"}',
+    "0005.json": b'{"number": 5, "status": "finished", "results": [3]}',
+    "0006.json": b"\xff\xfe\x00",
+    "0007.json": b"",
+    "0008.json": b'{"number": 8, "status": "finished", "params": []}',
+    "notes.txt": b"hello",
+    "0009.json": b'{"status": "finished"}',
+    "0011.json": b'{"number": 11, "status": "finished", "device_s": "long"}',
+}
 
 
 def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path):
-    fake.write(tmp_path, fake.record("hurt"), points((.9, 1)))
+    fake.write(tmp_path, fake.record("hurt"), points((0.9, 1)))
     folder = tmp_path / "searches/hurt"
     for name, data in DAMAGE.items():
         (folder / "trials" / name).write_bytes(data)
-    (folder / "trials/0010.json.ab12cd34.part").write_bytes(b"{")  # is being written by a live search
+    (folder / "trials/0010.json.ab12cd34.part").write_bytes(
+        b"{"
+    )  # is being written by a live search
     (folder / "winner.json").write_text('{"trial": "the third"}')
     search = load(str(tmp_path), "hurt")
     assert [t["number"] for t in search.trials] == [0]
@@ -151,7 +178,7 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"settings": 3, "space": []}', b"null"])
 def test_a_damaged_search_json_leaves_the_trials(tmp_path, body):
-    fake.write(tmp_path, fake.record("hurt"), points((.9, 1), (.8, 1)))
+    fake.write(tmp_path, fake.record("hurt"), points((0.9, 1), (0.8, 1)))
     (tmp_path / "searches/hurt/search.json").write_bytes(body)
     search = load(str(tmp_path), "hurt")
     assert len(search.trials) == 2
@@ -163,7 +190,7 @@ def test_a_damaged_search_json_leaves_the_trials(tmp_path, body):
 
 
 def test_a_lost_search_json_is_named(tmp_path):
-    fake.write(tmp_path, fake.record("lost"), points((.9, 1)))
+    fake.write(tmp_path, fake.record("lost"), points((0.9, 1)))
     (tmp_path / "searches/lost/search.json").unlink()
     search = load(str(tmp_path), "lost")
     assert len(search.trials) == 1
@@ -171,7 +198,9 @@ def test_a_lost_search_json_is_named(tmp_path):
 
 
 def test_a_search_that_is_not_there_is_one_sentence_with_those_that_are(tmp_path):
-    with pytest.raises(UserError, match=r"there is no search 'x' in .*; no search was started there"):
+    with pytest.raises(
+        UserError, match=r"there is no search 'x' in .*; no search was started there"
+    ):
         load(str(tmp_path), "x")
     fake.write(tmp_path, fake.record("meat-real"), [])
     with pytest.raises(UserError, match=r"there is no search 'x' in .*; it has meat-real"):
@@ -180,12 +209,21 @@ def test_a_search_that_is_not_there_is_one_sentence_with_those_that_are(tmp_path
 
 
 def test_records_are_read_on_any_filesystem_of_the_store(tmp_path):
-    fake.write(tmp_path, fake.record("uri"), points((.9, 1)))
+    fake.write(tmp_path, fake.record("uri"), points((0.9, 1)))
     assert len(load(f"file://{tmp_path}", "uri").trials) == 1
 
 
 def test_reading_the_records_loads_no_heavy_package():
-    code = ("import sys, json, pipeline.report.trials; "
-            "print(json.dumps([m for m in ('matplotlib', 'ray', 'mlflow', 'optuna', 'torch', 'numpy') if m in sys.modules]))")
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    code = (
+        "import sys, json, pipeline.report.trials; "
+        "print(json.dumps([m for m in ('matplotlib', 'ray', 'mlflow', 'optuna', 'torch', "
+        "'numpy') if m in sys.modules]))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    ).stdout
     assert set(json.loads(said)) <= {"numpy"}  # pyarrow may bring it

@@ -43,17 +43,24 @@ def b64(data: bytes) -> str:
 
 def post(url: str, data: bytes) -> tuple[int, str]:
     """By a client that reads an answer which comes before it has sent everything."""
-    answer = requests.post(url, data=data, headers={"Content-Type": "application/json"}, timeout=120)
+    answer = requests.post(
+        url, data=data, headers={"Content-Type": "application/json"}, timeout=120
+    )
     return answer.status_code, answer.text
 
 
 def bad_images(run: Finished) -> dict[str, tuple[Any, str]]:
     from tests.workers.test_images import bomb, encoded
 
-    return {"truncated": (b64(encoded("JPEG")[:-60]), "is damaged"), "no image": (b64(b"hello"), "is not an image"),
-            "bomb": (b64(bomb(60_000)), "is too large"), "path": ("/etc/passwd", "no files are read here"),
-            "shape": ([[1, 2]], "has shape (1, 2)"), "dtype": ([[[0.5, 0, 0]]], "float64 values"),
-            "number": (3, "is a int")}
+    return {
+        "truncated": (b64(encoded("JPEG")[:-60]), "is damaged"),
+        "no image": (b64(b"hello"), "is not an image"),
+        "bomb": (b64(bomb(60_000)), "is too large"),
+        "path": ("/etc/passwd", "no files are read here"),
+        "shape": ([[1, 2]], "has shape (1, 2)"),
+        "dtype": ([[[0.5, 0, 0]]], "float64 values"),
+        "number": (3, "is a int"),
+    }
 
 
 async def storm(url: str, data: bytes) -> collections.Counter[int | str]:
@@ -62,13 +69,17 @@ async def storm(url: str, data: bytes) -> collections.Counter[int | str]:
 
     async def one(session: aiohttp.ClientSession) -> None:
         try:
-            async with session.post(url, data=data, headers={"Content-Type": "application/json"}) as answer:
+            async with session.post(
+                url, data=data, headers={"Content-Type": "application/json"}
+            ) as answer:
                 await answer.read()
                 found[answer.status] += 1
         except aiohttp.ClientError as error:
             found[type(error).__name__] += 1
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=400)) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=400)
+    ) as session:
         await asyncio.gather(*(one(session) for _ in range(STORM)))
     return found
 
@@ -86,7 +97,14 @@ def memory(root: int) -> int:
 
 def started(command: list[str], log: Path, cwd: str, **env: str) -> subprocess.Popen[bytes]:
     with open(log, "wb") as stream:
-        return subprocess.Popen(command, stdout=stream, stderr=stream, cwd=cwd, env={**os.environ, **env}, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=stream,
+            cwd=cwd,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
 
 
 def until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -117,7 +135,11 @@ def ray_serve(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder, port = tmp_path_factory.mktemp("ray"), browse.free_port("127.0.0.1")
     run.bundle.write(str(folder / "model"))
     root = str(Path(__file__).parents[2])
-    process = started([sys.executable, "-m", "pipeline", "serve", str(folder / "model"), "--port", str(port)], folder / "log", root)
+    process = started(
+        [sys.executable, "-m", "pipeline", "serve", str(folder / "model"), "--port", str(port)],
+        folder / "log",
+        root,
+    )
     try:
         until_up(process, f"http://127.0.0.1:{port}/health", folder / "log")
         yield f"http://127.0.0.1:{port}", process.pid
@@ -129,15 +151,26 @@ def ray_serve(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run, ray_serve):
     url, _ = ray_serve
     images, tasks = [run.images(t)[0][0] for t in run.names], run.names
-    status, text = post(f"{url}/predict", json.dumps({"images": [b64(i) for i in images], "tasks": tasks}).encode())
+    status, text = post(
+        f"{url}/predict", json.dumps({"images": [b64(i) for i in images], "tasks": tasks}).encode()
+    )
     assert status == 200
-    for found, wanted in zip(json.loads(text)["predictions"], run.served.predict(images, tasks), strict=True):
+    for found, wanted in zip(
+        json.loads(text)["predictions"], run.served.predict(images, tasks), strict=True
+    ):
         assert (found["class"], found["task"]) == (wanted.class_, wanted.task)
         assert found["probability"] == pytest.approx(wanted.probability, abs=1e-5)
-    bodies = {name: ({"images": [image], "tasks": "two"}, said) for name, (image, said) in bad_images(run).items()}
-    bodies |= {"task": ({"images": [b64(images[0])], "tasks": "tow"}, "did you mean two"), "none": ({"images": []}, "no list of images"),
-               "many": ({"images": [b64(images[0])] * 65, "tasks": "two"}, "more than 64"), "field": ({"images": ["x"], "taks": 1}, "'taks'"),
-               "tasks": ({"images": ["x"], "tasks": [[]]}, "tasks must be")}
+    bodies = {
+        name: ({"images": [image], "tasks": "two"}, said)
+        for name, (image, said) in bad_images(run).items()
+    }
+    bodies |= {
+        "task": ({"images": [b64(images[0])], "tasks": "tow"}, "did you mean two"),
+        "none": ({"images": []}, "no list of images"),
+        "many": ({"images": [b64(images[0])] * 65, "tasks": "two"}, "more than 64"),
+        "field": ({"images": ["x"], "taks": 1}, "'taks'"),
+        "tasks": ({"images": ["x"], "tasks": [[]]}, "tasks must be"),
+    }
     for name, (body, said) in bodies.items():
         status, text = post(f"{url}/predict", json.dumps(body).encode())
         assert status == 400, name
@@ -178,27 +211,55 @@ def test_ray_serve_answers_while_strangers_send_slowly_or_much(run, ray_serve):
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(6))
         refused = [pool.submit(post, f"{url}/predict", large) for _ in range(6)]
         assert post(f"{url}/predict", data)[0] == 200
-        assert requests.get(f"{url}/health", timeout=30).status_code == requests.get(f"{url}/tasks", timeout=30).status_code == 200
+        assert (
+            requests.get(f"{url}/health", timeout=30).status_code
+            == requests.get(f"{url}/tasks", timeout=30).status_code
+            == 200
+        )
         for answer in refused:
             status, text = answer.result()
             assert (status, "pixels together, more than" in text) == (400, True)
     assert memory(process) - before < MORE_BYTES
     foreign = requests.get(f"{url}/tasks", headers={"Host": f"evil.example:{port}"}, timeout=30)
     assert (foreign.status_code, "is not served here" in foreign.text) == (421, True)
-    status, text = post(f"{url}/predict", data.replace(b'"tasks"', b'"top": 1' + b"0" * 400 + b', "tasks"'))
+    status, text = post(
+        f"{url}/predict", data.replace(b'"tasks"', b'"top": 1' + b"0" * 400 + b', "tasks"')
+    )
     assert (status, len(json.loads(text)["predictions"][0]["probabilities"])) == (200, 2)
 
 
 # ---- MLflow ----------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def mlflow_server(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+def mlflow_server(
+    run: Finished, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, int]]:
     folder, port = tmp_path_factory.mktemp("mlflow"), browse.free_port("127.0.0.1")
     run.bundle.write(str(folder / "bundle"))
     publish.save(str(folder / "model"), run.bundle, str(folder / "bundle"))
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", str(folder / "model"), "--env-manager", "local", "--host", "127.0.0.1",
-               "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "models",
+        "serve",
+        "-m",
+        str(folder / "model"),
+        "--env-manager",
+        "local",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     place = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    process = started(command, folder / "log", str(folder), MLFLOW_DISABLE_TELEMETRY="true", UVICORN_LIMIT_CONCURRENCY="256", PATH=place)
+    process = started(
+        command,
+        folder / "log",
+        str(folder),
+        MLFLOW_DISABLE_TELEMETRY="true",
+        UVICORN_LIMIT_CONCURRENCY="256",
+        PATH=place,
+    )
     try:
         until_up(process, f"http://127.0.0.1:{port}/ping", folder / "log")
         yield f"http://127.0.0.1:{port}/invocations", process.pid
@@ -207,20 +268,31 @@ def mlflow_server(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def records(*rows: dict[str, Any], **params: Any) -> bytes:
-    return json.dumps({"dataframe_records": list(rows), **({"params": params} if params else {})}).encode()
+    return json.dumps(
+        {"dataframe_records": list(rows), **({"params": params} if params else {})}
+    ).encode()
 
 
 @pytest.mark.slow
 def test_mlflow_answers_mixed_requests_and_refuses_bad_ones(run, mlflow_server):
     url, _ = mlflow_server
     images, tasks = [run.images(t)[0][0] for t in run.names], run.names
-    status, text = post(url, records(*({"image": b64(i), "task": t} for i, t in zip(images, tasks, strict=True)), top=1))
+    status, text = post(
+        url,
+        records(*({"image": b64(i), "task": t} for i, t in zip(images, tasks, strict=True)), top=1),
+    )
     assert status == 200, text
-    for found, wanted in zip(json.loads(text)["predictions"], run.served.predict(images, tasks), strict=True):
+    for found, wanted in zip(
+        json.loads(text)["predictions"], run.served.predict(images, tasks), strict=True
+    ):
         assert (found["class"], found["task"]) == (wanted.class_, wanted.task)
         assert found["probability"] == pytest.approx(wanted.probability, abs=1e-5)
     for name, (image, said) in {**bad_images(run), "many": (None, "more than 1024")}.items():
-        rows = [{"image": image, "task": "two"}] if name != "many" else [{"image": "aa", "task": "two"}] * 1025
+        rows = (
+            [{"image": image, "task": "two"}]
+            if name != "many"
+            else [{"image": "aa", "task": "two"}] * 1025
+        )
         status, text = post(url, records(*rows))
         assert status == 400, (name, text)
         assert said in json.loads(text)["message"], name
@@ -244,10 +316,21 @@ def test_mlflow_outlives_a_storm(run, mlflow_server):
 
 
 # ---- without a server --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("data", "said"), [
-    (b"{", "the body is not JSON"), (b"[" * 100_000, "the body is not JSON"), (b"[]", "has no list of images"), (b'{"images": []}', "has no list of images"),
-    (b'{"images": ["x"], "taks": 1}', "has a field 'taks'; it may have images, rule, tasks, top"), (b'{"images": ["x"], "tasks": 3}', "tasks must be a name"),
-    (b"\xff\xfe", "the body is not JSON")])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"{", "the body is not JSON"),
+        (b"[" * 100_000, "the body is not JSON"),
+        (b"[]", "has no list of images"),
+        (b'{"images": []}', "has no list of images"),
+        (
+            b'{"images": ["x"], "taks": 1}',
+            "has a field 'taks'; it may have images, rule, tasks, top",
+        ),
+        (b'{"images": ["x"], "tasks": 3}', "tasks must be a name"),
+        (b"\xff\xfe", "the body is not JSON"),
+    ],
+)
 def test_a_malformed_request_gets_one_sentence(data, said):
     from pipeline.deployment import request_of
 
@@ -259,13 +342,25 @@ def test_requests_that_meet_are_answered_together_each_its_own(run, monkeypatch)
     from pipeline.deployment import Asked, answered
 
     pixels = np.random.default_rng(0).integers(0, 255, (6, 3, 16, 16)).astype(np.uint8)
-    asked = [Asked(pixels[:1], ["two"], "refuse", 0), Asked(pixels[1:4], ["three", "two", "three"], "refuse", 0), Asked(pixels[4:], ["two"] * 2, "refuse", 1)]
+    asked = [
+        Asked(pixels[:1], ["two"], "refuse", 0),
+        Asked(pixels[1:4], ["three", "two", "three"], "refuse", 0),
+        Asked(pixels[4:], ["two"] * 2, "refuse", 1),
+    ]
     alone = [run.served.answers(a.pixels, a.tasks, a.rule, a.top) for a in asked]
     calls: list[int] = []
     answers = run.served.answers
-    monkeypatch.setattr(run.served, "answers", lambda pixels, *rest: calls.append(len(pixels)) or answers(pixels, *rest))
+    monkeypatch.setattr(
+        run.served,
+        "answers",
+        lambda pixels, *rest: calls.append(len(pixels)) or answers(pixels, *rest),
+    )
     found = answered(run.served, asked)
     assert calls == [4, 2]
     for one, other in zip(found, alone, strict=True):
-        assert [(a.task, a.class_, len(a.probabilities)) for a in one] == [(a.task, a.class_, len(a.probabilities)) for a in other]
-        assert [a.probability for a in one] == pytest.approx([a.probability for a in other], abs=1e-5)
+        assert [(a.task, a.class_, len(a.probabilities)) for a in one] == [
+            (a.task, a.class_, len(a.probabilities)) for a in other
+        ]
+        assert [a.probability for a in one] == pytest.approx(
+            [a.probability for a in other], abs=1e-5
+        )

@@ -12,15 +12,24 @@ from pipeline.run import Outcome, State, Walk, look_up_all, run_graph
 from tests import simulation
 from tests.simulation import Cluster, Span, Weather
 
-SHAPES = {1_000: (10, 20, 20, 5), 10_000: (50, 40, 40, 10)}  # stages -> tasks; methods that are stars, chains, chains of three steps per task
+SHAPES = {
+    1_000: (10, 20, 20, 5),
+    10_000: (50, 40, 40, 10),
+}  # stages -> tasks; methods that are stars, chains, chains of three steps per task
 STORMY = Weather(life_s=3600, failing=0.02)
 RETRIES = 6
 
 
-def simulate(folder, nodes: int, stages: int = 1_000, weather: Weather | None = None, seed: int = 0) -> tuple[Graph, Cluster, Outcome]:
+def simulate(
+    folder, nodes: int, stages: int = 1_000, weather: Weather | None = None, seed: int = 0
+) -> tuple[Graph, Cluster, Outcome]:
     store, graph, _ = simulation.graph(folder, *SHAPES[stages])
     cluster = Cluster(nodes, simulation.deal(graph, seed), seed, weather or Weather())
-    return graph, cluster, run_graph(graph, store, lambda todo: cluster, RETRIES, [], look_up_all(graph, store, None))
+    return (
+        graph,
+        cluster,
+        run_graph(graph, store, lambda todo: cluster, RETRIES, [], look_up_all(graph, store, None)),
+    )
 
 
 def check_spans(graph: Graph, spans: list[Span]) -> None:
@@ -41,8 +50,13 @@ def check_spans(graph: Graph, spans: list[Span]) -> None:
 def kept(graph: Graph, spans: list[Span]) -> float:
     """Share of the stages of chains that ran on the group of the stage before them."""
     group = {s.stage: s.group for s in spans if s.how == "done"}
-    same = [any(group[stage.id] == group[p] for p in before) for stage in graph if stage.method and stage.step != "evaluate"
-            and (before := [p for p in stage.parents if graph[p].method == stage.method])]
+    same = [
+        any(group[stage.id] == group[p] for p in before)
+        for stage in graph
+        if stage.method
+        and stage.step != "evaluate"
+        and (before := [p for p in stage.parents if graph[p].method == stage.method])
+    ]
     return sum(same) / len(same)
 
 
@@ -76,13 +90,20 @@ def test_a_chain_keeps_its_group_where_there_is_one_for_each(tmp_path):
 
 def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_else(tmp_path):
     doomed = "finetune-020/t-4/train"
-    graph, cluster, outcome = simulate(tmp_path, 100, weather=Weather(life_s=3600, failing=0.02, doomed=frozenset({doomed})))
+    graph, cluster, outcome = simulate(
+        tmp_path, 100, weather=Weather(life_s=3600, failing=0.02, doomed=frozenset({doomed}))
+    )
     after = {doomed}
     for stage in graph:
         after |= {stage.id} if after & set(stage.parents) else set()
     assert outcome.failures == {doomed: "it broke"}
-    assert outcome.states == {s.id: State.FAILED if s.id == doomed else State.BLOCKED if s.id in after else State.DONE for s in graph}
-    assert {s.stage for s in cluster.spans} == {s.id for s in graph if s.id not in after or s.id == doomed}
+    assert outcome.states == {
+        s.id: State.FAILED if s.id == doomed else State.BLOCKED if s.id in after else State.DONE
+        for s in graph
+    }
+    assert {s.stage for s in cluster.spans} == {
+        s.id for s in graph if s.id not in after or s.id == doomed
+    }
 
 
 def test_slow_nodes_cost_at_most_what_they_are_slower(tmp_path):

@@ -13,15 +13,28 @@ from pipeline.trial import with_history
 from workers.errors import UserError
 
 ADAPTER = TypeAdapter(Dimension)
-BODY = {"name": "x", "stream": {"tasks": [{"card": "digits"}]}, "methods": {"meat": {"lambda": 0.9}, "hat": {}}}
+BODY = {
+    "name": "x",
+    "stream": {"tasks": [{"card": "digits"}]},
+    "methods": {"meat": {"lambda": 0.9}, "hat": {}},
+}
 
 
 def space(**dimensions: dict) -> Space:
-    return Space({key.replace("__", "."): ADAPTER.validate_python(value) for key, value in dimensions.items()})
+    return Space(
+        {
+            key.replace("__", "."): ADAPTER.validate_python(value)
+            for key, value in dimensions.items()
+        }
+    )
 
 
-WIDE = {"methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 1.0}, "methods__meat__alpha": {"dist": "choice", "values": [0.5, 1, 2]},
-        "methods__meat__mask_lr": {"dist": "loguniform", "low": 1e-4, "high": 1e-1}, "train__epochs": {"dist": "int", "low": 1, "high": 3}}
+WIDE = {
+    "methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 1.0},
+    "methods__meat__alpha": {"dist": "choice", "values": [0.5, 1, 2]},
+    "methods__meat__mask_lr": {"dist": "loguniform", "low": 1e-4, "high": 1e-1},
+    "train__epochs": {"dist": "int", "low": 1, "high": 3},
+}
 
 
 def test_a_point_is_a_function_of_seed_and_number_and_stays_inside_its_bounds() -> None:
@@ -29,15 +42,22 @@ def test_a_point_is_a_function_of_seed_and_number_and_stays_inside_its_bounds() 
     points = [wide.drawn(7, n) for n in range(300)]
     assert points == [wide.drawn(7, n) for n in range(300)]
     assert points[:20] != [wide.drawn(8, n) for n in range(20)]
-    assert all(0.5 <= p["methods.meat.lambda"] <= 1 and 1e-4 <= p["methods.meat.mask_lr"] <= 1e-1 for p in points)
+    assert all(
+        0.5 <= p["methods.meat.lambda"] <= 1 and 1e-4 <= p["methods.meat.mask_lr"] <= 1e-1
+        for p in points
+    )
     assert {p["methods.meat.alpha"] for p in points} == {0.5, 1, 2}
     assert {p["train.epochs"] for p in points} == {1, 2, 3}
     logs = [math.log10(p["methods.meat.mask_lr"]) for p in points]
-    assert sum(-4 <= v < -3 for v in logs) == pytest.approx(100, abs=30), "evenly over orders of magnitude"
+    assert sum(-4 <= v < -3 for v in logs) == pytest.approx(100, abs=30), (
+        "evenly over orders of magnitude"
+    )
 
 
 def test_dimensions_are_drawn_apart() -> None:
-    two = space(a={"dist": "uniform", "low": 0, "high": 1}, b={"dist": "uniform", "low": 0, "high": 1})
+    two = space(
+        a={"dist": "uniform", "low": 0, "high": 1}, b={"dist": "uniform", "low": 0, "high": 1}
+    )
     assert all(abs(p["a"] - p["b"]) > 1e-6 for p in (two.drawn(0, n) for n in range(20)))
 
 
@@ -48,27 +68,46 @@ def test_a_dimension_more_does_not_move_the_others() -> None:
 
 
 def test_a_grid_has_every_point_once() -> None:
-    points = space(a={"dist": "choice", "values": [1, 2]}, b={"dist": "int", "low": 0, "high": 2}, c={"dist": "uniform", "low": 0, "high": 1, "points": 2},
-                   d={"dist": "loguniform", "low": 1, "high": 100}).grid()
+    points = space(
+        a={"dist": "choice", "values": [1, 2]},
+        b={"dist": "int", "low": 0, "high": 2},
+        c={"dist": "uniform", "low": 0, "high": 1, "points": 2},
+        d={"dist": "loguniform", "low": 1, "high": 100},
+    ).grid()
     assert len(points) == 2 * 3 * 2 * 3 == len({repr(p) for p in points})
     assert {p["c"] for p in points} == {0, 1}
     assert sorted({p["d"] for p in points}) == pytest.approx([1, 10, 100])
 
 
 def test_what_belongs_to_another_method_is_not_there() -> None:
-    both = space(method={"dist": "choice", "values": ["meat", "hat"]}, methods__hat__c={"dist": "choice", "values": [1, 2]},
-                 methods__meat__alpha={"dist": "choice", "values": [1, 2, 4]})
-    assert {tuple(p) for p in both.grid()} == {("method", "methods.hat.c"), ("method", "methods.meat.alpha")}
+    both = space(
+        method={"dist": "choice", "values": ["meat", "hat"]},
+        methods__hat__c={"dist": "choice", "values": [1, 2]},
+        methods__meat__alpha={"dist": "choice", "values": [1, 2, 4]},
+    )
+    assert {tuple(p) for p in both.grid()} == {
+        ("method", "methods.hat.c"),
+        ("method", "methods.meat.alpha"),
+    }
     assert len(both.grid()) == 5
     for n in range(20):
         point = both.drawn(0, n)
-        assert all(key == "method" or key.startswith(f"methods.{point['method']}.") for key in point)
+        assert all(
+            key == "method" or key.startswith(f"methods.{point['method']}.") for key in point
+        )
         assert list(with_params(BODY, point)["methods"]) == [point["method"]]
 
 
 def test_when_makes_a_dimension_conditional_whatever_the_order_of_lines() -> None:
-    one = space(methods__hat__c={"dist": "uniform", "low": 0, "high": 1, "when": {"methods.hat.start": ["dense", "uniform"]}},
-                methods__hat__start={"dist": "choice", "values": ["normal", "dense", "uniform"]})
+    one = space(
+        methods__hat__c={
+            "dist": "uniform",
+            "low": 0,
+            "high": 1,
+            "when": {"methods.hat.start": ["dense", "uniform"]},
+        },
+        methods__hat__start={"dist": "choice", "values": ["normal", "dense", "uniform"]},
+    )
     points = [one.drawn(0, n) for n in range(60)]
     assert {p["methods.hat.start"] for p in points if "methods.hat.c" not in p} == {"normal"}
     assert {p["methods.hat.start"] for p in points if "methods.hat.c" in p} == {"dense", "uniform"}
@@ -77,7 +116,9 @@ def test_when_makes_a_dimension_conditional_whatever_the_order_of_lines() -> Non
 @pytest.mark.parametrize("algorithm", ["tpe"])
 def test_a_point_that_optuna_is_told_comes_back_as_it_was(algorithm: str) -> None:
     optuna = pytest.importorskip("optuna")
-    one = space(**WIDE, methods__meat__token_mask_blocks={"dist": "choice", "values": ["all", [3, 6, 9]]})
+    one = space(
+        **WIDE, methods__meat__token_mask_blocks={"dist": "choice", "values": ["all", [3, 6, 9]]}
+    )
     study = optuna.create_study()
     for n in range(5):
         point = one.drawn(3, n)
@@ -100,33 +141,64 @@ def test_near_stays_inside() -> None:
 
 
 def test_params_land_where_they_belong() -> None:
-    body = with_params({**BODY, "methods": {"meat": {"lambda": 0.9}}}, {"methods.meat.lambda": 0.5, "train.epochs": 2})
+    body = with_params(
+        {**BODY, "methods": {"meat": {"lambda": 0.9}}},
+        {"methods.meat.lambda": 0.5, "train.epochs": 2},
+    )
     assert body["methods"]["meat"]["lambda"] == 0.5
     assert body["train"] == {"epochs": 2}
     assert BODY["methods"]["meat"] == {"lambda": 0.9}, "the base stays as it is"
-    own = with_history(BODY, {"methods.meat.lambda": 0.7}, {"a.v1": {"methods.meat.lambda": 0.5, "methods.meat.train.lr": 1}})
-    assert own["methods"]["meat"] == {"lambda": 0.9, "tasks": {"a.v1": {"lambda": 0.5, "train": {"lr": 1}}}}
+    own = with_history(
+        BODY,
+        {"methods.meat.lambda": 0.7},
+        {"a.v1": {"methods.meat.lambda": 0.5, "methods.meat.train.lr": 1}},
+    )
+    assert own["methods"]["meat"] == {
+        "lambda": 0.9,
+        "tasks": {"a.v1": {"lambda": 0.5, "train": {"lr": 1}}},
+    }
 
 
 CHOICE = {"dist": "choice", "values": [1]}
 MEAT = {"method": {"dist": "choice", "values": ["meat"]}}
 BAD = [
-    ({"methods__meat__lamda": {"dist": "uniform", "low": 0, "high": 1}, **MEAT}, ["lamda", "did you mean 'lambda'"]),
-    ({"methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 7}, **MEAT}, ["methods.meat.lambda=7.0", "points"]),
+    (
+        {"methods__meat__lamda": {"dist": "uniform", "low": 0, "high": 1}, **MEAT},
+        ["lamda", "did you mean 'lambda'"],
+    ),
+    (
+        {"methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 7}, **MEAT},
+        ["methods.meat.lambda=7.0", "points"],
+    ),
     ({"methods__meat__lambda": {"dist": "choice", "values": [0.5, "much"]}, **MEAT}, ["'much'"]),
     ({"train__epochs": CHOICE}, ["2 methods", "method: {dist: choice, values: [meat, hat]}"]),
-    ({"train__epochs": CHOICE, "method": {"dist": "choice", "values": ["met"]}}, ["'met'", "meat, hat"]),
+    (
+        {"train__epochs": CHOICE, "method": {"dist": "choice", "values": ["met"]}},
+        ["'met'", "meat, hat"],
+    ),
     ({"methods__hat__c": CHOICE, **MEAT}, ["'hat'", "no trial has"]),
     ({"cluster__workers": CHOICE, **MEAT}, ["cluster.workers", "cannot be searched"]),
     ({"method": {"dist": "uniform", "low": 0, "high": 1}}, ["space.method must be a choice"]),
     ({"stream__tasks__0__name": CHOICE, **MEAT}, ["stream.tasks.0.name", "do not compare"]),
-    ({"methods__meat__ffn_masks": {"dist": "choice", "values": ["weight", "neuron"]}, **MEAT,
-      "methods__meat__nonsense": {"dist": "choice", "values": [1], "when": {"methods.meat.ffn_masks": "neuron"}}}, ["nonsense"]),
+    (
+        {
+            "methods__meat__ffn_masks": {"dist": "choice", "values": ["weight", "neuron"]},
+            **MEAT,
+            "methods__meat__nonsense": {
+                "dist": "choice",
+                "values": [1],
+                "when": {"methods.meat.ffn_masks": "neuron"},
+            },
+        },
+        ["nonsense"],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("dimensions", "said"), BAD)
-def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(dimensions: dict, said: list[str]) -> None:
+def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(
+    dimensions: dict, said: list[str]
+) -> None:
     with pytest.raises(UserError) as error:
         check(space(**dimensions), BODY, "s.yaml")
     assert "\n" not in str(error.value)
@@ -153,7 +225,10 @@ def test_near_moves_as_far_in_whole_numbers_as_in_others() -> None:
 
 
 def test_near_has_what_applies_there_and_nothing_else() -> None:
-    one = space(a={"dist": "choice", "values": [False, True]}, b={"dist": "uniform", "low": 0, "high": 1, "when": {"a": True}})
+    one = space(
+        a={"dist": "choice", "values": [False, True]},
+        b={"dist": "uniform", "low": 0, "high": 1, "when": {"a": True}},
+    )
     rng = random.Random(0)
     for start in ({"a": False}, {"a": True, "b": 0.5}):
         found = [one.near(start, rng) for _ in range(40)]

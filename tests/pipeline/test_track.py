@@ -29,7 +29,10 @@ def _no_server(monkeypatch):
 def recorded(tmp_path_factory):
     """A run that was killed after five stages, went on, finished, and was started once more."""
     storage = str(tmp_path_factory.mktemp("storage"))
-    record = {**fake_run.record(), "provenance": {"git_commit": "feed", "packages": {"torch": "2.14.1"}, "python": "3.11.7"}}
+    record = {
+        **fake_run.record(),
+        "provenance": {"git_commit": "feed", "packages": {"torch": "2.14.1"}, "python": "3.11.7"},
+    }
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     first = track.Recorder(SETTINGS, storage)
     first.start(record, "<svg>graph</svg>")
@@ -55,9 +58,18 @@ def contents(storage):
     """(label, task) -> run, every run of the experiment; and the length of each metric's history."""
     client, _, experiment = track_mlflow.open_store(storage)
     runs = client.search_runs([experiment], max_results=1000)
-    histories = {(r.info.run_id, name): len(client.get_metric_history(r.info.run_id, name)) for r in runs for name in r.data.metrics}
-    return SimpleNamespace(client=client, count=len(runs), histories=histories, ended={r.info.run_id: r.info.end_time for r in runs},
-                           runs={(r.data.tags.get("label", ""), r.data.tags.get("task", "")): r for r in runs})
+    histories = {
+        (r.info.run_id, name): len(client.get_metric_history(r.info.run_id, name))
+        for r in runs
+        for name in r.data.metrics
+    }
+    return SimpleNamespace(
+        client=client,
+        count=len(runs),
+        histories=histories,
+        ended={r.info.run_id: r.info.end_time for r in runs},
+        runs={(r.data.tags.get("label", ""), r.data.tags.get("task", "")): r for r in runs},
+    )
 
 
 def artifacts(found, label, task=""):
@@ -86,74 +98,132 @@ def test_an_interrupted_run_has_every_point_once(recorded):
     for label in fake_run.METHODS:
         run = runs[label, ""].info.run_id
         assert [histories[run, f"acc/{t['name']}"] for t in fake_run.TASKS] == [4, 3, 2, 1]
-        assert histories[run, "average_accuracy"] == histories[run, "forgetting"] == histories[run, "growth"] == 4
+        assert (
+            histories[run, "average_accuracy"]
+            == histories[run, "forgetting"]
+            == histories[run, "growth"]
+            == 4
+        )
         assert histories[runs[label, "leaves"].info.run_id, "train/loss"] == 6
     assert histories[runs["", ""].info.run_id, "average_accuracy/meat"] == 4
 
 
 def test_values_are_those_of_the_store(recorded):
     metrics = recorded.after.runs["finetune", ""].data.metrics
-    assert metrics["acc/birds"] == pytest.approx(round(120 * fake_run.accuracy("finetune", 3, 1)) / 120)
-    assert metrics["forgetting"] > .3
+    assert metrics["acc/birds"] == pytest.approx(
+        round(120 * fake_run.accuracy("finetune", 3, 1)) / 120
+    )
+    assert metrics["forgetting"] > 0.3
     assert recorded.after.runs["meat", ""].data.metrics["forgetting"] == 0
     task = recorded.after.runs["meat", "birds"].data.metrics
-    assert task["flops_share"] == .83
+    assert task["flops_share"] == 0.83
     assert 0 < task["keep/tokens"] < 1
-    assert task["train/val_accuracy"] > .8
+    assert task["train/val_accuracy"] > 0.8
 
 
 def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded):
     found = recorded.after
-    assert {"report.html", "graph.svg", "comparison.png", "averages.png", "size_accuracy.png", "environment.json", "tables"} <= artifacts(found, "")
-    assert {"accuracy_matrix.png", "accuracy_matrix.json", "accuracy_matrix.parquet", "sizes.csv", "report"} <= artifacts(found, "meat")
-    assert {"token_masks.png", "density.png", "overlap.png", "overlap.csv", "confusion.png", "confusion.csv",
-            "task.safetensors"} <= artifacts(found, "meat", "leaves")
+    assert {
+        "report.html",
+        "graph.svg",
+        "comparison.png",
+        "averages.png",
+        "size_accuracy.png",
+        "environment.json",
+        "tables",
+    } <= artifacts(found, "")
+    assert {
+        "accuracy_matrix.png",
+        "accuracy_matrix.json",
+        "accuracy_matrix.parquet",
+        "sizes.csv",
+        "report",
+    } <= artifacts(found, "meat")
+    assert {
+        "token_masks.png",
+        "density.png",
+        "overlap.png",
+        "overlap.csv",
+        "confusion.png",
+        "confusion.csv",
+        "task.safetensors",
+    } <= artifacts(found, "meat", "leaves")
     assert "tokens.png" in artifacts(found, "hat-small", "leaves")
-    path = found.client.download_artifacts(found.runs["finetune", ""].info.run_id, "accuracy_matrix.json")
+    path = found.client.download_artifacts(
+        found.runs["finetune", ""].info.run_id, "accuracy_matrix.json"
+    )
     assert len(json.loads(Path(path).read_text())["accuracy"]) == 4
 
 
 def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded):
     tags = recorded.after.runs["hat-small", "birds"].data.tags
-    assert (tags["method"], tags["scenario"], tags["backbone"], tags["seed"]) == ("hat", "task", "vit_tiny_patch16_224", "3")
+    assert (tags["method"], tags["scenario"], tags["backbone"], tags["seed"]) == (
+        "hat",
+        "task",
+        "vit_tiny_patch16_224",
+        "3",
+    )
     key = next(s.key for s in fake_run.stages() if s.id == "hat-small/birds/train")
     assert tags["stage.train"] == key
     assert recorded.after.runs["hat-small", ""].data.params["settings.lam"] == "0.75"
     assert recorded.after.runs["", ""].data.params["backbone.img_size"] == "32"
-    assert {d.dataset.name for d in recorded.after.runs["", ""].inputs.dataset_inputs} == {"shapes", "birds", "plants"}
+    assert {d.dataset.name for d in recorded.after.runs["", ""].inputs.dataset_inputs} == {
+        "shapes",
+        "birds",
+        "plants",
+    }
 
 
 def test_links_open_mlflow_on_its_pages_for_training(recorded):
-    assert recorded.recorder.links() == [f"record: {browse.this_python()} -m pipeline ui --storage {recorded.storage}"]
+    assert recorded.recorder.links() == [
+        f"record: {browse.this_python()} -m pipeline ui --storage {recorded.storage}"
+    ]
     run = recorded.after.runs["", ""].info
     one, many = recorded.recorder.links("http://127.0.0.1:5000")
-    assert one.endswith(f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning")
+    assert one.endswith(
+        f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
+    )
     assert all(recorded.after.runs[label, ""].info.run_id in many for label in fake_run.METHODS)
     client, _, experiment = track_mlflow.open_store(recorded.storage)
-    assert browse.recorded(client, experiment) == [("tiny", run.run_id, [recorded.after.runs[label, ""].info.run_id for label in fake_run.METHODS])]
+    assert browse.recorded(client, experiment) == [
+        (
+            "tiny",
+            run.run_id,
+            [recorded.after.runs[label, ""].info.run_id for label in fake_run.METHODS],
+        )
+    ]
 
 
 def test_another_graph_of_the_same_name_gets_runs_of_its_own():
     record = fake_run.record()
     changed = {**record, "stages": [{**record["stages"][0], "key": "other"}, *record["stages"][1:]]}
-    assert track_run.identity(changed) != track_run.identity(record) == track_run.identity(fake_run.record())
+    assert (
+        track_run.identity(changed)
+        != track_run.identity(record)
+        == track_run.identity(fake_run.record())
+    )
 
 
 # ---- when MLflow fails -------------------------------------------------------------------------------------------------
 def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path):
     said: list[str] = []
     settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=0)
-    recorder = track.Recorder(settings, str(tmp_path), said.append, "python -m pipeline report x.yaml")
+    recorder = track.Recorder(
+        settings, str(tmp_path), said.append, "python -m pipeline report x.yaml"
+    )
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(str(tmp_path), {"data/shapes", "backbone"}):
         recorder.stage(stage, manifest)
     while not said:  # it was tried
-        time.sleep(.01)
+        time.sleep(0.01)
     recorder.finish({})
     assert len(said) == 1
     assert "does not answer" in said[0]
-    assert recorder.warnings == ["MLflow did not answer for 0 s at the end: the record of run 'tiny' is incomplete; when MLflow is back, "
-                                 "python -m pipeline report x.yaml writes it"]
+    assert recorder.warnings == [
+        "MLflow did not answer for 0 s at the end: the record of run 'tiny' is incomplete; when "
+        "MLflow is back, "
+        "python -m pipeline report x.yaml writes it"
+    ]
     assert recorder.links() == []
 
 
@@ -193,31 +263,61 @@ def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded):
     runs = recorded.after.runs
     keys = {s.id: s.key for s in fake_run.stages()}
     run, method = runs["", ""].data.tags, runs["hat-small", ""].data.tags
-    shared = {"stream": "shapes, birds, leaves, roots", "scenario": "task", "backbone": "vit_tiny_patch16_224", "seed": "3", "protocol": "test",
-              "git_commit": "feed", "mlflow.source.git.commit": "feed", "version.torch": "2.14.1", "version.python": "3.11.7"}
-    assert {**shared, "accrete.kind": "run", "methods": "meat, hat, finetune", "stage.backbone": keys["backbone"]}.items() <= run.items()
-    assert {**shared, "accrete.kind": "method", "methods": "hat", "stage.birds/train": keys["hat-small/birds/train"],
-            "stage.roots/evaluate": keys["hat-small/roots/evaluate"]}.items() <= method.items()
+    shared = {
+        "stream": "shapes, birds, leaves, roots",
+        "scenario": "task",
+        "backbone": "vit_tiny_patch16_224",
+        "seed": "3",
+        "protocol": "test",
+        "git_commit": "feed",
+        "mlflow.source.git.commit": "feed",
+        "version.torch": "2.14.1",
+        "version.python": "3.11.7",
+    }
+    assert {
+        **shared,
+        "accrete.kind": "run",
+        "methods": "meat, hat, finetune",
+        "stage.backbone": keys["backbone"],
+    }.items() <= run.items()
+    assert {
+        **shared,
+        "accrete.kind": "method",
+        "methods": "hat",
+        "stage.birds/train": keys["hat-small/birds/train"],
+        "stage.roots/evaluate": keys["hat-small/roots/evaluate"],
+    }.items() <= method.items()
     client, _, experiment = track_mlflow.open_store(recorded.storage)
-    best = client.search_runs([experiment], "tags.`accrete.kind` = 'method' and tags.seed = '3' and dataset.name = 'plants' and dataset.context = 'test'",
-                              order_by=["metrics.average_accuracy DESC"])
+    best = client.search_runs(
+        [experiment],
+        "tags.`accrete.kind` = 'method' and tags.seed = '3' and dataset.name = 'plants' and "
+        "dataset.context = 'test'",
+        order_by=["metrics.average_accuracy DESC"],
+    )
     assert [r.info.run_name for r in best] == ["meat", "hat-small", "finetune"]
 
 
 def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded):
     def read(label, task=""):
-        return {(d.dataset.name, d.tags[0].value) for d in recorded.after.runs[label, task].inputs.dataset_inputs}
+        return {
+            (d.dataset.name, d.tags[0].value)
+            for d in recorded.after.runs[label, task].inputs.dataset_inputs
+        }
 
     assert read("meat", "birds") == {("birds", "train"), ("birds", "test")}
     assert read("meat", "leaves") == {("plants", "train"), ("plants", "test")}
-    assert read("meat") == {(card, context) for card in ("birds", "plants") for context in ("train", "test")}
+    assert read("meat") == {
+        (card, context) for card in ("birds", "plants") for context in ("train", "test")
+    }
     assert read("", "backbone") == {("shapes", "train")}
     assert read("", "") == {(card, "stream") for card in ("shapes", "birds", "plants")}
 
 
 def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
-    recorder = track.Recorder(TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False))
+    recorder = track.Recorder(
+        TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False)
+    )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     client, _, experiment = track_mlflow.open_store(str(tmp_path))
 
@@ -226,16 +326,22 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatc
         return {name for r in runs for name in r.data.metrics if name.startswith("system/")}
 
     while not sampled():
-        time.sleep(.05)
+        time.sleep(0.05)
     machine = recorder.machine
     recorder.finish({})
-    assert {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes", "system/network_receive_megabytes"} <= sampled()
+    assert {
+        "system/cpu_utilization_percentage",
+        "system/system_memory_usage_megabytes",
+        "system/network_receive_megabytes",
+    } <= sampled()
     assert machine is not None
     assert not machine.alive
     assert recorder.warnings == []
 
 
-def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_it_is_not_wanted(tmp_path, monkeypatch):
+def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_it_is_not_wanted(
+    tmp_path, monkeypatch
+):
     started: list[bool] = []
 
     class Sampler:
@@ -247,20 +353,36 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
             started.append(False)
 
     monkeypatch.setattr(track, "Machine", Sampler)
-    for settings, watch, expected in ((TrackingSettings(system_metrics=True), True, [True, True, False]), (TrackingSettings(), True, []),
-                                      (TrackingSettings(system_metrics=True), False, [])):
+    for settings, watch, expected in (
+        (TrackingSettings(system_metrics=True), True, [True, True, False]),
+        (TrackingSettings(), True, []),
+        (TrackingSettings(system_metrics=True), False, []),
+    ):
         started.clear()
         recorder = track.Recorder(settings, str(tmp_path), place=track_run.Place(pictures=False))
-        recorder.start({**fake_run.record(f"x{len(list(tmp_path.iterdir()))}{watch}{settings.system_metrics}"), "stages": []}, watch=watch)
+        recorder.start(
+            {
+                **fake_run.record(
+                    f"x{len(list(tmp_path.iterdir()))}{watch}{settings.system_metrics}"
+                ),
+                "stages": [],
+            },
+            watch=watch,
+        )
         recorder.finish({})
         assert started == expected
 
 
 def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
-    recorder = track.Recorder(TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False))
+    recorder = track.Recorder(
+        TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False)
+    )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     recorder.finish({"report.html": b"a page"})
-    assert recorder.warnings == ["tracking.system_metrics needs the package psutil, which is not installed; install `.[monitor]`, or leave the setting off"]
+    assert recorder.warnings == [
+        "tracking.system_metrics needs the package psutil, which is not installed; install "
+        "`.[monitor]`, or leave the setting off"
+    ]
     client, _, experiment = track_mlflow.open_store(str(tmp_path))
     assert [r.info.status for r in client.search_runs([experiment])] == ["FINISHED"]

@@ -44,7 +44,10 @@ def initialize(uri: str) -> None:
     path = track_database.sqlite_path(uri)
     assert path
     with closing(sqlite3.connect(path)) as database, database:
-        database.executescript(f"CREATE TABLE runs (id); CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES ('{REVISION}')")
+        database.executescript(
+            "CREATE TABLE runs (id); CREATE TABLE alembic_version (version_num); INSERT INTO "
+            f"alembic_version VALUES ('{REVISION}')"
+        )
 
 
 def prepare(path: Path) -> None:
@@ -67,13 +70,20 @@ def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_
 
 
 @pytest.mark.parametrize("left", ["empty", "no version", "no tables", "another version", "no row"])
-def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(left, tmp_path, monkeypatch):
+def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
+    left, tmp_path, monkeypatch
+):
     said: list[str] = []
     monkeypatch.setattr(filesystem, "say", said.append)
     path = tmp_path / "mlflow.db"
-    statements = {"empty": "", "no version": "CREATE TABLE runs (id)", "no tables": "CREATE TABLE alembic_version (version_num)",
-                  "no row": "CREATE TABLE runs (id); CREATE TABLE alembic_version (version_num)",
-                  "another version": "CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES ('older')"}[left]
+    statements = {
+        "empty": "",
+        "no version": "CREATE TABLE runs (id)",
+        "no tables": "CREATE TABLE alembic_version (version_num)",
+        "no row": "CREATE TABLE runs (id); CREATE TABLE alembic_version (version_num)",
+        "another version": "CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES "
+        "('older')",
+    }[left]
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript(statements)
     path.touch()
@@ -110,7 +120,10 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
 
-@pytest.mark.parametrize("name", ["a?b", "a#b", "a%3Fb", "a b", "a%b", "\N{LATIN SMALL LETTER A WITH DIAERESIS}", "plain"])
+@pytest.mark.parametrize(
+    "name",
+    ["a?b", "a#b", "a%3Fb", "a b", "a%b", "\N{LATIN SMALL LETTER A WITH DIAERESIS}", "plain"],
+)
 def test_a_path_is_the_same_after_it_was_a_uri(name, tmp_path):
     path = tmp_path / name / "mlflow.db"
     path.parent.mkdir()
@@ -122,7 +135,17 @@ def test_a_path_is_the_same_after_it_was_a_uri(name, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("uri", ["sqlite://", "sqlite:///:memory:", "sqlite:///file:x?uri=true", "postgresql://host/db", "http://host", "sqlite:///"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite://",
+        "sqlite:///:memory:",
+        "sqlite:///file:x?uri=true",
+        "postgresql://host/db",
+        "http://host",
+        "sqlite:///",
+    ],
+)
 def test_other_databases_are_none_of_ours(uri):
     assert track_database.sqlite_path(uri) is None
 
@@ -138,20 +161,38 @@ def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path):
     assert (storage / "mlflow.db").stat().st_size
 
 
-@pytest.mark.parametrize(("statement", "where"), [
-    (53, "beside"), pytest.param(1, "beside", marks=pytest.mark.slow), pytest.param(150, "beside", marks=pytest.mark.slow),
-    (53, "at its place"), pytest.param(22, "at its place", marks=pytest.mark.slow), pytest.param(150, "at its place", marks=pytest.mark.slow)])
-def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(statement, where, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("statement", "where"),
+    [
+        (53, "beside"),
+        pytest.param(1, "beside", marks=pytest.mark.slow),
+        pytest.param(150, "beside", marks=pytest.mark.slow),
+        (53, "at its place"),
+        pytest.param(22, "at its place", marks=pytest.mark.slow),
+        pytest.param(150, "at its place", marks=pytest.mark.slow),
+    ],
+)
+def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
+    statement, where, tmp_path, monkeypatch
+):
     said: list[str] = []
     monkeypatch.setattr(filesystem, "say", said.append)
-    killed = subprocess.run([sys.executable, "-c", MAKE_AND_DIE, str(tmp_path), str(statement), where], timeout=300, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", MAKE_AND_DIE, str(tmp_path), str(statement), where],
+        timeout=300,
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "mlflow.db").exists() == (where != "beside")
     client, _, experiment = track_mlflow.open_store(str(tmp_path))
     assert client.create_run(experiment).info.status == "RUNNING"
     assert len(said) == (where != "beside")
     Store(str(tmp_path)).sweep()
-    left = [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("mlflow.db") and "half-made" not in entry.name]
+    left = [
+        entry.name
+        for entry in tmp_path.iterdir()
+        if entry.name.startswith("mlflow.db") and "half-made" not in entry.name
+    ]
     assert left == ["mlflow.db"]
 
 
@@ -161,11 +202,24 @@ def failures() -> list[Exception]:
     from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
     from sqlalchemy.exc import OperationalError
 
-    words = ["table runs already exists", "database or disk is full", "attempt to write a readonly database", "no such table: runs",
-             "unable to open database file"]
-    wrapped = [MlflowException(f"(sqlite3.OperationalError) {text}", TEMPORARILY_UNAVAILABLE) for text in words]
-    return [OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied"),
-            *wrapped, *(OperationalError("insert", {}, Exception(text)) for text in words), *(sqlite3.OperationalError(text) for text in words)]
+    words = [
+        "table runs already exists",
+        "database or disk is full",
+        "attempt to write a readonly database",
+        "no such table: runs",
+        "unable to open database file",
+    ]
+    wrapped = [
+        MlflowException(f"(sqlite3.OperationalError) {text}", TEMPORARILY_UNAVAILABLE)
+        for text in words
+    ]
+    return [
+        OSError(errno.ENOSPC, "No space left on device"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        *wrapped,
+        *(OperationalError("insert", {}, Exception(text)) for text in words),
+        *(sqlite3.OperationalError(text) for text in words),
+    ]
 
 
 def test_a_full_disk_and_a_table_that_exists_are_no_outage():

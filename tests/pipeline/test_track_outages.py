@@ -22,8 +22,8 @@ REPORT = {"report.html": b"a page", "summary.csv": b"a,b\n1,2\n"}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(track_outbox, "FIRST_S", .001)
-    monkeypatch.setattr(track_outbox, "LONGEST_S", .005)
+    monkeypatch.setattr(track_outbox, "FIRST_S", 0.001)
+    monkeypatch.setattr(track_outbox, "LONGEST_S", 0.005)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
@@ -31,7 +31,9 @@ def record_into(fake, storage, monkeypatch, pictures=False, settings=None):
     """A whole run, recorded into the fake. Returns the recorder and the lines that a person saw."""
     said: list[str] = []
     monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
-    recorder = track.Recorder(settings or TrackingSettings(), storage, said.append, place=Place(pictures=pictures))
+    recorder = track.Recorder(
+        settings or TrackingSettings(), storage, said.append, place=Place(pictures=pictures)
+    )
     recorder.start(fake_run.record(), "<svg>graph</svg>")
     recorder.finish(REPORT)
     return recorder, said
@@ -43,7 +45,13 @@ class Server:
 
     def __init__(self):
         self.up, self.heard, self.tried, self.said = True, [], threading.Event(), []
-        self.outbox = track_outbox.Outbox("MLflow", lambda: self.up, lambda: None, lambda e: isinstance(e, ConnectionError), self.said.append)
+        self.outbox = track_outbox.Outbox(
+            "MLflow",
+            lambda: self.up,
+            lambda: None,
+            lambda e: isinstance(e, ConnectionError),
+            self.said.append,
+        )
 
     def tell(self, what):
         def action():
@@ -55,6 +63,7 @@ class Server:
             if what == "unlucky":
                 raise Away("connection reset")
             self.heard.append(what)
+
         self.outbox.put(action)
 
 
@@ -65,10 +74,10 @@ def test_what_a_server_misses_is_told_in_order_once_it_is_back_without_further_n
     for number in range(2, 6):
         server.tell(number)  # returns at once
     while not server.said:
-        time.sleep(.001)
+        time.sleep(0.001)
     server.up = True
     while len(server.heard) < 5:
-        time.sleep(.001)
+        time.sleep(0.001)
     assert server.outbox.close(0) == 0
     assert server.heard == [1, 2, 3, 4, 5]
     assert ["does not answer" in line for line in server.said] == [True, False]
@@ -82,10 +91,10 @@ def test_a_server_that_goes_away_twice_is_said_to_be_away_twice():
         server.up = False
         server.tell(times)
         while len(server.said) < times - 1:
-            time.sleep(.001)
+            time.sleep(0.001)
         server.up = True
         while len(server.said) < times:
-            time.sleep(.001)
+            time.sleep(0.001)
     assert server.outbox.close(60) == 0
     assert server.heard == [2, 4]
 
@@ -96,7 +105,10 @@ def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on():
         server.tell(what)
     assert server.outbox.close(60) == 0
     assert server.heard == [1, 2, 3]
-    assert [w.split(";")[0] for w in server.outbox.warnings] == ["MLflow: Refused: bad request", "MLflow: Away: connection reset"]
+    assert [w.split(";")[0] for w in server.outbox.warnings] == [
+        "MLflow: Refused: bad request",
+        "MLflow: Away: connection reset",
+    ]
     assert server.said == []
 
 
@@ -106,7 +118,7 @@ def test_the_end_waits_no_longer_than_it_has_patience():
     server.tell(1)
     server.tell(2)
     server.tried.wait()
-    assert server.outbox.close(.01) == 2
+    assert server.outbox.close(0.01) == 2
     server.outbox.thread.join(10)
     assert not server.outbox.thread.is_alive()
     assert server.heard == []
@@ -116,7 +128,7 @@ def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is():
     server = Server()
     go = threading.Event()
     server.outbox.put(lambda: (go.wait(), server.heard.append("slow"))[1])
-    threading.Timer(.1, go.set).start()
+    threading.Timer(0.1, go.set).start()
     assert server.outbox.close(0) == 0
     assert server.heard == ["slow"]
 
@@ -124,11 +136,15 @@ def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is():
 def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(monkeypatch):
     monkeypatch.undo()
     server, pauses, real = Server(), [], track_outbox.Outbox._pause
-    monkeypatch.setattr(track_outbox.Outbox, "_pause", lambda self, s: pauses.append(s) or (real(self, s) if len(pauses) > 7 else None))
+    monkeypatch.setattr(
+        track_outbox.Outbox,
+        "_pause",
+        lambda self, s: pauses.append(s) or (real(self, s) if len(pauses) > 7 else None),
+    )
     server.up = False
     server.tell(1)
     while len(pauses) < 8:
-        time.sleep(.001)
+        time.sleep(0.001)
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     server.up = True
     assert server.outbox.close(60) == 0  # long before the pause of 30 s is over
@@ -136,15 +152,29 @@ def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(monkeypatch):
 
 
 # ---- the record of a run ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("how", "stride"), [("before", 17), ("after", 13), *(pytest.param(how, 1, marks=pytest.mark.slow) for how in ("before", "after"))])
-def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(storage, monkeypatch, how, stride):
+@pytest.mark.parametrize(
+    ("how", "stride"),
+    [
+        ("before", 17),
+        ("after", 13),
+        *(pytest.param(how, 1, marks=pytest.mark.slow) for how in ("before", "after")),
+    ],
+)
+def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
+    storage, monkeypatch, how, stride
+):
     whole = FakeMlflow()
     record_into(whole, storage, monkeypatch)
     expected = whole.contents()
     calls = len(whole.calls)
     assert calls > 60
-    for number in [*range(1, 12), *range(12, calls + 1, stride)]:  # at first, while runs are opened, each call
-        fake = FakeMlflow(lambda n, name, at=number: how if at <= n < at + 3 else "")  # two probes fail as well
+    for number in [
+        *range(1, 12),
+        *range(12, calls + 1, stride),
+    ]:  # at first, while runs are opened, each call
+        fake = FakeMlflow(
+            lambda n, name, at=number: how if at <= n < at + 3 else ""
+        )  # two probes fail as well
         recorder, said = record_into(fake, storage, monkeypatch)
         assert recorder.warnings == []
         assert len(said) == 2, f"call {number}"
@@ -155,13 +185,20 @@ def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(stor
 def test_a_refused_call_costs_its_own_part_alone(storage, monkeypatch):
     whole, fake = FakeMlflow(), FakeMlflow()
     record_into(whole, storage, monkeypatch)
-    fake.fault = lambda n, name: "refuse" if name == "log_inputs" and fake.calls.count("log_inputs") == 3 else ""  # that of the third data set
+    fake.fault = lambda n, name: (
+        "refuse" if name == "log_inputs" and fake.calls.count("log_inputs") == 3 else ""
+    )  # that of the third data set
     recorder, said = record_into(fake, storage, monkeypatch)
     assert said == []
-    assert recorder.warnings == ["MLflow: Refused: log_inputs: bad request; this part is not in the record, everything else is"]
+    assert recorder.warnings == [
+        "MLflow: Refused: log_inputs: bad request; this part is not in the record, everything "
+        "else is"
+    ]
     expected = whole.contents()
     assert {data for data, _ in fake.found("tiny").inputs} == {"shapes", "birds"}
-    assert {way: run for way, run in fake.contents().items() if way != ("tiny",)} == {way: run for way, run in expected.items() if way != ("tiny",)}
+    assert {way: run for way, run in fake.contents().items() if way != ("tiny",)} == {
+        way: run for way, run in expected.items() if way != ("tiny",)
+    }
 
 
 def test_a_part_that_was_refused_is_written_by_the_next_record(storage, monkeypatch):
@@ -176,7 +213,9 @@ def test_a_part_that_was_refused_is_written_by_the_next_record(storage, monkeypa
     assert recorder.warnings == []
     for way, run in whole.contents().items():
         other = fake.contents()[way]
-        assert {k: sorted(v) for k, v in other[3].items()} == {k: sorted(v) for k, v in run[3].items()}, way
+        assert {k: sorted(v) for k, v in other[3].items()} == {
+            k: sorted(v) for k, v in run[3].items()
+        }, way
         assert (*other[:3], *other[4:]) == (*run[:3], *run[4:]), way
 
 
@@ -199,25 +238,53 @@ def test_one_module_writes_runs_and_two_make_models():
 
     def imports(path):
         tree = ast.parse(path.read_text())
-        hidden = {id(n) for i in ast.walk(tree) if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.dump(i.test) for n in ast.walk(i)}
-        names = [(n.module or "") if isinstance(n, ast.ImportFrom) else n.names[0].name for n in ast.walk(tree)
-                 if isinstance(n, (ast.Import, ast.ImportFrom)) and id(n) not in hidden]
+        hidden = {
+            id(n)
+            for i in ast.walk(tree)
+            if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.dump(i.test)
+            for n in ast.walk(i)
+        }
+        names = [
+            (n.module or "") if isinstance(n, ast.ImportFrom) else n.names[0].name
+            for n in ast.walk(tree)
+            if isinstance(n, (ast.Import, ast.ImportFrom)) and id(n) not in hidden
+        ]
         return any(name.split(".")[0] == "mlflow" for name in names)
 
     root = Path(track.__file__).parents[1]
-    found = {p.relative_to(root).as_posix() for folder in ("pipeline", "workers", "benchmarks") for p in (root / folder).rglob("*.py") if imports(p)}
+    found = {
+        p.relative_to(root).as_posix()
+        for folder in ("pipeline", "workers", "benchmarks")
+        for p in (root / folder).rglob("*.py")
+        if imports(p)
+    }
     assert found == {"pipeline/track_mlflow.py", "pipeline/publish.py", "pipeline/served_model.py"}
 
 
 def test_what_may_pass_is_told_from_what_never_will():
     import requests
     from mlflow.exceptions import MlflowException
-    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, TEMPORARILY_UNAVAILABLE
+    from mlflow.protos.databricks_pb2 import (
+        INVALID_PARAMETER_VALUE,
+        RESOURCE_DOES_NOT_EXIST,
+        TEMPORARILY_UNAVAILABLE,
+    )
     from sqlalchemy.exc import OperationalError
 
-    passing = [ConnectionRefusedError(), TimeoutError(), requests.ConnectionError("x"), MlflowException("API request failed with exception"),
-               MlflowException("database is locked", TEMPORARILY_UNAVAILABLE), OperationalError("select 1", {}, Exception("gone"))]
-    staying = [MlflowException("x", INVALID_PARAMETER_VALUE), MlflowException("x", RESOURCE_DOES_NOT_EXIST), KeyError("x"), RuntimeError("x")]
+    passing = [
+        ConnectionRefusedError(),
+        TimeoutError(),
+        requests.ConnectionError("x"),
+        MlflowException("API request failed with exception"),
+        MlflowException("database is locked", TEMPORARILY_UNAVAILABLE),
+        OperationalError("select 1", {}, Exception("gone")),
+    ]
+    staying = [
+        MlflowException("x", INVALID_PARAMETER_VALUE),
+        MlflowException("x", RESOURCE_DOES_NOT_EXIST),
+        KeyError("x"),
+        RuntimeError("x"),
+    ]
     assert all(map(track_mlflow.transient, passing))
     assert not any(map(track_mlflow.transient, staying))
 
@@ -235,8 +302,14 @@ class RealServer:
     def start(self):
         command = browse.server_command(str(self.folder), "127.0.0.1", self.port)
         environment = browse.server_environment(f"sqlite:///{self.folder}/mlflow.db")
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                        text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
         assert browse.wait_until_up(self.process, "127.0.0.1", self.port)
 
     def kill(self):
@@ -249,9 +322,20 @@ class RealServer:
         """(label, task) -> (status, metric histories, parameters, files)."""
         client, _, experiment = track_mlflow.open_store("", self.uri)
         runs = client.search_runs([experiment], max_results=1000)
-        found = {(r.data.tags.get("label", ""), r.data.tags.get("task", "")): (
-            r.info.status, {name: [(m.step, m.value) for m in client.get_metric_history(r.info.run_id, name)] for name in r.data.metrics},
-            r.data.params, sorted(f.path for f in client.list_artifacts(r.info.run_id))) for r in runs}
+        found = {
+            (r.data.tags.get("label", ""), r.data.tags.get("task", "")): (
+                r.info.status,
+                {
+                    name: [
+                        (m.step, m.value) for m in client.get_metric_history(r.info.run_id, name)
+                    ]
+                    for name in r.data.metrics
+                },
+                r.data.params,
+                sorted(f.path for f in client.list_artifacts(r.info.run_id)),
+            )
+            for r in runs
+        }
         assert len(found) == len(runs), "a run is there twice"
         return found
 
@@ -264,22 +348,26 @@ def real(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(real, tmp_path, monkeypatch):
-    monkeypatch.setattr(track_outbox, "FIRST_S", .2)
-    monkeypatch.setattr(track_outbox, "LONGEST_S", .5)
+def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
+    real, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(track_outbox, "FIRST_S", 0.2)
+    monkeypatch.setattr(track_outbox, "LONGEST_S", 0.5)
     real.start()
     storage, said = str(tmp_path / "storage"), []
-    recorder = track.Recorder(TrackingSettings(uri=real.uri), storage, said.append, place=Place(pictures=False))
+    recorder = track.Recorder(
+        TrackingSettings(uri=real.uri), storage, said.append, place=Place(pictures=False)
+    )
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(storage, set(IDS[:8])):
         recorder.stage(stage, manifest)
     while len(recorder.outbox.waiting) > 4:  # it is in the middle of writing
-        time.sleep(.01)
+        time.sleep(0.01)
     real.kill()
     for stage, manifest in fake_run.write(storage, set(IDS[8:])):
         recorder.stage(stage, manifest)
     while not said:
-        time.sleep(.01)
+        time.sleep(0.01)
     real.start()
     recorder.finish(REPORT)
     assert recorder.warnings == []
@@ -299,16 +387,28 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(rea
 @pytest.mark.slow
 def test_what_a_run_could_not_tell_a_server_report_does(real, tmp_path):
     card = small_run.make_cards(tmp_path, ["base", "a"])
-    body = {**small_run.make_body(tmp_path, card, ["finetune"]), "tracking": {"uri": real.uri, "patience_s": .1}}
+    body = {
+        **small_run.make_body(tmp_path, card, ["finetune"]),
+        "tracking": {"uri": real.uri, "patience_s": 0.1},
+    }
     config = small_run.write_config(tmp_path / "small.yaml", body)
     said = small_run.run(["run", config], tmp_path / "said.txt")
     assert said.count("MLflow does not answer") == 1
-    assert f"the record of run 'small' is incomplete; when MLflow is back, {browse.this_python()} -m pipeline report {config} writes it" in said
+    assert (
+        f"the record of run 'small' is incomplete; when MLflow is back, {browse.this_python()} "
+        f"-m pipeline report {config} writes it" in said
+    )
     assert json.loads((tmp_path / "storage/runs/small/run.json").read_text())["name"] == "small"
     real.start()
     said = small_run.run(["report", config], tmp_path / "said.txt")
     assert "incomplete" not in said
     found = real.contents()
-    assert found.keys() == {("", ""), ("", "backbone"), ("finetune", ""), ("finetune", "base"), ("finetune", "a")}
+    assert found.keys() == {
+        ("", ""),
+        ("", "backbone"),
+        ("finetune", ""),
+        ("finetune", "base"),
+        ("finetune", "a"),
+    }
     assert {status for status, *_ in found.values()} == {"FINISHED"}
     assert "report.html" in found["", ""][3]

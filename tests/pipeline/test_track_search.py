@@ -17,32 +17,84 @@ CHILDREN = 1 + 3 + 3 * 4  # runs below that of a trial with a graph: backbone, m
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(track_outbox, "FIRST_S", .001)
-    monkeypatch.setattr(track_outbox, "LONGEST_S", .005)
+    monkeypatch.setattr(track_outbox, "FIRST_S", 0.001)
+    monkeypatch.setattr(track_outbox, "LONGEST_S", 0.005)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 def search_record(**changes):
     graph = fake_run.record("base")
     provenance = {"git_commit": "abc123", "packages": {"torch": "2.14.1"}, "python": "3.11"}
-    return {"name": "find", "created": "2026-01-02T03:04:05+0000", "base": "configs/x.yaml", "config": graph["config"],
-            "space": {"methods.meat.lambda": {"dist": "uniform", "low": .5, "high": 1.0}, "train.lr": {"dist": "loguniform", "low": 1e-4, "high": .1}},
-            "settings": {"protocol": "end_of_stream", "algorithm": "tpe", "scheduler": "asha", "objectives": ["accuracy"], "tolerance": 0.0,
-                         "budget": {"trials": 5, "hours": None}, "seed": 1}, "provenance": provenance, "sessions": [], **changes}
+    return {
+        "name": "find",
+        "created": "2026-01-02T03:04:05+0000",
+        "base": "configs/x.yaml",
+        "config": graph["config"],
+        "space": {
+            "methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0},
+            "train.lr": {"dist": "loguniform", "low": 1e-4, "high": 0.1},
+        },
+        "settings": {
+            "protocol": "end_of_stream",
+            "algorithm": "tpe",
+            "scheduler": "asha",
+            "objectives": ["accuracy"],
+            "tolerance": 0.0,
+            "budget": {"trials": 5, "hours": None},
+            "seed": 1,
+        },
+        "provenance": provenance,
+        "sessions": [],
+        **changes,
+    }
 
 
 def trial_record(number, accuracies, status="finished", **changes):
-    results = [{"task": t["name"], "position": i, "accuracy": a, "bytes": 1000.0 * (i + 1), "per_task": {}}
-               for i, (t, a) in enumerate(zip(fake_run.TASKS, accuracies, strict=False))]
-    return {"number": number, "phase": "", "params": {"methods.meat.lambda": .5 + .1 * number, "train.lr": .001}, "status": status, "message": "",
-            "results": results, "stages": {"run": 4, "reused": 3}, "device_s": 3.5, "wall_s": 4.0, "started": "2026-01-02T03:04:05", "ended": None,
-            "graph": fake_run.record(f"find-{number:04d}"), **changes}
+    results = [
+        {"task": t["name"], "position": i, "accuracy": a, "bytes": 1000.0 * (i + 1), "per_task": {}}
+        for i, (t, a) in enumerate(zip(fake_run.TASKS, accuracies, strict=False))
+    ]
+    return {
+        "number": number,
+        "phase": "",
+        "params": {"methods.meat.lambda": 0.5 + 0.1 * number, "train.lr": 0.001},
+        "status": status,
+        "message": "",
+        "results": results,
+        "stages": {"run": 4, "reused": 3},
+        "device_s": 3.5,
+        "wall_s": 4.0,
+        "started": "2026-01-02T03:04:05",
+        "ended": None,
+        "graph": fake_run.record(f"find-{number:04d}"),
+        **changes,
+    }
 
 
-TRIALS = [trial_record(0, [.9, .7]), trial_record(1, [.9, .8]), trial_record(2, [.5], "stopped"),
-          trial_record(3, [], "failed", message="stage meat/birds/train failed: no memory", graph=None), trial_record(4, [.9, .75])]
-WINNER = {"trial": 1, "params": TRIALS[1]["params"], "accuracy": .8, "bytes": 2000.0, "config": "winner.yaml",
-          "tests": [{"seed": 0, "run": "find-winner-0", "average_accuracy": .78, "forgetting": 0.0, "bytes_per_task": 1.0}], "pareto": [1]}
+TRIALS = [
+    trial_record(0, [0.9, 0.7]),
+    trial_record(1, [0.9, 0.8]),
+    trial_record(2, [0.5], "stopped"),
+    trial_record(3, [], "failed", message="stage meat/birds/train failed: no memory", graph=None),
+    trial_record(4, [0.9, 0.75]),
+]
+WINNER = {
+    "trial": 1,
+    "params": TRIALS[1]["params"],
+    "accuracy": 0.8,
+    "bytes": 2000.0,
+    "config": "winner.yaml",
+    "tests": [
+        {
+            "seed": 0,
+            "run": "find-winner-0",
+            "average_accuracy": 0.78,
+            "forgetting": 0.0,
+            "bytes_per_task": 1.0,
+        }
+    ],
+    "pareto": [1],
+}
 FILES = {"search.html": b"a page", "winner.yaml": b"name: x\n"}
 
 
@@ -82,22 +134,38 @@ def recorded(storage, monkeypatch):
 
 def test_trials_stand_below_the_search_and_their_graphs_below_them(recorded):
     contents = recorded[0].contents()
-    assert {way[:2] for way in contents if len(way) > 1} == {("find", f"find-{n:04d}") for n in range(5)}
+    assert {way[:2] for way in contents if len(way) > 1} == {
+        ("find", f"find-{n:04d}") for n in range(5)
+    }
     assert ("find", "find-0001", "meat", "birds") in contents
     assert len(contents) == 1 + 5 + 4 * CHILDREN  # one has no graph
 
 
 def test_a_search_is_found_by_what_it_is(recorded):
     run = recorded[0].found("find")
-    assert run.tags["accrete.search"] == search_identity(search_record()) != search_identity(search_record(space={}))
-    wanted = {"accrete.kind": "search", "protocol": "end_of_stream", "algorithm": "tpe", "methods": "meat, hat, finetune",
-              "stream": "shapes, birds, leaves, roots", "scenario": "task", "backbone": "vit_tiny_patch16_224", "git_commit": "abc123",
-              "version.torch": "2.14.1"}
+    assert (
+        run.tags["accrete.search"]
+        == search_identity(search_record())
+        != search_identity(search_record(space={}))
+    )
+    wanted = {
+        "accrete.kind": "search",
+        "protocol": "end_of_stream",
+        "algorithm": "tpe",
+        "methods": "meat, hat, finetune",
+        "stream": "shapes, birds, leaves, roots",
+        "scenario": "task",
+        "backbone": "vit_tiny_patch16_224",
+        "git_commit": "abc123",
+        "version.torch": "2.14.1",
+    }
     assert wanted.items() <= run.tags.items()
     assert run.params["space.methods.meat.lambda"] == "{dist: uniform, high: 1.0, low: 0.5}"
     assert run.params["settings.budget.trials"] == "5"
     assert run.files == FILES
-    assert {(name, context) for (name, _), context in run.inputs.items()} == {(c, u) for c in ("birds", "plants") for u in ("train", "validation")}
+    assert {(name, context) for (name, _), context in run.inputs.items()} == {
+        (c, u) for c in ("birds", "plants") for u in ("train", "validation")
+    }
     assert "5 trials" in run.tags["mlflow.note.content"]
     assert "3 finished, 1 stopped, 1 failed" in run.tags["mlflow.note.content"]
 
@@ -106,15 +174,23 @@ def test_trials_have_their_parameters_curves_and_ends(recorded):
     fake, _ = recorded
     first = fake.found("find-0000")
     assert first.params == {"methods.meat.lambda": "0.5", "train.lr": "0.001"}
-    assert [(step, value) for step, _, value in first.points["accuracy"]] == [(1, .9), (2, .7)]
+    assert [(step, value) for step, _, value in first.points["accuracy"]] == [(1, 0.9), (2, 0.7)]
     assert [(step, value) for step, _, value in first.points["bytes"]] == [(1, 1000), (2, 2000)]
     assert [value for _, _, value in first.points["device_s"]] == [3.5]
     assert first.tags["protocol"] == "validation, end_of_stream"
     assert first.tags["methods"] == "meat, hat, finetune"
-    assert [fake.found(f"find-{n:04d}").status for n in range(5)] == ["FINISHED", "FINISHED", "KILLED", "FAILED", "FINISHED"]
+    assert [fake.found(f"find-{n:04d}").status for n in range(5)] == [
+        "FINISHED",
+        "FINISHED",
+        "KILLED",
+        "FAILED",
+        "FINISHED",
+    ]
     failed = fake.found("find-0003")
     assert failed.tags["message"] == "stage meat/birds/train failed: no memory"
-    assert "It failed: stage meat/birds/train failed: no memory" in failed.tags["mlflow.note.content"]
+    assert (
+        "It failed: stage meat/birds/train failed: no memory" in failed.tags["mlflow.note.content"]
+    )
 
 
 def test_what_trials_measured_is_not_taken_for_results_of_tests(recorded):
@@ -130,8 +206,16 @@ def test_trials_are_cheap(recorded):
 
 def test_the_search_shows_the_best_accuracy_of_trials_that_went_to_their_end(recorded):
     points = recorded[0].found("find").points
-    assert [(step, value) for step, _, value in points["accuracy"]] == [(0, .7), (1, .8), (4, .75)]
-    assert [(step, value) for step, _, value in points["best_accuracy"]] == [(0, .7), (1, .8), (4, .8)]
+    assert [(step, value) for step, _, value in points["accuracy"]] == [
+        (0, 0.7),
+        (1, 0.8),
+        (4, 0.75),
+    ]
+    assert [(step, value) for step, _, value in points["best_accuracy"]] == [
+        (0, 0.7),
+        (1, 0.8),
+        (4, 0.8),
+    ]
 
 
 def test_the_winner_is_marked_and_another_one_takes_the_mark(recorded, storage, monkeypatch):
@@ -142,9 +226,12 @@ def test_the_winner_is_marked_and_another_one_takes_the_mark(recorded, storage, 
 
     run = fake.found("find")
     assert winners() == ["find-0001"]
-    assert (run.tags["winner_run"], run.tags["winner_accuracy"]) == (fake.found("find-0001").id, "0.800000")
-    assert [(step, value) for step, _, value in run.points["winner_test_accuracy"]] == [(0, .78)]
-    record_into(fake, storage, monkeypatch, winner={**WINNER, "trial": 4, "accuracy": .75})
+    assert (run.tags["winner_run"], run.tags["winner_accuracy"]) == (
+        fake.found("find-0001").id,
+        "0.800000",
+    )
+    assert [(step, value) for step, _, value in run.points["winner_test_accuracy"]] == [(0, 0.78)]
+    record_into(fake, storage, monkeypatch, winner={**WINNER, "trial": 4, "accuracy": 0.75})
     assert winners() == ["find-0004"]
     assert run.tags["winner_run"] == fake.found("find-0004").id
     record_into(fake, storage, monkeypatch, winner=None)
@@ -153,7 +240,11 @@ def test_the_winner_is_marked_and_another_one_takes_the_mark(recorded, storage, 
 
 
 def test_a_trial_may_be_told_again_as_it_goes_on_and_others_end_before_it(storage, monkeypatch):
-    running = [trial_record(0, [], "running", graph=None), trial_record(0, [.9], "running"), trial_record(1, [.9, .8])]
+    running = [
+        trial_record(0, [], "running", graph=None),
+        trial_record(0, [0.9], "running"),
+        trial_record(1, [0.9, 0.8]),
+    ]
     fake = FakeMlflow()
     record_into(fake, storage, monkeypatch, [*running, *TRIALS])
     whole = FakeMlflow()
@@ -164,10 +255,12 @@ def test_a_trial_may_be_told_again_as_it_goes_on_and_others_end_before_it(storag
 def test_a_budget_that_grew_goes_on_in_the_same_run(recorded, storage, monkeypatch):
     fake, _ = recorded
     more = {**search_record()["settings"], "budget": {"trials": 6}}
-    recorder = record_into(fake, storage, monkeypatch, [*TRIALS, trial_record(5, [.9, .9])], settings=more)
+    recorder = record_into(
+        fake, storage, monkeypatch, [*TRIALS, trial_record(5, [0.9, 0.9])], settings=more
+    )
     assert recorder.warnings == []
     run = fake.found("find")
-    assert [(step, value) for step, _, value in run.points["best_accuracy"]][-1] == (5, .9)
+    assert [(step, value) for step, _, value in run.points["best_accuracy"]][-1] == (5, 0.9)
     assert "6 trials" in run.tags["mlflow.note.content"]
 
 
@@ -176,16 +269,21 @@ def test_tasks_that_are_searched_one_by_one_have_curves_of_their_own(storage, mo
     trials = [{**t, "phase": "birds" if t["number"] < 2 else "leaves"} for t in TRIALS]
     record_into(fake, storage, monkeypatch, trials)
     points = fake.found("find").points
-    assert [value for _, _, value in points["best_accuracy/birds"]] == [.7, .8]
-    assert [value for _, _, value in points["best_accuracy/leaves"]] == [.75]
+    assert [value for _, _, value in points["best_accuracy/birds"]] == [0.7, 0.8]
+    assert [value for _, _, value in points["best_accuracy/leaves"]] == [0.75]
     assert fake.found("find-0000").tags["phase"] == "birds"
 
 
-def test_everything_comes_again_from_the_store_and_twice_adds_nothing(recorded, storage, monkeypatch):
+def test_everything_comes_again_from_the_store_and_twice_adds_nothing(
+    recorded, storage, monkeypatch
+):
     expected = recorded[0].contents()
     fake = FakeMlflow()
     monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
-    extra = {path.name: path.read_bytes() for path in (Path(storage) / "searches" / "find").glob("*.json")}
+    extra = {
+        path.name: path.read_bytes()
+        for path in (Path(storage) / "searches" / "find").glob("*.json")
+    }
     expected["find",] = (*expected["find",][:5], {**FILES, **extra})
     for _ in range(2):
         assert SearchRecorder.rebuild(storage, "find").warnings == []
@@ -195,7 +293,9 @@ def test_everything_comes_again_from_the_store_and_twice_adds_nothing(recorded, 
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_server_that_goes_away_has_the_whole_search_once_in_the_end(recorded, storage, monkeypatch, how):
+def test_a_server_that_goes_away_has_the_whole_search_once_in_the_end(
+    recorded, storage, monkeypatch, how
+):
     expected = recorded[0].contents()
     for number in range(3, len(recorded[0].calls), 97):
         fake = FakeMlflow(lambda n, name, at=number: how if at <= n < at + 3 else "")
@@ -224,13 +324,28 @@ def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_b
         recorder.finish(FILES, WINNER)
         assert recorder.warnings == []
     client, _, experiment = track_mlflow.open_store(str(tmp_path))
-    trials = client.search_runs([experiment], "tags.`accrete.kind` = 'trial' and tags.protocol like '%end_of_stream'",
-                                order_by=["metrics.accuracy DESC"])
-    assert [(t.info.run_name, t.info.status) for t in trials] == [("find-0001", "FINISHED"), ("find-0003", "FAILED")]
-    assert [t.info.run_name for t in client.search_runs([experiment], "dataset.context = 'validation' and tags.`accrete.kind` = 'search'")] == ["find"]
-    assert [(m.step, m.value) for m in client.get_metric_history(trials[0].info.run_id, "accuracy")] == [(1, .9), (2, .8)]
+    trials = client.search_runs(
+        [experiment],
+        "tags.`accrete.kind` = 'trial' and tags.protocol like '%end_of_stream'",
+        order_by=["metrics.accuracy DESC"],
+    )
+    assert [(t.info.run_name, t.info.status) for t in trials] == [
+        ("find-0001", "FINISHED"),
+        ("find-0003", "FAILED"),
+    ]
+    assert [
+        t.info.run_name
+        for t in client.search_runs(
+            [experiment], "dataset.context = 'validation' and tags.`accrete.kind` = 'search'"
+        )
+    ] == ["find"]
+    assert [
+        (m.step, m.value) for m in client.get_metric_history(trials[0].info.run_id, "accuracy")
+    ] == [(1, 0.9), (2, 0.8)]
     assert recorder.links("http://server")[0].startswith("record: http://server/#/experiments/")
-    assert browse.recorded(client, experiment, "search") == [("find", trials[0].data.tags["mlflow.parentRunId"], [t.info.run_id for t in trials])]
+    assert browse.recorded(client, experiment, "search") == [
+        ("find", trials[0].data.tags["mlflow.parentRunId"], [t.info.run_id for t in trials])
+    ]
 
 
 def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch):

@@ -24,11 +24,18 @@ PARAMS = {"methods.meat.lambda": 0.8}
 
 @pytest.fixture
 def plan(tmp_path: Path) -> trial.Plan:
-    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ["a", "b", "c"]), methods=["meat"], data={"val_fraction": 0.2})
+    body = small_run.make_body(
+        tmp_path,
+        small_run.make_cards(tmp_path, ["a", "b", "c"]),
+        methods=["meat"],
+        data={"val_fraction": 0.2},
+    )
     return trial.Plan("s", body["storage"], body, {}, ("a", "b", "c"))
 
 
-def run(plan: trial.Plan, number: int = 0, params: dict[str, Any] = PARAMS, **more: Any) -> list[dict[str, Any]]:
+def run(
+    plan: trial.Plan, number: int = 0, params: dict[str, Any] = PARAMS, **more: Any
+) -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = []
     trial.run_trial(plan, number, params, told.append, **more)
     return told
@@ -40,7 +47,9 @@ def record(plan: trial.Plan, number: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_a_trial_is_judged_on_validation_images_alone(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_is_judged_on_validation_images_alone(
+    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     splits = []
 
     class Watched(feed.Feed):
@@ -56,7 +65,9 @@ def test_a_trial_is_judged_on_validation_images_alone(plan: trial.Plan, monkeypa
     assert [t["task"] for t in told] == ["a", "b", "c"]
     assert told[-1]["accuracy"] == pytest.approx(sum(told[-1]["per_task"].values()) / 3)
     manifest = small_manifest(plan, "meat/c/evaluate")
-    assert {row["total"] for row in manifest["result"]["rows"]} <= set(range(2, 17)), "a fifth of 40 images, by hash"
+    assert {row["total"] for row in manifest["result"]["rows"]} <= set(range(2, 17)), (
+        "a fifth of 40 images, by hash"
+    )
 
 
 def small_manifest(plan: trial.Plan, stage_id: str) -> dict[str, Any]:
@@ -94,15 +105,24 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: tria
     count = trial.Count()
     for stage in graph:
         if stage.step != "ingest":
-            count.event(None, Event("done", stage.id, body=launch.run_stage(stage.job, Group(), lambda event: None)))  # type: ignore[arg-type]
+            count.event(
+                None,
+                Event(
+                    "done", stage.id, body=launch.run_stage(stage.job, Group(), lambda event: None)
+                ),
+            )  # type: ignore[arg-type]
     assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
 
 
-def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(
+    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = run(plan)
     monkeypatch.setattr(trial.Runner, "run", lambda *_: pytest.fail("ran again"))
     again = run(plan)
-    assert [{k: v for k, v in t.items() if k != "record"} for t in again] == [{k: v for k, v in t.items() if k != "record"} for t in told]
+    assert [{k: v for k, v in t.items() if k != "record"} for t in again] == [
+        {k: v for k, v in t.items() if k != "record"} for t in told
+    ]
 
 
 def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +145,9 @@ def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.M
     monkeypatch.setattr(launch, "run_stage", noted)
     run(plan)
     assert record(plan)["status"] == "finished"
-    assert record(plan)["stages"] == {"run": 10, "reused": 0}, "what it ran before it was killed is its own"
+    assert record(plan)["stages"] == {"run": 10, "reused": 0}, (
+        "what it ran before it was killed is its own"
+    )
     assert record(plan)["device_s"] > cut["device_s"] > 0
     assert ran == ["c"]
 
@@ -155,7 +177,11 @@ def test_fewer_tasks_leave_the_others_alone(plan: trial.Plan) -> None:
 
     told = run(replace(plan, tasks=("a", "b")))
     assert [t["task"] for t in told] == ["a", "b"]
-    done = {s["id"] for s in record(plan)["graph"]["stages"] if Path(plan.storage, "stages", s["key"], "manifest.json").exists()}
+    done = {
+        s["id"]
+        for s in record(plan)["graph"]["stages"]
+        if Path(plan.storage, "stages", s["key"], "manifest.json").exists()
+    }
     assert not {i for i in done if "/c" in i}
 
 
@@ -175,7 +201,9 @@ def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Pla
     assert record(plan)["ended"]
 
 
-def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(plan: trial.Plan) -> None:
+def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
+    plan: trial.Plan,
+) -> None:
     plan = replace(plan, each=True, own=plan.tasks)
     points = [{"methods.meat.lambda": share} for share in (0.6, 0.9)]
     for number, params in enumerate(points):
@@ -183,24 +211,38 @@ def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(plan
     assert [record(plan, n)["status"] for n in (0, 1)] == ["running"] * 2
     trial.run_trial(replace(plan, until=2), 0, points[0], lambda result: None, parent=0)
     trial.run_trial(replace(plan, until=2), 1, points[0], lambda result: None, parent=0)
-    assert record(plan, 1)["results"] == record(plan, 0)["results"], "the same parameters on the same first task"
+    assert record(plan, 1)["results"] == record(plan, 0)["results"], (
+        "the same parameters on the same first task"
+    )
     assert record(plan, 1)["history"] == {"a": points[0], "b": points[0]}
-    assert [one["params"] for one in record(plan, 1)["rounds"]] == [points[1], points[0]], "what it has tried itself"
+    assert [one["params"] for one in record(plan, 1)["rounds"]] == [points[1], points[0]], (
+        "what it has tried itself"
+    )
     for number, params in enumerate(points):
         trial.run_trial(replace(plan, until=3), number, params, lambda result: None, parent=number)
     ended = [record(plan, n) for n in (0, 1)]
     assert [one["status"] for one in ended] == ["finished"] * 2
     assert [one["history"]["c"] for one in ended] == points
-    assert all(one["rounds"][-1] == {"params": one["params"], "accuracy": one["results"][-1]["accuracy"]} for one in ended)
+    assert all(
+        one["rounds"][-1] == {"params": one["params"], "accuracy": one["results"][-1]["accuracy"]}
+        for one in ended
+    )
     told: list[dict[str, Any]] = []
     trial.run_trial(replace(plan, until=2), 1, points[1], told.append, parent=0)
-    assert ([r["task"] for r in told], record(plan, 1)) == (["a", "b", "c"], ended[1]), "a round that is over is told again"
+    assert ([r["task"] for r in told], record(plan, 1)) == (["a", "b", "c"], ended[1]), (
+        "a round that is over is told again"
+    )
 
 
 def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.Plan) -> None:
     plan = replace(plan, each=True, own=plan.tasks)
     for number in (0, 1):
-        trial.run_trial(replace(plan, until=1), number, {"methods.meat.lambda": 0.6 + 0.3 * number}, lambda result: None)
+        trial.run_trial(
+            replace(plan, until=1),
+            number,
+            {"methods.meat.lambda": 0.6 + 0.3 * number},
+            lambda result: None,
+        )
 
     def killed(self: Any, stage_id: str) -> None:
         raise KeyboardInterrupt
@@ -218,7 +260,9 @@ def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: 
     run(plan)
     keys = {s["key"] for s in record(plan)["graph"]["stages"]}
     store, place = Store(plan.storage), Path(trial.folder(plan.storage, plan.name))
-    (place / "search.json").write_text(json.dumps({"space": {}, "settings": {}, "config": {}, "provenance": {}, "sessions": []}))
+    (place / "search.json").write_text(
+        json.dumps({"space": {}, "settings": {}, "config": {}, "provenance": {}, "sessions": []})
+    )
     assert store.garbage() == []
     place.rename(tmp_path / "elsewhere")
     assert {name.split("/")[1] for name, _ in store.garbage()} == keys

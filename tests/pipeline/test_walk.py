@@ -12,11 +12,34 @@ from workers.errors import UserError
 
 
 def graph(edges: dict[str, tuple[str, ...]]) -> Graph:
-    return Graph.of("g", [Stage(i, "ingest" if i == "data" else "train", f"key-{i}", {}, parents) for i, parents in edges.items()])
+    return Graph.of(
+        "g",
+        [
+            Stage(i, "ingest" if i == "data" else "train", f"key-{i}", {}, parents)
+            for i, parents in edges.items()
+        ],
+    )
 
 
-CHAIN = {"data": (), "base": ("data",), "a": ("base",), "b": ("a",), "c": ("b",), "ea": ("a",), "eb": ("b",), "ec": ("c",), "report": ("ea", "eb", "ec")}
-STAR = {"data": (), "base": ("data",), "a": ("base",), "b": ("base",), "c": ("base",), "report": ("a", "b", "c")}
+CHAIN = {
+    "data": (),
+    "base": ("data",),
+    "a": ("base",),
+    "b": ("a",),
+    "c": ("b",),
+    "ea": ("a",),
+    "eb": ("b",),
+    "ec": ("c",),
+    "report": ("ea", "eb", "ec"),
+}
+STAR = {
+    "data": (),
+    "base": ("data",),
+    "a": ("base",),
+    "b": ("base",),
+    "c": ("base",),
+    "report": ("a", "b", "c"),
+}
 
 
 def launches(walk: Walk) -> list[str]:
@@ -66,7 +89,9 @@ def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_no
     walk = Walk.over(graph(STAR), ["data"], 0)
     for _ in range(MOST_MOVES):
         assert launch_all(walk) == ["base"]
-        assert walk.apply(Event("moved", "base", "node n was lost")) == Decision("move", "base", "node n was lost")
+        assert walk.apply(Event("moved", "base", "node n was lost")) == Decision(
+            "move", "base", "node n was lost"
+        )
     assert launch_all(walk) == ["base"]
     assert walk.apply(Event("moved", "base", "node n was lost")).kind == "fail"
 
@@ -114,7 +139,12 @@ def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_pare
         if not running:
             break
         stage = running.pop(rng.randrange(len(running)))
-        walk.apply(rng.choice([Event("done", stage)] * 6 + [Event("lost", stage, "x"), Event("failed", stage, "y", final=True)]))
+        walk.apply(
+            rng.choice(
+                [Event("done", stage)] * 6
+                + [Event("lost", stage, "x"), Event("failed", stage, "y", final=True)]
+            )
+        )
     assert walk.ended
     assert all(s in ENDED for s in walk.states.values())
 
@@ -129,12 +159,17 @@ def looked_over(walk: Walk) -> list[tuple[str, str]]:
         if any(states[p] in (State.FAILED, State.BLOCKED) for p in stage.parents):
             states[stage.id] = State.BLOCKED
             blocked.append(("block", stage.id))
-        elif all(states[p] in (State.DONE, State.REUSED) for p in stage.parents) and stage.key not in busy:
+        elif (
+            all(states[p] in (State.DONE, State.REUSED) for p in stage.parents)
+            and stage.key not in busy
+        ):
             busy.add(stage.key)
             ready.append(stage)
     depth: dict[str, int] = {}
     for stage in reversed(list(walk.graph)):
-        depth[stage.id] = max((depth[c.id] + 1 for c in walk.graph if stage.id in c.parents), default=0)
+        depth[stage.id] = max(
+            (depth[c.id] + 1 for c in walk.graph if stage.id in c.parents), default=0
+        )
     return blocked + [("launch", s.id) for s in sorted(ready, key=lambda s: -depth[s.id])]
 
 
@@ -143,7 +178,16 @@ def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_de
     """Losses, failures, damage found late, and stages that are the same work, in any order."""
     rng = random.Random(seed)
     names = [f"s{i}" for i in range(14)]
-    stages = [Stage(n, "train", f"key-{rng.randrange(10)}", {}, tuple(p for p in names[:i] if rng.random() < 0.2)) for i, n in enumerate(names)]
+    stages = [
+        Stage(
+            n,
+            "train",
+            f"key-{rng.randrange(10)}",
+            {},
+            tuple(p for p in names[:i] if rng.random() < 0.2),
+        )
+        for i, n in enumerate(names)
+    ]
     walk = Walk.over(Graph.of("g", stages), rng.sample(names, 2), 2)
     for _ in range(300):
         decisions = walk.decide()
@@ -155,9 +199,26 @@ def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_de
         if not running:
             break
         stage = rng.choice(running)
-        damaged = Event("damaged", stage, "z", key=walk.graph[rng.choice(walk.graph[stage].parents or (stage,))].key)
-        walk.apply(rng.choice([*[Event("done", stage)] * 5, Event("lost", stage, "x"), damaged, damaged, Event("failed", stage, "y", final=True)]))
-        assert {s: walk.count(s) for s in State} == {s: [*walk.states.values()].count(s) for s in State}
+        damaged = Event(
+            "damaged",
+            stage,
+            "z",
+            key=walk.graph[rng.choice(walk.graph[stage].parents or (stage,))].key,
+        )
+        walk.apply(
+            rng.choice(
+                [
+                    *[Event("done", stage)] * 5,
+                    Event("lost", stage, "x"),
+                    damaged,
+                    damaged,
+                    Event("failed", stage, "y", final=True),
+                ]
+            )
+        )
+        assert {s: walk.count(s) for s in State} == {
+            s: [*walk.states.values()].count(s) for s in State
+        }
     assert walk.ended
 
 
@@ -168,7 +229,11 @@ def look_up(edges, hits):
 def test_only_what_is_missing_and_waited_for_runs():
     assert needed(graph(CHAIN), look_up(CHAIN, [])) == set(CHAIN)
     assert needed(graph(CHAIN), look_up(CHAIN, list(CHAIN))) == set()
-    assert needed(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {"c", "ec", "report"}
+    assert needed(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {
+        "c",
+        "ec",
+        "report",
+    }
 
 
 def test_data_that_is_gone_is_not_missed_when_nothing_waits_for_it():
@@ -178,7 +243,9 @@ def test_data_that_is_gone_is_not_missed_when_nothing_waits_for_it():
 
 def test_what_was_learned_is_a_result_of_its_own_and_missed_even_where_all_evaluations_stand():
     assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "b"])) == {"b"}
-    assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s not in ("data", "base")])) == {"data", "base"}
+    assert needed(
+        graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s not in ("data", "base")])
+    ) == {"data", "base"}
 
 
 def test_a_circle_and_equal_names_are_refused_in_a_sentence():
@@ -190,7 +257,12 @@ def test_a_circle_and_equal_names_are_refused_in_a_sentence():
 
 def test_order_of_stages_given_does_not_matter():
     for order in itertools.islice(itertools.permutations(STAR.items()), 0, 700, 37):
-        assert needed(graph(dict(order)), look_up(STAR, ["data", "base"])) == {"a", "b", "c", "report"}
+        assert needed(graph(dict(order)), look_up(STAR, ["data", "base"])) == {
+            "a",
+            "b",
+            "c",
+            "report",
+        }
 
 
 def test_a_parent_that_is_named_twice_is_waited_for_once():
@@ -212,7 +284,14 @@ def test_two_readers_of_one_damaged_result_have_it_computed_once():
 
 
 def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time():
-    twins = Graph.of("g", [Stage("a", "train", "same", {}), Stage("b", "train", "same", {}), Stage("c", "train", "other", {})])
+    twins = Graph.of(
+        "g",
+        [
+            Stage("a", "train", "same", {}),
+            Stage("b", "train", "same", {}),
+            Stage("c", "train", "other", {}),
+        ],
+    )
     walk = Walk.over(twins, [], 0)
     first = launch_all(walk)
     assert len(first) == 2
@@ -257,12 +336,21 @@ class Withdrawn:
         self.keys.append(key)
 
 
-def walked(edges: dict[str, tuple[str, ...]], missing: set[str], contents: dict[str, str],
-           order: list[str]) -> tuple[list[str], list[str]]:
+def walked(
+    edges: dict[str, tuple[str, ...]], missing: set[str], contents: dict[str, str], order: list[str]
+) -> tuple[list[str], list[str]]:
     """The stages that were run, in turn, and the keys that were withdrawn."""
     stages = graph(edges)
-    lookups = {i: Lookup(i not in missing, "", {"content": f"old {i}", "made_of": {
-        f"key-{p}": f"old {p}" for p in edges[i]}} if i not in missing else None) for i in edges}
+    lookups = {
+        i: Lookup(
+            i not in missing,
+            "",
+            {"content": f"old {i}", "made_of": {f"key-{p}": f"old {p}" for p in edges[i]}}
+            if i not in missing
+            else None,
+        )
+        for i in edges
+    }
     executor, store = Scripted(stages, contents, order), Withdrawn()
     outcome = run_graph(stages, store, lambda todo: executor, 0, [], lookups, poll_s=0)  # type: ignore[arg-type]
     assert all(state in (State.DONE, State.REUSED) for state in outcome.states.values())

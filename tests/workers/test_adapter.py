@@ -39,7 +39,11 @@ def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters():
     method = adapter()
     trained(method)
     assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
-    assert not torch.allclose(answers(method), vit()(images()) @ method.heads["one"].weight.T + method.heads["one"].bias, atol=1e-2)
+    assert not torch.allclose(
+        answers(method),
+        vit()(images()) @ method.heads["one"].weight.T + method.heads["one"].bias,
+        atol=1e-2,
+    )
 
 
 def test_answers_stay_when_another_task_is_trained_beside():
@@ -69,7 +73,12 @@ def test_the_stored_size_is_the_formula(width: int):
     method = Adapter(build(BackboneSettings()), AdapterSettings(width=width), seed=1)
     begun(method, TWO)
     sizes = method.finish()[0].sizes()
-    assert sizes == {"masks": 0, "tokens": 0, "copies": 4 * 2 * 12 * (2 * 192 * width + 192 + width), "head": 4 * 3 * 193}
+    assert sizes == {
+        "masks": 0,
+        "tokens": 0,
+        "copies": 4 * 2 * 12 * (2 * 192 * width + 192 + width),
+        "head": 4 * 3 * 193,
+    }
     assert sizes["copies"] == 4 * sum(p.numel() for p in method.adapters.parameters())
 
 
@@ -80,14 +89,23 @@ def six_tasks_bytes(width: int, bottleneck: int) -> int:
     return 4 * sum(adapters + c * (width + 1) for c in classes)
 
 
-@pytest.mark.parametrize(("width", "classifier_mb", "total_mb"), [(192, 23, 29.2), (384, 86, 98.5), (256, 27, 35.3)])
+@pytest.mark.parametrize(
+    ("width", "classifier_mb", "total_mb"), [(192, 23, 29.2), (384, 86, 98.5), (256, 27, 35.3)]
+)
 def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float):
     """The column Adaptor-B as it was inferred for 24 units: on top of the table's rounded sizes of DeiT-Ti, DeiT-S and T2T-ViT-12."""
-    assert classifier_mb + six_tasks_bytes(width, AdapterSettings().width) / 1e6 == pytest.approx(total_mb, abs=0.06)
+    assert classifier_mb + six_tasks_bytes(width, AdapterSettings().width) / 1e6 == pytest.approx(
+        total_mb, abs=0.06
+    )
 
 
-@pytest.mark.parametrize(("width", "parameters", "table"), [(192, 5_717_416, 29), (384, 22_050_664, 99), (256, 6_886_000, 36)])
-def test_the_totals_of_the_table_itself_are_those_of_32_units(width: int, parameters: int, table: int):
+@pytest.mark.parametrize(
+    ("width", "parameters", "table"),
+    [(192, 5_717_416, 29), (384, 22_050_664, 99), (256, 6_886_000, 36)],
+)
+def test_the_totals_of_the_table_itself_are_those_of_32_units(
+    width: int, parameters: int, table: int
+):
     """Those sizes have the heads in them already, so the totals above count heads twice. Counted once, from the parameters of the
     backbones with their ImageNet heads and in units of 2^20 bytes as for the table's other columns, 32 units give the table."""
     assert round((4 * parameters + six_tasks_bytes(width, 32)) / 2**20) == table
@@ -103,7 +121,11 @@ def by_hand(model: Any, t: dict[str, Tensor], kind: str) -> Tensor:
     x = model.norm_pre(model._pos_embed(model.patch_embed(images())))
     for i, block in enumerate(model.blocks):
         x = x + block.attn(block.norm1(x))
-        ffn, down, up = block.mlp(block.norm2(x)), (t["down"][i], t["down_bias"][i]), (t["up"][i], t["up_bias"][i])
+        ffn, down, up = (
+            block.mlp(block.norm2(x)),
+            (t["down"][i], t["down_bias"][i]),
+            (t["up"][i], t["up_bias"][i]),
+        )
         if kind == "pfeiffer":
             x = x + ffn + F.linear(F.gelu(F.linear(ffn, *down)), *up)
         else:
@@ -143,7 +165,9 @@ def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str):
     assert start["down"].abs().max() <= 32**-0.5
     assert start["down"].flatten(1).any(1).all()
     assert not any(start[name].any() for name in ("up", "up_bias", "down_bias"))
-    tabletop.train(method, torch.optim.SGD([g | {"weight_decay": 0.0} for g in groups], lr=0.1), ONE, steps=3)
+    tabletop.train(
+        method, torch.optim.SGD([g | {"weight_decay": 0.0} for g in groups], lr=0.1), ONE, steps=3
+    )
     for name, t in method.adapters.tensors().items():
         assert (t != start[name]).flatten(1).any(1).all(), f"{name} of every adapter"
 
@@ -155,7 +179,12 @@ def test_the_size_of_each_kind_is_the_formula(kind: str, each: int):
     method = adapter(kind=kind, width=7)
     begun(method)
     state = method.finish()[0]
-    assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 4 * each * 2 * (2 * 32 * 7 + 32 + 7), "head": 4 * 2 * 33}
+    assert state.sizes() == {
+        "masks": 0,
+        "tokens": 0,
+        "copies": 4 * each * 2 * (2 * 32 * 7 + 32 + 7),
+        "head": 4 * 2 * 33,
+    }
     share = method.flops_share(state)
     plain = adapter(width=7)
     begun(plain)
@@ -165,13 +194,20 @@ def test_the_size_of_each_kind_is_the_formula(kind: str, each: int):
 def test_houlsby_says_nothing_new_about_itself():
     """The settings that came later are in no key of it, and its state has the bytes that it had."""
     assert key_inputs(AdapterSettings()) == {"width": 24}
-    assert key_inputs(AdapterSettings(kind="adaptformer", dropout=0.1)) == {"width": 24, "kind": "adaptformer", "dropout": 0.1}
+    assert key_inputs(AdapterSettings(kind="adaptformer", dropout=0.1)) == {
+        "width": 24,
+        "kind": "adaptformer",
+        "dropout": 0.1,
+    }
     method = adapter()
     begun(method)
     assert method.finish()[0].meta == {}
 
 
-@pytest.mark.parametrize(("kind", "other"), [("pfeiffer", "adaptformer"), ("adaptformer", "pfeiffer"), ("houlsby", "pfeiffer")])
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [("pfeiffer", "adaptformer"), ("adaptformer", "pfeiffer"), ("houlsby", "pfeiffer")],
+)
 def test_adapters_of_another_kind_are_refused(kind: str, other: str):
     state = TaskState.from_bytes(trained(adapter(kind=kind), steps=1).to_bytes())
     adapter(kind=kind).load(state)
@@ -190,19 +226,33 @@ def test_dropout_is_drawn_for_each_sample_and_only_while_training():
     assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert float((kept > 0).float().mean()) == pytest.approx(0.75, abs=0.03)
     rows = torch.tensor([1, 4, 6])
-    part = replace(whole, images=whole.images[rows], labels=whole.labels[rows], tasks=whole.tasks[rows], draw=replace(whole.draw, rows=rows))
+    part = replace(
+        whole,
+        images=whole.images[rows],
+        labels=whole.labels[rows],
+        tasks=whole.tasks[rows],
+        draw=replace(whole.draw, rows=rows),
+    )
     assert torch.equal(method.dropped(part)["kept"], kept[:, rows])
     served, loss = answers(method), method.loss(whole, tabletop.PROGRESS)[0]
     assert torch.equal(loss, method.loss(whole, tabletop.PROGRESS)[0])
-    assert not torch.equal(loss, method.loss(replace(whole, draw=replace(whole.draw, step=1)), tabletop.PROGRESS)[0])
+    assert not torch.equal(
+        loss, method.loss(replace(whole, draw=replace(whole.draw, step=1)), tabletop.PROGRESS)[0]
+    )
     assert torch.equal(answers(method), served)
     with torch.no_grad(), method.sites.using(method.adapters.tensors()):
         assert torch.equal(method.heads["one"](method.backbone(images())), served), "served without"
 
 
 def test_dropout_of_other_kinds_is_refused():
-    with pytest.raises(UserError, match=r"dropout is 0.1 with kind 'pfeiffer', which has none; leave it out, or set kind=adaptformer"):
-        Adapter.check(AdapterSettings(kind="pfeiffer", dropout=0.1), TrainSettings(), DataSettings(), "task")
+    with pytest.raises(
+        UserError,
+        match=r"dropout is 0.1 with kind 'pfeiffer', which has none; leave it out, or set "
+        r"kind=adaptformer",
+    ):
+        Adapter.check(
+            AdapterSettings(kind="pfeiffer", dropout=0.1), TrainSettings(), DataSettings(), "task"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +270,9 @@ def test_a_norm_behind_the_ffn_is_no_place_for_adaptformer():
 # ---- sizes and work ------------------------------------------------------------------------------------------------------
 def test_adapters_of_another_width_are_refused():
     state = trained(adapter(width=8), steps=1)
-    with pytest.raises(UserError, match=r"adapters of shape \(4, 8, 32\), these settings have \(4, 24, 32\)"):
+    with pytest.raises(
+        UserError, match=r"adapters of shape \(4, 8, 32\), these settings have \(4, 24, 32\)"
+    ):
         adapter().load(state)
 
 
@@ -230,5 +282,7 @@ def test_the_work_per_image_counts_the_adapters():
     tokens, width, hidden = 5, 32, 24
     added = 2 * 2 * tokens * 2 * width * hidden
     block = tokens * (12 * width * width + 2 * tokens * width)
-    last = 2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width  # its class token alone is read
+    last = (
+        2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
+    )  # its class token alone is read
     assert share == pytest.approx(1 + added / (4 * 3 * 64 * width + block + last))

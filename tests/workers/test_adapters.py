@@ -23,7 +23,10 @@ def vit(**options: Any) -> Any:
 
 def stacked(seed: int, sites: int = 4) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in Bottlenecks(sites, 32, 6).tensors().items()}
+    return {
+        name: torch.randn(t.shape, generator=generator) * 0.2
+        for name, t in Bottlenecks(sites, 32, 6).tensors().items()
+    }
 
 
 IMAGES = tabletop.images(3)
@@ -31,6 +34,7 @@ IMAGES = tabletop.images(3)
 
 def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:
     """The blocks written out, an adapter behind attention and one behind the FFN, both before the residual add."""
+
     def adapt(x: Tensor, site: int) -> Tensor:
         hidden = F.gelu(x @ tensors["down"][site].T + tensors["down_bias"][site])
         return x + hidden @ tensors["up"][site].T + tensors["up_bias"][site]
@@ -54,7 +58,9 @@ def test_one_position_gives_half_the_sites():
     model, tensors = vit(), stacked(1)
     sites = AdapterSites(model, houlsby, ("mlp",))
     every_other = {name: t[1::2] for name, t in tensors.items()}
-    without = {name: t * (torch.arange(4) % 2).view(-1, *[1] * (t.ndim - 1)) for name, t in tensors.items()}  # none behind attention
+    without = {
+        name: t * (torch.arange(4) % 2).view(-1, *[1] * (t.ndim - 1)) for name, t in tensors.items()
+    }  # none behind attention
     assert len(sites) == 2
     with sites.using(every_other):
         assert torch.allclose(model(IMAGES), by_hand(vit(), without), atol=1e-5)
@@ -117,7 +123,9 @@ def test_a_compiled_backbone_turns_too():
         assert torch.equal(answer(task), expected[task])
 
 
-@pytest.mark.parametrize("sites", [(houlsby, HOULSBY, None), (parallel, ("",), "norm2")], ids=["behind", "beside"])
+@pytest.mark.parametrize(
+    "sites", [(houlsby, HOULSBY, None), (parallel, ("",), "norm2")], ids=["behind", "beside"]
+)
 def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(sites: Any):
     """A warm worker runs stage after stage in one process, and blocks are alike but for their hooks."""
     plain, model = vit(), vit()
@@ -138,7 +146,11 @@ def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(site
 def test_adapters_start_as_the_identity_and_both_projections_learn():
     """Were both projections zero, neither would ever get a gradient."""
     model, adapters = vit(), Bottlenecks(4, 32, 6)
-    plain, sites, start = model(IMAGES), AdapterSites(model, houlsby), {n: t.detach().clone() for n, t in adapters.tensors().items()}
+    plain, sites, start = (
+        model(IMAGES),
+        AdapterSites(model, houlsby),
+        {n: t.detach().clone() for n, t in adapters.tensors().items()},
+    )
     optimizer = torch.optim.SGD(adapters.parameters(), lr=0.1)
     for step in range(3):
         with sites.using(adapters.tensors()):

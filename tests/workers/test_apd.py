@@ -23,13 +23,18 @@ from workers.methods.base import Batch
 from workers.model.vit import build
 from workers.taskstate import Carried, TaskState
 
-TASKS = [Task("one", "card", "", ("a", "b", "c")), Task("two", "card", "", ("d", "e", "f", "g")), Task("three", "card", "", ("h", "i"))]
+TASKS = [
+    Task("one", "card", "", ("a", "b", "c")),
+    Task("two", "card", "", ("d", "e", "f", "g")),
+    Task("three", "card", "", ("h", "i")),
+]
 RATES = rates(12.0)
 SITE = "blocks.1.mlp.fc1"
 OPTIMIZERS: dict[str, Any] = {
     "sgd with momentum and decay": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     "adam": lambda groups: torch.optim.AdamW([{**g, "weight_decay": 0.0} for g in groups], lr=1e-2),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05)}
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05),
+}
 VIT = tabletop.vit(std=0.1, embed_dim=16)
 
 
@@ -41,12 +46,23 @@ def batch(step: int = 0, rows: range = range(8), size: int = 8, classes: int = 2
     at = torch.tensor(list(rows))
     data = torch.randn(size, 3, 16, 16, generator=torch.Generator().manual_seed(step))
     labels = (data.mean((1, 2, 3)) > 0).long() % classes
-    return Batch(data[at], labels[at], torch.zeros(len(at), dtype=torch.long), Draw(7, 0, step, at, size, torch.device("cpu")), weight=len(at) / size)
+    return Batch(
+        data[at],
+        labels[at],
+        torch.zeros(len(at), dtype=torch.long),
+        Draw(7, 0, step, at, size, torch.device("cpu")),
+        weight=len(at) / size,
+    )
 
 
-def begun(tasks: int = 1, before: tuple[list[TaskState], Carried] | None = None, **settings: Any) -> Apd:
+def begun(
+    tasks: int = 1, before: tuple[list[TaskState], Carried] | None = None, **settings: Any
+) -> Apd:
     """At the first step of the last of `tasks` tasks; before: what the earlier ones left, else they are trained."""
-    method, (states, carried) = apd(**settings), before or (([], None) if tasks == 1 else left_by(tasks - 1, **settings))
+    method, (states, carried) = (
+        apd(**settings),
+        before or (([], None) if tasks == 1 else left_by(tasks - 1, **settings)),
+    )
     for state in states:
         method.load(state)
     method.begin(TASKS[tasks - 1], "train", carried, RATES, (TASKS[tasks - 1],))
@@ -56,14 +72,27 @@ def begun(tasks: int = 1, before: tuple[list[TaskState], Carried] | None = None,
 def trained(method: Apd, steps: int = 12, optimizer: str = "adamw", freeze: str = "") -> Apd:
     """`freeze`: the name of a parameter group that stays."""
     groups = [g for g in groups_of(method) if g["name"] != freeze]
-    tabletop.train(method, OPTIMIZERS[optimizer](groups), lambda progress: batch(progress.step), steps)
+    tabletop.train(
+        method, OPTIMIZERS[optimizer](groups), lambda progress: batch(progress.step), steps
+    )
     return method.eval()
 
 
 def groups_of(method: Apd) -> list[dict[str, Any]]:
     head = method.heads[str(method.task_name)]
-    rest = [("sigma", method.sigma.values()), ("v", method.own_v.values()), ("tau", method.own_tau.values()), ("copies", method.own_copies.values)]
-    return [{"name": "head", "params": [*head.parameters()]}, *({"name": n, "params": [*p], "weight_decay": 0.05 if n == "tau" else 0.0} for n, p in rest)]
+    rest = [
+        ("sigma", method.sigma.values()),
+        ("v", method.own_v.values()),
+        ("tau", method.own_tau.values()),
+        ("copies", method.own_copies.values),
+    ]
+    return [
+        {"name": "head", "params": [*head.parameters()]},
+        *(
+            {"name": n, "params": [*p], "weight_decay": 0.05 if n == "tau" else 0.0}
+            for n, p in rest
+        ),
+    ]
 
 
 def left_by(tasks: int, **settings: Any) -> tuple[list[TaskState], Carried]:
@@ -107,7 +136,9 @@ def first() -> tuple[list[TaskState], Carried]:
 # ---- the weights ---------------------------------------------------------------------------------------------------
 def test_weights_and_their_gradients_are_those_of_the_composed_operations():
     torch.manual_seed(0)
-    sigma, v, tau = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (3,), (3, 4)))
+    sigma, v, tau = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (3,), (3, 4))
+    )
     known = torch.randn(3, 4, dtype=torch.float64)
     theta, size, value = Decomposed.apply(sigma, v, tau, torch.tensor(2.0), known)
     plain = sigma * v.sigmoid()[:, None] + tau
@@ -115,7 +146,9 @@ def test_weights_and_their_gradients_are_those_of_the_composed_operations():
     assert (size.item(), value.item()) == pytest.approx((tau.abs().sum().item(), 2.0))
     pull = torch.randn(3, 4, dtype=torch.float64)
     mine = torch.autograd.grad((theta * pull).sum() + 0.3 * size + 0.5 * value, (sigma, v, tau))
-    expected = torch.autograd.grad((plain * pull).sum() + 0.3 * tau.abs().sum() + 0.5 * (sigma * known).sum(), (sigma, v, tau))
+    expected = torch.autograd.grad(
+        (plain * pull).sum() + 0.3 * tau.abs().sum() + 0.5 * (sigma * known).sum(), (sigma, v, tau)
+    )
     for got, want in zip(mine, expected, strict=True):
         assert torch.allclose(got, want)
 
@@ -126,16 +159,22 @@ def test_wide_open_scales_and_no_tau_give_sigma_itself():
         for v in method.own_v.values():
             v.fill_(torch.inf)
     effective = method.training_weights(batch(), PROGRESS)
-    assert all(torch.equal(effective[f"{site}.weight"], sigma) for site, sigma in method.sigma.items())
+    assert all(
+        torch.equal(effective[f"{site}.weight"], sigma) for site, sigma in method.sigma.items()
+    )
 
 
 def test_the_sites_are_the_linear_layers_of_the_blocks_and_the_rest_is_copied_or_stays():
     method = begun()
     assert len(method.sites) == 8
     assert "patch_embed.proj" not in method.sites
-    stays = {name for name, _ in method.backbone.named_parameters()} - set(method.training_weights(batch(), PROGRESS))
+    stays = {name for name, _ in method.backbone.named_parameters()} - set(
+        method.training_weights(batch(), PROGRESS)
+    )
     assert stays == {"cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
-    assert set(begun(copies=False).training_weights(batch(), PROGRESS)) == {f"{site}.weight" for site in method.sites}
+    assert set(begun(copies=False).training_weights(batch(), PROGRESS)) == {
+        f"{site}.weight" for site in method.sites
+    }
 
 
 def test_a_first_task_starts_from_the_backbone_wherever_v_starts():
@@ -154,10 +193,17 @@ def test_tau_may_start_from_sigma_as_in_the_released_code():
 def test_sigma_decays_at_the_first_task_only(first):
     method = apd()
     method.load(first[0][0])
-    decays = [{g["name"]: g.get("weight_decay", "configured") for g in m.begin(t, "train", c, RATES, (t,))}
-              for m, t, c in ((apd(), TASKS[0], None), (method, TASKS[1], first[1]))]
+    decays = [
+        {
+            g["name"]: g.get("weight_decay", "configured")
+            for g in m.begin(t, "train", c, RATES, (t,))
+        }
+        for m, t, c in ((apd(), TASKS[0], None), (method, TASKS[1], first[1]))
+    ]
     assert [d["sigma"] for d in decays] == [0.05, 0.0]
-    assert [(d["v"], d["tau"], d["copies"]) for d in decays] == 2 * [("configured", "configured", 0.0)]
+    assert [(d["v"], d["tau"], d["copies"]) for d in decays] == 2 * [
+        ("configured", "configured", 0.0)
+    ]
 
 
 # ---- what holds earlier tasks --------------------------------------------------------------------------------------
@@ -177,7 +223,10 @@ def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first):
         assert gradient is not None
         assert tau.any()
         assert torch.equal(gradient != 0, tau != 0)
-        price = method.settings.lambda1 * tau.abs().sum() - tau.count_nonzero() * method.settings.lambda1 ** 2 / 200  # what shrinking tau saves
+        price = (
+            method.settings.lambda1 * tau.abs().sum()
+            - tau.count_nonzero() * method.settings.lambda1**2 / 200
+        )  # what shrinking tau saves
         assert torch.allclose(value, price, rtol=1e-4)
 
 
@@ -185,18 +234,30 @@ def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first):
 def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit):
     """Value and gradient are Huber's, and no other tau gives less."""
     lambda1 = 4e-4
-    method = begun(2, left_by(1, v_start=0.0), lambda1=lambda1, lambda2=lambda1 / limit, zeros="proximal")
+    method = begun(
+        2, left_by(1, v_start=0.0), lambda1=lambda1, lambda2=lambda1 / limit, zeros="proximal"
+    )
     torch.manual_seed(0)
     with torch.no_grad():
         method.sigma[SITE].add_(torch.randn_like(method.sigma[SITE]) * 0.01)
-    m, start, tau0, s = method.rows["one"][SITE], method.start[SITE], method.before["one"][SITE], method.settings
+    m, start, tau0, s = (
+        method.rows["one"][SITE],
+        method.start[SITE],
+        method.before["one"][SITE],
+        method.settings,
+    )
     target = (start * m + tau0).double()
 
     def objective(tau: Tensor, sigma: Tensor) -> Tensor:
-        return s.lambda1 * tau.double().abs() + s.lambda2 / 2 * (target - sigma.double() * m - tau).square()
+        return (
+            s.lambda1 * tau.double().abs()
+            + s.lambda2 / 2 * (target - sigma.double() * m - tau).square()
+        )
 
     sigma = method.sigma[SITE].detach().clone().requires_grad_()
-    huber = s.lambda2 * F.huber_loss(sigma.double() * m, target, reduction="sum", delta=s.lambda1 / s.lambda2)
+    huber = s.lambda2 * F.huber_loss(
+        sigma.double() * m, target, reduction="sum", delta=s.lambda1 / s.lambda2
+    )
     value, gradient = method.anchor(SITE)
     assert gradient is not None
     assert torch.allclose(value.double(), huber, rtol=1e-3)
@@ -215,7 +276,10 @@ def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is():
     with torch.no_grad():
         method.sigma[SITE].add_(0.1)
     sigma = method.sigma[SITE].detach().clone().requires_grad_()
-    plain = sum(1.5 * ((method.start[SITE] - sigma) * method.rows[old][SITE]).square().sum() for old in ("one", "two"))
+    plain = sum(
+        1.5 * ((method.start[SITE] - sigma) * method.rows[old][SITE]).square().sum()
+        for old in ("one", "two")
+    )
     value, gradient = method.anchor(SITE)
     assert gradient is not None
     assert torch.allclose(value, plain)
@@ -230,20 +294,28 @@ def test_earlier_weights_move_within_the_bound_under_any_optimizer(first, optimi
     method = trained(begun(2, first, zeros=zeros, lambda2=10.0), optimizer=optimizer)
     state, carried = method.finish()
     assert furthest(before, theta(served([*first[0], state], carried), 0)) <= bound + 1e-6
-    assert furthest(method.start, {site: s.detach() for site, s in method.sigma.items()}) > 10 * bound
+    assert (
+        furthest(method.start, {site: s.detach() for site, s in method.sigma.items()}) > 10 * bound
+    )
 
 
 def test_with_a_huge_lambda2_or_a_frozen_sigma_earlier_weights_stay(first):
     before = theta(served(*first), 0)
     ways: list[tuple[str, dict[str, Any], float]] = [
-        ("", {"zeros": "proximal", "lambda2": 1e9}, 1e-7), ("sigma", {"lambda2": 1e9}, 1e-7), ("sigma", {"retro": "frozen_tau"}, 0.0)]
+        ("", {"zeros": "proximal", "lambda2": 1e9}, 1e-7),
+        ("sigma", {"lambda2": 1e9}, 1e-7),
+        ("sigma", {"retro": "frozen_tau"}, 0.0),
+    ]
     for freeze, settings, bound in ways:
         state, carried = trained(begun(2, first, **settings), freeze=freeze).finish()
         assert furthest(before, theta(served([*first[0], state], carried), 0)) <= bound, settings
 
 
 def test_the_larger_lambda2_the_less_sigma_moves_while_tau_stay(first):
-    ways = [moved(trained(begun(2, first, retro="frozen_tau", lambda2=weight), steps=30)) for weight in (1e-6, 1.0, 1e2)]
+    ways = [
+        moved(trained(begun(2, first, retro="frozen_tau", lambda2=weight), steps=30))
+        for weight in (1e-6, 1.0, 1e2)
+    ]
     assert ways[0] > 2 * ways[1] > 2 * ways[2]
 
 
@@ -254,7 +326,13 @@ def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(fir
         loose = moved(trained(begun(2, first, retro="frozen_tau")))
     follow = Apd.tau_of
     with monkeypatch.context() as patched:
-        patched.setattr(Apd, "tau_of", lambda self, task, site: self.before[task][site] if self.step and task == "one" else follow(self, task, site))
+        patched.setattr(
+            Apd,
+            "tau_of",
+            lambda self, task, site: (
+                self.before[task][site] if self.step and task == "one" else follow(self, task, site)
+            ),
+        )
         stale = moved(trained(begun(2, first)))
     assert min(loose, stale) > 10 * held
 
@@ -298,7 +376,9 @@ def test_measures_are_those_of_what_is_stored(first):
     found, (state, carried) = method.measures(), method.finish()
     now = served([*first[0], state], carried)
     taus = [now.tau_of("two", site) for site in now.sites]
-    assert found["tau_zeros"] == pytest.approx(float(torch.cat([(t == 0).flatten() for t in taus]).float().mean()))
+    assert found["tau_zeros"] == pytest.approx(
+        float(torch.cat([(t == 0).flatten() for t in taus]).float().mean())
+    )
     a, b = (torch.cat([t.flatten() for t in theta(m, 0).values()]) for m in (served(*first), now))
     assert found["drift"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
     assert "drift" not in begun().measures()
@@ -308,7 +388,9 @@ def test_measures_are_those_of_what_is_stored(first):
 def test_what_is_stored_has_no_entry_up_to_the_threshold(first, monkeypatch):
     method = trained(begun(2, first))
     carried = method.finish()[1]
-    values = torch.cat([t for n, t in carried.tensors.items() if n.startswith("tau/") and n.endswith("/values")])
+    values = torch.cat(
+        [t for n, t in carried.tensors.items() if n.startswith("tau/") and n.endswith("/values")]
+    )
     assert float(values.abs().min()) > 4e-4
     monkeypatch.setattr(Apd, "with_zeros", lambda self, tau: tau)
     assert size_of(method.finish()[1], "tau/") > size_of(carried, "tau/")
@@ -320,7 +402,9 @@ def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_st
     rows = tau.detach().flatten()
     rows[:6] = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.5, -0.5])
     gradient = torch.zeros_like(rows)
-    gradient[:6] = torch.tensor([0.9, 1.5, -3.0, 4.0, 9.0, -1.0])  # the price of tau is in it, where tau is not zero
+    gradient[:6] = torch.tensor(
+        [0.9, 1.5, -3.0, 4.0, 9.0, -1.0]
+    )  # the price of tau is in it, where tau is not zero
     for p in method.own_tau.values():
         p.grad = torch.zeros_like(p)
     tau.grad = gradient.view_as(tau).clone()
@@ -341,13 +425,20 @@ def test_proximal_training_stores_what_it_trains():
 
 @pytest.mark.parametrize("zeros", ["threshold", "proximal"])
 def test_tau_is_the_sparser_the_larger_lambda1(zeros):
-    shares = [trained(begun(zeros=zeros, lambda1=price), steps=20).measures()["tau_zeros"] for price in (1e-6, 1e-5, 1e-4, 1e-3)]
+    shares = [
+        trained(begun(zeros=zeros, lambda1=price), steps=20).measures()["tau_zeros"]
+        for price in (1e-6, 1e-5, 1e-4, 1e-3)
+    ]
     assert all(a < b for a, b in itertools.pairwise(shares)), shares
 
 
 def test_what_is_trained_is_what_is_served():
     """Up to small entries of tau; with the copies that the task trained."""
-    for settings, tolerance in (({"zeros": "proximal"}, 1e-6), ({"copies": False, "zeros": "proximal"}, 1e-6), ({}, 0.05)):
+    for settings, tolerance in (
+        ({"zeros": "proximal"}, 1e-6),
+        ({"copies": False, "zeros": "proximal"}, 1e-6),
+        ({}, 0.05),
+    ):
         method = trained(begun(**settings), steps=5)
         with torch.no_grad():
             method.effective = method.training_weights(batch(), PROGRESS)
@@ -367,18 +458,24 @@ def test_a_tau_that_never_left_zero_is_said(first):
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.04, 1.0])
 def test_a_sparse_tensor_comes_back_from_the_smaller_of_two_forms(share):
     torch.manual_seed(0)
-    tensor = torch.randn(13, 10).masked_fill_(torch.arange(130).view(13, 10) >= round(share * 130), 0.0)
+    tensor = torch.randn(13, 10).masked_fill_(
+        torch.arange(130).view(13, 10) >= round(share * 130), 0.0
+    )
     count = round(share * 130)
     sparse = Sparse.of(tensor)
     parts = sparse.named("x")
-    assert sum(t.numel() * t.element_size() for t in parts.values()) == 4 * count + min(4 * count, 17)
+    assert sum(t.numel() * t.element_size() for t in parts.values()) == 4 * count + min(
+        4 * count, 17
+    )
     assert sparse.kind == ("bits" if count > 4 else "at")
     assert torch.equal(sparse.dense(tensor), tensor)
     assert torch.equal(sparse.support((13, 10)), tensor != 0)
 
 
 def size_of(carried: Carried, prefix: str) -> int:
-    return sum(t.numel() * t.element_size() for n, t in carried.tensors.items() if n.startswith(prefix))
+    return sum(
+        t.numel() * t.element_size() for n, t in carried.tensors.items() if n.startswith(prefix)
+    )
 
 
 def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries():
@@ -387,7 +484,9 @@ def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries(
     method = Apd(build(BackboneSettings()), ApdSettings(), seed=1)
     method.begin(TASKS[0], "train", None, RATES, TASKS[:1])
     expected = 0
-    for tau, share in zip(method.own_tau.values(), itertools.cycle((0.5, 0.2, 0.02, 0.0)), strict=False):
+    for tau, share in zip(
+        method.own_tau.values(), itertools.cycle((0.5, 0.2, 0.02, 0.0)), strict=False
+    ):
         used = torch.rand_like(tau) < share
         with torch.no_grad():
             tau.copy_(used * 0.01)
@@ -395,24 +494,44 @@ def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries(
     state, carried = method.finish()
     scales, norms = (5 + 4) * width * depth, 2 * width * (2 * depth + 1)
     assert 32 * scales == 663_552
-    assert state.sizes() == {"masks": 0, "tokens": 0, "head": 4 * 3 * (width + 1), "copies": 4 * (scales + norms + scales)}  # a bias per output feature
+    assert state.sizes() == {
+        "masks": 0,
+        "tokens": 0,
+        "head": 4 * 3 * (width + 1),
+        "copies": 4 * (scales + norms + scales),
+    }  # a bias per output feature
     assert size_of(carried, "tau/") == expected
-    assert size_of(carried, "sigma/") == 4 * (4 * width ** 2 + 8 * width ** 2) * depth == 4 * (5_455_872 - 768 * width)
+    assert (
+        size_of(carried, "sigma/")
+        == 4 * (4 * width**2 + 8 * width**2) * depth
+        == 4 * (5_455_872 - 768 * width)
+    )
     assert size_of(carried, "") == size_of(carried, "tau/") + size_of(carried, "sigma/")
     shown = Apd.masks_for_display(state, carried)
     assert all(torch.equal(shown[site], tau != 0) for site, tau in method.own_tau.items())
 
 
 def test_a_base_task_is_answered_by_the_backbone(first):
-    base = TaskState("zero", ("x", "y"), "base", apd().backbone_digest, head={"weight": torch.randn(2, 16), "bias": torch.zeros(2)})
+    base = TaskState(
+        "zero",
+        ("x", "y"),
+        "base",
+        apd().backbone_digest,
+        head={"weight": torch.randn(2, 16), "bias": torch.zeros(2)},
+    )
     method = served([base, *first[0]], first[1])
     method.logits(images(), "one")
-    assert torch.equal(method.logits(images(), "zero"), method.heads["zero"](method.backbone(images())))
+    assert torch.equal(
+        method.logits(images(), "zero"), method.heads["zero"](method.backbone(images()))
+    )
 
 
 def test_a_state_of_another_width_is_refused(first):
     state = first[0][0]
-    with pytest.raises(UserError, match=r"scales blocks.0.attn.qkv.v of shape \(7,\), this backbone has 48 output features"):
+    with pytest.raises(
+        UserError,
+        match=r"scales blocks.0.attn.qkv.v of shape \(7,\), this backbone has 48 output features",
+    ):
         apd().load(replace(state, copies=state.copies | {"blocks.0.attn.qkv.v": torch.zeros(7)}))
 
 
@@ -420,5 +539,9 @@ def test_an_anchor_that_sgd_would_overshoot_is_refused():
     settings, train = ApdSettings(retro="frozen_tau"), TrainSettings(optimizer="sgd", lr=0.1)
     with pytest.raises(UserError, match=r"train.lr \* lambda2 = 10"):
         Apd.check(settings, train, DataSettings(), "task")
-    for fine in ((settings, TrainSettings(lr=0.1)), (ApdSettings(), train), (ApdSettings(retro="frozen_tau", lambda2=10), train)):
+    for fine in (
+        (settings, TrainSettings(lr=0.1)),
+        (ApdSettings(), train),
+        (ApdSettings(retro="frozen_tau", lambda2=10), train),
+    ):
         Apd.check(*fine, DataSettings(), "task")

@@ -8,7 +8,19 @@ import pytest
 import torch
 from checks import PROMISES
 from laboratory import SETTINGS
-from test_apd import RATES, SITE, TASKS, apd, begun, furthest, left_by, served, size_of, theta, trained
+from test_apd import (
+    RATES,
+    SITE,
+    TASKS,
+    apd,
+    begun,
+    furthest,
+    left_by,
+    served,
+    size_of,
+    theta,
+    trained,
+)
 from torch import Tensor
 
 from workers.job import Task
@@ -17,7 +29,10 @@ from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, mean_size
 
 def test_every_kth_task_ends_with_a_consolidation():
     def steps(every: int) -> list[list[str]]:
-        return [[s.name for s in Apd.planned(ApdSettings(consolidate_every=every), position)] for position in range(-1, 4)]
+        return [
+            [s.name for s in Apd.planned(ApdSettings(consolidate_every=every), position)]
+            for position in range(-1, 4)
+        ]
 
     alone, both = ["train"], ["train", "consolidate"]
     assert steps(2) == [[], alone, both, alone, both]
@@ -25,12 +40,16 @@ def test_every_kth_task_ends_with_a_consolidation():
     assert steps(1) == [[], both, both, both, both]
 
 
-@pytest.mark.parametrize(("points", "count", "expected"), [
-    ([[0.0], [5.0], [0.1], [5.1]], 2, [0, 1, 0, 1]),
-    ([[0.0], [1.0], [10.0], [4.0], [11.0]], 2, [0, 0, 1, 0, 1]),
-    ([[0.0], [4.0], [2.0]], 2, [0, 1, 0]),  # a tie goes to the first
-    ([[1.0], [1.0], [1.0]], 2, [0, 0, 0]),
-    ([[1.0], [2.0]], 5, [0, 1])])
+@pytest.mark.parametrize(
+    ("points", "count", "expected"),
+    [
+        ([[0.0], [5.0], [0.1], [5.1]], 2, [0, 1, 0, 1]),
+        ([[0.0], [1.0], [10.0], [4.0], [11.0]], 2, [0, 0, 1, 0, 1]),
+        ([[0.0], [4.0], [2.0]], 2, [0, 1, 0]),  # a tie goes to the first
+        ([[1.0], [1.0], [1.0]], 2, [0, 0, 0]),
+        ([[1.0], [2.0]], 5, [0, 1]),
+    ],
+)
 def test_clusters_of_worked_points(points, count, expected):
     assert cluster(torch.tensor(points).double(), count) == expected
 
@@ -42,7 +61,10 @@ def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
     for i, tau in enumerate(taus):
         full = torch.zeros(method.sites[SITE].numel())
         full[: len(tau)] = tau
-        method.tau[TASKS[i].name] = {site: Sparse.of(full.view_as(w) if site == SITE else torch.zeros_like(w)) for site, w in method.sites.items()}
+        method.tau[TASKS[i].name] = {
+            site: Sparse.of(full.view_as(w) if site == SITE else torch.zeros_like(w))
+            for site, w in method.sites.items()
+        }
     method.consolidate()
     return method
 
@@ -110,16 +132,31 @@ def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less
     after = served(states, method.carried(), **settings)
     moved = 0.0
     for site in method.sites:
-        limit = gap * float(mean_size(torch.stack([before.tau_of(task, site) for task in before.tau]))) / 2
-        way = max(float((theta(before, task)[site] - theta(after, task)[site]).abs().max()) for task in range(3))
+        limit = (
+            gap
+            * float(mean_size(torch.stack([before.tau_of(task, site) for task in before.tau])))
+            / 2
+        )
+        way = max(
+            float((theta(before, task)[site] - theta(after, task)[site]).abs().max())
+            for task in range(3)
+        )
         assert way <= limit + 1e-7
         moved = max(moved, way)
     assert moved > 0
-    assert size_of(method.carried(), "tau/") + size_of(method.carried(), "shared/") < size_of(carried, "tau/")
-    assert all(theta(method, task)[site].equal(theta(after, task)[site]) for task in range(3) for site in method.sites)
+    assert size_of(method.carried(), "tau/") + size_of(method.carried(), "shared/") < size_of(
+        carried, "tau/"
+    )
+    assert all(
+        theta(method, task)[site].equal(theta(after, task)[site])
+        for task in range(3)
+        for site in method.sites
+    )
     for site in method.sites:
         for task in before.tau:  # each entry is in one of the two
-            assert not bool(((method.tau_of(task, site) != 0) & (method.shared_of(task, site) != 0)).any())
+            assert not bool(
+                ((method.tau_of(task, site) != 0) & (method.shared_of(task, site) != 0)).any()
+            )
 
 
 def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
@@ -134,8 +171,23 @@ def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
 
 def test_clusters_grow_with_every_consolidation():
     far = [torch.tensor([float(v)]) for v in (0, 5, 50)]
-    assert len({tuple(m) for m in consolidating([*far, ], clusters=2).shared[SITE]}) == 0  # 0 and 5 are together, and share nothing
-    method = consolidating([torch.tensor([v]) for v in (5.0, 5.05, 50.0)], consolidate_every=1, clusters=1)  # three clusters for three tasks
+    assert (
+        len(
+            {
+                tuple(m)
+                for m in consolidating(
+                    [
+                        *far,
+                    ],
+                    clusters=2,
+                ).shared[SITE]
+            }
+        )
+        == 0
+    )  # 0 and 5 are together, and share nothing
+    method = consolidating(
+        [torch.tensor([v]) for v in (5.0, 5.05, 50.0)], consolidate_every=1, clusters=1
+    )  # three clusters for three tasks
     assert not method.shared[SITE]
 
 
@@ -154,7 +206,11 @@ def test_later_tasks_keep_shared_values_and_stay_within_the_bound():
     now = served([*states, state], after, **settings)
     for task in range(2):
         assert furthest(theta(method, task), theta(now, task)) <= 4e-4 + 4e-6 + 1e-6
-    assert all(torch.equal(theta(last, task)[site], theta(now, task)[site]) for task in range(3) for site in now.sites)
+    assert all(
+        torch.equal(theta(last, task)[site], theta(now, task)[site])
+        for task in range(3)
+        for site in now.sites
+    )
 
 
 def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only_then():
@@ -175,10 +231,20 @@ def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only
     assert not last.warnings()
 
 
-@pytest.mark.parametrize("promise", [
-    "the_stored_bytes_are_the_method", "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone", "tasks_share_no_memory",
-    "whatever_is_stored_has_a_part_in_the_answers", "the_recorded_size_is_the_size_of_the_file", "an_interrupted_stage_ends_as_if_it_had_not_been"])
+@pytest.mark.parametrize(
+    "promise",
+    [
+        "the_stored_bytes_are_the_method",
+        "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone",
+        "tasks_share_no_memory",
+        "whatever_is_stored_has_a_part_in_the_answers",
+        "the_recorded_size_is_the_size_of_the_file",
+        "an_interrupted_stage_ends_as_if_it_had_not_been",
+    ],
+)
 def test_promises_hold_where_every_task_ends_with_a_consolidation(lab, monkeypatch, promise):
-    monkeypatch.setitem(SETTINGS, ("apd", "adamw"), {"consolidate_every": 1, "clusters": 1, "zeros": "proximal"})
+    monkeypatch.setitem(
+        SETTINGS, ("apd", "adamw"), {"consolidate_every": 1, "clusters": 1, "zeros": "proximal"}
+    )
     assert [job.step for job in lab.run("apd").stages(1)] == ["train", "consolidate"]
     PROMISES[promise].check(lab, "apd", "adamw")

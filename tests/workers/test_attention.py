@@ -12,7 +12,15 @@ from test_context import LOCAL, built, images
 from torch import Tensor, nn
 
 from workers import analysis
-from workers.analysis import attacked, attention_rows, occluded, robustness_rows, shifted_rows, slope, told
+from workers.analysis import (
+    attacked,
+    attention_rows,
+    occluded,
+    robustness_rows,
+    shifted_rows,
+    slope,
+    told,
+)
 from workers.job import BackboneSettings, Task
 from workers.methods.base import MethodSettings
 from workers.methods.linear import Linear
@@ -40,9 +48,13 @@ def test_entropy_and_distance_of_known_attention():
     assert distance(uniform, apart).item() == pytest.approx(1)
     assert distance(own, apart).item() == 0
     some = torch.tensor([[[[0.25, 0.75], [0.5, 0.5]]]])
-    assert entropy(some).item() == pytest.approx((-0.25 * math.log(0.25) - 0.75 * math.log(0.75) + math.log(2)) / 2)
+    assert entropy(some).item() == pytest.approx(
+        (-0.25 * math.log(0.25) - 0.75 * math.log(0.75) + math.log(2)) / 2
+    )
     assert distance(some, distances((1, 2))).item() == pytest.approx(1.25)
-    assert distance(some * 0.3, distances((1, 2))).item() == pytest.approx(1.25), "what goes to the class token has no place"
+    assert distance(some * 0.3, distances((1, 2))).item() == pytest.approx(1.25), (
+        "what goes to the class token has no place"
+    )
     assert distance(torch.zeros(1, 1, 2, 2), distances((1, 2))).item() == 0
 
 
@@ -56,14 +68,20 @@ def test_the_class_token_has_entropy_and_no_place():
 
 
 @pytest.mark.parametrize("kind", [None, "cb", "replace", "parallel"])
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "reg_tokens": 2}], ids=["plain", "norms-and-registers"])
-def test_attention_is_what_timm_multiplies_values_with(kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"qk_norm": True, "reg_tokens": 2}], ids=["plain", "norms-and-registers"]
+)
+def test_attention_is_what_timm_multiplies_values_with(
+    kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     model = built(kind, options=options)
     fused = maps(model, images(), monkeypatch)
     seen: list[Tensor] = []
     for block in model.blocks:
         block.attn.fused_attn = False
-        block.attn.attn_drop.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        block.attn.attn_drop.register_forward_pre_hook(
+            lambda module, inputs: seen.append(inputs[0])
+        )
     model(images())
     assert len(fused) == len(seen) == 3
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(fused, seen, strict=True))
@@ -108,8 +126,15 @@ def test_means_are_over_all_images_whatever_the_batches():
     with watched(model) as parts:
         model(x[:1])
         model(x[1:])
-    for one, other in zip((r for layer in whole for r in layer.rows()), (r for layer in parts for r in layer.rows()), strict=True):
-        assert one == {name: pytest.approx(value, abs=1e-5) if isinstance(value, float) else value for name, value in other.items()}
+    for one, other in zip(
+        (r for layer in whole for r in layer.rows()),
+        (r for layer in parts for r in layer.rows()),
+        strict=True,
+    ):
+        assert one == {
+            name: pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
+            for name, value in other.items()
+        }
 
 
 def test_looking_changes_nothing_and_leaves_nothing():
@@ -118,7 +143,9 @@ def test_looking_changes_nothing_and_leaves_nothing():
     with watched(model) as layers:
         assert torch.equal(model(x), want)
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
-    assert [layer.scale for layer in layers] == [pytest.approx(float(b.mlp.context.scale.detach().abs().mean())) for b in model.blocks]
+    assert [layer.scale for layer in layers] == [
+        pytest.approx(float(b.mlp.context.scale.detach().abs().mean())) for b in model.blocks
+    ]
     before = layers[0].images
     model(x)
     assert layers[0].images == before
@@ -126,47 +153,71 @@ def test_looking_changes_nothing_and_leaves_nothing():
 
 # ---- of methods ------------------------------------------------------------------------------------------------------------------
 def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab):
-    run = lab.run_of("hat", OPTIMIZERS["adamw"], backbone={**TINY, "context": {"kind": "cbs"}}, methods={"hat": {"per_task_affine": True}})
+    run = lab.run_of(
+        "hat",
+        OPTIMIZERS["adamw"],
+        backbone={**TINY, "context": {"kind": "cbs"}},
+        methods={"hat": {"per_task_affine": True}},
+    )
     job = run.evaluate_job(1)
     method = run.served(1)
     for place in range(2):
         rows = attention_rows(method, job, job.tasks[place], 16)
         assert [(row["block"], row["head"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-        own = [run.state(place).copies[f"blocks.{block}.mlp.context.scale"].abs().mean() for block in range(2)]
-        assert [rows[0]["scale"], rows[2]["scale"]] == pytest.approx([float(scale) for scale in own])
+        own = [
+            run.state(place).copies[f"blocks.{block}.mlp.context.scale"].abs().mean()
+            for block in range(2)
+        ]
+        assert [rows[0]["scale"], rows[2]["scale"]] == pytest.approx(
+            [float(scale) for scale in own]
+        )
         assert own[0] > 0
 
 
-@pytest.mark.parametrize(("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)])
+@pytest.mark.parametrize(
+    ("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)]
+)
 def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int):
     run = lab.run(method)
     job = run.evaluate_job(1)
     rows = attention_rows(run.served(1), job, job.tasks[0], 8)
     assert len({row["network"] for row in rows}) == networks
     assert all(0 < row["entropy_share"] <= 1 + 1e-6 and row["distance"] > 0 for row in rows)
-    assert {row["kind"] for row in robustness_rows(run.served(1), job, job.tasks[0], 8)} >= {"occlusion"}
+    assert {row["kind"] for row in robustness_rows(run.served(1), job, job.tasks[0], 8)} >= {
+        "occlusion"
+    }
 
 
 def test_a_method_that_guesses_the_task_is_told_it(lab: Lab):
     run = lab.run("supsup_nn")
     method, x = run.served(1), run.images(1)
     place = next(p for p, tasks in enumerate(method.candidates().values()) if run.order[1] in tasks)
-    assert torch.equal(told(method, x, run.order[1]), method.answer(x, torch.full((len(x),), place), run.order[1]))
+    assert torch.equal(
+        told(method, x, run.order[1]), method.answer(x, torch.full((len(x),), place), run.order[1])
+    )
 
 
 # ---- maps over images ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}], ids=["plain", "registers"])
-def test_a_gaze_is_the_class_tokens_row_of_attention(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_a_gaze_is_the_class_tokens_row_of_attention(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     model = built(None, options=options)
     with gazes(model) as found, torch.no_grad():
         model(images())
         model(images()[:2])
     whole = maps(model, images(), monkeypatch)
-    assert [(gaze.network, gaze.block, len(gaze.passes)) for gaze in found] == [("", block, 2) for block in range(3)]
+    assert [(gaze.network, gaze.block, len(gaze.passes)) for gaze in found] == [
+        ("", block, 2) for block in range(3)
+    ]
     for gaze, attention in zip(found, whole, strict=True):
         tokens, (height, width) = attention.shape[-1], gaze.grid
         assert gaze.passes[0].shape == (4, height, width)
-        assert torch.allclose(gaze.passes[0].flatten(1), tokens * attention[:, :, 0, -height * width :].mean(1), atol=1e-5)
+        assert torch.allclose(
+            gaze.passes[0].flatten(1),
+            tokens * attention[:, :, 0, -height * width :].mean(1),
+            atol=1e-5,
+        )
 
 
 def test_without_a_class_token_there_is_no_gaze():
@@ -182,11 +233,15 @@ def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab):
     task = job.tasks[1]
     found = analysis.maps(method, job, task, 6)
     assert found is not None
-    (shown, labels), = analysis.spread(job, task, 6)
+    ((shown, labels),) = analysis.spread(job, task, 6)
     assert found.right == [task.classes[label] for label in labels]
-    assert found.answered == [task.classes[answer] for answer in method.logits(shown, task.name).argmax(1)]
+    assert found.answered == [
+        task.classes[answer] for answer in method.logits(shown, task.name).argmax(1)
+    ]
     assert [*found.looks] == ["block 0", "block 1"]
-    assert torch.allclose(found.images.permute(0, 3, 1, 2) * 2 - 1, shown, atol=1e-6), "mean and std are 1/2"
+    assert torch.allclose(found.images.permute(0, 3, 1, 2) * 2 - 1, shown, atol=1e-6), (
+        "mean and std are 1/2"
+    )
     with gazes(method) as heard, torch.no_grad():
         method.logits(shown, task.name)
     assert torch.equal(found.looks["block 1"], heard[1].passes[0])
@@ -194,12 +249,16 @@ def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab):
 
 
 @pytest.mark.parametrize("name", ["toast", "toast_lite"])
-def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
+    lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
+):
     run = lab.run(name)
     job, method = run.evaluate_job(1), run.served(1)
     used: list[tuple[Tensor, Tensor]] = []
     selected = top_down.selected
-    monkeypatch.setattr(top_down, "selected", lambda x, prior: used.append((x, selected(x, prior))) or used[-1][1])
+    monkeypatch.setattr(
+        top_down, "selected", lambda x, prior: used.append((x, selected(x, prior))) or used[-1][1]
+    )
     found = analysis.maps(method, job, job.tasks[1], 6)
     assert found is not None
     assert found.selected is not None
@@ -207,11 +266,15 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(lab: La
     first, second = found.looks.values()
     assert not torch.equal(first, second)
     x, kept = used[0]
-    assert torch.allclose(found.selected.flatten(1)[..., None] * x[:, 1:], kept[:, 1:], atol=1e-6), "what the second look is steered by"
-    (shown, _), = analysis.spread(job, job.tasks[1], 6)
+    assert torch.allclose(
+        found.selected.flatten(1)[..., None] * x[:, 1:], kept[:, 1:], atol=1e-6
+    ), "what the second look is steered by"
+    ((shown, _),) = analysis.spread(job, job.tasks[1], 6)
     with gazes(method.backbone) as plain, torch.no_grad():
         method.backbone(shown)
-    assert torch.allclose(first, plain[1].passes[0], atol=1e-5), "the first look is the plain backbone's"
+    assert torch.allclose(first, plain[1].passes[0], atol=1e-5), (
+        "the first look is the plain backbone's"
+    )
 
 
 def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab):
@@ -222,7 +285,14 @@ def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab):
     assert [*found.looks] == ["block 0, first look", "block 0, second look", "block 1"]
 
 
-@pytest.mark.parametrize(("method", "looks"), [("der", ["network 0, block 1", "network 1, block 1"]), ("vpt", ["block 0", "block 1"]), ("dytox", ["block 0"])])
+@pytest.mark.parametrize(
+    ("method", "looks"),
+    [
+        ("der", ["network 0, block 1", "network 1, block 1"]),
+        ("vpt", ["block 0", "block 1"]),
+        ("dytox", ["block 0"]),
+    ],
+)
 def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]):
     run = lab.run(method)
     job = run.evaluate_job(1)
@@ -240,11 +310,15 @@ def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab):
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
     one = Task("other", "other", task.data, task.classes[1:2])
-    assert [row["accuracy"] for row in shifted_rows(method, job, task, [one])] == [1, 1], "there is no other answer"
+    assert [row["accuracy"] for row in shifted_rows(method, job, task, [one])] == [1, 1], (
+        "there is no other answer"
+    )
     turned = Task("other", "other", task.data, task.classes[::-1])
     want = next(row for row in run.evaluated(1)["rows"] if row["task"] == task.name)
     for row in shifted_rows(method, job, task, [turned]):
-        assert (row["correct"], row["total"]) == (want["correct"], want["total"]), "the order of classes does not count"
+        assert (row["correct"], row["total"]) == (want["correct"], want["total"]), (
+            "the order of classes does not count"
+        )
     strange = Task("other", "other", task.data, (*task.classes, "9"))
     assert shifted_rows(method, job, task, [strange]) == []
 
@@ -255,7 +329,12 @@ def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab):
     assert method.scenario == "class"
     want = {row["task"]: row["correct_task_aware"] for row in run.evaluated(1)["rows"]}
     for task in job.tasks:
-        assert shifted_rows(method, job, task, [Task("other", "other", task.data, task.classes)])[0]["correct"] == want[task.name]
+        assert (
+            shifted_rows(method, job, task, [Task("other", "other", task.data, task.classes)])[0][
+                "correct"
+            ]
+            == want[task.name]
+        )
 
 
 # ---- hidden and attacked -----------------------------------------------------------------------------------------------------------
@@ -285,7 +364,9 @@ def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name
     assert uphill is not None
 
     def loss(images: Tensor) -> float:
-        return float(nn.functional.cross_entropy(method.logits(images, run.order[0]), wanted).detach())
+        return float(
+            nn.functional.cross_entropy(method.logits(images, run.order[0]), wanted).detach()
+        )
 
     assert loss(x + 0.02 * uphill) > loss(x) > loss(x - 0.02 * uphill)
 
@@ -306,7 +387,9 @@ def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(lab: L
     want = {row["task"]: (row["correct"], row["total"]) for row in run.evaluated(1)["rows"]}
     for task in job.tasks:
         found = robustness_rows(run.served(1), job, task, 10_000)
-        assert [(row["correct"], row["total"]) for row in found if row["level"] == 0] == [want[task.name]] * 2
+        assert [(row["correct"], row["total"]) for row in found if row["level"] == 0] == [
+            want[task.name]
+        ] * 2
         assert [row["level"] for row in found if row["kind"] == "fgsm"] == [*analysis.EPSILONS]
 
 

@@ -13,23 +13,33 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 
 CPU = torch.device("cpu")
-FULL = DataSettings(crop="pad", flip=0.5, randaugment=2, mixup=0.8, cutmix=1.0, erase=0.5, smoothing=0.1)
+FULL = DataSettings(
+    crop="pad", flip=0.5, randaugment=2, mixup=0.8, cutmix=1.0, erase=0.5, smoothing=0.1
+)
 CLASSES = 7
 
 
 def backbone(side: int = 24, crop_pct: float = 1.0) -> BackboneSettings:
-    return BackboneSettings(img_size=side, crop_pct=crop_pct, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3))
+    return BackboneSettings(
+        img_size=side, crop_pct=crop_pct, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3)
+    )
 
 
-def draw(size: int, rows: list[int] | None = None, seed: int = 1, epoch: int = 0, step: int = 0) -> Draw:
-    return Draw(seed, epoch, step, torch.tensor(list(range(size)) if rows is None else rows), size, CPU)
+def draw(
+    size: int, rows: list[int] | None = None, seed: int = 1, epoch: int = 0, step: int = 0
+) -> Draw:
+    return Draw(
+        seed, epoch, step, torch.tensor(list(range(size)) if rows is None else rows), size, CPU
+    )
 
 
 def pictures(n: int, side: int, seed: int = 0) -> torch.Tensor:
     """Smooth coloured gradients with noise, uint8 (n, 3, side, side): every operation has something to act on."""
     noise = torch.Generator().manual_seed(seed)
     corners = torch.randint(40, 200, (n, 3, 3, 3), generator=noise).float()
-    smooth = torch.nn.functional.interpolate(corners, size=(side, side), mode="bilinear", align_corners=True)
+    smooth = torch.nn.functional.interpolate(
+        corners, size=(side, side), mode="bilinear", align_corners=True
+    )
     return (smooth + 20 * torch.randn(smooth.shape, generator=noise)).clamp(0, 255).to(torch.uint8)
 
 
@@ -50,7 +60,9 @@ def from_pil(image: Image.Image) -> torch.Tensor:
 
 def one_op(name: str, pixels: torch.Tensor, level: float) -> torch.Tensor:
     n = len(pixels)
-    policy = randaugment.Policy(torch.full((n, 1), randaugment.OPS.index(name)), torch.full((n, 1), level))
+    policy = randaugment.Policy(
+        torch.full((n, 1), randaugment.OPS.index(name)), torch.full((n, 1), level)
+    )
     return randaugment.apply(pixels, policy, (128, 100, 80))
 
 
@@ -64,14 +76,18 @@ def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch
     images, targets = augment(pixels, torch.zeros(5, dtype=torch.long), CLASSES, draw(5))
     assert targets is None
     torch.testing.assert_close(images, plain(pixels[:, :, 4:28, 4:28], settings), atol=1e-5, rtol=0)
-    alone, _ = augment(pixels[3:4], torch.zeros(1, dtype=torch.long), CLASSES, draw(9, [8], seed=5, epoch=3))
+    alone, _ = augment(
+        pixels[3:4], torch.zeros(1, dtype=torch.long), CLASSES, draw(9, [8], seed=5, epoch=3)
+    )
     assert torch.equal(alone[0], images[3])
 
 
 def test_training_without_any_augmentation_is_evaluation():
     settings, pixels, labels = backbone(24, 0.9), pictures(4, 27), torch.arange(4)
     images, targets = Augment(DataSettings(), settings, True)(pixels, labels, CLASSES, draw(4))
-    assert torch.equal(images, Augment(DataSettings(), settings, False)(pixels, labels, CLASSES, draw(4))[0])
+    assert torch.equal(
+        images, Augment(DataSettings(), settings, False)(pixels, labels, CLASSES, draw(4))[0]
+    )
     assert targets is None
 
 
@@ -81,7 +97,9 @@ def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image():
     top, left = torch.randint(0, 8, (2, 16), generator=torch.Generator().manual_seed(3)).unbind(0)
     flip = torch.arange(16) % 2 == 0
     expected = []
-    for image, y, x, mirrored in zip(pixels, top.tolist(), left.tolist(), flip.tolist(), strict=True):
+    for image, y, x, mirrored in zip(
+        pixels, top.tolist(), left.tolist(), flip.tolist(), strict=True
+    ):
         cut = as_pil(image).crop((x, y, x + side, y + side))
         expected.append(from_pil(ImageOps.mirror(cut) if mirrored else cut))
     assert torch.equal(crop(pixels, top, left, flip, side), torch.stack(expected))
@@ -102,7 +120,7 @@ def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct):
         found = []
         for y in range(-reach, reach + 1):
             for x in range(-reach, reach + 1):
-                window = padded[i, :, pad + margin + y:, pad + margin + x:][:, :24, :24]
+                window = padded[i, :, pad + margin + y :, pad + margin + x :][:, :24, :24]
                 if torch.allclose(image, plain(window, settings), atol=1e-5):
                     found.append((y, x))
         assert len(found) == 1
@@ -117,7 +135,9 @@ def test_a_resized_crop_of_the_whole_image_is_the_image_or_its_mirror():
     boxes = draw_boxes(draw(32), "crop", 24, (1.0, 1.0), (3 / 4, 4 / 3))
     squares = ((boxes.height == 24) & (boxes.width == 24)).nonzero().squeeze(1)
     same = [torch.allclose(images[i], plain(pixels[i], settings), atol=0.03) for i in squares]
-    mirrored = [torch.allclose(images[i], plain(pixels[i].flip(-1), settings), atol=0.03) for i in squares]
+    mirrored = [
+        torch.allclose(images[i], plain(pixels[i].flip(-1), settings), atol=0.03) for i in squares
+    ]
     assert len(squares) > 4
     assert any(same)
     assert any(mirrored)
@@ -157,10 +177,16 @@ def test_every_operation_changes_the_image_and_keeps_its_form(name, level):
 def test_enhancements_are_those_of_pillow(factor):
     pixels = pictures(6, 31)
     level = (factor - 1) / 0.9 * 10
-    exact = {"color": ImageEnhance.Color, "contrast": ImageEnhance.Contrast, "brightness": ImageEnhance.Brightness,
-             "sharpness": ImageEnhance.Sharpness}
+    exact = {
+        "color": ImageEnhance.Color,
+        "contrast": ImageEnhance.Contrast,
+        "brightness": ImageEnhance.Brightness,
+        "sharpness": ImageEnhance.Sharpness,
+    }
     for name, enhance in exact.items():
-        expected = torch.stack([from_pil(enhance(as_pil(image)).enhance(factor)) for image in pixels])
+        expected = torch.stack(
+            [from_pil(enhance(as_pil(image)).enhance(factor)) for image in pixels]
+        )
         # the factor takes a detour over a float32 level, so that a value on the edge may fall to the other side
         difference = (one_op(name, pixels, level).int() - expected.int()).abs()
         assert difference.max() <= 1, name
@@ -170,9 +196,13 @@ def test_enhancements_are_those_of_pillow(factor):
 def test_tables_are_those_of_pillow():
     grey = torch.full((1, 3, 31, 31), 77, dtype=torch.uint8)
     pixels = torch.cat((pictures(6, 31), grey, pictures(2, 31).clamp(100, 103)))
-    exact = {"autocontrast": ImageOps.autocontrast, "equalize": ImageOps.equalize, "invert": ImageOps.invert,
-             "posterize": lambda image: ImageOps.posterize(image, 1),
-             "solarize": lambda image: ImageOps.solarize(image, 26)}
+    exact = {
+        "autocontrast": ImageOps.autocontrast,
+        "equalize": ImageOps.equalize,
+        "invert": ImageOps.invert,
+        "posterize": lambda image: ImageOps.posterize(image, 1),
+        "solarize": lambda image: ImageOps.solarize(image, 26),
+    }
     for name, operation in exact.items():
         expected = torch.stack([from_pil(operation(as_pil(image))) for image in pixels])
         assert torch.equal(one_op(name, pixels, 9.0), expected), name
@@ -180,7 +210,9 @@ def test_tables_are_those_of_pillow():
 
 @pytest.mark.parametrize("level", [0.0, 5.0, 9.0, 10.0, -10.0])
 def test_posterize_never_leaves_zero_bits(level):
-    pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 3, 16, 16).contiguous()
+    pixels = (
+        torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 3, 16, 16).contiguous()
+    )
     assert len(one_op("posterize", pixels, level).unique()) >= 2
 
 
@@ -192,12 +224,18 @@ def test_translation_brings_in_the_fill_colour():
 
 
 def test_geometry_is_that_of_pillow_away_from_the_edge():
-    image = torch.nn.functional.avg_pool2d(pictures(1, 56).float(), 9, 1, 4).to(torch.uint8)  # blurred: no aliasing
+    image = torch.nn.functional.avg_pool2d(pictures(1, 56).float(), 9, 1, 4).to(
+        torch.uint8
+    )  # blurred: no aliasing
     picture, bilinear = as_pil(image[0]), Image.Resampling.BILINEAR
     expected = {
         "rotate": picture.rotate(18, resample=bilinear),
-        "shear_x": picture.transform((56, 56), Image.Transform.AFFINE, (1, 0.18, 0, 0, 1, 0), bilinear),
-        "shear_y": picture.transform((56, 56), Image.Transform.AFFINE, (1, 0, 0, 0.18, 1, 0), bilinear),
+        "shear_x": picture.transform(
+            (56, 56), Image.Transform.AFFINE, (1, 0.18, 0, 0, 1, 0), bilinear
+        ),
+        "shear_y": picture.transform(
+            (56, 56), Image.Transform.AFFINE, (1, 0, 0, 0.18, 1, 0), bilinear
+        ),
     }
     for name, reference in expected.items():
         difference = one_op(name, image, 6.0)[0].int() - from_pil(reference).int()
@@ -216,7 +254,9 @@ def test_a_policy_uses_every_operation_half_of_the_time():
 # ---- erasing -----------------------------------------------------------------------------------------------------
 def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise():
     settings, pixels = backbone(32), torch.zeros((300, 3, 32, 32), dtype=torch.uint8)
-    images, _ = Augment(DataSettings(erase=0.5), settings, True)(pixels, torch.zeros(300), None, draw(300))
+    images, _ = Augment(DataSettings(erase=0.5), settings, True)(
+        pixels, torch.zeros(300), None, draw(300)
+    )
     erased = (images != plain(pixels, settings)).all(1)
     hit = erased.flatten(1).any(1)
     assert 0.4 < hit.float().mean() < 0.6
@@ -239,13 +279,20 @@ def test_partners_are_a_permutation_that_changes_with_the_step():
 
 def flat(size: int, side: int) -> torch.Tensor:
     """One value per sample, so that a pixel tells whose it is."""
-    return (torch.arange(size, dtype=torch.uint8) * 8).view(-1, 1, 1, 1).expand(size, 3, side, side).contiguous()
+    return (
+        (torch.arange(size, dtype=torch.uint8) * 8)
+        .view(-1, 1, 1, 1)
+        .expand(size, 3, side, side)
+        .contiguous()
+    )
 
 
 def test_mixup_mixes_pixels_and_targets_with_the_same_weight():
     size, settings = 24, backbone(16)
     pixels, labels = flat(size, 16), torch.arange(size)
-    images, targets = Augment(DataSettings(mixup=0.8), settings, True)(pixels, labels, size, draw(size))
+    images, targets = Augment(DataSettings(mixup=0.8), settings, True)(
+        pixels, labels, size, draw(size)
+    )
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
     clean, other = plain(pixels, settings), partner_of(draw(size))
     own = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
@@ -257,21 +304,31 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight():
 def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch):
     """Labels 1 and 3 of four classes, each other's partner, 0.3 of its own."""
     augment = Augment(DataSettings(mixup=0.8, smoothing=0.1), backbone(16), True)
-    monkeypatch.setattr(augment, "_beta", lambda draw, tag, alpha: torch.full((draw.size,), 0.3 if tag == "mixup" else 1.0))
+    monkeypatch.setattr(
+        augment,
+        "_beta",
+        lambda draw, tag, alpha: torch.full((draw.size,), 0.3 if tag == "mixup" else 1.0),
+    )
     step = next(i for i in range(50) if partner_of(draw(2, step=i)).tolist() == [1, 0])
     _, targets = augment(pictures(2, 16), torch.tensor([1, 3]), 4, draw(2, step=step))
-    torch.testing.assert_close(targets, torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]]))
+    torch.testing.assert_close(
+        targets, torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
+    )
 
 
 def test_cutmix_targets_count_the_pixels():
     size, settings = 24, backbone(16)
     pixels, labels = flat(size, 16), torch.arange(size)
-    images, targets = Augment(DataSettings(cutmix=1.0), settings, True)(pixels, labels, size, draw(size))
+    images, targets = Augment(DataSettings(cutmix=1.0), settings, True)(
+        pixels, labels, size, draw(size)
+    )
     clean, other = plain(pixels, settings), partner_of(draw(size))
     mine, theirs = ((images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other))
     assert (mine | theirs).all()
     strangers = other != labels
-    torch.testing.assert_close(targets[torch.arange(size), labels][strangers], mine.float().mean((1, 2))[strangers])
+    torch.testing.assert_close(
+        targets[torch.arange(size), labels][strangers], mine.float().mean((1, 2))[strangers]
+    )
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
     assert (theirs & ~mine).any()
 
@@ -287,8 +344,12 @@ def test_mixup_and_cutmix_share_the_batch():
 
 def test_smoothing_alone_gives_soft_targets_and_untouched_images():
     pixels, labels = pictures(3, 16), torch.tensor([0, 2, 3])
-    images, targets = Augment(DataSettings(smoothing=0.1), backbone(16), True)(pixels, labels, 4, draw(3))
-    assert torch.equal(images, Augment(DataSettings(), backbone(16), True)(pixels, labels, 4, draw(3))[0])
+    images, targets = Augment(DataSettings(smoothing=0.1), backbone(16), True)(
+        pixels, labels, 4, draw(3)
+    )
+    assert torch.equal(
+        images, Augment(DataSettings(), backbone(16), True)(pixels, labels, 4, draw(3))[0]
+    )
     torch.testing.assert_close(targets[1], torch.tensor([0.025, 0.025, 0.925, 0.025]))
 
 
@@ -311,8 +372,14 @@ def test_ranks_together_make_the_batch_of_one_rank(how, ranks):
     partner = partner_of(draw(21))
     for rank in range(ranks):
         rows = list(range(rank, 21, ranks))
-        part, part_targets = augment(pixels[rows], labels[rows], CLASSES, draw(21, rows), pixels[partner[rows]],
-                                     labels[partner[rows]])
+        part, part_targets = augment(
+            pixels[rows],
+            labels[rows],
+            CLASSES,
+            draw(21, rows),
+            pixels[partner[rows]],
+            labels[partner[rows]],
+        )
         assert torch.equal(part, images[rows])
         assert torch.equal(part_targets, targets[rows])
 
@@ -357,4 +424,6 @@ def test_a_crop_scale_that_is_no_range_is_refused_with_the_rule():
 
 def test_pixels_of_another_size_are_refused():
     with pytest.raises(ValueError, match="expected"):
-        Augment(DataSettings(), backbone(24, 0.75), True)(pictures(1, 24), torch.zeros(1), None, draw(1))
+        Augment(DataSettings(), backbone(24, 0.75), True)(
+            pictures(1, 24), torch.zeros(1), None, draw(1)
+        )

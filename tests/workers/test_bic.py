@@ -46,7 +46,10 @@ def objective(z: Tensor, labels: Tensor, bias: Tensor, decay: float) -> Tensor:
     """As it stands on paper: class by class, so that each counts the same."""
     corrected = torch.cat([z[:, :3], bias[0] * z[:, 3:] + bias[1]], 1)
     each = F.cross_entropy(corrected, labels, reduction="none")
-    return torch.stack([each[labels == c].mean() for c in labels.unique()]).mean() + decay * bias[1] ** 2 / 2
+    return (
+        torch.stack([each[labels == c].mean() for c in labels.unique()]).mean()
+        + decay * bias[1] ** 2 / 2
+    )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1, 3.0])
@@ -75,8 +78,12 @@ def test_the_decay_holds_beta_alone():
 def test_it_takes_back_what_was_done_to_the_new_outputs():
     """Labels drawn from softmax(z), new outputs then stretched and lifted: the inverse comes out, up to the noise of the labels."""
     z = 2 * logits(200_000)
-    labels = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(1)).squeeze(1)
-    of_class = torch.cat([(labels == c).nonzero()[:30_000] for c in range(5)]).squeeze(1)  # as many of each
+    labels = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(1)).squeeze(
+        1
+    )
+    of_class = torch.cat([(labels == c).nonzero()[:30_000] for c in range(5)]).squeeze(
+        1
+    )  # as many of each
     z, labels = z[of_class], labels[of_class]
     alpha, beta = fit_bias(biased(z, NEW, torch.tensor([2.0, 1.0])), labels, NEW, 0.0).tolist()
     assert (alpha, beta) == (pytest.approx(0.5, abs=0.01), pytest.approx(-0.5, abs=0.02))
@@ -86,7 +93,9 @@ def test_a_class_with_more_images_counts_no_more():
     labels = torch.arange(40) % 5
     z = logits() + F.one_hot(labels, 5) + torch.tensor([0.0, 0, 0, 1, 1])
     twice = torch.cat([torch.arange(40), *[(labels == 1).nonzero().squeeze(1)] * 3])
-    assert torch.allclose(fit_bias(z[twice], labels[twice], NEW, 0.1), fit_bias(z, labels, NEW, 0.1), atol=1e-5)
+    assert torch.allclose(
+        fit_bias(z[twice], labels[twice], NEW, 0.1), fit_bias(z, labels, NEW, 0.1), atol=1e-5
+    )
 
 
 def test_where_all_are_told_apart_already_the_fit_still_ends():
@@ -98,7 +107,10 @@ def test_where_all_are_told_apart_already_the_fit_still_ends():
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------------
-BIASES = {"a": torch.tensor([0.5, 1.0], dtype=torch.float64), "b": torch.tensor([2.0, -1.0], dtype=torch.float64)}
+BIASES = {
+    "a": torch.tensor([0.5, 1.0], dtype=torch.float64),
+    "b": torch.tensor([2.0, -1.0], dtype=torch.float64),
+}
 
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
@@ -113,11 +125,16 @@ def test_the_teacher_is_corrected_for_the_task_before_and_the_student_is_not(mod
     z = torch.cat([method.heads[name](method.backbone(b.images)) for name in "abc"], 1)
     b_only = torch.cat([raw[:, :2], 2 * raw[:, 2:] - 1], 1)
     if mode == "all":
-        z, taught = torch.cat([0.5 * z[:, :2] + 1, 2 * z[:, 2:5] - 1, z[:, 5:]], 1), torch.cat([0.5 * raw[:, :2] + 1, b_only[:, 2:]], 1)
+        z, taught = (
+            torch.cat([0.5 * z[:, :2] + 1, 2 * z[:, 2:5] - 1, z[:, 5:]], 1),
+            torch.cat([0.5 * raw[:, :2] + 1, b_only[:, 2:]], 1),
+        )
     else:
         taught = b_only
     ce, kd = F.cross_entropy(z, wide(b, A, B, C)), kd_ce(z[:, :5], taught, tau)
-    assert {name: float(t) for name, t in terms.items()} == pytest.approx({"ce": ce.item(), "kd": kd.item()}, abs=1e-5)
+    assert {name: float(t) for name, t in terms.items()} == pytest.approx(
+        {"ce": ce.item(), "kd": kd.item()}, abs=1e-5
+    )
     assert torch.allclose(loss, 2 / 7 * ce + 5 / 7 * kd, atol=1e-5)
 
 
@@ -134,9 +151,13 @@ def test_it_answers_with_the_bias_of_the_last_task_or_of_all(mode: str):
     z = torch.cat([method.heads[name](method.backbone(pictures)) for name in "ab"], 1)
     method.biases = dict(BIASES)
     first = 0.5 * z[:, :2] + 1 if mode == "all" else z[:, :2]
-    assert torch.allclose(method.logits(pictures, None), torch.cat([first, 2 * z[:, 2:] - 1], 1), atol=1e-6)
+    assert torch.allclose(
+        method.logits(pictures, None), torch.cat([first, 2 * z[:, 2:] - 1], 1), atol=1e-6
+    )
     del method.biases["b"]
-    assert torch.allclose(method.logits(pictures, None), torch.cat([first, z[:, 2:]], 1), atol=1e-6), "none of its own yet"
+    assert torch.allclose(
+        method.logits(pictures, None), torch.cat([first, z[:, 2:]], 1), atol=1e-6
+    ), "none of its own yet"
 
 
 # ---- who is trained on what ----------------------------------------------------------------------------------------------
@@ -154,7 +175,16 @@ def looked_at(run: Run, task: int) -> dict[str, list[tuple[str, str]]]:
 
         with mock.patch.object(loop, "Feed", noted):
             run.lab.stage(again(job, f"looked-at-{len(run.lab.live)}"))
-        tables = {tuple(zip(feed.rows.table["class"].to_pylist(), feed.rows.table["key"].to_pylist(), strict=True)) for feed in made}
+        tables = {
+            tuple(
+                zip(
+                    feed.rows.table["class"].to_pylist(),
+                    feed.rows.table["key"].to_pylist(),
+                    strict=True,
+                )
+            )
+            for feed in made
+        }
         assert len(tables) == 1
         found[job.step] = [*tables.pop()]
     return found
@@ -164,7 +194,9 @@ def keys_of(memory: dict[str, dict[str, list[str]]], *tasks: str) -> set[str]:
     return {key for name in tasks for keys in memory[name].values() for key in keys}
 
 
-@pytest.mark.parametrize("settings", [{}, {"memory": 60}, {"per_class": 20, "val_share": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"memory": 60}, {"per_class": 20, "val_share": 0.3}], ids=str
+)
 def test_what_fits_the_bias_is_never_trained_on_and_is_balanced(lab: Lab, settings: dict[str, Any]):
     run = stream(lab, "bic", **settings)
     first, second = looked_at(run, 0), looked_at(run, 1)
@@ -173,29 +205,44 @@ def test_what_fits_the_bias_is_never_trained_on_and_is_balanced(lab: Lab, settin
     assert second.keys() == {"train", "calibrate", "herd"}
     on = {step: {key for _, key in keys} for step, keys in second.items()}
     was_on = {key for _, key in first["train"]}
-    each = {"{}": 3, "{'memory': 60}": 3, "{'per_class': 20, 'val_share': 0.3}": 6}[str(settings)]  # of 36 images, or of a quota of 30, or of 20
+    each = {"{}": 3, "{'memory': 60}": 3, "{'per_class': 20, 'val_share': 0.3}": 6}[
+        str(settings)
+    ]  # of 36 images, or of a quota of 30, or of 20
     assert sorted(c for c, _ in second["calibrate"]) == sorted("01234" * each)
     assert not on["calibrate"] & (was_on | on["train"])
-    assert {key for _, key in first["herd"]} == was_on, "exemplars are chosen among what was trained on"
+    assert {key for _, key in first["herd"]} == was_on, (
+        "exemplars are chosen among what was trained on"
+    )
     assert len(was_on) == 2 * (36 - each)
     new = {key for c, key in second["train"] if c in "234"}
     assert len(new) == 3 * (36 - each)
     assert on["herd"] == new
     assert on["train"] - new == keys_of(before["memory"], "two")
-    assert on["calibrate"] & keys_of(before["validation"], "two") == {key for c, key in second["calibrate"] if c in "01"}
-    assert not keys_of(after["memory"], "two", "three") & keys_of(after["validation"], "two", "three")
+    assert on["calibrate"] & keys_of(before["validation"], "two") == {
+        key for c, key in second["calibrate"] if c in "01"
+    }
+    assert not keys_of(after["memory"], "two", "three") & keys_of(
+        after["validation"], "two", "three"
+    )
 
 
 def test_exemplars_and_held_out_images_share_the_memory(lab: Lab):
     run = stream(lab, "bic", memory=60)
     for task, classes in ((0, 2), (1, 5)):
         meta = run.carried(task).meta
-        kept = {c: (len(keys), len(meta["validation"][name][c])) for name, found in meta["memory"].items() for c, keys in found.items()}
+        kept = {
+            c: (len(keys), len(meta["validation"][name][c]))
+            for name, found in meta["memory"].items()
+            for c, keys in found.items()
+        }
         share = 60 // classes
         assert set(kept.values()) == {(share - share // 10, share // 10)}
     first, second = run.carried(0).meta, run.carried(1).meta
     for kind in ("memory", "validation"):
-        assert all(second[kind]["two"][c] == keys[: len(second[kind]["two"][c])] for c, keys in first[kind]["two"].items()), "shortened, not chosen anew"
+        assert all(
+            second[kind]["two"][c] == keys[: len(second[kind]["two"][c])]
+            for c, keys in first[kind]["two"].items()
+        ), "shortened, not chosen anew"
 
 
 def test_of_few_images_at_least_one_is_held_out_and_one_is_trained_on():
@@ -224,7 +271,10 @@ def handed_on(run: Run, task: int, step: str) -> Carried:
 
 def test_calibration_and_herding_both_follow_training_and_both_come_before_what_is_next(lab: Lab):
     run = stream(lab, "bic")
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["train", "herd"], ["train", "calibrate", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["train", "herd"],
+        ["train", "calibrate", "herd"],
+    ]
     train, calibrate, herd = run.stages(1)
     assert calibrate.previous == herd.previous == {"train": train.key}
     assert run.evaluate_job(1).previous == {"calibrate": calibrate.key, "herd": herd.key}
@@ -249,7 +299,11 @@ def test_calibration_moves_two_scalars_and_nothing_of_the_network(lab: Lab):
     run.artefact(calibrate)
     live, trained = lab.live[calibrate.key], handed_on(run, 1, "train").tensors
     network = {f"backbone/{n}": t for n, t in live.backbone.state_dict().items()}
-    network |= {f"heads/{name}/{n}": t for name in ("two", "three") for n, t in live.heads.export(name).items()}
+    network |= {
+        f"heads/{name}/{n}": t
+        for name in ("two", "three")
+        for n, t in live.heads.export(name).items()
+    }
     assert network.keys() == trained.keys()
     assert all(torch.equal(t, trained[n]) for n, t in network.items())
 
@@ -264,9 +318,15 @@ def test_the_bias_is_fitted_on_the_outputs_of_what_was_held_out(lab: Lab):
         images.append(b.images)
         labels.append(b.labels + torch.tensor([0, 2])[b.tasks])
     features = live.eval().features(torch.cat(images))
-    z, y = torch.cat([live.heads[name](features) for name in ("two", "three")], 1).detach().double(), torch.cat(labels)
+    z, y = (
+        torch.cat([live.heads[name](features) for name in ("two", "three")], 1).detach().double(),
+        torch.cat(labels),
+    )
     bias = torch.tensor([alpha, beta], dtype=torch.float64, requires_grad=True)
-    (F.cross_entropy(torch.cat([z[:, :2], bias[0] * z[:, 2:] + bias[1]], 1), y) + 0.3 * bias[1] ** 2 / 2).backward()
+    (
+        F.cross_entropy(torch.cat([z[:, :2], bias[0] * z[:, 2:] + bias[1]], 1), y)
+        + 0.3 * bias[1] ** 2 / 2
+    ).backward()
     assert bias.grad is not None
     assert bias.grad.abs().max() < 1e-4
     assert (alpha, beta) != (1, 0)
@@ -277,7 +337,9 @@ def test_the_new_outputs_are_served_corrected(lab: Lab):
     served, images = run.served(1), run.images(1)
     alpha, beta = handed_on(run, 1, "calibrate").tensors["bias/three"].tolist()
     two, three = (served.logits(images, name) for name in ("two", "three"))
-    assert torch.allclose(served.logits(images, None), torch.cat([two, alpha * three + beta], 1), atol=1e-5)
+    assert torch.allclose(
+        served.logits(images, None), torch.cat([two, alpha * three + beta], 1), atol=1e-5
+    )
 
 
 def test_two_ranks_fit_the_same_bias(lab: Lab, tmp_path: Path):
@@ -285,13 +347,23 @@ def test_two_ranks_fit_the_same_bias(lab: Lab, tmp_path: Path):
     job = run.stages(1)[1]
     alone = run.artefact(job)
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
-    assert Artefact.need(job.root, f"{job.key}-ranks").read("carried.safetensors") == alone.read("carried.safetensors")
+    assert Artefact.need(job.root, f"{job.key}-ranks").read("carried.safetensors") == alone.read(
+        "carried.safetensors"
+    )
 
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
 def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: str):
-    tasks = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))]
-    run = lab.run_of("bic", TRAIN, methods={"bic": {"bias_mode": mode}}, stream={"scenario": "class", "tasks": tasks})
+    tasks = [
+        {"card": str(lab.card), "name": name, "classes": list(classes)}
+        for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))
+    ]
+    run = lab.run_of(
+        "bic",
+        TRAIN,
+        methods={"bic": {"bias_mode": mode}},
+        stream={"scenario": "class", "tasks": tasks},
+    )
     run.order = ("x", "y", "z")
     assert run.stages(2)[0].previous.keys() == {"calibrate", "herd"}
     served: Any = run.served(2)
@@ -307,8 +379,14 @@ def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: s
 
 def test_a_base_task_gives_images_that_fit_the_bias(lab: Lab):
     run = stream(lab, "bic", base="two")
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["herd"], ["train", "calibrate", "herd"]]
-    assert {c: len(keys) for c, keys in run.carried(0).meta["validation"]["two"].items()} == {"0": 3, "1": 3}
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["herd"],
+        ["train", "calibrate", "herd"],
+    ]
+    assert {c: len(keys) for c, keys in run.carried(0).meta["validation"]["two"].items()} == {
+        "0": 3,
+        "1": 3,
+    }
     assert run.evaluated(1)["rows"][1]["total"] == 60
 
 

@@ -28,6 +28,7 @@ from workers.errors import DamagedArtefact, UserError
 def written(data: bytes):
     def write(stream: BinaryIO) -> None:
         stream.write(data)
+
     return write
 
 
@@ -36,12 +37,22 @@ def keep(cache: Cache, name: str, size: int = 100) -> None:
 
 
 def names(cache: Cache) -> set[str]:
-    return {path.name for path in Path(cache.folder).rglob("*") if path.is_file() and path.suffix != ".lock"}
+    return {
+        path.name
+        for path in Path(cache.folder).rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
 
 
 def test_what_was_used_longest_ago_makes_room(tmp_path):
     cache = Cache(str(tmp_path), 300)
-    for name in ("shards/a", "shards/b", "c.npy", "shards/a", "shards/d"):  # `a` twice: `b` is then the oldest
+    for name in (
+        "shards/a",
+        "shards/b",
+        "c.npy",
+        "shards/a",
+        "shards/d",
+    ):  # `a` twice: `b` is then the oldest
         keep(cache, name)
     assert names(cache) == {"a", "c.npy", "d"}
     keep(cache, "shards/e", 250)
@@ -73,7 +84,10 @@ def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(tmp
         assert found.read() == b"1234"
 
 
-@pytest.mark.parametrize("error", [DamagedArtefact("k", "damaged"), KeyboardInterrupt(), OSError("AWS Error ACCESS_DENIED")])
+@pytest.mark.parametrize(
+    "error",
+    [DamagedArtefact("k", "damaged"), KeyboardInterrupt(), OSError("AWS Error ACCESS_DENIED")],
+)
 def test_what_could_not_be_made_leaves_nothing(error, tmp_path):
     def fails(stream: BinaryIO) -> None:
         stream.write(b"12")
@@ -92,7 +106,9 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(tmp_path, monkeypatch):
         assert found.read() == b"1234", "it is read from its start"
     monkeypatch.setattr(cache, "_checked", set())
     monkeypatch.setattr(Kept, "read_at", lambda file, size, offset: b"5678"[offset:])
-    with pytest.raises(UserError, match=r"gives back other bytes .*; name another folder in cluster\.cache"):
+    with pytest.raises(
+        UserError, match=r"gives back other bytes .*; name another folder in cluster\.cache"
+    ):
         Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right)
 
 
@@ -118,6 +134,7 @@ def dies(folder: str) -> None:
         stream.write(b"12")
         stream.flush()
         os._exit(9)
+
     Cache(folder, 1000).kept("a", 4, write)
 
 
@@ -141,7 +158,10 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path):
         stream.write(b"1234")
 
     found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(cache.kept("a", 4, write).read())) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(cache.kept("a", 4, write).read()))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     begun.wait()
@@ -158,7 +178,9 @@ def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(tmp
 
     def write(stream: BinaryIO) -> None:
         keep(cache, "second")  # while nothing of the first is written
-        assert len(names(cache) - {"second"}) == 1, "`old` made room, and the part that somebody writes stays"
+        assert len(names(cache) - {"second"}) == 1, (
+            "`old` made room, and the part that somebody writes stays"
+        )
         stream.write(b"x" * 100)
 
     cache.kept("first", 100, write).close()
@@ -166,7 +188,9 @@ def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(tmp
 
 
 @pytest.mark.parametrize("end", ["done", "killed"])
-def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_that_is_killed(end, tmp_path, monkeypatch):
+def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_that_is_killed(
+    end, tmp_path, monkeypatch
+):
     cache, waiting = Cache(str(tmp_path), 1000), threading.Event()
     (begun, go), made = [multiprocessing.get_context("fork").Event() for _ in range(2)], []
 
@@ -220,20 +244,31 @@ def test_a_file_has_its_name_only_when_its_bytes_are_on_the_disk(tmp_path, monke
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
     keep(Cache(str(tmp_path), 1000), "a")
-    assert calls == ["fsync", "replace"], "its size was set before, so that after a machine went down nothing else tells that it is whole"
+    assert calls == ["fsync", "replace"], (
+        "its size was set before, so that after a machine went down nothing else tells that it "
+        "is whole"
+    )
 
 
 def test_nobody_else_reads_what_is_kept(tmp_path):
     keep(Cache(str(tmp_path / "cache"), 1000), "shards/a")
-    assert [oct(os.stat(tmp_path / "cache" / name).st_mode & 0o777) for name in ("shards", "shards/a")] == ["0o700", "0o600"]
+    assert [
+        oct(os.stat(tmp_path / "cache" / name).st_mode & 0o777) for name in ("shards", "shards/a")
+    ] == ["0o700", "0o600"]
 
 
 def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert cache_folder("~/scratch", "s3://bucket/x") == cache_folder("~/scratch", "/storage") == "/home/me/scratch/accrete-cache"
+    assert (
+        cache_folder("~/scratch", "s3://bucket/x")
+        == cache_folder("~/scratch", "/storage")
+        == "/home/me/scratch/accrete-cache"
+    )
     assert cache_folder("", "/storage") == "/storage/cache"
     monkeypatch.setattr(tempfile, "tempdir", "/scratch")
-    assert cache_folder("", "s3://bucket/x") == f"/scratch/accrete-cache-{os.getuid()}", "of each user: nobody deletes what is another's"
+    assert cache_folder("", "s3://bucket/x") == f"/scratch/accrete-cache-{os.getuid()}", (
+        "of each user: nobody deletes what is another's"
+    )
 
 
 # ---- shards on an object store ------------------------------------------------------------------------------------------
@@ -249,7 +284,10 @@ def shards(bucket, tmp_path, monkeypatch) -> Shards:
 
 def read_all(shards: Shards) -> list[bytes]:
     rows = shards.select("train", "01").to_pylist()
-    return [shards.verify(r["key"], shards.read(r["shard"], r["offset"], r["bytes"]), r["sha256"]) for r in rows]
+    return [
+        shards.verify(r["key"], shards.read(r["shard"], r["offset"], r["bytes"]), r["sha256"])
+        for r in rows
+    ]
 
 
 def tars(shards: Shards) -> list[str]:
@@ -280,7 +318,9 @@ def test_a_shard_arrives_through_errors_that_pass(kind, shards, bucket):
 
 
 @pytest.mark.parametrize("place", ["storage", "cache"])
-def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(place, shards, bucket, capfd):
+def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(
+    place, shards, bucket, capfd
+):
     expected = read_all(shards)
     names = {name: info["sha256"] for name, info in shards.artefact.manifest["files"].items()}
     path = Path(shards.cache.folder, "shards", names["train-00001.tar"])
@@ -303,7 +343,8 @@ def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(place, 
 
 @pytest.mark.parametrize("at", [0, 5, 520, -3])  # of a header, of an image, of what nobody reads
 def test_a_flipped_bit_in_a_kept_shard_is_found_when_a_process_first_reads_it(
-        at, shards, bucket, monkeypatch, capfd):
+    at, shards, bucket, monkeypatch, capfd
+):
     expected = list(shards.stream(tars(shards)))
     monkeypatch.setattr(cache, "_checked", set())  # as in another process
     for path in Path(shards.cache.folder, "shards").iterdir():
@@ -321,7 +362,9 @@ def test_a_flipped_bit_in_a_kept_shard_is_found_when_a_process_first_reads_it(
 
 
 def test_a_shard_that_is_gone_is_damage(shards, bucket):
-    s3.client_of(bucket.upstream).delete_object(Bucket=bucket.bucket, Key=join("storage", *shards.uri("train-00000.tar").split("/")[4:]))
+    s3.client_of(bucket.upstream).delete_object(
+        Bucket=bucket.bucket, Key=join("storage", *shards.uri("train-00000.tar").split("/")[4:])
+    )
     for read in (read_all, lambda shards: list(shards.stream(tars(shards)))):
         with pytest.raises(DamagedArtefact, match=r"train-00000\.tar is missing"):
             read(shards)

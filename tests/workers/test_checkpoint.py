@@ -33,7 +33,10 @@ class Model(nn.Module):
 def trained(steps: int, optimizer: str = "AdamW") -> tuple[Model, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Model()
-    kinds: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": partial(torch.optim.SGD, momentum=0.9)}
+    kinds: dict[str, Any] = {
+        "AdamW": torch.optim.AdamW,
+        "SGD": partial(torch.optim.SGD, momentum=0.9),
+    }
     chosen = kinds[optimizer](model.head.parameters(), lr=0.1)
     for _ in range(steps):
         step(model, chosen)
@@ -48,7 +51,13 @@ def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 
 def mark(epoch: int = 1, step: int = 2) -> Checkpoint:
-    return Checkpoint(epoch, step, [{"epoch": 0, "loss": 0.1 + 0.2}], {"images": 7, "loss": 1 / 3}, {"epoch": 0, "val_correct": 5})
+    return Checkpoint(
+        epoch,
+        step,
+        [{"epoch": 0, "loss": 0.1 + 0.2}],
+        {"images": 7, "loss": 1 / 3},
+        {"epoch": 0, "val_correct": 5},
+    )
 
 
 @pytest.fixture
@@ -71,9 +80,17 @@ def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimize
     best = found.restore(fresh, other)
     assert torch.equal(best["head.bias"], torch.tensor([1.0, 2.0]))
     assert (found.epoch, found.step, found.history, found.sums, found.best) == (
-        mark().epoch, mark().step, mark().history, mark().sums, mark().best), "floats come back to the last bit"
+        mark().epoch,
+        mark().step,
+        mark().history,
+        mark().sums,
+        mark().best,
+    ), "floats come back to the last bit"
     step(fresh, other)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True)
+    )
 
 
 def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is():
@@ -81,8 +98,16 @@ def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is():
     assert trained_state(model).keys() == {"head.weight", "head.bias", "counts"}
     model.freezes_backbone = False
     model.backbone.requires_grad_(True)
-    assert trained_state(model).keys() == {"head.weight", "head.bias", "counts", "backbone.weight", "backbone.bias", "backbone.running_mean",
-                                           "backbone.running_var", "backbone.num_batches_tracked"}
+    assert trained_state(model).keys() == {
+        "head.weight",
+        "head.bias",
+        "counts",
+        "backbone.weight",
+        "backbone.bias",
+        "backbone.running_mean",
+        "backbone.running_var",
+        "backbone.num_batches_tracked",
+    }
 
 
 def test_only_the_last_one_is_kept(root: str):
@@ -138,7 +163,11 @@ def test_a_flipped_bit_anywhere_is_noticed(root: str):
 
 def test_after_damage_the_next_one_is_written_as_usual(root: str):
     model, trainer = trained(1)
-    for harm in (Path.unlink, lambda path: path.write_bytes(b"{}"), lambda path: path.write_bytes(b"[1]")):
+    for harm in (
+        Path.unlink,
+        lambda path: path.write_bytes(b"{}"),
+        lambda path: path.write_bytes(b"[1]"),
+    ):
         for index in (0, 1):
             drop(root, KEY)
             save(root, KEY, model, trainer, {}, mark(0, 1))
@@ -155,6 +184,8 @@ def test_a_checkpoint_holds_no_code(root: str):
     save(root, KEY, *trained(1), {}, mark())
     tensors, pointer = files(root)
     assert (tensors.suffix, pointer.name) == (".safetensors", "latest.json")
-    header = json.loads(tensors.read_bytes()[8 : 8 + int.from_bytes(tensors.read_bytes()[:8], "little")])
+    header = json.loads(
+        tensors.read_bytes()[8 : 8 + int.from_bytes(tensors.read_bytes()[:8], "little")]
+    )
     assert header.pop("__metadata__").keys() == {"accrete"}
     assert {entry["dtype"] for entry in header.values()} <= {"F32", "I64"}

@@ -64,7 +64,12 @@ def test_a_process_that_dies_frees_its_claim(tmp_path: Path) -> None:
 
 def test_other_keys_and_an_object_store_wait_for_nobody(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
-    with claimed(root, "k"), claimed(root, "other"), claimed("s3://bucket/stages", "k"), claimed("s3://bucket/stages", "k"):
+    with (
+        claimed(root, "k"),
+        claimed(root, "other"),
+        claimed("s3://bucket/stages", "k"),
+        claimed("s3://bucket/stages", "k"),
+    ):
         assert {p.name for p in (tmp_path / "claims").iterdir()} == {"k", "other"}
     assert not os.listdir(tmp_path / "claims")
 
@@ -77,12 +82,16 @@ def test_whoever_does_not_wait_is_told(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_that_was_removed_meanwhile_is_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_removed_meanwhile_is_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, real, others = str(tmp_path / "stages"), fcntl.flock, []
     path = tmp_path / "claims" / "k"
 
     def flock(file: int, how: int) -> None:
-        if not others:  # between opening and locking, whoever had it removes it, and the next one takes it
+        if (
+            not others
+        ):  # between opening and locking, whoever had it removes it, and the next one takes it
             path.unlink()
             others.append(os.open(path, os.O_RDWR | os.O_CREAT))
             real(others[0], fcntl.LOCK_EX)
@@ -106,7 +115,10 @@ def work(root: str, log: str, rounds: int) -> None:
 def test_never_two_at_once(tmp_path: Path) -> None:
     log = tmp_path / "count"
     log.write_text("0")
-    processes = [CONTEXT.Process(target=work, args=(str(tmp_path / "stages"), str(log), 50)) for _ in range(4)]
+    processes = [
+        CONTEXT.Process(target=work, args=(str(tmp_path / "stages"), str(log), 50))
+        for _ in range(4)
+    ]
     for process in processes:
         process.start()
     for process in processes:

@@ -29,26 +29,48 @@ from workers.model.context import Context, ScaledContext
 from workers.model.masked import BlockMasks
 from workers.taskstate import TaskState
 
-SMALL = BackboneSettings(img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4})
-T2T = BackboneSettings(name="t2t_vit_12", img_size=32, options={"embed_dim": 32, "depth": 2, "num_heads": 2})
-LOCAL = BackboneSettings(name="convit_local", img_size=16, options={"embed_dim": 48, "depth": 2, "num_heads": 4})
+SMALL = BackboneSettings(
+    img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
+)
+T2T = BackboneSettings(
+    name="t2t_vit_12", img_size=32, options={"embed_dim": 32, "depth": 2, "num_heads": 2}
+)
+LOCAL = BackboneSettings(
+    name="convit_local", img_size=16, options={"embed_dim": 48, "depth": 2, "num_heads": 4}
+)
 KINDS = ("cb", "cbs", "replace", "parallel", "compensate")
 
 
 def tokens(*shape: int) -> Tensor:
-    return torch.randn(*shape or (2, 7, 5), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.randn(
+        *shape or (2, 7, 5), generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
 
 
 def images(side: int = 16) -> Tensor:
     return torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(3))
 
 
-def built(kind: str | None = "cb", settings: BackboneSettings = SMALL, options: dict[str, Any] | None = None, **own: Any) -> Any:
+def built(
+    kind: str | None = "cb",
+    settings: BackboneSettings = SMALL,
+    options: dict[str, Any] | None = None,
+    **own: Any,
+) -> Any:
     """All parameters are drawn, those that have a name in the plain backbone alike in all."""
     chosen = None if kind is None else ContextSettings.model_validate({"kind": kind, **own})
     torch.manual_seed(0)  # buffers are drawn too
-    model: Any = vit.build(settings.model_copy(update={"context": chosen, "options": settings.options | (options or {})}))
-    for number, (_, p) in enumerate(sorted(model.named_parameters(), key=lambda item: ("context" in item[0] or "uniform" in item[0], item[0]))):
+    model: Any = vit.build(
+        settings.model_copy(
+            update={"context": chosen, "options": settings.options | (options or {})}
+        )
+    )
+    for number, (_, p) in enumerate(
+        sorted(
+            model.named_parameters(),
+            key=lambda item: ("context" in item[0] or "uniform" in item[0], item[0]),
+        )
+    ):
         nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(number))
     return model.eval()
 
@@ -65,7 +87,12 @@ def test_the_golden_numbers():
 
 def test_t21_it_is_a_matrix_on_tokens():
     x = tokens()
-    assert torch.allclose(Context("mean")(x), (torch.eye(7).double() + torch.full((7, 7), 1 / 7, dtype=torch.float64)) / 2 @ x, rtol=0, atol=1e-14)
+    assert torch.allclose(
+        Context("mean")(x),
+        (torch.eye(7).double() + torch.full((7, 7), 1 / 7, dtype=torch.float64)) / 2 @ x,
+        rtol=0,
+        atol=1e-14,
+    )
 
 
 def test_t22_t23_the_mean_stays_and_deviations_are_halved_each_time():
@@ -81,7 +108,9 @@ def test_t24_it_commutes_with_affine_maps_so_that_the_middle_of_the_mlp_is_its_e
     mlp, cb, x = model.blocks[1].mlp, Context("mean"), tokens(2, 5, 32)
     hidden = mlp.act(mlp.fc1(x))
     assert torch.allclose(mlp.fc2(cb(hidden)), cb(mlp(x)), rtol=0, atol=1e-12)
-    assert torch.allclose(mlp.fc2(mlp.act(cb(mlp.fc1(x)))), mlp(cb(x)), rtol=0, atol=1e-12), "before the activation it is the front"
+    assert torch.allclose(mlp.fc2(mlp.act(cb(mlp.fc1(x)))), mlp(cb(x)), rtol=0, atol=1e-12), (
+        "before the activation it is the front"
+    )
     assert not torch.allclose(mlp(cb(x)), cb(mlp(x)), atol=1e-3)
 
 
@@ -103,14 +132,20 @@ def test_t28_scales_of_one_half_are_it_and_of_zero_nothing():
     learnt = scaled(5, 1.0, 0.0)
     with torch.no_grad():
         learnt.scale.copy_(torch.arange(5))
-    assert torch.allclose(learnt(x), x + torch.arange(5) * x.mean(1, keepdim=True), rtol=0, atol=1e-14), "a number per channel"
+    assert torch.allclose(
+        learnt(x), x + torch.arange(5) * x.mean(1, keepdim=True), rtol=0, atol=1e-14
+    ), "a number per channel"
 
 
 def test_t29_padding_is_heard_as_tokens_of_zero_and_only_a_mean_without_it_would_give_the_same():
     x, cb = tokens(), Context("mean")
     padded = F.pad(x, (0, 0, 0, 3))
-    assert torch.allclose(cb(padded)[:, :7], (x + 0.7 * x.mean(1, keepdim=True)) / 2, rtol=0, atol=1e-14)
-    assert torch.allclose(cb(padded)[:, :7] + 0.15 * x.mean(1, keepdim=True), cb(x), rtol=0, atol=1e-14)
+    assert torch.allclose(
+        cb(padded)[:, :7], (x + 0.7 * x.mean(1, keepdim=True)) / 2, rtol=0, atol=1e-14
+    )
+    assert torch.allclose(
+        cb(padded)[:, :7] + 0.15 * x.mean(1, keepdim=True), cb(x), rtol=0, atol=1e-14
+    )
     assert not torch.allclose(cb(padded)[:, :7], cb(x), atol=1e-3)
 
 
@@ -132,8 +167,12 @@ def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(changes
     assert not torch.allclose(built(None, options=changes).blocks[1](x), want, atol=1e-3)
 
 
-@pytest.mark.parametrize(("settings", "side"), [(SMALL, 16), (T2T, 32), (LOCAL, 16)], ids=["vit", "t2t", "convit"])
-def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(settings: BackboneSettings, side: int):
+@pytest.mark.parametrize(
+    ("settings", "side"), [(SMALL, 16), (T2T, 32), (LOCAL, 16)], ids=["vit", "t2t", "convit"]
+)
+def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
+    settings: BackboneSettings, side: int
+):
     plain, x = built(None, settings), images(side)
     assert torch.equal(built("cb", settings, blocks=[])(x), plain(x))
     none = built("cbs", settings)
@@ -141,12 +180,17 @@ def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(setti
         nn.init.zeros_(module.scale)
     assert torch.equal(none(x), plain(x))
     assert not torch.allclose(built("cb", settings)(x), plain(x), atol=1e-3)
-    assert torch.equal(built("cb", settings)(x), built("cb", settings, blocks=[*range(len(plain.blocks))])(x))
+    assert torch.equal(
+        built("cb", settings)(x), built("cb", settings, blocks=[*range(len(plain.blocks))])(x)
+    )
 
 
 def test_only_the_chosen_blocks_have_it():
     model = built(blocks=[0, 2])
-    assert [name for name, _ in context.added(model)] == ["blocks.0.mlp.context", "blocks.2.mlp.context"]
+    assert [name for name, _ in context.added(model)] == [
+        "blocks.0.mlp.context",
+        "blocks.2.mlp.context",
+    ]
     assert [context.reads_all(block) for block in model.blocks] == [True, False, True]
 
 
@@ -158,9 +202,15 @@ def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block():
     assert count(built("cb")) == count(built("replace")) == plain
     assert count(built("cbs")) - plain == 3 * 32
     with torch.device("meta"):
-        small = vit.build(BackboneSettings(name="vit_small_patch16_224", context=ContextSettings(kind="cbs")))
-    assert sum(p.numel() for _, m in context.added(small) for p in m.parameters()) == 4608, "the paper's number for ViT-S"
-    assert count(built("compensate")) - plain == 3 * 2 * 32 * 8, "as many as the weights of the queries and keys that are not used"
+        small = vit.build(
+            BackboneSettings(name="vit_small_patch16_224", context=ContextSettings(kind="cbs"))
+        )
+    assert sum(p.numel() for _, m in context.added(small) for p in m.parameters()) == 4608, (
+        "the paper's number for ViT-S"
+    )
+    assert count(built("compensate")) - plain == 3 * 2 * 32 * 8, (
+        "as many as the weights of the queries and keys that are not used"
+    )
 
 
 def test_the_first_head_looks_at_all_tokens_alike():
@@ -201,27 +251,41 @@ def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str):
     vit.from_bytes(again, vit.to_bytes(model), "here")
     assert torch.equal(again(images()), model(images()))
     assert vit.digest_of(again) == vit.digest_of(model)
-    digests = {vit.digest_of(built(kind)), vit.digest_of(built(None)), vit.digest_of(built(kind, blocks=[1]))}
+    digests = {
+        vit.digest_of(built(kind)),
+        vit.digest_of(built(None)),
+        vit.digest_of(built(kind, blocks=[1])),
+    }
     assert len(digests) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(kind: str, tmp_path: Path):
+def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
+    kind: str, tmp_path: Path
+):
     path = tmp_path / "plain.safetensors"
     plain = built(None)
-    path.write_bytes(safetensors.torch.save({k: v.contiguous() for k, v in plain.state_dict().items()}))
-    settings = SMALL.model_copy(update={"weights": str(path), "context": ContextSettings(kind=kind)})  # type: ignore[arg-type]
+    path.write_bytes(
+        safetensors.torch.save({k: v.contiguous() for k, v in plain.state_dict().items()})
+    )
+    settings = SMALL.model_copy(
+        update={"weights": str(path), "context": ContextSettings(kind=kind)}
+    )  # type: ignore[arg-type]
     model: Any = vit.build(settings).eval()
     start = {name: model.get_parameter(name).clone() for name in context.added_names(model)}
     vit.load_weights(model, settings)
     assert all(torch.equal(model.state_dict()[name], t) for name, t in plain.state_dict().items())
     assert all(torch.equal(model.get_parameter(name), t) for name, t in start.items())
-    assert torch.allclose(model(images()), plain(images()), atol=1e-5) == (kind == "cbs"), "it starts as the backbone"
+    assert torch.allclose(model(images()), plain(images()), atol=1e-5) == (kind == "cbs"), (
+        "it starts as the backbone"
+    )
     own = built(kind)
     path.write_bytes(vit.to_bytes(own))
     vit.load_weights(model, settings)
     assert torch.equal(model(images()), own(images())), "weights that have it fill it"
-    path.write_bytes(safetensors.torch.save({k: v for k, v in plain.state_dict().items() if "fc2" not in k}))
+    path.write_bytes(
+        safetensors.torch.save({k: v for k, v in plain.state_dict().items() if "fc2" not in k})
+    )
     with pytest.raises(UserError, match=r"missing \['blocks.0.mlp.fc2.weight'"):
         vit.load_weights(model, settings)
 
@@ -230,7 +294,9 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies():
     from workers.methods.base import Rates
 
     model = built("cbs")
-    decayed, exempt = ({id(p) for p in group["params"]} for group in weight_groups(model, Rates(1.0, 0.1, 1, 1.0)))
+    decayed, exempt = (
+        {id(p) for p in group["params"]} for group in weight_groups(model, Rates(1.0, 0.1, 1, 1.0))
+    )
     scales = {id(m.scale) for _, m in context.added(model)}
     assert scales <= exempt
     assert not scales & decayed
@@ -249,7 +315,11 @@ def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_uniform_head_costs_one_token():
     pooled = {"global_pool": "avg"}  # so that the last block needs all its tokens in each
-    cost = {kind: flops(model, plan(model, [BlockMasks()] * 3)) for kind in (None, *KINDS) for model in [built(kind, options=pooled)]}
+    cost = {
+        kind: flops(model, plan(model, [BlockMasks()] * 3))
+        for kind in (None, *KINDS)
+        for model in [built(kind, options=pooled)]
+    }
     assert cost["cb"] == cost["cbs"] == cost["replace"] == cost[None]
     assert cost["parallel"] == cost["compensate"] == cost[None] + 3 * 2 * 32 * 8
 
@@ -258,23 +328,53 @@ def test_a_network_that_grows_counts_it_too():
     shares = []
     for kind in (None, "parallel"):
         method = Tfm(built(kind), TfmSettings(), 0)
-        widths = {f"{site}.used": 2 * method.original[f"{pair.out}.weight"].shape[1] for pair in method.pairs for site in pair.sites if site}
+        widths = {
+            f"{site}.used": 2 * method.original[f"{pair.out}.weight"].shape[1]
+            for pair in method.pairs
+            for site in pair.sites
+            if site
+        }
         masks = {name: torch.ones(width, dtype=torch.bool) for name, width in widths.items()}
-        shares.append(method.flops_share(TaskState("one", ("a",), "tfm", method.backbone_digest, masks=masks)))
+        shares.append(
+            method.flops_share(TaskState("one", ("a",), "tfm", method.backbone_digest, masks=masks))
+        )
     patches = 4 * 3 * 8 * 8 * 32
     blocks = 3 * (5 * (4 * 32 * 32 + 2 * 5 * 32) + 5 * 2 * 32 * 128)
-    assert shares == [pytest.approx((patches + extra + 2 * blocks) / (patches + extra + blocks), abs=1e-12) for extra in (0, 3 * 2 * 32 * 8)]
+    assert shares == [
+        pytest.approx((patches + extra + 2 * blocks) / (patches + extra + blocks), abs=1e-12)
+        for extra in (0, 3 * 2 * 32 * 8)
+    ]
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("kind", "own"), [("cb", {}), ("cb", {"blocks": [1]}), ("cb", {"pool": "max"}), ("cbs", {}), ("replace", {})])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("cb", {}), ("cb", {"blocks": [1]}), ("cb", {"pool": "max"}), ("cbs", {}), ("replace", {})],
+)
 def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]):
-    method = Meat(built(kind, options={"patch_size": 4}, **own), MeatSettings(ffn_masks="neuron"), 0).eval()
+    method = Meat(
+        built(kind, options={"patch_size": 4}, **own), MeatSettings(ffn_masks="neuron"), 0
+    ).eval()
     generator = torch.Generator().manual_seed(1)
-    masks = {name: torch.rand(shape, generator=generator) < 0.4 for name, shape in method.mask_shapes().items()}
+    masks = {
+        name: torch.rand(shape, generator=generator) < 0.4
+        for name, shape in method.mask_shapes().items()
+    }
     head = {"weight": torch.randn(3, 32, generator=generator), "bias": torch.zeros(3)}
-    method.load(TaskState("one", ("a", "b", "c"), "meat", method.backbone_digest, masks=masks, head=head, meta={"token_blocks": [0, 1, 2], "grid": [4, 4]}))
-    assert torch.allclose(method.compact("one")(images()), method.logits(images(), "one"), atol=1e-4)
+    method.load(
+        TaskState(
+            "one",
+            ("a", "b", "c"),
+            "meat",
+            method.backbone_digest,
+            masks=masks,
+            head=head,
+            meta={"token_blocks": [0, 1, 2], "grid": [4, 4]},
+        )
+    )
+    assert torch.allclose(
+        method.compact("one")(images()), method.logits(images(), "one"), atol=1e-4
+    )
 
 
 def test_a_token_that_context_reads_is_computed():
@@ -294,29 +394,68 @@ def test_masks_of_tokens_refuse_heads_that_would_see_past_them(kind: str):
 # ---- settings ------------------------------------------------------------------------------------------------------------------
 def test_without_it_keys_are_those_of_before_there_was_any():
     plain, null = BackboneSettings(), BackboneSettings(context=None)
-    assert key_of(key_inputs(plain), []) == key_of(key_inputs(null), []) == "7658907c31e404a95275872880bb4bce"
-    keys = {key_of(key_inputs(BackboneSettings(context=ContextSettings(kind=kind))), []) for kind in KINDS}  # type: ignore[arg-type]
+    assert (
+        key_of(key_inputs(plain), [])
+        == key_of(key_inputs(null), [])
+        == "7658907c31e404a95275872880bb4bce"
+    )
+    keys = {
+        key_of(key_inputs(BackboneSettings(context=ContextSettings(kind=kind))), [])
+        for kind in KINDS
+    }  # type: ignore[arg-type]
     assert len(keys) == 5
-    again = BackboneSettings.model_validate_json(BackboneSettings(context=ContextSettings(kind="cbs", own=0.5)).model_dump_json())
+    again = BackboneSettings.model_validate_json(
+        BackboneSettings(context=ContextSettings(kind="cbs", own=0.5)).model_dump_json()
+    )
     assert again.context == ContextSettings(kind="cbs", own=0.5)
 
 
-@pytest.mark.parametrize(("backbone", "sentence"), [
-    ({"context": {"blocks": [1, 12]}}, r"backbone\.context\.blocks is \[1, 12\], but the backbone has blocks 0 to 11"),
-    ({"name": "resnet18", "context": {}}, "the backbone is a ResNet, which has no tokens"),
-    ({"name": "convit_local", "img_size": 32, "context": {"pool": "class"}}, "the backbone has no class token"),
-    ({"name": "convit_local", "img_size": 32, "context": {"kind": "replace"}}, "block 0 of the backbone has a GatedAttention in its place"),
-    ({"name": "vit_base_patch16_18x2_224", "context": {}}, "block 0 of the backbone has a NoneType in its place")])
+@pytest.mark.parametrize(
+    ("backbone", "sentence"),
+    [
+        (
+            {"context": {"blocks": [1, 12]}},
+            r"backbone\.context\.blocks is \[1, 12\], but the backbone has blocks 0 to 11",
+        ),
+        ({"name": "resnet18", "context": {}}, "the backbone is a ResNet, which has no tokens"),
+        (
+            {"name": "convit_local", "img_size": 32, "context": {"pool": "class"}},
+            "the backbone has no class token",
+        ),
+        (
+            {"name": "convit_local", "img_size": 32, "context": {"kind": "replace"}},
+            "block 0 of the backbone has a GatedAttention in its place",
+        ),
+        (
+            {"name": "vit_base_patch16_18x2_224", "context": {}},
+            "block 0 of the backbone has a NoneType in its place",
+        ),
+    ],
+)
 def test_a_backbone_without_a_place_for_it_is_refused(backbone: dict[str, Any], sentence: str):
     with pytest.raises(UserError, match=sentence):
         vit.check(BackboneSettings.model_validate(backbone))
 
 
-@pytest.mark.parametrize("wrong", [{"start": 1.0}, {"own": 0.5}, {"kind": "replace", "pool": "max"}, {"blocks": [-1]}, {"kind": "mean"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start": 1.0},
+        {"own": 0.5},
+        {"kind": "replace", "pool": "max"},
+        {"blocks": [-1]},
+        {"kind": "mean"},
+    ],
+)
 def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ValidationError):
         ContextSettings.model_validate(wrong)
-    body = {"name": "x", "stream": {"tasks": [{"card": "digits"}]}, "methods": {"linear": {}}, "backbone": {"context": wrong}}
+    body = {
+        "name": "x",
+        "stream": {"tasks": [{"card": "digits"}]},
+        "methods": {"linear": {}},
+        "backbone": {"context": wrong},
+    }
     with pytest.raises(UserError, match=r"backbone\.context"):
         config.check(body, "here")
 
@@ -324,7 +463,9 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]):
 # ---- methods on such a backbone --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat", "hat", "packnet", "dytox"])
 @pytest.mark.parametrize("kind", ["cb", "cbs"])
-def test_methods_learn_and_are_stored_with_it(lab: Lab, method: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_methods_learn_and_are_stored_with_it(
+    lab: Lab, method: str, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(laboratory, "TINY", {**TINY, "context": {"kind": kind}})
     for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):
         if PROMISES[name].applies(laboratory.METHODS[method]):
@@ -339,9 +480,16 @@ def test_training_moves_the_scales(lab: Lab):
 
 
 def test_the_context_of_a_run_has_a_part_in_its_answers(lab: Lab):
-    plain, cb = (lab.run_of("dytox", OPTIMIZERS["adamw"], backbone={**TINY, **more}) for more in ({}, {"context": {}}))
+    plain, cb = (
+        lab.run_of("dytox", OPTIMIZERS["adamw"], backbone={**TINY, **more})
+        for more in ({}, {"context": {}})
+    )
     x = cb.images(0)
     served = cb.served(0)
     assert any(name.endswith("mlp.context") for name, _ in served.named_modules())
-    assert not any("context" in name for name, _ in served.decoder.named_modules()), "of one token it would be nothing"
-    assert not torch.allclose(answers(plain.served(0), x, "two"), answers(served, x, "two"), atol=1e-3)
+    assert not any("context" in name for name, _ in served.decoder.named_modules()), (
+        "of one token it would be nothing"
+    )
+    assert not torch.allclose(
+        answers(plain.served(0), x, "two"), answers(served, x, "two"), atol=1e-3
+    )

@@ -17,7 +17,13 @@ from workers.model.noise import TokenDropPath, draw_paths
 from workers.model.task_attention import TaskAttention
 
 CIFAR = {"img_size": 32, "patch_size": 4}
-SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 6}
+SMALL: dict[str, Any] = {
+    "img_size": 16,
+    "patch_size": 4,
+    "embed_dim": 48,
+    "depth": 2,
+    "num_heads": 6,
+}
 
 
 def parameters(module: nn.Module) -> int:
@@ -36,8 +42,20 @@ def written_out(layer: GatedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     """ConViT's own form: the table of positions for each image, content and position mixed, rows divided by their sums."""
     b, n, width = x.shape
     side, heads = math.isqrt(n), layer.num_heads
-    r = torch.tensor([[[j % side - i % side, j // side - i // side, (j % side - i % side) ** 2 + (j // side - i // side) ** 2] for j in range(n)]
-                      for i in range(n)], dtype=x.dtype)
+    r = torch.tensor(
+        [
+            [
+                [
+                    j % side - i % side,
+                    j // side - i // side,
+                    (j % side - i % side) ** 2 + (j // side - i // side) ** 2,
+                ]
+                for j in range(n)
+            ]
+            for i in range(n)
+        ],
+        dtype=x.dtype,
+    )
     q, k = (part.view(b, n, heads, -1).transpose(1, 2) for part in layer.qk(x).split(width, 2))
     v = layer.v(x).view(b, n, heads, -1).transpose(1, 2)
     content = (q @ k.transpose(2, 3) / math.sqrt(width / heads)).softmax(-1)
@@ -56,8 +74,11 @@ def test_the_fast_form_is_the_written_out_one_in_values_and_gradients():
     assert torch.allclose(found, want, atol=1e-12)
     assert torch.allclose(a.sum(-1), torch.ones(3, 6, 16, dtype=torch.float64))
     noise = torch.randn_like(found)
-    for mine, theirs in zip(torch.autograd.grad((found * noise).sum(), [x, *layer.parameters()]),
-                            torch.autograd.grad((want * noise).sum(), [x, *layer.parameters()]), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad((found * noise).sum(), [x, *layer.parameters()]),
+        torch.autograd.grad((want * noise).sum(), [x, *layer.parameters()]),
+        strict=True,
+    ):
         assert torch.allclose(mine, theirs, atol=1e-10)
 
 
@@ -74,7 +95,9 @@ def test_it_starts_as_a_convolution_of_three_by_three():
         attn: Any = block.attn
         assert torch.equal(attn.v.weight, torch.eye(384))
         assert attn.gate.tolist() == [1.0] * 12
-        assert {tuple(row) for row in attn.pos_proj.weight[:9].tolist()} == {(2.0 * x, 2.0 * y, -1.0) for x in (-1, 0, 1) for y in (-1, 0, 1)}
+        assert {tuple(row) for row in attn.pos_proj.weight[:9].tolist()} == {
+            (2.0 * x, 2.0 * y, -1.0) for x in (-1, 0, 1) for y in (-1, 0, 1)
+        }
         assert attn.pos_proj.weight[:9].tolist()[5] == [2.0, 0.0, -1.0], "columns first"
         assert attn.pos_proj.weight[9:].abs().max() < 0.11, "the others start as any layer"
         place = attn.pos_proj(attn.offsets).permute(2, 0, 1).softmax(-1)
@@ -84,12 +107,20 @@ def test_it_starts_as_a_convolution_of_three_by_three():
 def test_patches_and_positions_are_tied_to_their_places():
     """Permuting patches with their positional rows is nothing to plain attention, and something to this one (T11)."""
     model = shaken(ConViT(**SMALL))
-    x, order = torch.randn(2, 16, 48, dtype=torch.float64), torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    x, order = (
+        torch.randn(2, 16, 48, dtype=torch.float64),
+        torch.randperm(16, generator=torch.Generator().manual_seed(1)),
+    )
     assert not torch.allclose(model.blocks(x[:, order]), model.blocks(x)[:, order])
 
 
-@pytest.mark.parametrize(("options", "patch_embed", "positions"), [(CIFAR, 18_816, 24_576), ({"img_size": 224, "patch_size": 16}, 295_296, 75_264)])
-def test_the_encoder_has_the_papers_parameters_to_the_unit(options: dict[str, int], patch_embed: int, positions: int):
+@pytest.mark.parametrize(
+    ("options", "patch_embed", "positions"),
+    [(CIFAR, 18_816, 24_576), ({"img_size": 224, "patch_size": 16}, 295_296, 75_264)],
+)
+def test_the_encoder_has_the_papers_parameters_to_the_unit(
+    options: dict[str, int], patch_embed: int, positions: int
+):
     with torch.device("meta"):
         model = ConViT(**options)
     assert [parameters(block) for block in model.blocks] == [1_773_372] * 5
@@ -100,12 +131,21 @@ def test_the_encoder_has_the_papers_parameters_to_the_unit(options: dict[str, in
 
 
 def test_stochastic_depth_rises_as_if_the_decoder_were_the_sixth_block():
-    model = vit.build(BackboneSettings(name="convit_local", img_size=32, weights="none", drop_path=0.1))
-    assert [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks] == pytest.approx([0, 0.02, 0.04, 0.06, 0.08])
+    model = vit.build(
+        BackboneSettings(name="convit_local", img_size=32, weights="none", drop_path=0.1)
+    )
+    assert [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks] == pytest.approx(
+        [0, 0.02, 0.04, 0.06, 0.08]
+    )
 
 
 def test_it_is_a_backbone_like_any_other():
-    settings = BackboneSettings(name="convit_local", img_size=16, weights="none", options={k: v for k, v in SMALL.items() if k != "img_size"})
+    settings = BackboneSettings(
+        name="convit_local",
+        img_size=16,
+        weights="none",
+        options={k: v for k, v in SMALL.items() if k != "img_size"},
+    )
     torch.manual_seed(0)
     model: Any = vit.build(settings)
     images = torch.randn(2, 3, 16, 16)
@@ -124,26 +164,40 @@ def one_at_a_time(block: TaskAttention, token: Tensor, patches: Tensor) -> Tenso
     z = block.norm1(torch.cat([token.expand(b, 1, -1), patches], 1))
     q = block.q(z[:, :1]).view(b, 1, heads, -1).transpose(1, 2)
     k, v = (layer(z).view(b, z.shape[1], heads, -1).transpose(1, 2) for layer in (block.k, block.v))
-    o = ((q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).softmax(-1) @ v).transpose(1, 2).reshape(b, 1, -1)
+    o = (
+        ((q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+        .transpose(1, 2)
+        .reshape(b, 1, -1)
+    )
     e = token + block.proj(o)
     return (e + block.mlp(block.norm2(e)))[:, 0]
 
 
 def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients():
     block = shaken(TaskAttention(48, 6))
-    tokens, patches = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 48), (3, 16, 48)))
+    tokens, patches = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 48), (3, 16, 48))
+    )
     want = torch.stack([one_at_a_time(block, token, patches) for token in tokens], 1)
     found = block(tokens, patches)
     assert torch.allclose(found, want, atol=1e-12)
     noise = torch.randn_like(found)
     inputs = [tokens, patches, *block.parameters()]
-    for mine, theirs in zip(torch.autograd.grad((found * noise).sum(), inputs), torch.autograd.grad((want * noise).sum(), inputs), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad((found * noise).sum(), inputs),
+        torch.autograd.grad((want * noise).sum(), inputs),
+        strict=True,
+    ):
         assert torch.allclose(mine, theirs, atol=1e-10)
 
 
 def test_a_token_knows_nothing_of_another():
     block = shaken(TaskAttention(48, 6))
-    tokens, patches = torch.randn(4, 48, dtype=torch.float64), torch.randn(2, 16, 48, dtype=torch.float64)
+    tokens, patches = (
+        torch.randn(4, 48, dtype=torch.float64),
+        torch.randn(2, 16, 48, dtype=torch.float64),
+    )
     before = block(tokens, patches)
     tokens[2] += 1
     after = block(tokens, patches)
@@ -153,7 +207,10 @@ def test_a_token_knows_nothing_of_another():
 
 def test_the_order_of_patches_is_nothing_to_it():
     block = shaken(TaskAttention(48, 6))
-    tokens, patches = torch.randn(4, 48, dtype=torch.float64), torch.randn(2, 16, 48, dtype=torch.float64)
+    tokens, patches = (
+        torch.randn(4, 48, dtype=torch.float64),
+        torch.randn(2, 16, 48, dtype=torch.float64),
+    )
     assert torch.allclose(block(tokens, patches.flip(1)), block(tokens, patches), atol=1e-12)
 
 

@@ -24,7 +24,10 @@ from workers.model.weights import norm_names
 
 SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # a total stride of 8
 TINY = BackboneSettings(name="convnext_atto", img_size=16, options=SMALL)
-REFUSED = {"meat": "the backbone is a ConvNeXt, which has neither image tokens nor inner channels of residual convolutions to mask"}
+REFUSED = {
+    "meat": "the backbone is a ConvNeXt, which has neither image tokens nor inner channels of "
+    "residual convolutions to mask"
+}
 
 
 def convnext(img_size: int = 16, **options: Any) -> Any:
@@ -37,7 +40,9 @@ def convnext(img_size: int = 16, **options: Any) -> Any:
 
 
 # ---- built ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["convnext_atto", "convnext_tiny_hnf", "convnextv2_atto", "convnext_zepto_rms_ols"])
+@pytest.mark.parametrize(
+    "name", ["convnext_atto", "convnext_tiny_hnf", "convnextv2_atto", "convnext_zepto_rms_ols"]
+)
 def test_it_leaves_features_that_heads_read(name: str):
     settings = TINY.model_copy(update={"name": name, "img_size": 32})
     assert isinstance(vit.check(settings), ConvNeXt)
@@ -45,22 +50,53 @@ def test_it_leaves_features_that_heads_read(name: str):
     assert model(images(img_size=32)).shape == (8, model.num_features) == (8, 32)
 
 
-@pytest.mark.parametrize(("img_size", "options", "stride"), [(40, {"patch_size": 4}, 32), (16, {"patch_size": 4}, 32), (48, {"patch_size": 2}, 32),
-                                                             (40, {"patch_size": 4, "output_stride": 16}, 16), (12, {}, 8)])
-def test_an_image_that_strides_do_not_divide_is_refused(img_size: int, options: dict[str, Any], stride: int):
+@pytest.mark.parametrize(
+    ("img_size", "options", "stride"),
+    [
+        (40, {"patch_size": 4}, 32),
+        (16, {"patch_size": 4}, 32),
+        (48, {"patch_size": 2}, 32),
+        (40, {"patch_size": 4, "output_stride": 16}, 16),
+        (12, {}, 8),
+    ],
+)
+def test_an_image_that_strides_do_not_divide_is_refused(
+    img_size: int, options: dict[str, Any], stride: int
+):
     settings = TINY.model_copy(update={"img_size": img_size, "options": SMALL | options})
-    with pytest.raises(UserError, match=f"backbone.img_size is {img_size}, which is no multiple of the total stride {stride} of 'convnext_atto'"):
+    with pytest.raises(
+        UserError,
+        match=f"backbone.img_size is {img_size}, which is no multiple of the total stride "
+        f"{stride} of 'convnext_atto'",
+    ):
         vit.build(settings)
     fitting = settings.model_copy(update={"img_size": 3 * stride})
     assert vit.build(fitting)(images(img_size=3 * stride)).shape == (8, 32)
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"drop_rate": 0.1}, r"backbone\.options\.drop_rate is 0\.1; timm draws who is dropped anew on each rank"),
-    ({"global_pool": ""}, r"makes features of shape \(1, 32, 2, 2\) of an image, where heads read \(1, 32\); leave out global_pool"),
-    ({"head_hidden_size": 5}, r"makes features of shape \(1, 5\)"),
-    ({"img_size": 16}, r"backbone\.options\.img_size is 16, and 'convnext_atto' has no such option"),
-    ({"norm_layer": "batchnorm2d", "conv_mlp": True}, r"backbone\.weights is 'none', but 'convnext_atto' has batch norm")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"drop_rate": 0.1},
+            r"backbone\.options\.drop_rate is 0\.1; timm draws who is dropped anew on each rank",
+        ),
+        (
+            {"global_pool": ""},
+            r"makes features of shape \(1, 32, 2, 2\) of an image, where heads read \(1, 32\); "
+            r"leave out global_pool",
+        ),
+        ({"head_hidden_size": 5}, r"makes features of shape \(1, 5\)"),
+        (
+            {"img_size": 16},
+            r"backbone\.options\.img_size is 16, and 'convnext_atto' has no such option",
+        ),
+        (
+            {"norm_layer": "batchnorm2d", "conv_mlp": True},
+            r"backbone\.weights is 'none', but 'convnext_atto' has batch norm",
+        ),
+    ],
+)
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str):
     with pytest.raises(UserError, match=says):
         vit.check(TINY.model_copy(update={"options": SMALL | options}))
@@ -68,7 +104,11 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str
 
 @pytest.mark.parametrize("kind", ["cb", "cbs", "replace", "parallel"])
 def test_context_broadcasting_is_for_tokens(kind: Any):
-    with pytest.raises(UserError, match=f"backbone.context.kind is '{kind}', and the backbone is a ConvNeXt, which has no tokens; leave"):
+    with pytest.raises(
+        UserError,
+        match=f"backbone.context.kind is '{kind}', and the backbone is a ConvNeXt, which has no "
+        "tokens; leave",
+    ):
         vit.check(TINY.model_copy(update={"context": ContextSettings(kind=kind)}))
 
 
@@ -87,23 +127,38 @@ def test_stochastic_depth_is_drawn_by_sample():
 
 
 # ---- loaded --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{}, {"head_norm_first": True}, {"use_grn": True, "ls_init_value": None}])
-def test_published_weights_are_read_with_their_last_norm_and_without_their_classifier(tmp_path, options: dict[str, Any]):
+@pytest.mark.parametrize(
+    "options", [{}, {"head_norm_first": True}, {"use_grn": True, "ls_init_value": None}]
+)
+def test_published_weights_are_read_with_their_last_norm_and_without_their_classifier(
+    tmp_path, options: dict[str, Any]
+):
     source, path = convnext(**options), str(tmp_path / "convnext.safetensors")
-    safetensors.torch.save_file(source.state_dict() | {"head.fc.weight": torch.zeros(9, 32), "head.fc.bias": torch.zeros(9)}, path)
+    safetensors.torch.save_file(
+        source.state_dict()
+        | {"head.fc.weight": torch.zeros(9, 32), "head.fc.bias": torch.zeros(9)},
+        path,
+    )
     settings = TINY.model_copy(update={"weights": path, "options": SMALL | options})
     model = vit.build(settings)
     vit.load_weights(model, settings)
     assert torch.equal(model.eval()(images()), source(images()))
     assert vit.digest_of(model) == vit.digest_of(source)
     deeper = settings.model_copy(update={"options": {**SMALL, **options, "depths": [1, 3, 1, 1]}})
-    with pytest.raises(UserError, match=r"do not fit 'convnext_atto' .*missing.*give weights of the same architecture"):
+    with pytest.raises(
+        UserError,
+        match=r"do not fit 'convnext_atto' .*missing.*give weights of the same architecture",
+    ):
         vit.load_weights(vit.build(deeper), deeper)
 
 
 def test_weights_under_the_names_of_the_papers_code_are_read(tmp_path):
     source, path = convnext(), str(tmp_path / "convnext.safetensors")
-    safetensors.torch.save_file(as_released(source.state_dict()) | {"head.weight": torch.zeros(9, 32), "head.bias": torch.zeros(9)}, path)
+    safetensors.torch.save_file(
+        as_released(source.state_dict())
+        | {"head.weight": torch.zeros(9, 32), "head.bias": torch.zeros(9)},
+        path,
+    )
     settings = TINY.model_copy(update={"weights": path})
     model = vit.build(settings)
     vit.load_weights(model, settings)
@@ -113,7 +168,12 @@ def test_weights_under_the_names_of_the_papers_code_are_read(tmp_path):
 def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {}
     for name, tensor in tensors.items():
-        parts = name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv").replace("head.norm", "norm").split(".")
+        parts = (
+            name.replace("conv_dw", "dwconv")
+            .replace("mlp.fc", "pwconv")
+            .replace("head.norm", "norm")
+            .split(".")
+        )
         if parts[0] == "stem":
             parts[:1] = ["downsample_layers", "0"]
         elif parts[0] == "stages" and parts[2] == "downsample":
@@ -125,12 +185,24 @@ def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch):
-    source, create = timm.create_model("convnext_atto", num_classes=7, depths=(1, 2, 1, 1), dims=(8, 16, 16, 32), patch_size=1), timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **rest: source if pretrained else create(name, **rest))
+    source, create = (
+        timm.create_model(
+            "convnext_atto", num_classes=7, depths=(1, 2, 1, 1), dims=(8, 16, 16, 32), patch_size=1
+        ),
+        timm.create_model,
+    )
+    monkeypatch.setattr(
+        timm,
+        "create_model",
+        lambda name, pretrained=False, **rest: source if pretrained else create(name, **rest),
+    )
     settings = TINY.model_copy(update={"weights": "hub"})
     model = vit.build(settings)
     vit.load_weights(model, settings)
-    assert torch.equal(model.eval()(images()), source.eval().forward_head(source.forward_features(images()), pre_logits=True))
+    assert torch.equal(
+        model.eval()(images()),
+        source.eval().forward_head(source.forward_features(images()), pre_logits=True),
+    )
 
 
 def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm():
@@ -139,7 +211,12 @@ def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm():
     assert vit.digest_of(one) == vit.digest_of(two)
     two.head.norm.weight.data[0] += 1e-3
     assert vit.digest_of(one) != vit.digest_of(two)
-    assert {"stem.1.weight", "stages.1.downsample.0.bias", "stages.3.blocks.0.norm.weight", "head.norm.weight"} <= {*norm_names(one)}
+    assert {
+        "stem.1.weight",
+        "stages.1.downsample.0.bias",
+        "stages.3.blocks.0.norm.weight",
+        "head.norm.weight",
+    } <= {*norm_names(one)}
 
 
 def test_each_block_is_compiled_for_all_stages_with_and_without_gradients():
@@ -152,15 +229,23 @@ def test_each_block_is_compiled_for_all_stages_with_and_without_gradients():
             model.train()(images(count)).sum().backward()
             with torch.no_grad():
                 assert torch.equal(model.eval()(images(count)), plain(images(count)))
-                assert torch.equal(model.stages(model.stem(images(count))), plain.stages(plain.stem(images(count))))
+                assert torch.equal(
+                    model.stages(model.stem(images(count))), plain.stages(plain.stem(images(count)))
+                )
 
 
 # ---- under every method --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_works_on_it_or_says_in_a_sentence_before_anything_runs_why_not(lab: Lab, name: str):
+def test_every_method_works_on_it_or_says_in_a_sentence_before_anything_runs_why_not(
+    lab: Lab, name: str
+):
     backbone = {"name": "convnext_atto", "img_size": 16, "crop_pct": 1.0, "options": SMALL}
     if (METHODS[name].needs_vit and not issubclass(METHODS[name], Toast)) or name in REFUSED:
-        says = REFUSED.get(name, f"'{name}' works on the blocks of a vision transformer, and the backbone is a ConvNeXt; choose another method, or")
+        says = REFUSED.get(
+            name,
+            f"'{name}' works on the blocks of a vision transformer, and the backbone is a "
+            "ConvNeXt; choose another method, or",
+        )
         with pytest.raises(UserError, match=f"methods.{name}: {says}") as refused:
             lab.run_of(name, {}, backbone=backbone)
         assert "\n" not in str(refused.value)

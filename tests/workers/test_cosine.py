@@ -33,7 +33,9 @@ def test_an_output_is_the_scaled_cosine_with_the_class_vector():
     expected = torch.stack([F.cosine_similarity(h, w.expand_as(h)) for w in layer.weight[:, 0]], 1)
     assert layer(h).shape == (6, layer.out_features) == (6, 3)
     assert torch.allclose(layer(h), 3.0 * expected, atol=1e-6)
-    assert torch.allclose(layer(7 * h), layer(h), atol=1e-6), "the length of features has no part in it"
+    assert torch.allclose(layer(7 * h), layer(h), atol=1e-6), (
+        "the length of features has no part in it"
+    )
 
 
 def test_of_several_proxies_each_counts_by_the_softmax_of_its_own_cosine():
@@ -73,7 +75,10 @@ def test_there_is_one_scale_and_every_stored_head_has_it():
     with torch.no_grad():
         found.scale.mul_(2.0)
     stored = {name: found.export(name) for name in "ab"}
-    assert all(set(tensors) == {"weight", "scale"} and float(tensors["scale"]) == 6.0 for tensors in stored.values())
+    assert all(
+        set(tensors) == {"weight", "scale"} and float(tensors["scale"]) == 6.0
+        for tensors in stored.values()
+    )
     other = CosineHeads(D)
     for name, tensors in stored.items():
         other.restore(name, tensors)
@@ -145,14 +150,20 @@ def test_clusters_are_those_of_lloyds_algorithm():
     centres = k_means(points, 5, torch.Generator().manual_seed(3))
     nearest = torch.cdist(points, centres).argmin(1)
     assert nearest.unique().tolist() == [0, 1, 2, 3, 4]
-    assert all(torch.allclose(centres[i], points[nearest == i].mean(0), atol=1e-12) for i in range(5))
+    assert all(
+        torch.allclose(centres[i], points[nearest == i].mean(0), atol=1e-12) for i in range(5)
+    )
     assert torch.equal(centres, k_means(points, 5, torch.Generator().manual_seed(3)))
     assert not torch.equal(centres, k_means(points, 5, torch.Generator().manual_seed(4)))
 
 
 def test_one_cluster_is_the_mean():
     points = normalised(features(7))
-    assert torch.allclose(k_means(points, 1, torch.Generator().manual_seed(0)), points.mean(0, keepdim=True), atol=1e-15)
+    assert torch.allclose(
+        k_means(points, 1, torch.Generator().manual_seed(0)),
+        points.mean(0, keepdim=True),
+        atol=1e-15,
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -161,7 +172,9 @@ def test_too_few_points_or_equal_ones_still_give_every_centre(n: int):
     centres = k_means(points, 4, torch.Generator().manual_seed(0))
     assert centres.shape == (4, D)
     assert torch.cdist(centres, points).amin(1).max() < 1e-6
-    assert torch.isfinite(imprinted(features(n), torch.zeros(n, dtype=torch.long), 1, 4, 1.0, 0)).all()
+    assert torch.isfinite(
+        imprinted(features(n), torch.zeros(n, dtype=torch.long), 1, 4, 1.0, 0)
+    ).all()
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------------
@@ -178,7 +191,10 @@ def test_the_margin_looks_at_the_most_similar_new_classes_alone():
     assert margin_rank(S, torch.tensor([0, 1]), 2, 1, 0.5).tolist() == pytest.approx([0.3, 1.2])
     other = S.clone()
     other[0, 1] = 5.0  # another old class
-    assert torch.equal(margin_rank(other, torch.tensor([0, 1]), 2, 2, 0.5), margin_rank(S, torch.tensor([0, 1]), 2, 2, 0.5))
+    assert torch.equal(
+        margin_rank(other, torch.tensor([0, 1]), 2, 2, 0.5),
+        margin_rank(S, torch.tensor([0, 1]), 2, 2, 0.5),
+    )
 
 
 def test_samples_of_new_classes_have_no_margin():
@@ -188,10 +204,18 @@ def test_samples_of_new_classes_have_no_margin():
 def test_old_classes_that_are_far_enough_ahead_cost_nothing():
     ahead = torch.tensor([[0.9, 0.0, 0.4, 0.1], [0.3, 0.75, 0.25, -0.2]], dtype=torch.float64)
     assert margin_rank(ahead, torch.tensor([0, 1]), 2, 2, 0.5).tolist() == [0.0, 0.0]
-    assert margin_rank(ahead - 1e-3 * F.one_hot(torch.tensor([0, 1]), 4), torch.tensor([0, 1]), 2, 2, 0.5).min() > 0
+    assert (
+        margin_rank(
+            ahead - 1e-3 * F.one_hot(torch.tensor([0, 1]), 4), torch.tensor([0, 1]), 2, 2, 0.5
+        ).min()
+        > 0
+    )
 
 
-SIMS, LABELS = torch.tensor([[0.9, 0.2, -0.1], [0.1, 0.3, 0.0]], dtype=torch.float64), torch.tensor([0, 2])
+SIMS, LABELS = (
+    torch.tensor([[0.9, 0.2, -0.1], [0.1, 0.3, 0.0]], dtype=torch.float64),
+    torch.tensor([0, 2]),
+)
 
 
 def test_nca_has_the_worked_value():
@@ -203,11 +227,15 @@ def test_nca_has_the_worked_value():
 def test_the_own_class_is_no_part_of_the_sum():
     """One unit further to the right, a sample costs eta less, without end; with the own class in the sum it would flatten out."""
     further = SIMS + F.one_hot(LABELS, 3)
-    assert float(nca(SIMS, LABELS, 2.0, 0.6, False) - nca(further, LABELS, 2.0, 0.6, False)) == pytest.approx(2.0, abs=1e-12)
+    assert float(
+        nca(SIMS, LABELS, 2.0, 0.6, False) - nca(further, LABELS, 2.0, 0.6, False)
+    ) == pytest.approx(2.0, abs=1e-12)
 
 
 def test_the_margin_of_nca_costs_eta_times_its_size():
-    assert float(nca(SIMS, LABELS, 2.0, 0.6, False) - nca(SIMS, LABELS, 2.0, 0.0, False)) == pytest.approx(1.2, abs=1e-12)
+    assert float(
+        nca(SIMS, LABELS, 2.0, 0.6, False) - nca(SIMS, LABELS, 2.0, 0.0, False)
+    ) == pytest.approx(1.2, abs=1e-12)
 
 
 def test_a_sample_that_is_right_by_far_costs_nothing_under_the_hinge():

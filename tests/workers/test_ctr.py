@@ -6,7 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from tabletop import BASE, ONE, OPTIMIZERS, THREE, TWO, Left, answers, batch, begun, images, in_turn, rates, serving, train, vit
+from tabletop import (
+    BASE,
+    ONE,
+    OPTIMIZERS,
+    THREE,
+    TWO,
+    Left,
+    answers,
+    batch,
+    begun,
+    images,
+    in_turn,
+    rates,
+    serving,
+    train,
+    vit,
+)
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
@@ -20,14 +36,19 @@ from workers.taskstate import Carried, TaskState
 
 RATES = rates(8.0)
 STEPS = 4  # of an epoch
-SMALL: dict[type[CtrTsm], dict[str, Any]] = {CtrTsm: {"width": 8}, CtrFull: {"width": 8, "max_tasks": 3, "filters": 5}}
+SMALL: dict[type[CtrTsm], dict[str, Any]] = {
+    CtrTsm: {"width": 8},
+    CtrFull: {"width": 8, "max_tasks": 3, "filters": 5},
+}
 
 
 def ctr(cls: type[CtrTsm] = CtrTsm, **settings: Any) -> Any:
     return cls(vit(patch_size=4), cls.Settings(**(SMALL[cls] | settings)), seed=1)
 
 
-def started(method: CtrTsm, task: Task, carried: Carried | None = None, optimizer: str = "adamw") -> torch.optim.Optimizer:
+def started(
+    method: CtrTsm, task: Task, carried: Carried | None = None, optimizer: str = "adamw"
+) -> torch.optim.Optimizer:
     groups = begun(method, task, carried, rates=RATES)
     method.train()
     return OPTIMIZERS[optimizer](groups)
@@ -38,8 +59,11 @@ def stepped(method: CtrTsm, optimizer: torch.optim.Optimizer) -> None:
     train(method, optimizer, method.task, STEPS, epochs=2)
 
 
-def stream(cls: type[CtrTsm] = CtrTsm, optimizer: str = "adamw", tasks: tuple[Task, ...] = (ONE, TWO)) -> list[Left]:
+def stream(
+    cls: type[CtrTsm] = CtrTsm, optimizer: str = "adamw", tasks: tuple[Task, ...] = (ONE, TWO)
+) -> list[Left]:
     """Each task on a backbone of its own, as stages are."""
+
     def learn(task: Task, carried: Carried | None) -> Left:
         method = ctr(cls, mask_lr=0.05)
         stepped(method, started(method, task, carried, optimizer))
@@ -65,7 +89,9 @@ def test_answers_stay_bit_for_bit_through_later_tasks(optimizer: str):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_putting_locked_entries_back_decay_changes_the_answers(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_putting_locked_entries_back_decay_changes_the_answers(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     done = stream(optimizer=optimizer)
     assert not torch.equal(answers(served(done)), answers(served(done[:1])))
@@ -83,9 +109,15 @@ def test_locked_entries_get_no_gradient_and_stay_while_others_move():
     carried, method = stream(tasks=(ONE,))[0][1], ctr(mask_lr=0.05)
     optimizer = started(method, TWO, carried)
     locks = method.locks()
-    assert {name: (n, n < p.numel()) for name, (p, lock) in locks.items() if (n := int(lock.expand_as(p).sum()))}.keys() == locks.keys()
+    assert {
+        name: (n, n < p.numel())
+        for name, (p, lock) in locks.items()
+        if (n := int(lock.expand_as(p).sum()))
+    }.keys() == locks.keys()
     method.loss(batch(1, 3), Progress(0, 1, 1, STEPS))[0].backward()
-    assert all((p.grad[lock.expand_as(p)] != 0).any() for p, lock in locks.values()), "else there is nothing to hold back"
+    assert all((p.grad[lock.expand_as(p)] != 0).any() for p, lock in locks.values()), (
+        "else there is nothing to hold back"
+    )
     method.after_backward()
     assert all((p.grad[lock.expand_as(p)] == 0).all() for p, lock in locks.values())
     stepped(method, optimizer)
@@ -102,7 +134,9 @@ def test_an_entry_is_locked_where_both_its_ends_are_used():
     method.used[1, :3], method.used[1, 3] = torch.tensor([True, False, True]), True
     locks = {name: lock.expand_as(p) for name, (p, lock) in method.locks().items()}
     assert locks["up"][1, :2].tolist() == [[True, False, True], [False, False, False]]
-    assert locks["down"][1].all(1).tolist() == [True, False, True] == locks["down"][1].any(1).tolist()
+    assert (
+        locks["down"][1].all(1).tolist() == [True, False, True] == locks["down"][1].any(1).tolist()
+    )
     assert locks["down_bias"][1].tolist() == [True, False, True]
     assert locks["up_bias"][1].tolist() == [True] + [False] * 31
     assert not any(lock[[0, 2, 3]].any() for lock in locks.values()), "other sites"
@@ -147,7 +181,10 @@ def test_masks_in_the_weights_are_masks_on_the_units():
     hidden = (x @ a.down[1].T + a.down_bias[1]).relu() * inner[1]
     expected = x + (hidden @ a.up[1].T + a.up_bias[1]).relu() * outer[1]
     assert torch.allclose(found, expected, atol=1e-5)
-    for own, other in zip(*(torch.autograd.grad(y.square().sum(), (inner, outer)) for y in (found, expected)), strict=True):
+    for own, other in zip(
+        *(torch.autograd.grad(y.square().sum(), (inner, outer)) for y in (found, expected)),
+        strict=True,
+    ):
         assert torch.allclose(own, other, rtol=1e-4, atol=1e-4)
     scale = annealed(2, 4, 10.0)
     soft, worth, e = method.mask.sample(scale), torch.randn(4, 35), method.mask.embedding
@@ -170,7 +207,9 @@ def test_masks_harden_in_every_epoch():
 
 
 @pytest.mark.parametrize("cls", [CtrTsm, CtrFull])
-def test_the_loss_is_cross_entropy_plus_c_times_what_the_task_in_training_takes_anew(cls: type[CtrTsm]):
+def test_the_loss_is_cross_entropy_plus_c_times_what_the_task_in_training_takes_anew(
+    cls: type[CtrTsm],
+):
     """R of the first task is the mean of its masks; of a later one, that over units that are free. Never that of another task."""
     method, progress = ctr(cls, c=0.5), Progress(0, 1, 1, STEPS)
     started(method, ONE)
@@ -180,7 +219,9 @@ def test_the_loss_is_cross_entropy_plus_c_times_what_the_task_in_training_takes_
     later = ctr(cls)
     started(later, TWO, stream(cls, tasks=(ONE,))[0][1])
     assert later.used.any()
-    assert torch.isclose(later.loss(batch(1, 3), progress)[1]["newly_used"], later.soft[~later.used].mean())
+    assert torch.isclose(
+        later.loss(batch(1, 3), progress)[1]["newly_used"], later.soft[~later.used].mean()
+    )
 
 
 def test_embeddings_can_cross_zero_within_the_schedule():
@@ -208,13 +249,21 @@ def test_the_stored_size_is_the_formula():
     method = CtrTsm(build(BackboneSettings()), CtrSettings(), seed=1)
     method.begin(TWO, "train", None, RATES, (TWO,))
     sizes = method.finish()[0].sizes()
-    assert sizes == {"masks": (64 + 192) * 2 * 12 // 8, "tokens": 0, "copies": 0, "head": 4 * 3 * 193}
+    assert sizes == {
+        "masks": (64 + 192) * 2 * 12 // 8,
+        "tokens": 0,
+        "copies": 0,
+        "head": 4 * 3 * 193,
+    }
     assert sizes["masks"] == 768
 
 
 @pytest.mark.parametrize("cls", [CtrTsm, CtrFull])
 def test_a_base_task_is_served_by_the_backbone(cls: type[CtrTsm]):
-    method, head = served(stream(cls, tasks=(ONE,)), cls), {"weight": torch.ones(2, 32), "bias": torch.zeros(2)}
+    method, head = (
+        served(stream(cls, tasks=(ONE,)), cls),
+        {"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
+    )
     method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head=head))
     assert torch.equal(answers(method, BASE), vit(patch_size=4)(images()) @ head["weight"].T)
 
@@ -223,7 +272,9 @@ def test_settings_and_states_that_cannot_work_are_refused():
     with pytest.raises(UserError, match=r"mask_lr is 'auto' with train.optimizer 'sgd'"):
         CtrTsm.check(CtrSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "task")
     CtrTsm.check(CtrSettings(mask_lr=0.1), TrainSettings(optimizer="sgd"), DataSettings(), "task")
-    with pytest.raises(UserError, match=r"inner masks of shape \(4, 8\), these settings have \(4, 9\)"):
+    with pytest.raises(
+        UserError, match=r"inner masks of shape \(4, 8\), these settings have \(4, 9\)"
+    ):
         ctr(width=9).load(stream(tasks=(ONE,))[0][0])
     method = ctr()
     started(method, ONE)

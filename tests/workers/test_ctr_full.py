@@ -14,7 +14,17 @@ from torch.nn import functional as F
 from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.methods.base import Progress
-from workers.methods.ctr_full import KERNELS, Capsules, CtrFull, CtrFullSettings, capsule_bottleneck, capsules, knowledge, squash, strongest
+from workers.methods.ctr_full import (
+    KERNELS,
+    Capsules,
+    CtrFull,
+    CtrFullSettings,
+    capsule_bottleneck,
+    capsules,
+    knowledge,
+    squash,
+    strongest,
+)
 from workers.model.protect import Protector
 from workers.taskstate import Carried, TaskState
 
@@ -22,16 +32,22 @@ from workers.taskstate import Carried, TaskState
 # ---- the knowledge-sharing module ----------------------------------------------------------------------------------------
 def module(tasks: int = 3, filters: int = 4) -> dict[str, Tensor]:
     torch.manual_seed(6)
-    return {name: t[0].detach().clone() for name, t in Capsules(1, 6, tasks, 3, filters).tensors(tasks).items()}
+    return {
+        name: t[0].detach().clone()
+        for name, t in Capsules(1, 6, tasks, 3, filters).tensors(tasks).items()
+    }
 
 
 def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tensor:
     """The published module with its intended order of indices: loops over images, tasks and tokens."""
+
     def pooled(u: Tensor, kind: str, added: Tensor | float = 0.0) -> Tensor:  # u: (N, 9)
         found = []
         for k in KERNELS:
             signal = F.conv1d(u.T[None], m[f"{kind}{k}"].transpose(1, 2), m[f"{kind}{k}_bias"])[0]
-            found.append(F.relu(signal + (added[:, None] if isinstance(added, Tensor) else added)).amax(1))
+            found.append(
+                F.relu(signal + (added[:, None] if isinstance(added, Tensor) else added)).amax(1)
+            )
         return torch.cat(found)
 
     out = []
@@ -41,7 +57,9 @@ def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tenso
             z = image @ m["p"][c].T + m["p_bias"][c]
             length = z.norm(dim=1, keepdim=True)
             votes = length**2 / (1 + length**2) * z / length
-            u.append(torch.cat([votes @ m["transfer"][c, 3 * j : 3 * j + 3].T for j in range(3)], 1))
+            u.append(
+                torch.cat([votes @ m["transfer"][c, 3 * j : 3 * j + 3].T for j in range(3)], 1)
+            )
         asked = m["mix"] @ pooled(u[-1], "query") + m["mix_bias"]
         v = torch.zeros(len(image), 9)
         for c in range(len(u)):
@@ -60,16 +78,27 @@ def test_knowledge_is_shared_as_the_equations_say(noisy: bool):
     noise = torch.rand(6, 3, generator=torch.Generator().manual_seed(2)) if noisy else None
     found = knowledge(x, **m, noise=noise)
     assert torch.allclose(found, by_equations(x, m, noise), atol=1e-5)
-    assert not torch.allclose(found, by_equations(x, m, torch.full((6, 3), 1e-9)), atol=1e-3), "some gate is open"
-    assert not torch.allclose(found, by_equations(x, m, torch.full((6, 3), 1 - 1e-6)), atol=1e-3), "and some is closed"
+    assert not torch.allclose(found, by_equations(x, m, torch.full((6, 3), 1e-9)), atol=1e-3), (
+        "some gate is open"
+    )
+    assert not torch.allclose(found, by_equations(x, m, torch.full((6, 3), 1 - 1e-6)), atol=1e-3), (
+        "and some is closed"
+    )
 
 
 def test_the_bottleneck_sees_what_is_known_and_adds_to_what_came_in():
     m, x = module(), torch.randn(2, 8, 6)
-    down, down_bias, up, up_bias = torch.randn(4, 6), torch.randn(4), torch.randn(6, 4), torch.randn(6)
+    down, down_bias, up, up_bias = (
+        torch.randn(4, 6),
+        torch.randn(4),
+        torch.randn(6, 4),
+        torch.randn(6),
+    )
     h = knowledge(x, **m)
     expected = x + ((h @ down.T + down_bias).relu() @ up.T + up_bias).relu()
-    assert torch.allclose(capsule_bottleneck(x, down, down_bias, up, up_bias, **m), expected, atol=1e-5)
+    assert torch.allclose(
+        capsule_bottleneck(x, down, down_bias, up, up_bias, **m), expected, atol=1e-5
+    )
 
 
 def test_squash_shrinks_a_capsule_and_keeps_its_direction():
@@ -84,22 +113,36 @@ def test_a_capsule_sees_its_own_task_and_its_own_token():
     """Later tasks do not change what earlier capsules say, nor does one token another."""
     m, x = module(), torch.randn(2, 8, 6)
     u = capsules(x, m["p"], m["p_bias"], m["transfer"])  # (B, T, N, 9)
-    later = {name: m[name].index_fill(0, torch.tensor(2), 5.0) for name in ("p", "p_bias", "transfer")}
+    later = {
+        name: m[name].index_fill(0, torch.tensor(2), 5.0) for name in ("p", "p_bias", "transfer")
+    }
     other = capsules(x, **later)
     assert torch.equal(u[:, :2], other[:, :2])
     assert not torch.allclose(u[:, 2], other[:, 2])
-    assert torch.allclose(capsules(x, m["p"][:2], m["p_bias"][:2], m["transfer"][:2]), u[:, :2], atol=1e-6), "nor whether there are any"
+    assert torch.allclose(
+        capsules(x, m["p"][:2], m["p_bias"][:2], m["transfer"][:2]), u[:, :2], atol=1e-6
+    ), "nor whether there are any"
     changed = capsules(x.index_fill(1, torch.tensor(3), 9.0), m["p"], m["p_bias"], m["transfer"])
-    assert [not torch.equal(changed[:, :, n], u[:, :, n]) for n in range(8)] == [n == 3 for n in range(8)]
+    assert [not torch.equal(changed[:, :, n], u[:, :, n]) for n in range(8)] == [
+        n == 3 for n in range(8)
+    ]
 
 
 @pytest.mark.parametrize("size", KERNELS)
 def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: int):
-    u, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((4, 9, 6), (5, size, 6), (5,)))
-    found, expected = strongest(u, weight, bias), F.conv1d(u.transpose(1, 2), weight.transpose(1, 2), bias).amax(2)
+    u, weight, bias = (
+        torch.randn(*shape, requires_grad=True) for shape in ((4, 9, 6), (5, size, 6), (5,))
+    )
+    found, expected = (
+        strongest(u, weight, bias),
+        F.conv1d(u.transpose(1, 2), weight.transpose(1, 2), bias).amax(2),
+    )
     assert torch.allclose(found, expected, atol=1e-5)
     worth = torch.randn(4, 5)
-    for own, other in zip(*(torch.autograd.grad((y * worth).sum(), (u, weight, bias)) for y in (found, expected)), strict=True):
+    for own, other in zip(
+        *(torch.autograd.grad((y * worth).sum(), (u, weight, bias)) for y in (found, expected)),
+        strict=True,
+    ):
         assert torch.allclose(own, other, atol=1e-5)
 
 
@@ -111,7 +154,9 @@ def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged():
     method.loss(batch(1, 3), Progress(0, 1, 1, STEPS))[0].backward()
     own = [dict(method.capsules.named_parameters())[name] for name in ("p", "p_bias", "transfer")]
     assert all((p.grad[:, 2:] == 0).all() for p in own)
-    assert all((p.grad[:, c] != 0).any() for p in own for c in (0, 1)), "earlier ones go on learning"
+    assert all((p.grad[:, c] != 0).any() for p in own for c in (0, 1)), (
+        "earlier ones go on learning"
+    )
     stepped(method, optimizer)
     for name, tensor in method.capsules.named_parameters():
         moved = tensor != start[name]
@@ -122,7 +167,9 @@ def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged():
             assert not moved[:, 2:].any()
 
 
-def test_without_their_lock_decay_moves_the_capsules_of_later_tasks(monkeypatch: pytest.MonkeyPatch):
+def test_without_their_lock_decay_moves_the_capsules_of_later_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     method = ctr(CtrFull)
     optimizer, start = started(method, ONE), method.capsules.p.detach().clone()
@@ -136,9 +183,16 @@ def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not():
     before, after = served(done[:1], CtrFull), served(done, CtrFull)
     own = [method.serving_weights("one") for method in (before, after)]
     inner, outer = (done[0][0].masks[name] for name in ("inner", "outer"))
-    for name, where in (("down", inner[:, :, None]), ("down_bias", inner), ("up", outer[:, :, None] & inner[:, None]), ("up_bias", outer)):
+    for name, where in (
+        ("down", inner[:, :, None]),
+        ("down_bias", inner),
+        ("up", outer[:, :, None] & inner[:, None]),
+        ("up_bias", outer),
+    ):
         assert torch.equal(own[0][name] * where, own[1][name] * where)
-    assert own[0]["p"].shape[1] == own[1]["p"].shape[1] == 1, "a task asks the capsules that there were"
+    assert own[0]["p"].shape[1] == own[1]["p"].shape[1] == 1, (
+        "a task asks the capsules that there were"
+    )
     assert not torch.equal(own[0]["similar"], own[1]["similar"])
     assert CtrFull.forgets
 
@@ -176,20 +230,41 @@ def test_the_work_per_image_counts_adapters_and_routing():
     """Units that a task does not use are cut; each task has one more capsule to ask."""
     (state, _), tsm, (second, _) = stream(tasks=(ONE,))[0], ctr(), stream(CtrFull)[1]
     tokens, inner, outer = 17, state.masks["inner"].sum(1), state.masks["outer"].sum(1)
-    full = 1 - ctr(CtrFull).flops_share(TaskState("x", (), "ctr_full", "", {n: m & False for n, m in second.masks.items()}, meta={"position": 1}))
+    full = 1 - ctr(CtrFull).flops_share(
+        TaskState(
+            "x",
+            (),
+            "ctr_full",
+            "",
+            {n: m & False for n, m in second.masks.items()},
+            meta={"position": 1},
+        )
+    )
     plain = tokens * int((inner * 32 + inner * outer).sum()) / (tsm.flops_share(state) - 1)
-    assert -full * plain == pytest.approx(4 * tokens * (2 * (32 * 3 + 9 * 3) + 3 * 5 * 12 * 9 + 9 * 32))
+    assert -full * plain == pytest.approx(
+        4 * tokens * (2 * (32 * 3 + 9 * 3) + 3 * 5 * 12 * 9 + 9 * 32)
+    )
 
 
 def test_a_stream_longer_than_its_capsules_is_refused():
     settings = CtrFullSettings(max_tasks=2)
     assert [s.name for s in CtrFull.planned(settings, 1)] == ["train"]
-    with pytest.raises(UserError, match=r"capsules for max_tasks=2 tasks, and the stream has more; raise max_tasks"):
+    with pytest.raises(
+        UserError, match=r"capsules for max_tasks=2 tasks, and the stream has more; raise max_tasks"
+    ):
         CtrFull.planned(settings, 2)
     with pytest.raises(UserError, match="max_tasks=3"):
-        ctr(CtrFull).begin(ONE, "train", Carried(stream(CtrFull, tasks=(ONE,))[0][1].tensors, {"tasks": 3}), RATES, (ONE,))
+        ctr(CtrFull).begin(
+            ONE,
+            "train",
+            Carried(stream(CtrFull, tasks=(ONE,))[0][1].tensors, {"tasks": 3}),
+            RATES,
+            (ONE,),
+        )
 
 
 def test_fewer_tokens_than_a_filter_sees_are_refused():
-    with pytest.raises(UserError, match=r"sees 2 tokens, and ctr_full routes by windows of up to 5"):
+    with pytest.raises(
+        UserError, match=r"sees 2 tokens, and ctr_full routes by windows of up to 5"
+    ):
         CtrFull(vit(patch_size=16), CtrFullSettings(), seed=1)

@@ -44,28 +44,53 @@ def backbone(settings: BackboneSettings = SMALL, seed: int = 0) -> Any:
     return model
 
 
-def task_state(name: str, task: Task, place: int, parts: dict[str, dict[str, Tensor]] | None = None) -> TaskState:
+def task_state(
+    name: str, task: Task, place: int, parts: dict[str, dict[str, Tensor]] | None = None
+) -> TaskState:
     """Of a finished task: an extractor of other weights, and rows of W over as many extractors as there were."""
     parts = parts or {"copies": dict(backbone(seed=10 + place).named_parameters())}
-    head = {"weight": torch.randn(task.num_classes, D * (place + 1), generator=torch.Generator().manual_seed(place))}
-    own = {kind: {n: t.detach().clone() for n, t in tensors.items()} for kind, tensors in parts.items()}
+    head = {
+        "weight": torch.randn(
+            task.num_classes, D * (place + 1), generator=torch.Generator().manual_seed(place)
+        )
+    }
+    own = {
+        kind: {n: t.detach().clone() for n, t in tensors.items()} for kind, tensors in parts.items()
+    }
     return TaskState(task.name, task.classes, name, digest_of(backbone()), head=head, **own)
 
 
-def begun(name: str, *tasks: Task, step: str = "train", memory: Any = None, own: dict[str, dict[str, Tensor]] | None = None,
-          kept: dict[str, Tensor] | None = None, **settings: Any) -> Any:
+def begun(
+    name: str,
+    *tasks: Task,
+    step: str = "train",
+    memory: Any = None,
+    own: dict[str, dict[str, Tensor]] | None = None,
+    kept: dict[str, Tensor] | None = None,
+    **settings: Any,
+) -> Any:
     """At `step` of the last of `tasks`; the others are finished, all have samples in its batches. own: the extractor that the task was given.
     kept: the units of pruned extractors, else all."""
     torch.manual_seed(0)
     method = METHODS[name](backbone(), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
-    parts = {"copies": packed(backbone(seed=5), kept or all_on()), "masks": kept or all_on()} if name != "der" else None
+    parts = (
+        {"copies": packed(backbone(seed=5), kept or all_on()), "masks": kept or all_on()}
+        if name != "der"
+        else None
+    )
     states = [task_state(name, task, place, parts) for place, task in enumerate(tasks[:-1])]
     for state in states:
         method.load(state)
     now = len(tasks) - (step == "train")
-    heads = {f"heads/{task.name}/weight": torch.randn(task.num_classes, D * now) for task in tasks[:now]}
-    handed = {f"{kind}/{n}": t.detach() for kind, tensors in (own or {}).items() for n, t in tensors.items()}
+    heads = {
+        f"heads/{task.name}/weight": torch.randn(task.num_classes, D * now) for task in tasks[:now]
+    }
+    handed = {
+        f"{kind}/{n}": t.detach()
+        for kind, tensors in (own or {}).items()
+        for n, t in tensors.items()
+    }
     carried = Carried(heads | handed, {"memory": memory or {}}) if heads else None
     method.groups = method.begin(tasks[-1], step, carried, RATES, tasks) if step != "herd" else []  # type: ignore[assignment]
     learning(method)
@@ -84,15 +109,22 @@ def all_on(value: bool = True) -> dict[str, Tensor]:
 
 def some(share: float = 0.5, seed: int = 0) -> dict[str, Tensor]:
     noise = torch.Generator().manual_seed(seed)
-    return {site: torch.rand(size, generator=noise) < share for site, size in unit_sites(backbone()).items()}
+    return {
+        site: torch.rand(size, generator=noise) < share
+        for site, size in unit_sites(backbone()).items()
+    }
 
 
-def stepped(method: Any, *tasks: Task, progress: Progress = START, lr: float = 0.1) -> dict[str, bool]:
+def stepped(
+    method: Any, *tasks: Task, progress: Progress = START, lr: float = 0.1
+) -> dict[str, bool]:
     """One step as the loop takes it: which parameters it changed."""
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     train = TrainSettings(optimizer="sgd", lr=lr)
     job: Any = type("Job", (), {"train": train})
-    loop.train_step(method, optim.build(method.groups, train), [batch(*tasks)], progress, job, Group())
+    loop.train_step(
+        method, optim.build(method.groups, train), [batch(*tasks)], progress, job, Group()
+    )
     return {name: not torch.equal(p, before[name]) for name, p in method.named_parameters()}
 
 
@@ -101,23 +133,34 @@ def stepped(method: Any, *tasks: Task, progress: Progress = START, lr: float = 0
 def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool):
     method = begun("der", A, B, C, auxiliary=0.7)
     stepped(method, A, B, C)
-    targets = torch.rand(6, 7, generator=torch.Generator().manual_seed(2)).softmax(1) if soft else F.one_hot(wide(batch(A, B, C), A, B, C), 7).float()
+    targets = (
+        torch.rand(6, 7, generator=torch.Generator().manual_seed(2)).softmax(1)
+        if soft
+        else F.one_hot(wide(batch(A, B, C), A, B, C), 7).float()
+    )
     b = batch(A, B, C, targets=targets if soft else None)
     loss, terms = method.loss(b, START)
     extractors = [backbone(seed=10), backbone(seed=11), method.backbone]
     u = torch.cat([extractor.eval()(b.images) for extractor in extractors], 1)
     w = torch.cat([method.heads[name].weight for name in "abc"])
     ce = F.cross_entropy(u @ w.T, targets)
-    auxiliary = F.cross_entropy(u[:, 2 * D :] @ method.auxiliary.weight.T, torch.cat([targets[:, :5].sum(1, keepdim=True), targets[:, 5:]], 1))
+    auxiliary = F.cross_entropy(
+        u[:, 2 * D :] @ method.auxiliary.weight.T,
+        torch.cat([targets[:, :5].sum(1, keepdim=True), targets[:, 5:]], 1),
+    )
     assert u.shape == (6, 3 * D)
     assert method.auxiliary.weight.shape == (1 + C.num_classes, D)
-    assert {name: float(t) for name, t in terms.items()} == pytest.approx({"ce": ce.item(), "auxiliary": auxiliary.item()}, rel=1e-4)
+    assert {name: float(t) for name, t in terms.items()} == pytest.approx(
+        {"ce": ce.item(), "auxiliary": auxiliary.item()}, rel=1e-4
+    )
     assert loss.item() == pytest.approx((ce + 0.7 * auxiliary).item(), rel=1e-4)
 
 
 def test_the_auxiliary_targets_have_one_class_for_all_old_ones():
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
-    assert torch.allclose(one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]]))
+    assert torch.allclose(
+        one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
+    )
     hard = one_for_all_old(F.one_hot(torch.arange(5), 5), 3).argmax(1)
     assert hard.tolist() == [0, 0, 0, 1, 2], "c < O_t -> 0, else c - O_t + 1"
 
@@ -126,19 +169,33 @@ def test_the_first_task_is_cross_entropy_alone():
     method = begun("der", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
-    assert torch.equal(loss, F.cross_entropy(method.backbone(batch(A).images) @ method.heads["a"].weight.T, batch(A).labels))
+    assert torch.equal(
+        loss,
+        F.cross_entropy(
+            method.backbone(batch(A).images) @ method.heads["a"].weight.T, batch(A).labels
+        ),
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 5.0])
 def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(temperature: float):
-    method = begun("der", A, B, step="finetune", own={"copies": dict(backbone(seed=11).named_parameters())}, temperature=temperature)
+    method = begun(
+        "der",
+        A,
+        B,
+        step="finetune",
+        own={"copies": dict(backbone(seed=11).named_parameters())},
+        temperature=temperature,
+    )
     stepped(method, A, B)
     b = batch(A, B)
     u = torch.cat([backbone(seed=s).eval()(b.images) for s in (10, 11)], 1)
     z = u @ torch.cat([method.heads[name].weight for name in "ab"]).T
     loss, terms = method.loss(b, START)
     assert terms.keys() == {"ce"}
-    assert loss.item() == pytest.approx(F.cross_entropy(z / temperature, wide(b, A, B)).item(), rel=1e-4)
+    assert loss.item() == pytest.approx(
+        F.cross_entropy(z / temperature, wide(b, A, B)).item(), rel=1e-4
+    )
     assert torch.allclose(method.eval().logits(b.images, None), z, rtol=1e-4, atol=1e-4)
 
 
@@ -148,7 +205,9 @@ def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor(
     before = digest_of(method.extractors)
     changed = stepped(method, A, B)
     for name, moved in changed.items():
-        assert moved == (name.startswith(("backbone.", "heads.")) or name == "auxiliary.weight"), name
+        assert moved == (name.startswith(("backbone.", "heads.")) or name == "auxiliary.weight"), (
+            name
+        )
     assert digest_of(method.extractors) == before
     assert all(not m.training for m in method.extractors.modules())
     assert all(p.grad is None for p in method.extractors.parameters())
@@ -156,12 +215,19 @@ def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor(
 
 
 def test_fine_tuning_moves_the_classifier_alone():
-    method = begun("der", A, B, step="finetune", own={"copies": dict(backbone(seed=11).named_parameters())})
+    method = begun(
+        "der", A, B, step="finetune", own={"copies": dict(backbone(seed=11).named_parameters())}
+    )
     before = [digest_of(method.extractors), digest_of(method.backbone)]
     changed = stepped(method, A, B)
-    assert {name for name, moved in changed.items() if moved} == {"heads.layers.0.weight", "heads.layers.1.weight"}
+    assert {name for name, moved in changed.items() if moved} == {
+        "heads.layers.0.weight",
+        "heads.layers.1.weight",
+    }
     assert [digest_of(method.extractors), digest_of(method.backbone)] == before
-    assert not any(m.training for part in (method.backbone, method.extractors) for m in part.modules())
+    assert not any(
+        m.training for part in (method.backbone, method.extractors) for m in part.modules()
+    )
     assert method.auxiliary is None
 
 
@@ -174,27 +240,49 @@ def test_an_extractor_starts_as_the_one_before_it(name: str):
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
 def test_after_a_pruned_extractor_the_next_has_all_its_units_again_those_of_the_backbone(name: str):
-    method, expected = begun(name, A, B, kept=some()), unpacked(backbone(), packed(backbone(seed=5), some()), some(), fill=True)
+    method, expected = (
+        begun(name, A, B, kept=some()),
+        unpacked(backbone(), packed(backbone(seed=5), some()), some(), fill=True),
+    )
     assert all(torch.equal(p, expected[n]) for n, p in method.backbone.named_parameters())
-    assert sum(p.numel() for p in method.extractors.parameters()) < sum(p.numel() for p in method.backbone.parameters())
+    assert sum(p.numel() for p in method.extractors.parameters()) < sum(
+        p.numel() for p in method.backbone.parameters()
+    )
 
 
 def test_the_classifier_starts_anew_over_all_features_in_each_step():
-    rows = {step: begun("der", A, B, step=step, own={"copies": dict(backbone(seed=11).named_parameters())} if step == "finetune" else None).heads
-            for step in ("train", "finetune")}
+    rows = {
+        step: begun(
+            "der",
+            A,
+            B,
+            step=step,
+            own={"copies": dict(backbone(seed=11).named_parameters())}
+            if step == "finetune"
+            else None,
+        ).heads
+        for step in ("train", "finetune")
+    }
     for heads in rows.values():
         assert [tuple(heads[name].weight.shape) for name in "ab"] == [(2, 2 * D), (3, 2 * D)]
         assert all(heads[name].bias is None for name in "ab")
-        assert all(0.015 < heads[name].weight.std() < 0.025 for name in "ab"), "nothing of the rows that were handed on"
+        assert all(0.015 < heads[name].weight.std() < 0.025 for name in "ab"), (
+            "nothing of the rows that were handed on"
+        )
     assert not torch.equal(rows["train"]["b"].weight, rows["finetune"]["b"].weight)
 
 
 @pytest.mark.parametrize(("restart", "at"), [(0.0, None), (0.5, 4), (0.2, 1)])
-def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(restart: float, at: int | None):
+def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(
+    restart: float, at: int | None
+):
     method, found = begun("der", A, B, restart=restart), []
     for step in range(10):
         stepped(method, A, B, progress=Progress(step // 5, step % 5, 2, 5), lr=1.0)
-        found.append(float(method.heads["b"].weight.detach().std()) < 0.025 and float(method.auxiliary.weight.detach().std()) < 0.025)
+        found.append(
+            float(method.heads["b"].weight.detach().std()) < 0.025
+            and float(method.auxiliary.weight.detach().std()) < 0.025
+        )
     assert [step for step, anew in enumerate(found) if anew] == ([] if at is None else [at])
 
 
@@ -206,7 +294,10 @@ def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn():
     method.keys_of = lambda task: whole
     chosen = method.memory(B, "finetune", Carried(meta={"memory": memory}))
     assert {name: len(keys) for name, keys in chosen.items()} == {"a": 10, "b": 15}
-    counts = [sum(key.startswith(f"{name}/") for keys in chosen.values() for key in keys) for name in ("a1", "a2", *B.classes)]
+    counts = [
+        sum(key.startswith(f"{name}/") for keys in chosen.values() for key in keys)
+        for name in ("a1", "a2", *B.classes)
+    ]
     assert counts == [5] * 5
     assert all(len({*keys}) == len(keys) for keys in chosen.values())
     assert chosen["b"][:5] != whole["b1"][:5], "drawn, not the first"
@@ -215,26 +306,36 @@ def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn():
     assert method.memory(B, "finetune", Carried(meta={"memory": memory})) != chosen
     scarce = {name: [f"{name}/{i}" for i in range(3)] for name in B.classes}
     method.keys_of = lambda task: scarce
-    assert {len(keys) for keys in method.memory(B, "finetune", Carried(meta={"memory": memory})).values()} == {6, 9}, "new classes can be the scarcer ones"
+    assert {
+        len(keys)
+        for keys in method.memory(B, "finetune", Carried(meta={"memory": memory})).values()
+    } == {6, 9}, "new classes can be the scarcer ones"
 
 
 def test_training_sees_the_task_whole_and_all_exemplars():
     memory = {"a": {"a1": ["k1", "k2"], "a2": ["k3"]}}
-    assert begun("der", A, B).memory(B, "train", Carried(meta={"memory": memory})) == {"a": ["k1", "k2", "k3"]}
+    assert begun("der", A, B).memory(B, "train", Carried(meta={"memory": memory})) == {
+        "a": ["k1", "k2", "k3"]
+    }
 
 
 # ---- in a stream ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", EVERY)
 def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str):
     run = stream(lab, name, memory=20)
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["train", "herd"], ["train", "finetune", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["train", "herd"],
+        ["train", "finetune", "herd"],
+    ]
     for task in (0, 1):
         *before, last = [run.lab.finished[run.artefact(job).key] for job in run.stages(task)]
         assert {n.split("/")[0] for n in last[1].tensors} == ({"heads"} if task else set())
         assert last[0].copies.keys() == dict(run.fresh().backbone.named_parameters()).keys()
         for state, carried in before:
             assert not state.copies
-            assert all(torch.equal(carried.tensors[f"copies/{n}"], t) for n, t in last[0].copies.items()), "as training left it"
+            assert all(
+                torch.equal(carried.tensors[f"copies/{n}"], t) for n, t in last[0].copies.items()
+            ), "as training left it"
     assert run.state(1).head["weight"].shape == (3, 2 * D)
     assert run.carried(1).tensors["heads/two/weight"].shape == (2, 2 * D)
     assert any(not torch.equal(t, run.state(1).copies[n]) for n, t in run.state(0).copies.items())
@@ -243,32 +344,57 @@ def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_base_task_is_answered_by_the_backbone_and_its_own_head_until_there_is_more(lab: Lab, name: str):
+def test_a_base_task_is_answered_by_the_backbone_and_its_own_head_until_there_is_more(
+    lab: Lab, name: str
+):
     run = stream(lab, name, base="two", memory=20)
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["herd"], ["train", "finetune", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["herd"],
+        ["train", "finetune", "herd"],
+    ]
     state, images = run.state(0), run.images(0)
     assert state.sizes() == {"masks": 0, "tokens": 0, "head": 4 * 2 * (D + 1), "copies": 0}
     served, later, plain = run.served(0), run.served(1), run.fresh().backbone.eval()
     with torch.no_grad():
-        assert torch.allclose(served.logits(images, None), F.linear(plain(images), state.head["weight"], state.head["bias"]), atol=1e-5)
+        assert torch.allclose(
+            served.logits(images, None),
+            F.linear(plain(images), state.head["weight"], state.head["bias"]),
+            atol=1e-5,
+        )
         assert torch.allclose(later.features(images)[:, :D], plain(images), atol=1e-5)
         assert later.logits(images, None).shape == (len(images), 5)
     assert later.heads["two"].bias is None
 
 
 def test_a_convolutional_backbone_grows_too(lab: Lab):
-    tasks = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in TASKS.items()]
-    run = lab.run_of("der", {**TRAIN, "lr": 1e-3}, backbone={"name": "resnet18", "img_size": 32, "options": {"norm_layer": "groupnorm"}},
-                     methods={"der": {"memory": 20}}, stream={"scenario": "class", "tasks": tasks})
+    tasks = [
+        {"card": str(lab.card), "name": name, "classes": list(classes)}
+        for name, classes in TASKS.items()
+    ]
+    run = lab.run_of(
+        "der",
+        {**TRAIN, "lr": 1e-3},
+        backbone={"name": "resnet18", "img_size": 32, "options": {"norm_layer": "groupnorm"}},
+        methods={"der": {"memory": 20}},
+        stream={"scenario": "class", "tasks": tasks},
+    )
     assert run.state(1).head["weight"].shape == (3, 2 * 512)
     assert len(run.evaluated(1)["rows"]) == 2
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str):
-    tasks = [{"card": str(lab.card), "name": task, "classes": list(classes)} for task, classes in TASKS.items()]
+    tasks = [
+        {"card": str(lab.card), "name": task, "classes": list(classes)}
+        for task, classes in TASKS.items()
+    ]
     settings = {"memory": 20, **({"mask_lr": 0.05} if name == "der_p" else {})}
-    run = lab.run_of(name, {**OPTIMIZERS["sgd"], "epochs": 1}, methods={name: settings}, stream={"scenario": "class", "tasks": tasks})
+    run = lab.run_of(
+        name,
+        {**OPTIMIZERS["sgd"], "epochs": 1},
+        methods={name: settings},
+        stream={"scenario": "class", "tasks": tasks},
+    )
     train, finetune, herd = run.stages(1)
     run.trained(1)
     jobs = [again(train, "ranks")]
@@ -285,7 +411,9 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str):
 
 # ---- pruning -------------------------------------------------------------------------------------------------------------
 def test_the_scale_of_masks_has_the_worked_values():
-    assert [annealed(step, 5, 10.0) for step in range(5)] == pytest.approx([0.1, 2.575, 5.05, 7.525, 10.0])
+    assert [annealed(step, 5, 10.0) for step in range(5)] == pytest.approx(
+        [0.1, 2.575, 5.05, 7.525, 10.0]
+    )
 
 
 def test_the_gradient_of_an_embedding_is_compensated():
@@ -295,7 +423,11 @@ def test_the_gradient_of_an_embedding_is_compensated():
     (found,) = torch.autograd.grad(method.mask.sample(s).sum(), e)
     sigmoid, hard = torch.sigmoid(e.detach().double()), torch.sigmoid(s * e.detach().double())
     plain = s * hard * (1 - hard)
-    assert torch.allclose(found.double(), 10.0 * plain * (sigmoid * (1 - sigmoid)) / (s * hard * (1 - hard)), rtol=1e-4)
+    assert torch.allclose(
+        found.double(),
+        10.0 * plain * (sigmoid * (1 - sigmoid)) / (s * hard * (1 - hard)),
+        rtol=1e-4,
+    )
 
 
 def test_the_sparsity_is_the_share_of_weights_between_groups_of_units():
@@ -329,12 +461,22 @@ def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float):
         assert torch.allclose(zeroed(images), expected, atol=1e-5)
         for block in zeroed.blocks:
             block.attn.fused_attn = False
-        assert torch.allclose(zeroed(images), expected, atol=1e-5), "also where timm scales the queries itself"
+        assert torch.allclose(zeroed(images), expected, atol=1e-5), (
+            "also where timm scales the queries itself"
+        )
     kept = sum(int(mask.sum()) for mask in masks.values())
     saved = (sum(map(len, masks.values())) - kept) * 2 * D
-    biases = sum(int((~mask).sum()) * {"qk": 2, "v": 1, "ff": 1}[site.split(".")[-1]] for site, mask in masks.items())
-    assert sum(t.numel() for t in vit.parameters()) - sum(t.numel() for t in stored.values()) == saved + biases, "a unit is 2 D weights"
-    assert (sum(p.numel() for p in zeroed.parameters()) < sum(p.numel() for p in vit.parameters())) == (share < 1)
+    biases = sum(
+        int((~mask).sum()) * {"qk": 2, "v": 1, "ff": 1}[site.split(".")[-1]]
+        for site, mask in masks.items()
+    )
+    assert (
+        sum(t.numel() for t in vit.parameters()) - sum(t.numel() for t in stored.values())
+        == saved + biases
+    ), "a unit is 2 D weights"
+    assert (
+        sum(p.numel() for p in zeroed.parameters()) < sum(p.numel() for p in vit.parameters())
+    ) == (share < 1)
 
 
 def test_units_that_come_back_are_the_backbones():
@@ -357,15 +499,24 @@ def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str):
         method.kept.copy_(torch.cat([*some().values()]))
     images, hard = batch(A).images, method.by_site(method.hard())
     with torch.no_grad():
-        expected = torch.func.functional_call(method.backbone, masked_weights(method.backbone, hard), (images,)) @ method.heads["a"].weight.T
+        expected = (
+            torch.func.functional_call(
+                method.backbone, masked_weights(method.backbone, hard), (images,)
+            )
+            @ method.heads["a"].weight.T
+        )
         assert torch.allclose(method.eval().logits(images, None), expected, atol=1e-5)
     _, carried = method.finish()
     handed = METHODS[name](backbone(), method.settings, 0)
     handed.scenario, handed.stream = "class", (A,)
     handed.attach(Carried.from_bytes(carried.to_bytes()))
     with torch.no_grad():
-        assert torch.allclose(handed.backbone.eval()(images) @ method.heads["a"].weight.T, expected, atol=1e-5)
-    assert sum(p.numel() for p in handed.backbone.parameters()) < sum(p.numel() for p in method.backbone.parameters())
+        assert torch.allclose(
+            handed.backbone.eval()(images) @ method.heads["a"].weight.T, expected, atol=1e-5
+        )
+    assert sum(p.numel() for p in handed.backbone.parameters()) < sum(
+        p.numel() for p in method.backbone.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
@@ -384,7 +535,11 @@ def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
 def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(lab: Lab, name: str):
     """The last batch of an epoch has drawn for its own samples, and the count is of one image."""
-    run = lab.run_of(name, {**OPTIMIZERS["adamw"], "epochs": 1, "batch_size": 32}, backbone={**TINY, "drop_path": 0.1})
+    run = lab.run_of(
+        name,
+        {**OPTIMIZERS["adamw"], "epochs": 1, "batch_size": 32},
+        backbone={**TINY, "drop_path": 0.1},
+    )
     assert 0 < run.artefact(run.stages(0)[0]).manifest["flops_share"] <= 1
 
 
@@ -406,7 +561,9 @@ def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate():
     with pytest.raises(UserError, match="one step per epoch"):
         begun("der_p", A).loss(batch(A), Progress(0, 0, 1, 1))
     with pytest.raises(UserError, match="mask_lr is 'auto'"):
-        METHODS["der_p"].check(DerPSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "class")
+        METHODS["der_p"].check(
+            DerPSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "class"
+        )
 
 
 # ---- Simple-DER ----------------------------------------------------------------------------------------------------------
@@ -419,7 +576,9 @@ def test_old_outputs_are_held_to_those_before_the_task():
     taught = u[:, : 2 * D] @ torch.cat([head.weight for head in method.before]).T
     kd = kd_ce(method.all_logits(u)[:, :5], taught, 3.0)
     assert terms["kd"].item() == pytest.approx(kd.item(), rel=1e-4)
-    assert loss.item() == pytest.approx((terms["ce"] + terms["auxiliary"] + 0.4 * kd).item(), rel=1e-4)
+    assert loss.item() == pytest.approx(
+        (terms["ce"] + terms["auxiliary"] + 0.4 * kd).item(), rel=1e-4
+    )
     assert [head.weight.shape for head in method.before] == [(2, 2 * D), (3, 2 * D)]
     assert all(p.grad is None for head in method.before for p in head.parameters())
     assert begun("simple_der", A).loss(batch(A), START)[1].keys() == {"ce"}
@@ -434,11 +593,17 @@ def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_g
         stepped(method, A, progress=Progress(0, step, 1, 4))
         kept.append(method.kept.clone())
         dropped = ~method.by_site(method.kept)["blocks.0.v"]
-        assert not method.backbone.blocks[0].attn.proj.weight.grad[:, dropped].any(), "what is dropped stays out of the rest"
+        assert not method.backbone.blocks[0].attn.proj.weight.grad[:, dropped].any(), (
+            "what is dropped stays out of the rest"
+        )
     assert [bool(mask.all()) for mask in kept] == [True, True, False, False]
     assert torch.equal(kept[2], kept[3])
     for site, mask in method.by_site(kept[2]).items():
-        for own, size in zip(mask.chunk(1 if site.endswith("ff") else 2), sizes[site].chunk(1 if site.endswith("ff") else 2), strict=True):
+        for own, size in zip(
+            mask.chunk(1 if site.endswith("ff") else 2),
+            sizes[site].chunk(1 if site.endswith("ff") else 2),
+            strict=True,
+        ):
             assert int(own.sum()) == len(own) // 4
             assert size[own].min() >= size[~own].max()
 
@@ -450,9 +615,15 @@ def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on():
     (q, k, v), (q_bias, _, v_bias) = block.attn.qkv.weight.chunk(3), block.attn.qkv.bias.chunk(3)
     query, value = torch.cat([q[5], q_bias[5:6]]), torch.cat([v[5], v_bias[5:6]])
     neuron = torch.cat([block.mlp.fc1.weight[5], block.mlp.fc1.bias[5:6]])
-    assert found["blocks.1.qk"][5].item() == pytest.approx((query.norm() * k[5].norm()).item(), rel=1e-5)
-    assert found["blocks.1.v"][5].item() == pytest.approx((value.norm() * block.attn.proj.weight[:, 5].norm()).item(), rel=1e-5)
-    assert found["blocks.1.ff"][5].item() == pytest.approx((neuron.norm() * block.mlp.fc2.weight[:, 5].norm()).item(), rel=1e-5)
+    assert found["blocks.1.qk"][5].item() == pytest.approx(
+        (query.norm() * k[5].norm()).item(), rel=1e-5
+    )
+    assert found["blocks.1.v"][5].item() == pytest.approx(
+        (value.norm() * block.attn.proj.weight[:, 5].norm()).item(), rel=1e-5
+    )
+    assert found["blocks.1.ff"][5].item() == pytest.approx(
+        (neuron.norm() * block.mlp.fc2.weight[:, 5].norm()).item(), rel=1e-5
+    )
 
 
 def test_a_neuron_whose_bias_alone_is_large_is_not_the_first_to_go():
@@ -479,8 +650,11 @@ def test_a_setting_runs_only_the_steps_that_read_it_again(name: str):
     read = {step: every - method.unread(step) for step in ("train", "finetune", "herd", "evaluate")}
     assert read["herd"] == {"memory", "per_class", "selection"}
     assert read["finetune"] == {"temperature"}
-    own = {"der": set(), "der_p": {*DerPSettings.model_fields} - {*DerSettings.model_fields},
-           "simple_der": {*SimpleDerSettings.model_fields} - {*DerSettings.model_fields}}[name]
+    own = {
+        "der": set(),
+        "der_p": {*DerPSettings.model_fields} - {*DerSettings.model_fields},
+        "simple_der": {*SimpleDerSettings.model_fields} - {*DerSettings.model_fields},
+    }[name]
     assert read["train"] == {"auxiliary", "restart", *own}
     assert read["evaluate"] == every
 

@@ -29,12 +29,16 @@ def test_distillation_has_the_gradient_of_the_divergence(tau: float):
     """KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch: what the two differ by does not depend on z."""
     student = [Z.clone().requires_grad_() for _ in range(2)]
     kd_ce(student[0], Y, tau).backward()
-    F.kl_div((student[1] / tau).log_softmax(1), (Y / tau).softmax(1), reduction="batchmean").backward()
+    F.kl_div(
+        (student[1] / tau).log_softmax(1), (Y / tau).softmax(1), reduction="batchmean"
+    ).backward()
     assert torch.allclose(student[0].grad, student[1].grad, atol=1e-7)  # type: ignore[arg-type]
     assert student[0].grad.abs().max() > 0.01  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("tau", "divergence", "mean"), [(1.0, 0.28101033, 0.09367011), (2.0, 0.08528288, 0.02842763)])
+@pytest.mark.parametrize(
+    ("tau", "divergence", "mean"), [(1.0, 0.28101033, 0.09367011), (2.0, 0.08528288, 0.02842763)]
+)
 def test_the_divergence_has_the_worked_values(tau: float, divergence: float, mean: float):
     """KD_ce less what the teacher does not know itself; and a mean over entries too, a third of it for three classes, times tau^2."""
     assert float(kd_ce(Z, Y, tau) - kd_ce(Y, Y, tau)) == pytest.approx(divergence, abs=1e-6)
@@ -49,7 +53,10 @@ def test_sigmoid_distillation_has_the_worked_value():
 def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float):
     expected = F.binary_cross_entropy((Z / tau).softmax(1), (Y / tau).softmax(1))
     assert float(kd_bce(Z, Y, tau)) == pytest.approx(float(expected), abs=1e-6)
-    p, q = math.e**-1 / (1 + math.e**-1), 0.5  # softmax of (0, -1) and of (2, 2), second entry; of two classes both entries cost the same
+    p, q = (
+        math.e**-1 / (1 + math.e**-1),
+        0.5,
+    )  # softmax of (0, -1) and of (2, 2), second entry; of two classes both entries cost the same
     two = kd_bce(torch.tensor([[2.0, 2.0]]), torch.tensor([[0.0, -1.0]]), 1.0)
     assert float(two) == pytest.approx(-(p * math.log(q) + (1 - p) * math.log(1 - q)), abs=1e-6)
 
@@ -60,15 +67,23 @@ def test_distillation_of_each_probability_stays_finite_where_the_student_is_cert
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(student.grad).all()  # type: ignore[arg-type]
-    assert float(kd_bce(torch.ones(3, 1), torch.zeros(3, 1), 2.0)) == pytest.approx(0.0, abs=1e-6), "one class alone has nothing to tell"
+    assert float(kd_bce(torch.ones(3, 1), torch.zeros(3, 1), 2.0)) == pytest.approx(
+        0.0, abs=1e-6
+    ), "one class alone has nothing to tell"
 
 
-KINDS = [pytest.param(lambda z, y: kd_ce(z, y, 2.0), id="ce"), pytest.param(lambda z, y: kd_kl(z, y, 2.0), id="kl"),
-         pytest.param(lambda z, y: kd_bce(z, y, 2.0), id="bce"), pytest.param(kd_sig, id="sig")]
+KINDS = [
+    pytest.param(lambda z, y: kd_ce(z, y, 2.0), id="ce"),
+    pytest.param(lambda z, y: kd_kl(z, y, 2.0), id="kl"),
+    pytest.param(lambda z, y: kd_bce(z, y, 2.0), id="bce"),
+    pytest.param(kd_sig, id="sig"),
+]
 
 
 @pytest.mark.parametrize("kd", KINDS)
-def test_a_student_that_answers_as_its_teacher_gets_no_gradient(kd: Callable[[Tensor, Tensor], Tensor]):
+def test_a_student_that_answers_as_its_teacher_gets_no_gradient(
+    kd: Callable[[Tensor, Tensor], Tensor],
+):
     student, other = Y.clone().requires_grad_(), Z.clone().requires_grad_()
     kd(student, Y).backward()
     kd(other, Y).backward()
@@ -77,7 +92,9 @@ def test_a_student_that_answers_as_its_teacher_gets_no_gradient(kd: Callable[[Te
 
 
 @pytest.mark.parametrize("kd", KINDS)
-def test_low_precision_logits_are_distilled_in_full_precision(kd: Callable[[Tensor, Tensor], Tensor]):
+def test_low_precision_logits_are_distilled_in_full_precision(
+    kd: Callable[[Tensor, Tensor], Tensor],
+):
     low = Z.bfloat16(), Y.bfloat16()
     assert torch.equal(kd(*low), kd(low[0].float(), low[1].float()))
 
@@ -117,8 +134,17 @@ def test_the_teacher_answers_what_the_network_answered_whatever_becomes_of_it():
 def test_the_teacher_costs_one_forward_for_all_heads_and_no_gradient():
     teacher = Teacher(*network())
     passes: list[bool] = []
-    teacher.backbone.register_forward_hook(lambda module, given, found: passes.append(torch.is_grad_enabled()))
+    teacher.backbone.register_forward_hook(
+        lambda module, given, found: passes.append(torch.is_grad_enabled())
+    )
     found = teacher.logits(images().requires_grad_())
     assert passes == [False]
-    assert {task: (tuple(t.shape), t.requires_grad) for task, t in found.items()} == {"one": ((4, 2), False), "two": ((4, 3), False)}
-    assert not any(p.requires_grad for module in (teacher.backbone, *teacher.heads.values()) for p in module.parameters())
+    assert {task: (tuple(t.shape), t.requires_grad) for task, t in found.items()} == {
+        "one": ((4, 2), False),
+        "two": ((4, 3), False),
+    }
+    assert not any(
+        p.requires_grad
+        for module in (teacher.backbone, *teacher.heads.values())
+        for p in module.parameters()
+    )

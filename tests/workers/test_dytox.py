@@ -23,8 +23,16 @@ from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, T
 from workers.model.vit import build
 from workers.taskstate import Carried, TaskState
 
-SMALL = BackboneSettings(name="convit_local", img_size=16, weights="none", options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2})
-ONE, TWO, THREE = (Task(name, "card", "", tuple(name + c for c in "123"[:count])) for name, count in (("one", 2), ("two", 3), ("three", 2)))
+SMALL = BackboneSettings(
+    name="convit_local",
+    img_size=16,
+    weights="none",
+    options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2},
+)
+ONE, TWO, THREE = (
+    Task(name, "card", "", tuple(name + c for c in "123"[:count]))
+    for name, count in (("one", 2), ("two", 3), ("three", 2))
+)
 RATES = Rates(lr=1e-2, weight_decay=1e-6, batch_size=6, mean_rate_steps=10.0)
 START = Progress(0, 0, 1, 10)
 
@@ -37,11 +45,19 @@ def batch(*tasks: Task, **parts: Any) -> Batch:
     """Six samples, of the tasks in turn."""
     rows = torch.arange(6)
     places = rows % len(tasks)
-    labels = torch.tensor([int(row) % tasks[place].num_classes for row, place in zip(rows, places, strict=True)])
+    labels = torch.tensor(
+        [int(row) % tasks[place].num_classes for row, place in zip(rows, places, strict=True)]
+    )
     return Batch(images(), labels, places, Draw(7, 0, 0, rows, 6, torch.device("cpu")), **parts)
 
 
-def begun(*tasks: Task, step: str = "train", carried: Carried | None = None, settings: BackboneSettings = SMALL, **own: Any) -> Any:
+def begun(
+    *tasks: Task,
+    step: str = "train",
+    carried: Carried | None = None,
+    settings: BackboneSettings = SMALL,
+    **own: Any,
+) -> Any:
     """At `step` of the last task; older ones have heads, and samples in the batches."""
     torch.manual_seed(0)
     method = DyTox(build(settings), DyToxSettings(**own), 0)
@@ -74,8 +90,12 @@ def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch):
     method.before = (lambda images: torch.tensor([[1.0, -1], [0, 2]]),)
     monkeypatch.setattr(method.auxiliary, "forward", lambda e: torch.tensor([[0.5, 0], [0, 1]]))
     draw = Draw(7, 0, 0, torch.arange(2), 2, torch.device("cpu"))
-    loss, terms = method.loss(Batch(images(2), torch.tensor([0, 0]), torch.tensor([1, 0]), draw), START)
-    assert {name: t.item() for name, t in terms.items()} == pytest.approx({"bce": 0.57550124, "kd": 0.41436246, "div": 0.91840826}, abs=1e-7)
+    loss, terms = method.loss(
+        Batch(images(2), torch.tensor([0, 0]), torch.tensor([1, 0]), draw), START
+    )
+    assert {name: t.item() for name, t in terms.items()} == pytest.approx(
+        {"bce": 0.57550124, "kd": 0.41436246, "div": 0.91840826}, abs=1e-7
+    )
     assert method.old_share == pytest.approx(2 / 3)
     assert loss.item() == pytest.approx(0.55991621, abs=1e-7)
 
@@ -89,7 +109,9 @@ def test_the_distillation_has_its_worked_numbers():
 
 def test_old_classes_are_one_target_also_where_targets_are_soft():
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
-    assert torch.allclose(one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]]))
+    assert torch.allclose(
+        one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
+    )
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -103,11 +125,18 @@ def test_the_loss_is_put_together_as_published(soft: bool):
     y = targets if targets is not None else F.one_hot(here.labels + 2 * here.tasks, 5).float()
     e = method.network().embeddings(here.images)
     taught = method.before[0](here.images)
-    want = {"bce": F.binary_cross_entropy_with_logits(z, y), "kd": kd_kl(z[:, :2], taught),
-            "div": F.binary_cross_entropy_with_logits(method.auxiliary(e[:, 1]), one_for_all_old(y, 2))}
-    assert {name: value.item() for name, value in terms.items()} == pytest.approx({name: value.item() for name, value in want.items()}, abs=1e-6)
+    want = {
+        "bce": F.binary_cross_entropy_with_logits(z, y),
+        "kd": kd_kl(z[:, :2], taught),
+        "div": F.binary_cross_entropy_with_logits(method.auxiliary(e[:, 1]), one_for_all_old(y, 2)),
+    }
+    assert {name: value.item() for name, value in terms.items()} == pytest.approx(
+        {name: value.item() for name, value in want.items()}, abs=1e-6
+    )
     assert method.old_share == 2 / 5
-    assert loss.item() == pytest.approx((0.6 * want["bce"] + 0.4 * want["kd"] + 0.1 * want["div"]).item(), abs=1e-6)
+    assert loss.item() == pytest.approx(
+        (0.6 * want["bce"] + 0.4 * want["kd"] + 0.1 * want["div"]).item(), abs=1e-6
+    )
 
 
 def test_the_first_task_has_cross_entropy_alone_and_an_unmoved_network_teaches_nothing_new():
@@ -174,16 +203,28 @@ def test_heads_of_different_sizes_answer_as_one_by_one():
         for p in network.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
         e = network.embeddings(images())
-        assert torch.allclose(network.logits(e), torch.cat([head(e[:, place]) for place, head in enumerate(network.each())], 1), atol=1e-5)
+        assert torch.allclose(
+            network.logits(e),
+            torch.cat([head(e[:, place]) for place, head in enumerate(network.each())], 1),
+            atol=1e-5,
+        )
 
 
 def test_on_a_vision_transformer_patches_may_change_places_with_their_positions():
     """T11: attention without places of its own, then tokens that ask all patches."""
-    method = begun(ONE, TWO, settings=BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2})).eval()
+    method = begun(
+        ONE,
+        TWO,
+        settings=BackboneSettings(
+            img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}
+        ),
+    ).eval()
     order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         before = method.network().embeddings(images())
-        handle = method.backbone.patch_embed.register_forward_hook(lambda module, given, patches: patches[:, order])
+        handle = method.backbone.patch_embed.register_forward_hook(
+            lambda module, given, patches: patches[:, order]
+        )
         assert not torch.allclose(method.network().embeddings(images()), before, atol=1e-4)
         method.backbone.pos_embed[:, 1:] = method.backbone.pos_embed[:, 1:][:, order]
         assert torch.allclose(method.network().embeddings(images()), before, atol=1e-5)
@@ -191,46 +232,102 @@ def test_on_a_vision_transformer_patches_may_change_places_with_their_positions(
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("image", "tasks", "classes", "total"), [
-    (32, 10, 10, 10_733_584), (32, 20, 5, 10_745_104), (32, 50, 2, 10_779_664), (32, 1, 100, 10_723_216), (224, 10, 10, 11_060_752),
-    (224, 10, 100, 11_407_252)])
-def test_the_whole_network_has_the_published_size_to_the_unit(image: int, tasks: int, classes: int, total: int):
+@pytest.mark.parametrize(
+    ("image", "tasks", "classes", "total"),
+    [
+        (32, 10, 10, 10_733_584),
+        (32, 20, 5, 10_745_104),
+        (32, 50, 2, 10_779_664),
+        (32, 1, 100, 10_723_216),
+        (224, 10, 10, 11_060_752),
+        (224, 10, 100, 11_407_252),
+    ],
+)
+def test_the_whole_network_has_the_published_size_to_the_unit(
+    image: int, tasks: int, classes: int, total: int
+):
     with torch.device("meta"):
-        encoder: Any = build(BackboneSettings(name="convit_local", img_size=image, weights="none", options={"patch_size": 4 if image == 32 else 16}))
-        network = TokenNetwork(encoder, TaskAttention(384, 12), [TokenHead(384, classes) for _ in range(tasks)])
+        encoder: Any = build(
+            BackboneSettings(
+                name="convit_local",
+                img_size=image,
+                weights="none",
+                options={"patch_size": 4 if image == 32 else 16},
+            )
+        )
+        network = TokenNetwork(
+            encoder, TaskAttention(384, 12), [TokenHead(384, classes) for _ in range(tasks)]
+        )
     assert sum(p.numel() for p in network.parameters()) == total
 
 
 def test_a_task_leaves_its_token_and_its_head():
     method = begun(ONE, TWO, step="finetune")
     state = TaskState.from_bytes(method.finish()[0].to_bytes())
-    assert state.sizes() == {"masks": 0, "tokens": 4 * 32, "head": 4 * (2 * 32 + 3 * 33), "copies": 0}
+    assert state.sizes() == {
+        "masks": 0,
+        "tokens": 4 * 32,
+        "head": 4 * (2 * 32 + 3 * 33),
+        "copies": 0,
+    }
     other = DyTox(build(SMALL), DyToxSettings(), 0)
     other.backbone_digest = method.backbone_digest
     other.load(state)
-    assert all(torch.equal(t, method.heads.export("two")[name]) for name, t in other.heads.export("two").items())
+    assert all(
+        torch.equal(t, method.heads.export("two")[name])
+        for name, t in other.heads.export("two").items()
+    )
 
 
 # ---- other encoders, refusals --------------------------------------------------------------------------------------------------
 def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block():
-    method = begun(ONE, TWO, settings=BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}))
+    method = begun(
+        ONE,
+        TWO,
+        settings=BackboneSettings(
+            img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}
+        ),
+    )
     assert len(method.backbone.blocks) == 2
     assert isinstance(method.backbone.norm, nn.Identity)
     assert method.backbone.num_prefix_tokens == 1
     patches = method.backbone.forward_features(images())[:, 1:]
-    want = method.decoder(torch.stack([method.heads[name].token for name in ("one", "two")]), patches)
+    want = method.decoder(
+        torch.stack([method.heads[name].token for name in ("one", "two")]), patches
+    )
     method.eval()
-    assert torch.allclose(method.network().embeddings(images()), method.decoder(torch.stack([method.heads[n].token for n in ("one", "two")]), patches))
+    assert torch.allclose(
+        method.network().embeddings(images()),
+        method.decoder(torch.stack([method.heads[n].token for n in ("one", "two")]), patches),
+    )
     assert want.shape == (6, 2, 32)
-    assert all(changed or name in ("auxiliary.token",) or name.startswith("heads.layers.0.") for name, changed in stepped(method.train(), ONE, TWO).items())
+    assert all(
+        changed or name in ("auxiliary.token",) or name.startswith("heads.layers.0.")
+        for name, changed in stepped(method.train(), ONE, TWO).items()
+    )
 
 
 def test_what_it_cannot_work_with_is_refused():
     base = Task("base", "card", "", ("x", "y"), "base")
-    with pytest.raises(UserError, match="task 'base' has role `base`, and 'dytox' trains its encoder on the stream itself"):
+    with pytest.raises(
+        UserError,
+        match="task 'base' has role `base`, and 'dytox' trains its encoder on the stream itself",
+    ):
         DyTox.fits(DyToxSettings(), build(SMALL), (base, ONE))
-    with pytest.raises(UserError, match="puts its decoder in the place of the backbone's last block, and there is no other"):
-        DyTox.fits(DyToxSettings(), build(BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2})), (ONE,))
+    with pytest.raises(
+        UserError,
+        match="puts its decoder in the place of the backbone's last block, and there is no other",
+    ):
+        DyTox.fits(
+            DyToxSettings(),
+            build(
+                BackboneSettings(
+                    img_size=16,
+                    options={"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2},
+                )
+            ),
+            (ONE,),
+        )
     with pytest.raises(UserError, match="memory is 4, and the stream has 5 classes"):
         DyTox.fits(DyToxSettings(memory=4), build(SMALL), (ONE, TWO))
     DyTox.fits(DyToxSettings(), build(SMALL), (ONE, TWO))
@@ -250,10 +347,24 @@ def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place():
 # ---- sharpness -----------------------------------------------------------------------------------------------------------------
 def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were():
     torch.manual_seed(1)
-    weights = [torch.randn(3, 2, requires_grad=True), torch.randn(4, requires_grad=True), torch.randn(2, requires_grad=True)]
+    weights = [
+        torch.randn(3, 2, requires_grad=True),
+        torch.randn(4, requires_grad=True),
+        torch.randn(2, requires_grad=True),
+    ]
     (weights[0].square().sum() + weights[1].exp().sum()).backward()
-    before, gradients = [w.detach().clone() for w in weights], [None if w.grad is None else w.grad.clone() for w in weights]
-    norm = sum(float((w.abs() * g).square().sum()) for w, g in zip(before, gradients, strict=True) if g is not None) ** 0.5
+    before, gradients = (
+        [w.detach().clone() for w in weights],
+        [None if w.grad is None else w.grad.clone() for w in weights],
+    )
+    norm = (
+        sum(
+            float((w.abs() * g).square().sum())
+            for w, g in zip(before, gradients, strict=True)
+            if g is not None
+        )
+        ** 0.5
+    )
     with optim.ascended(weights, 3.0):
         for w, old, g in zip(weights, before, gradients, strict=True):
             assert torch.allclose(w, old if g is None else old + 3.0 * old**2 * g / norm, atol=1e-6)
@@ -267,48 +378,74 @@ def test_the_step_takes_its_gradient_uphill_from_the_second_task_on():
     assert method.sharpness() == 3.0
 
 
-def test_a_sharpness_aware_step_is_two_gradients_and_one_move(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+):
     calls: list[float] = []
     ascended = optim.ascended
-    monkeypatch.setattr(loop.optim, "ascended", lambda parameters, rho: (calls.append(rho), ascended(parameters, rho))[1])
+    monkeypatch.setattr(
+        loop.optim,
+        "ascended",
+        lambda parameters, rho: (calls.append(rho), ascended(parameters, rho))[1],
+    )
     run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"rho": 3.0}})
     run.carried(1)
     assert [job.step for job in run.stages(1)] == ["train", "herd", "finetune"]
     images = 5 * 36  # of both tasks, without those held out for validation
-    assert calls == [3.0] * -(-images // 16), "each step of the second task's training, and no other"
+    assert calls == [3.0] * -(-images // 16), (
+        "each step of the second task's training, and no other"
+    )
 
 
 # ---- the chain -----------------------------------------------------------------------------------------------------------------
 def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab):
-    run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 12}})
+    run = lab.run_of(
+        "dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 12}}
+    )
     first, second = (run.carried(task).meta["memory"] for task in (0, 1))
-    assert {name: [len(keys) for keys in classes.values()] for name, classes in first.items()} == {"two": [6, 6]}
-    assert {name: [len(keys) for keys in classes.values()] for name, classes in second.items()} == {"two": [2, 2], "three": [2, 2, 2]}
+    assert {name: [len(keys) for keys in classes.values()] for name, classes in first.items()} == {
+        "two": [6, 6]
+    }
+    assert {name: [len(keys) for keys in classes.values()] for name, classes in second.items()} == {
+        "two": [2, 2],
+        "three": [2, 2, 2],
+    }
     assert all(second["two"][name] == first["two"][name][:2] for name in TASKS["two"])
     assert [job.step for job in run.stages(0)] == ["train", "herd"]
 
 
 def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab):
     """Training an old token and head, herding everything, the balanced step the encoder, which learns on as many images of each class."""
-    run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 20}})
+    run = lab.run_of(
+        "dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 20}}
+    )
     run.trained(1)
     first = run.state(0)
-    train, herd, finetune = ({job.step: Carried.from_bytes(run.artefact(job).read("carried.safetensors")).tensors for job in run.stages(1)}.values())
+    train, herd, finetune = {
+        job.step: Carried.from_bytes(run.artefact(job).read("carried.safetensors")).tensors
+        for job in run.stages(1)
+    }.values()
 
     def part(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:
         return {name: t for name, t in tensors.items() if name.startswith(start)}
 
     def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-        return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+        return one.keys() == other.keys() and all(
+            torch.equal(t, other[name]) for name, t in one.items()
+        )
 
     old = {f"heads/two/{name}": t for name, t in (first.head | first.tokens).items()}
     assert equal(part(train, "heads/two/"), old)
     assert equal(herd, train)
     assert part(finetune, "backbone/")
     assert equal(part(finetune, "backbone/"), part(train, "backbone/"))
-    assert not any(equal(part(finetune, start), part(train, start)) for start in ("heads/two/", "decoder/"))
+    assert not any(
+        equal(part(finetune, start), part(train, start)) for start in ("heads/two/", "decoder/")
+    )
     assert not any(torch.equal(t, train[name]) for name, t in part(finetune, "heads/two/").items())
     rows = run.live(1).feed_of("train", True).rows.table  # of the balanced step
     assert sorted(rows["class"].to_pylist()) == sorted("01234" * 4)
     memory = run.carried(1).meta["memory"]
-    assert {*rows["key"].to_pylist()} == {key for classes in memory.values() for keys in classes.values() for key in keys}
+    assert {*rows["key"].to_pylist()} == {
+        key for classes in memory.values() for keys in classes.values() for key in keys
+    }

@@ -31,10 +31,15 @@ SIZES = [len(classes) for classes in TASKS.values()]
 
 
 def in_class_scenario(lab: Lab, method: str, base: bool = False) -> Run:
-    stream = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in TASKS.items()]
+    stream = [
+        {"card": str(lab.card), "name": name, "classes": list(classes)}
+        for name, classes in TASKS.items()
+    ]
     if base:
         stream[0]["role"] = "base"
-    return lab.run_of(method, OPTIMIZERS["adamw"] | {"epochs": 3}, stream={"scenario": "class", "tasks": stream})
+    return lab.run_of(
+        method, OPTIMIZERS["adamw"] | {"epochs": 3}, stream={"scenario": "class", "tasks": stream}
+    )
 
 
 def predictions(artefact: Artefact) -> list[dict[str, Any]]:
@@ -57,24 +62,35 @@ def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str):
         labels = torch.tensor([line["label"] for line in lines if line["task"] == row["task"]])
         assert logits.shape[1] == sum(SIZES)
         assert set(labels.tolist()) == set(range(first, first + SIZES[place]))
-        assert [line["prediction"] for line in lines if line["task"] == row["task"]] == logits.argmax(1).tolist()
+        assert [
+            line["prediction"] for line in lines if line["task"] == row["task"]
+        ] == logits.argmax(1).tolist()
         assert row["correct"] == int((logits.argmax(1) == labels).sum())
-        assert row["correct_task_aware"] == int((logits[:, first : first + SIZES[place]].argmax(1) + first == labels).sum())
+        assert row["correct_task_aware"] == int(
+            (logits[:, first : first + SIZES[place]].argmax(1) + first == labels).sum()
+        )
         assert row["correct_top5"] == row["total"] == len(labels), "there are five classes"
         assert row["correct"] <= row["correct_task_aware"]
 
 
 @pytest.mark.parametrize("classes", [1, 3, 4, 5, 7])
-def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_or_fewer(classes: int):
+def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_or_fewer(
+    classes: int,
+):
     """Of the later of two tasks, over all classes so far: two and then so many."""
-    method, tasks = tiny(FineTune), (Task("a", "c", "k", ("x", "y")), Task("b", "c", "k", tuple("0123456"[:classes])))
+    method, tasks = (
+        tiny(FineTune),
+        (Task("a", "c", "k", ("x", "y")), Task("b", "c", "k", tuple("0123456"[:classes]))),
+    )
     method.scenario, method.stream = "class", tasks
     for task in tasks:
         method.heads.add(task.name, task.num_classes, 0)
     labels = [i % classes for i in range(40)]
     logits = torch.rand(40, 2 + classes, generator=torch.Generator().manual_seed(classes))
     row, _ = result(method, tasks[1], ([str(i) for i in range(40)], labels, logits, {}))
-    places = [int((line > line[2 + label]).sum()) for line, label in zip(logits, labels, strict=True)]
+    places = [
+        int((line > line[2 + label]).sum()) for line, label in zip(logits, labels, strict=True)
+    ]
     assert row["correct"] == places.count(0)
     assert row["correct_top5"] == sum(place < 5 for place in places)
     assert (row["correct_top5"] == 40) == (classes <= 3)
@@ -82,7 +98,10 @@ def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_
 
 def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not(lab: Lab):
     """Old heads are trained by new samples alone: what both knew of the first task is lost where the outputs compete."""
-    old = {method: in_class_scenario(lab, method).evaluated(1)["rows"][0] for method in ("finetune", "joint")}
+    old = {
+        method: in_class_scenario(lab, method).evaluated(1)["rows"][0]
+        for method in ("finetune", "joint")
+    }
     assert old["finetune"]["correct"] < 0.1 * old["finetune"]["total"]
     assert old["joint"]["correct"] > 0.6 * old["joint"]["total"]
 
@@ -94,10 +113,15 @@ def test_the_validation_of_the_loop_lets_all_outputs_compete_too(lab: Lab):
     for task, first in zip(job.tasks, (0, SIZES[0]), strict=True):
         for batch in Feed(job, (task,), "val", Group(), training=False).evaluate():
             with torch.no_grad():
-                correct += int((live.eval().logits(batch.images, None).argmax(1) == batch.labels + first).sum())
+                correct += int(
+                    (live.eval().logits(batch.images, None).argmax(1) == batch.labels + first).sum()
+                )
                 aware += int((live.logits(batch.images, task.name).argmax(1) == batch.labels).sum())
             total += len(batch)
-    assert accuracy(live, Feed(job, job.tasks, "val", Group(), training=False), Group()) == (correct, total)
+    assert accuracy(live, Feed(job, job.tasks, "val", Group(), training=False), Group()) == (
+        correct,
+        total,
+    )
     last = history(run.trained(1))[-1]
     assert (last["val_correct"], last["val_total"]) == (correct, total)
     assert correct < aware, "else it would not matter"
@@ -108,24 +132,40 @@ def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab):
     job = run.jobs["finetune/three/train"]
     assert list(job.states) == ["two"]
     stored = Carried.from_bytes(run.artefact(job).read("carried.safetensors"))
-    assert {name for name in stored.tensors if name.startswith("heads/")} == {f"heads/{t}/{n}" for t in TASKS for n in ("weight", "bias")}
-    base = loop.TaskState.from_bytes(Artefact.need(job.root, job.states["two"]).read("task.safetensors"))
-    assert not torch.equal(stored.tensors["heads/two/bias"], base.head["bias"]), "it is trained on, as its outputs compete"
+    assert {name for name in stored.tensors if name.startswith("heads/")} == {
+        f"heads/{t}/{n}" for t in TASKS for n in ("weight", "bias")
+    }
+    base = loop.TaskState.from_bytes(
+        Artefact.need(job.root, job.states["two"]).read("task.safetensors")
+    )
+    assert not torch.equal(stored.tensors["heads/two/bias"], base.head["bias"]), (
+        "it is trained on, as its outputs compete"
+    )
 
 
 @pytest.mark.parametrize("soft", [True, False])
 def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool):
     method, draw = tiny(FineTune), object()
     tasks = tuple(Task(name, "c", "k", classes) for name, classes in TASKS.items())
-    method.scenario, method.stream, method.training_tasks = "class", tasks, tasks[1:] if soft else tasks
+    method.scenario, method.stream, method.training_tasks = (
+        "class",
+        tasks,
+        tasks[1:] if soft else tasks,
+    )
     for task in reversed(tasks):  # loaded in any order, the outputs stand in the stream's
         method.heads.add(task.name, task.num_classes, 0)
     features = torch.randn(4, 32)
-    labels, which = (torch.tensor([0, 1, 2, 2]), torch.zeros(4, dtype=torch.long)) if soft else (torch.tensor([0, 1, 2, 0]), torch.tensor([0, 0, 1, 1]))
+    labels, which = (
+        (torch.tensor([0, 1, 2, 2]), torch.zeros(4, dtype=torch.long))
+        if soft
+        else (torch.tensor([0, 1, 2, 0]), torch.tensor([0, 0, 1, 1]))
+    )
     targets = torch.nn.functional.one_hot(labels, SIZES[1]).float() if soft else None
     batch = Batch(torch.zeros(4, 3, 16, 16), labels, which, draw, targets)  # type: ignore[arg-type]
     logits = torch.cat([method.heads[name](features) for name in TASKS], 1)
-    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([2, 3, 4, 4]) if soft else torch.tensor([0, 1, 4, 2]))
+    expected = torch.nn.functional.cross_entropy(
+        logits, torch.tensor([2, 3, 4, 4]) if soft else torch.tensor([0, 1, 4, 2])
+    )
     assert torch.allclose(method.classification_loss(features, batch), expected)
     assert method.columns() == {"two": slice(0, 2), "three": slice(2, 5)}
 
@@ -152,7 +192,9 @@ def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab):
     assert second["canary"] == first["rows"][0]
 
 
-def test_the_canary_tells_a_method_that_breaks_its_promise(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+def test_the_canary_tells_a_method_that_breaks_its_promise(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+):
     class Drifts(Linear):
         name = "drifts"
 
@@ -161,7 +203,9 @@ def test_the_canary_tells_a_method_that_breaks_its_promise(lab: Lab, monkeypatch
 
     monkeypatch.setitem(METHODS, "drifts", Drifts)
     run = lab.run("drifts")
-    assert run.evaluated(1)["canary"]["logits_sha256"] != run.evaluated(0)["rows"][0]["logits_sha256"]
+    assert (
+        run.evaluated(1)["canary"]["logits_sha256"] != run.evaluated(0)["rows"][0]["logits_sha256"]
+    )
 
 
 def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_is_told(lab: Lab):
@@ -202,15 +246,26 @@ def carrying(root: str, key: str, carried: Carried) -> str:
 
 
 def test_steps_side_by_side_hand_on_together_and_never_the_same_name(lab: Lab, tmp_path: Path):
-    herd = carrying(str(tmp_path), "herd", Carried({"means": torch.ones(2)}, {"memory": {"two": ["a"]}}))
+    herd = carrying(
+        str(tmp_path), "herd", Carried({"means": torch.ones(2)}, {"memory": {"two": ["a"]}})
+    )
     bias = carrying(str(tmp_path), "bias", Carried({"bias": torch.zeros(3)}, {"steps": 5}))
     clash = carrying(str(tmp_path), "clash", Carried({}, {"memory": {}}))
-    job = replace(lab.run("finetune").stages(1)[0], root=str(tmp_path), previous={"herd": herd, "calibrate": bias})
+    job = replace(
+        lab.run("finetune").stages(1)[0],
+        root=str(tmp_path),
+        previous={"herd": herd, "calibrate": bias},
+    )
     found = loop.load_carried(job)
     assert found is not None
-    assert {name: t.tolist() for name, t in found.tensors.items()} == {"means": [1, 1], "bias": [0, 0, 0]}
+    assert {name: t.tolist() for name, t in found.tensors.items()} == {
+        "means": [1, 1],
+        "bias": [0, 0, 0],
+    }
     assert found.meta == {"memory": {"two": ["a"]}, "steps": 5}
-    with pytest.raises(UserError, match="steps 'herd' and 'align' of method 'finetune' both hand on 'memory'"):
+    with pytest.raises(
+        UserError, match="steps 'herd' and 'align' of method 'finetune' both hand on 'memory'"
+    ):
         loop.load_carried(replace(job, previous={"herd": herd, "align": clash}))
     assert loop.load_carried(replace(job, previous={})) is None
 
@@ -228,12 +283,18 @@ class Rehearses(FineTune):
         kept = dict(carried.meta["memory"]) if carried else {}
         return {name: keys for name, keys in kept.items() if step == "balance" or name != task.name}
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Any, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Any, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         self.loaded, self.rates = list(self.heads.names), rates
         kept = dict(carried.meta["memory"]) if carried else {}
         if step == "train":
-            kept[task.name] = sorted(k for b in self.feed_of("train", False).evaluate() for k in b.keys or []
-                                     if f"/{task.classes[0]}/" in k)[: self.KEPT]
+            kept[task.name] = sorted(
+                k
+                for b in self.feed_of("train", False).evaluate()
+                for k in b.keys or []
+                if f"/{task.classes[0]}/" in k
+            )[: self.KEPT]
         self.kept = kept
         return super().begin(task, step, carried, rates, tasks)
 
@@ -243,19 +304,25 @@ class Rehearses(FineTune):
         return state, carried
 
 
-def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(METHODS, Rehearses.name, Rehearses)
     run = lab.run(Rehearses.name)
     train, balance = run.stages(1)
     own = history(run.artefact(run.stages(0)[0]))[0]["images"] // SIZES[0] * SIZES[1]
     assert history(run.artefact(train))[0]["images"] == own + Rehearses.KEPT
-    assert history(run.artefact(balance))[0]["images"] == 2 * Rehearses.KEPT, "of the task itself too, what is named and no more"
+    assert history(run.artefact(balance))[0]["images"] == 2 * Rehearses.KEPT, (
+        "of the task itself too, what is named and no more"
+    )
     live = lab.live[train.key]
     assert isinstance(live, Rehearses)
     assert [t.name for t in live.training_tasks] == [*TASKS]
     assert live.loaded == ["two"], "the states of earlier tasks were there before it began"
     feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.kept["two"]})
-    assert live.rates.mean_rate_steps == loop.optim.mean_rate_steps(train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train)
+    assert live.rates.mean_rate_steps == loop.optim.mean_rate_steps(
+        train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train
+    )
     first = feed.rows.tasks == 0
     assert sorted(feed.rows.keys(first.nonzero().squeeze(1).numpy())) == live.kept["two"]
     assert len(live.kept["two"]) == Rehearses.KEPT
@@ -264,23 +331,37 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(lab:
 
 def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab):
     job = lab.run("finetune").stages(1)[0]
-    with pytest.raises(UserError, match="task 'two': sample 'lost' is in the memory and not in its train split"):
+    with pytest.raises(
+        UserError, match="task 'two': sample 'lost' is in the memory and not in its train split"
+    ):
         Feed(job, job.tasks, "train", Group(), True, {"two": ["lost"]})
 
 
 def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab):
     job = lab.run("finetune").stages(0)[0]
-    feeds = [Feed(replace(job, step=step), job.tasks, "train", Group(), True) for step in ("train", "backbone", "retrain")]
+    feeds = [
+        Feed(replace(job, step=step), job.tasks, "train", Group(), True)
+        for step in ("train", "backbone", "retrain")
+    ]
     assert feeds[0].seed == feeds[1].seed != feeds[2].seed
 
 
 # ---- what is recorded ----------------------------------------------------------------------------------------------------
 def test_a_column_that_begins_later_is_kept():
-    table = pq.read_table(pa.BufferReader(loop.parquet([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 0.5, "kept": 0.9}])))
-    assert table.to_pylist() == [{"epoch": 0, "loss": 1.0, "kept": None}, {"epoch": 1, "loss": 0.5, "kept": 0.9}]
+    table = pq.read_table(
+        pa.BufferReader(
+            loop.parquet([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 0.5, "kept": 0.9}])
+        )
+    )
+    assert table.to_pylist() == [
+        {"epoch": 0, "loss": 1.0, "kept": None},
+        {"epoch": 1, "loss": 0.5, "kept": 0.9},
+    ]
 
 
-def test_a_step_that_does_not_train_has_no_trained_parameters(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_does_not_train_has_no_trained_parameters(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+):
     class Prunes(FineTune):
         name = "prunes"
         steps = (Step("train"), Step("prune", trains=False))
@@ -294,6 +375,8 @@ def test_a_step_that_does_not_train_has_no_trained_parameters(lab: Lab, monkeypa
 
 @pytest.mark.parametrize("name", vit.DROPOUTS)
 def test_dropout_that_depends_on_the_number_of_ranks_is_refused(name: str):
-    with pytest.raises(UserError, match=rf"^backbone\.options\.{name} is 0\.1; .*use backbone\.drop_path"):
+    with pytest.raises(
+        UserError, match=rf"^backbone\.options\.{name} is 0\.1; .*use backbone\.drop_path"
+    ):
         vit.check(BackboneSettings(img_size=224, options={name: 0.1}))
     vit.check(BackboneSettings(img_size=224, options={name: 0.0, "depth": 1}, drop_path=0.1))

@@ -10,10 +10,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.model import exemplars
-from workers.model.exemplars import SELECTIONS, at_random, class_means, closest, herding, nearest_mean, normalised, quota, rebuffi_herding
+from workers.model.exemplars import (
+    SELECTIONS,
+    at_random,
+    class_means,
+    closest,
+    herding,
+    nearest_mean,
+    normalised,
+    quota,
+    rebuffi_herding,
+)
 
 ANGLES = (0, 10, -25, 50, 90)
-TOY = torch.tensor([(math.cos(math.radians(a)), math.sin(math.radians(a))) for a in ANGLES], dtype=torch.float64)
+TOY = torch.tensor(
+    [(math.cos(math.radians(a)), math.sin(math.radians(a))) for a in ANGLES], dtype=torch.float64
+)
 BY_FEATURES = ["herding", "rebuffi", "closest"]
 
 
@@ -30,9 +42,14 @@ def chosen(rule: str, features: Tensor, count: int, seed: int = 0) -> list[int]:
 
 
 # ---- how many ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("step", "expected"), [
-    (10, [200, 100, 66, 50, 40, 33, 28, 25, 22, 20]), (5, [400, 200, 133, 100, 80, 66, 57, 50, 44, 40]),
-    (2, [1000, 500, 333, 250, 200, 166, 142, 125, 111, 100])])
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (10, [200, 100, 66, 50, 40, 33, 28, 25, 22, 20]),
+        (5, [400, 200, 133, 100, 80, 66, 57, 50, 44, 40]),
+        (2, [1000, 500, 333, 250, 200, 166, 142, 125, 111, 100]),
+    ],
+)
 def test_a_memory_of_2000_is_shared_by_the_classes_so_far(step: int, expected: list[int]):
     counts = [quota(2000, 0, seen) for seen in range(step, 101, step)]
     assert counts[:10] == expected
@@ -50,9 +67,17 @@ def test_a_number_per_class_counts_whatever_the_number_of_classes():
 
 
 # ---- which ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("rule", "expected"), [("herding", [1, 3, 0, 4, 2]), ("rebuffi", [1, 3, 0, 2, 4])])
-@pytest.mark.parametrize("scale", [torch.ones(5, 1), torch.tensor([[3.0], [0.1], [7.0], [1.0], [20.0]])], ids=["unit", "any length"])
-def test_herding_has_the_worked_order_whatever_the_length_of_a_feature(rule: str, expected: list[int], scale: Tensor):
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("herding", [1, 3, 0, 4, 2]), ("rebuffi", [1, 3, 0, 2, 4])]
+)
+@pytest.mark.parametrize(
+    "scale",
+    [torch.ones(5, 1), torch.tensor([[3.0], [0.1], [7.0], [1.0], [20.0]])],
+    ids=["unit", "any length"],
+)
+def test_herding_has_the_worked_order_whatever_the_length_of_a_feature(
+    rule: str, expected: list[int], scale: Tensor
+):
     assert chosen(rule, TOY * scale, 5) == expected
 
 
@@ -61,7 +86,11 @@ def by_distance(features: Tensor, count: int) -> list[int]:
     unit = features.double() / (features.double().norm(dim=1, keepdim=True) + 1e-8)
     mean, found = unit.mean(0), list[int]()
     for k in range(1, count + 1):
-        distance = {i: float((mean - unit[[*found, i]].sum(0) / k).norm()) for i in range(len(unit)) if i not in found}
+        distance = {
+            i: float((mean - unit[[*found, i]].sum(0) / k).norm())
+            for i in range(len(unit))
+            if i not in found
+        }
         found.append(min(distance, key=distance.__getitem__))
     return found
 
@@ -84,7 +113,9 @@ def test_herding_brings_the_mean_of_the_chosen_nearest_to_the_class_mean(seed: i
 def test_the_released_form_lets_an_image_win_again():
     assert with_replacement(TOY, 5) == ([1, 3, 0, 2, 4], 6)
     found = [with_replacement(some_class(seed), 20) for seed in range(20)]
-    assert [rebuffi_herding(some_class(seed), 20, noise()) for seed in range(20)] == [order for order, _ in found]
+    assert [rebuffi_herding(some_class(seed), 20, noise()) for seed in range(20)] == [
+        order for order, _ in found
+    ]
     assert max(rounds for _, rounds in found) > 20
     assert any(order != by_distance(some_class(seed), 20) for seed, (order, _) in enumerate(found))
 
@@ -94,11 +125,16 @@ def test_the_released_form_gives_up_after_its_rounds_and_fills_up(monkeypatch: p
     monkeypatch.setattr(exemplars, "REBUFFI_ROUNDS", 3)
     features = some_class(1)
     first = with_replacement(features, 3)[0]
-    assert rebuffi_herding(features, 6, noise()) == [*first, *[i for i in range(60) if i not in first][:3]]
+    assert rebuffi_herding(features, 6, noise()) == [
+        *first,
+        *[i for i in range(60) if i not in first][:3],
+    ]
 
 
 def test_closest_sorts_by_the_distance_of_the_features_as_they_are():
-    features = torch.tensor([[9.0, 0.0], [2.0, 1.0], [1.0, 1.0], [0.0, 2.0]])  # mean (3, 1); as directions the last is farthest, not the first
+    features = torch.tensor(
+        [[9.0, 0.0], [2.0, 1.0], [1.0, 1.0], [0.0, 2.0]]
+    )  # mean (3, 1); as directions the last is farthest, not the first
     assert closest(features, 4, noise()) == [1, 2, 3, 0]
     found = some_class(3)
     distances = (found - found.mean(0)).norm(dim=1)[closest(found, 60, noise())]
@@ -173,7 +209,9 @@ def test_answers_are_minus_squared_distances_of_unit_vectors():
 def test_with_one_exemplar_of_each_class_the_nearest_by_cosine_answers():
     images, stored = some_class(13, 50, 8) - 0.5, some_class(14, 5, 8) - 0.5
     by_cosine = F.cosine_similarity(images[:, None], stored, dim=2).argmax(1)
-    assert torch.equal(nearest_mean(images, class_means(stored, torch.arange(5), 5)).argmax(1), by_cosine)
+    assert torch.equal(
+        nearest_mean(images, class_means(stored, torch.arange(5), 5)).argmax(1), by_cosine
+    )
     assert len(by_cosine.unique()) == 5
 
 
@@ -181,7 +219,9 @@ def test_the_length_of_a_feature_has_no_part_in_answers():
     means, images = class_means(FEATURES, LABELS, 4), some_class(15, 9, 8)
     lengths = torch.rand(39, 1, generator=noise(16)) * 20 + 0.1
     assert torch.allclose(class_means(FEATURES * lengths[:30], LABELS, 4), means, atol=1e-6)
-    assert torch.allclose(nearest_mean(images * lengths[30:], means), nearest_mean(images, means), atol=1e-6)
+    assert torch.allclose(
+        nearest_mean(images * lengths[30:], means), nearest_mean(images, means), atol=1e-6
+    )
 
 
 def test_a_feature_of_zeros_has_no_direction_and_is_still_a_number():

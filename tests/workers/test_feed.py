@@ -31,11 +31,17 @@ CLASSES = {"red": 9, "green": 8, "blue": 6}
 PLACES = {"resident": 1024, "streamed": 0}  # data.resident_mb
 
 
-def publish(root: Path, key: str, classes: dict[str, int], test: int = 5, shard_images: int = 6) -> None:
+def publish(
+    root: Path, key: str, classes: dict[str, int], test: int = 5, shard_images: int = 6
+) -> None:
     """An artefact as ingest writes it; the pixels of every image say which one it is."""
     attempt, rows = Attempt(str(root), key), []
     for split in ("train", "test"):
-        wanted = [(split, name, i) for name, count in classes.items() for i in range(count if split == "train" else test)]
+        wanted = [
+            (split, name, i)
+            for name, count in classes.items()
+            for i in range(count if split == "train" else test)
+        ]
         wanted.sort(key=lambda w: hashlib.sha256(repr(w).encode()).digest())
         for first in range(0, len(wanted), shard_images):
             shard, buffer = f"{split}-{first:05d}.tar", io.BytesIO()
@@ -43,16 +49,27 @@ def publish(root: Path, key: str, classes: dict[str, int], test: int = 5, shard_
                 for _, name, i in wanted[first : first + shard_images]:
                     record = f"{split}/{name}/{i:03d}"
                     png = io.BytesIO()
-                    noise = np.random.default_rng([*record.encode()]).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+                    noise = np.random.default_rng([*record.encode()]).integers(
+                        0, 256, (SIDE, SIDE, 3), np.uint8
+                    )
                     Image.fromarray(noise).save(png, "PNG")
                     for ext, data in (("png", png.getvalue()), ("cls", name.encode())):
                         member = tarfile.TarInfo(f"{record}.{ext}")
                         member.size = len(data)
                         tar.addfile(member, io.BytesIO(data))
                         if ext == "png":
-                            rows.append({"split": split, "key": record, "class": name, "shard": shard, "bytes": len(data),
-                                         "offset": tar.offset - -(-len(data) // 512) * 512, "ext": ext,
-                                         "sha256": hashlib.sha256(data).hexdigest()})
+                            rows.append(
+                                {
+                                    "split": split,
+                                    "key": record,
+                                    "class": name,
+                                    "shard": shard,
+                                    "bytes": len(data),
+                                    "offset": tar.offset - -(-len(data) // 512) * 512,
+                                    "ext": ext,
+                                    "sha256": hashlib.sha256(data).hexdigest(),
+                                }
+                            )
             attempt.write(shard, buffer.getvalue())
     table = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), table)
@@ -72,20 +89,49 @@ SHAPES = Task("shapes", "shapes", "shapes", ("disc", "ring"))
 AUGMENTED = {"crop": "pad", "flip": 0.5, "erase": 0.5}
 
 
-def feed_of(root: Path, place: str, rank: int = 0, world: int = 1, split: str = "train", training: bool = True,
-            tasks: tuple[Task, ...] = (COLOURS,), workers: int = 2, batch: int = 4, accumulate: int = 1, cache: str = "",
-            data: dict | None = None, cache_gb: float = 1.0) -> Feed:
+def feed_of(
+    root: Path,
+    place: str,
+    rank: int = 0,
+    world: int = 1,
+    split: str = "train",
+    training: bool = True,
+    tasks: tuple[Task, ...] = (COLOURS,),
+    workers: int = 2,
+    batch: int = 4,
+    accumulate: int = 1,
+    cache: str = "",
+    data: dict | None = None,
+    cache_gb: float = 1.0,
+) -> Feed:
     job = StageJob(
-        "id", "key", "train", str(root), "linear", {}, BackboneSettings(img_size=SIDE, crop_pct=1.0),
-        DataSettings(**{"val_fraction": 0.25, "resident_mb": PLACES[place], **AUGMENTED, **(data or {})}),
+        "id",
+        "key",
+        "train",
+        str(root),
+        "linear",
+        {},
+        BackboneSettings(img_size=SIDE, crop_pct=1.0),
+        DataSettings(
+            **{"val_fraction": 0.25, "resident_mb": PLACES[place], **AUGMENTED, **(data or {})}
+        ),
         TrainSettings(batch_size=batch, accumulate=accumulate),
-        "task", 7, COLOURS, tasks, loader_workers=workers, cache=cache, cache_gb=cache_gb)
+        "task",
+        7,
+        COLOURS,
+        tasks,
+        loader_workers=workers,
+        cache=cache,
+        cache_gb=cache_gb,
+    )
     feed = Feed(job, tasks, split, Group(rank, world), training)
     assert feed.resident == (place == "resident")
     return feed
 
 
-def samples(feeds: list[Feed], epoch: int = 0, start: int = 0) -> list[dict[int, tuple[bytes, int, int]]]:
+def samples(
+    feeds: list[Feed], epoch: int = 0, start: int = 0
+) -> list[dict[int, tuple[bytes, int, int]]]:
     """Per step: position in the global batch -> what the sample is after augmentation. Stand-ins are left out."""
     steps: list[dict[int, tuple[bytes, int, int]]] = []
     for feed in feeds:
@@ -95,7 +141,13 @@ def samples(feeds: list[Feed], epoch: int = 0, start: int = 0) -> list[dict[int,
             for b in batches:
                 if b.weight:
                     assert b.weight == len(b) / b.draw.size
-                    for row, image, label, task in zip(b.draw.rows.tolist(), b.images, b.labels.tolist(), b.tasks.tolist(), strict=True):
+                    for row, image, label, task in zip(
+                        b.draw.rows.tolist(),
+                        b.images,
+                        b.labels.tolist(),
+                        b.tasks.tolist(),
+                        strict=True,
+                    ):
                         assert row not in steps[step], "one sample in two places"
                         steps[step][row] = (image.numpy().tobytes(), label, task)
     return steps
@@ -122,9 +174,17 @@ def test_every_sample_comes_exactly_once_per_epoch(root, place):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
-def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(root, place, world, accumulate, data):
+def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(
+    root, place, world, accumulate, data
+):
     one = samples([feed_of(root, place, data=data)], epoch=2)
-    many = samples([feed_of(root, place, r, world, workers=1 + 2 * r, accumulate=accumulate, data=data) for r in range(world)], epoch=2)
+    many = samples(
+        [
+            feed_of(root, place, r, world, workers=1 + 2 * r, accumulate=accumulate, data=data)
+            for r in range(world)
+        ],
+        epoch=2,
+    )
     assert one == many
     assert [len(step) for step in one] == [4, 4, 4, 4, 1]
 
@@ -165,21 +225,37 @@ def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(root, 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_several_tasks_are_mixed_and_keep_their_labels(root, place):
-    shared = Task("warm", "colours", "colours", ("blue", "red"))  # classes of another task, in another order
+    shared = Task(
+        "warm", "colours", "colours", ("blue", "red")
+    )  # classes of another task, in another order
     tasks = (SHAPES, COLOURS, shared)
     feed = feed_of(root, place, tasks=tasks, training=False)
     found = Counter()
     for batches in feed.epoch(0):
         for b in batches:
-            found.update((tasks[t].name, tasks[t].classes[y]) for t, y in zip(b.tasks.tolist(), b.labels.tolist(), strict=True))
-    assert found == {("shapes", "disc"): 4, ("shapes", "ring"): 5, ("colours", "red"): 7, ("colours", "green"): 6,
-                     ("colours", "blue"): 4, ("warm", "red"): 7, ("warm", "blue"): 4}
+            found.update(
+                (tasks[t].name, tasks[t].classes[y])
+                for t, y in zip(b.tasks.tolist(), b.labels.tolist(), strict=True)
+            )
+    assert found == {
+        ("shapes", "disc"): 4,
+        ("shapes", "ring"): 5,
+        ("colours", "red"): 7,
+        ("colours", "green"): 6,
+        ("colours", "blue"): 4,
+        ("warm", "red"): 7,
+        ("warm", "blue"): 4,
+    }
     first = {t for batches in list(feed.epoch(0))[:4] for b in batches for t in b.tasks.tolist()}
     assert len(first) > 1
 
 
 # ---- repeated augmentation -----------------------------------------------------------------------------------------------
-UNCHANGED = {"crop": "none", "flip": 0.0, "erase": 0.0}  # what an image is, whatever its place in a batch
+UNCHANGED = {
+    "crop": "none",
+    "flip": 0.0,
+    "erase": 0.0,
+}  # what an image is, whatever its place in a batch
 
 
 def shown(feed: Feed, epoch: int = 0) -> list[bytes]:
@@ -189,9 +265,14 @@ def shown(feed: Feed, epoch: int = 0) -> list[bytes]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("repeats", [2, 3, 17, 40])
-def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(root, place, repeats):
+def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(
+    root, place, repeats
+):
     for epoch in (0, 1):
-        once, again = (shown(feed_of(root, place, data={**UNCHANGED, "repeats": r}), epoch) for r in (1, repeats))
+        once, again = (
+            shown(feed_of(root, place, data={**UNCHANGED, "repeats": r}), epoch)
+            for r in (1, repeats)
+        )
         assert again == [image for image in once[: -(-17 // repeats)] for _ in range(repeats)][:17]
     assert len(set(once)) == 17
 
@@ -199,19 +280,37 @@ def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(r
 @pytest.mark.parametrize("place", PLACES)
 def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(root, place):
     plain, feed = feed_of(root, place), feed_of(root, place, data={"repeats": 3})
-    assert (feed.steps_per_epoch, feed.num_samples) == (plain.steps_per_epoch, plain.num_samples) == (5, 17)
+    assert (
+        (feed.steps_per_epoch, feed.num_samples)
+        == (plain.steps_per_epoch, plain.num_samples)
+        == (5, 17)
+    )
     assert [len(step) for step in samples([feed])] == [4, 4, 4, 4, 1]
     assert len(set(shown(feed))) > 12, "each copy is augmented on its own"
-    counts = [b.counts for batches in feed_of(root, place, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(0) for b in batches]
+    counts = [
+        b.counts
+        for batches in feed_of(root, place, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(0)
+        for b in batches
+    ]
     assert sum(sum(each) for each in counts) == 26
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
-def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_goes_on(root, place, world, data):
+def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_goes_on(
+    root, place, world, data
+):
     one = samples([feed_of(root, place, data={**data, "repeats": 3})], epoch=2)
-    many = samples([feed_of(root, place, r, world, workers=1 + 2 * r, accumulate=2, data={**data, "repeats": 3}) for r in range(world)], epoch=2)
+    many = samples(
+        [
+            feed_of(
+                root, place, r, world, workers=1 + 2 * r, accumulate=2, data={**data, "repeats": 3}
+            )
+            for r in range(world)
+        ],
+        epoch=2,
+    )
     assert one == many
     assert samples([feed_of(root, place, data={**data, "repeats": 3})], 2, start=3) == one[3:]
 
@@ -219,7 +318,10 @@ def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_
 @pytest.mark.parametrize("place", PLACES)
 def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(root, place):
     assert samples([feed_of(root, place, data={"repeats": 1})]) == samples([feed_of(root, place)])
-    plain, repeated = ([b.keys for b in feed_of(root, place, training=False, data=data).evaluate(4)] for data in ({}, {"repeats": 3}))
+    plain, repeated = (
+        [b.keys for b in feed_of(root, place, training=False, data=data).evaluate(4)]
+        for data in ({}, {"repeats": 3})
+    )
     assert plain == repeated
 
 
@@ -245,8 +347,13 @@ def test_measuring_deals_whole_batches_in_a_fixed_order(root, world):
     assert [len(keys) for keys, _, _ in expected] == [4, 4, 4, 3]
     assert [key for keys, _, _ in expected for key in keys] == kept.rows.table["key"].to_pylist()
     for place in PLACES:
-        feeds = [feed_of(root, place, rank, world, split="test", training=False) for rank in range(world)]
-        dealt = [[(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in feed.evaluate(4)] for feed in feeds]
+        feeds = [
+            feed_of(root, place, rank, world, split="test", training=False) for rank in range(world)
+        ]
+        dealt = [
+            [(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in feed.evaluate(4)]
+            for feed in feeds
+        ]
         assert dealt == [expected[rank::world] for rank in range(world)]
     for keys, _, labels in expected:
         assert [key.split("/")[1] for key in keys] == [COLOURS.classes[label] for label in labels]
@@ -258,7 +365,10 @@ def keys_of(feed: Feed) -> set[str]:
 
 
 def test_validation_is_stratified_disjoint_and_apart_from_test(root):
-    train, val, test = (keys_of(feed_of(root, "resident", split=s, training=False)) for s in ("train", "val", "test"))
+    train, val, test = (
+        keys_of(feed_of(root, "resident", split=s, training=False))
+        for s in ("train", "val", "test")
+    )
     assert Counter(key.split("/")[1] for key in val) == {"red": 2, "green": 2, "blue": 2}
     assert not train & val
     assert {key.split("/")[0] for key in train | val} == {"train"}
@@ -270,12 +380,18 @@ def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root):
     table = Shards.open(str(root), "colours").select("train", ["red", "green", "blue"])
     alone = Shards.open(str(root), "colours").select("train", ["green"])
     shuffled = table.take(np.random.default_rng(0).permutation(table.num_rows))
-    held = [{k for k in hold_out(t, 0.3)[1]["key"].to_pylist() if "/green/" in k} for t in (table, alone, shuffled)]
+    held = [
+        {k for k in hold_out(t, 0.3)[1]["key"].to_pylist() if "/green/" in k}
+        for t in (table, alone, shuffled)
+    ]
     assert held[0] == held[1] == held[2]
     assert len(held[0]) == 2
 
 
-@pytest.mark.parametrize(("count", "fraction", "expected"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (9, 0.0, 0), (10, 0.3, 3)])
+@pytest.mark.parametrize(
+    ("count", "fraction", "expected"),
+    [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (9, 0.0, 0), (10, 0.3, 3)],
+)
 def test_validation_leaves_something_on_both_sides(count, fraction, expected):
     table = pa.table({"key": [str(i) for i in range(count)], "class": ["a"] * count})
     train, val = hold_out(table, fraction)
@@ -289,7 +405,9 @@ def test_empty_splits_and_classes_are_refused(root):
         feed_of(root, "resident", split="val", data={"val_fraction": 0.0})
     publish(root, "untested", {"red": 2}, test=0)
     with pytest.raises(UserError, match="task 'x' has no test images"):
-        feed_of(root, "resident", split="test", tasks=(Task("x", "untested", "untested", ("red",)),))
+        feed_of(
+            root, "resident", split="test", tasks=(Task("x", "untested", "untested", ("red",)),)
+        )
 
 
 # ---- the cache, and damage -----------------------------------------------------------------------------------------------
@@ -311,8 +429,16 @@ def test_the_cache_is_written_once_and_mended_when_cut_short(root, tmp_path):
 PIXELS, ROW = 128, SIDE * SIDE * 3  # where they begin in the file; bytes of an image
 
 
-@pytest.mark.parametrize("at", [PIXELS, PIXELS + 5 * ROW + 7, PIXELS + 17 * ROW - 1,
-                                PIXELS + 17 * ROW, PIXELS + 17 * ROW + 32 * 17 - 1])
+@pytest.mark.parametrize(
+    "at",
+    [
+        PIXELS,
+        PIXELS + 5 * ROW + 7,
+        PIXELS + 17 * ROW - 1,
+        PIXELS + 17 * ROW,
+        PIXELS + 17 * ROW + 32 * 17 - 1,
+    ],
+)
 def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(at, root, tmp_path, capfd):
     folder = str(tmp_path / "cache")
     expected = samples([feed_of(root, "resident", cache=folder)])
@@ -332,7 +458,9 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(at, root, tm
     assert not capfd.readouterr().err
 
 
-def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(root, tmp_path, monkeypatch):
+def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(
+    root, tmp_path, monkeypatch
+):
     checked: Counter = Counter()
     is_whole = Blocks._is_whole
 
@@ -360,7 +488,9 @@ def test_decoded_images_that_a_disk_does_not_keep_are_a_sentence(root, tmp_path,
 @pytest.mark.parametrize(("limit", "count"), [(4000, 1), (10_000, 2)])
 def test_the_cache_holds_no_more_than_it_may(limit, count, root, tmp_path):
     for split in ("train", "val"):
-        feed_of(root, "resident", cache=str(tmp_path / "cache"), split=split, cache_gb=limit / 2**30)
+        feed_of(
+            root, "resident", cache=str(tmp_path / "cache"), split=split, cache_gb=limit / 2**30
+        )
         gc.collect()  # in use for as long as there is a feed of it
     files = [*(tmp_path / "cache").glob("*.npy")]
     assert len(files) == count
@@ -418,7 +548,9 @@ def test_every_mode_decodes_to_rgb(mode):
         image = Image.new("RGB", (9, 6), (200, 200, 200)).convert(mode)
     pixels = decode(encoded(image), 4)
     assert (pixels.shape, pixels.dtype) == ((4, 4, 3), np.uint8)
-    assert abs(int(pixels[1, 1, 0]) - {"1": 255, "I;16": 40000 >> 8}.get(mode, 200)) < (256 if mode == "1" else 8)
+    assert abs(int(pixels[1, 1, 0]) - {"1": 255, "I;16": 40000 >> 8}.get(mode, 200)) < (
+        256 if mode == "1" else 8
+    )
 
 
 def test_transparent_pixels_lie_on_white():

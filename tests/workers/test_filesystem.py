@@ -16,7 +16,17 @@ from pipeline.store import Store
 from tests import s3
 from tests.s3 import Fault
 from workers import checkpoint, filesystem
-from workers.artefact import Artefact, Attempt, delete_dir, join, listing, read_bytes, resolve, withdraw, write_bytes
+from workers.artefact import (
+    Artefact,
+    Attempt,
+    delete_dir,
+    join,
+    listing,
+    read_bytes,
+    resolve,
+    withdraw,
+    write_bytes,
+)
 from workers.claim import claimed
 from workers.errors import UserError
 
@@ -31,7 +41,9 @@ def patience_of_ours(monkeypatch):
     monkeypatch.setattr(filesystem, "SILENT_S", 1.0)
 
 
-@pytest.mark.parametrize("kind", ["503", "500", "429", "cut download", "done, unsaid", "slow", "silent"])
+@pytest.mark.parametrize(
+    "kind", ["503", "500", "429", "cut download", "done, unsaid", "slow", "silent"]
+)
 def test_a_read_outlives_what_passes(kind, bucket, patience_of_ours):
     uri = join(bucket.uri, "a")
     write_bytes(uri, SMALL)
@@ -51,13 +63,23 @@ def test_a_write_outlives_what_passes(kind, bucket, patience_of_ours):
     assert bucket.counts("/storage/a")["PUT"] == 4
 
 
-@pytest.mark.parametrize(("kind", "part"), [("503", "?uploads"), ("cut upload", "partNumber=2"), ("503", "?uploadId"), ("done, unsaid", "?uploadId")])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("503", "?uploads"),
+        ("cut upload", "partNumber=2"),
+        ("503", "?uploadId"),
+        ("done, unsaid", "?uploadId"),
+    ],
+)
 def test_a_large_write_is_whole_or_absent(kind, part, bucket, patience_of_ours):
     bucket.faults[:] = [Fault(kind, path=part)]
     with filesystem.patience(0), pytest.raises(UserError, match="does not answer"):
         write_bytes(join(bucket.uri, "a"), LARGE)
     done = kind == "done, unsaid" and part == "?uploadId"  # nobody heard that it was done
-    assert list(s3.files(bucket.upstream, bucket.bucket).values()) == [LARGE] * done  # pyarrow itself would leave an empty object here
+    assert (
+        list(s3.files(bucket.upstream, bucket.bucket).values()) == [LARGE] * done
+    )  # pyarrow itself would leave an empty object here
     bucket.faults[:] = [Fault(kind, path=part, times=2)]
     write_bytes(join(bucket.uri, "a"), LARGE)
     assert read_bytes(join(bucket.uri, "a")) == LARGE
@@ -90,7 +112,9 @@ def test_what_does_not_pass_is_said_at_once(moment, bucket):
     bucket.seen.clear()
     bucket.faults[:] = [Fault("403")]
     with pytest.raises(OSError, match="ACCESS_DENIED"):
-        read_bytes(join(bucket.uri, "a")) if moment == "open" else write_bytes(join(bucket.uri, "a"), b"2")
+        read_bytes(join(bucket.uri, "a")) if moment == "open" else write_bytes(
+            join(bucket.uri, "a"), b"2"
+        )
     assert len(bucket.seen) == 1
     bucket.faults.clear()
     with pytest.raises(FileNotFoundError):
@@ -98,7 +122,9 @@ def test_what_does_not_pass_is_said_at_once(moment, bucket):
 
 
 @pytest.mark.parametrize("kind", ["503", "refused"])
-def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(kind, bucket, patience_of_ours, monkeypatch, tmp_path, capsys):
+def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(
+    kind, bucket, patience_of_ours, monkeypatch, tmp_path, capsys
+):
     from tests import small_run
 
     monkeypatch.setattr(store_module, "FIRST_CONTACT_S", 0.0)
@@ -141,13 +167,16 @@ def fails(*errors: Exception, forever: bool = False):
         if left:
             raise left[0] if forever else left.pop(0)
         return "answer"
+
     return call
 
 
 PASSES = OSError("AWS Error SLOW_DOWN (HTTP status 503)")
 
 
-def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is_told_once(clock, monkeypatch):
+def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is_told_once(
+    clock, monkeypatch
+):
     lines: list[tuple[float, str]] = []
     monkeypatch.setattr(filesystem, "say", lambda line: lines.append((clock.monotonic(), line)))
     state = random.getstate()
@@ -156,10 +185,14 @@ def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is
     assert 120 - filesystem.LONGEST_S <= clock.monotonic() <= 120
     for number, pause in enumerate(clock.slept):
         most = min(filesystem.FIRST_S * 2**number, filesystem.LONGEST_S)
-        assert most / 2 <= pause <= most, "many that wait for one storage do not all come back at the same moment"
+        assert most / 2 <= pause <= most, (
+            "many that wait for one storage do not all come back at the same moment"
+        )
     assert len({*clock.slept}) == len(clock.slept)
     ((when, line),) = lines
-    assert filesystem.SAY_S < when < 2 * filesystem.LONGEST_S + filesystem.SAY_S, "not of every hiccup"
+    assert filesystem.SAY_S < when < 2 * filesystem.LONGEST_S + filesystem.SAY_S, (
+        "not of every hiccup"
+    )
     assert line.endswith("reading a is tried again for up to 120 s")
     assert random.getstate() == state, "what is drawn for a pause changes no result"
 
@@ -177,23 +210,77 @@ def test_patience_is_shorter_where_it_is_said_and_only_there(clock):
     assert clock.monotonic() > 100
 
 
-@pytest.mark.parametrize("text", [
-    *(f"AWS Error {name} during PutObject operation" for name in ("SLOW_DOWN", "SERVICE_UNAVAILABLE", "INTERNAL_FAILURE", "INTERNAL_ERROR", "THROTTLING",
-      "REQUEST_TIMEOUT", "REQUEST_LIMIT_EXCEEDED", "NETWORK_CONNECTION", "NO_SUCH_UPLOAD")),
-    *(f"AWS Error UNKNOWN (HTTP status {code}) during HeadObject operation" for code in (408, 429, 500, 502, 503, 504)),
-    "curlCode: 28, Timeout was reached", *(f"google::cloud::Status({name}: x)" for name in (
-      "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "INTERNAL")),
-    "503 ServerBusy", "InternalError", "OperationTimedOut", "the read Timed out", "it timed out", "Connection reset by peer", "connection was closed",
-    "Connection refused"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"AWS Error {name} during PutObject operation"
+            for name in (
+                "SLOW_DOWN",
+                "SERVICE_UNAVAILABLE",
+                "INTERNAL_FAILURE",
+                "INTERNAL_ERROR",
+                "THROTTLING",
+                "REQUEST_TIMEOUT",
+                "REQUEST_LIMIT_EXCEEDED",
+                "NETWORK_CONNECTION",
+                "NO_SUCH_UPLOAD",
+            )
+        ),
+        *(
+            f"AWS Error UNKNOWN (HTTP status {code}) during HeadObject operation"
+            for code in (408, 429, 500, 502, 503, 504)
+        ),
+        "curlCode: 28, Timeout was reached",
+        *(
+            f"google::cloud::Status({name}: x)"
+            for name in (
+                "UNAVAILABLE",
+                "DEADLINE_EXCEEDED",
+                "RESOURCE_EXHAUSTED",
+                "ABORTED",
+                "INTERNAL",
+            )
+        ),
+        "503 ServerBusy",
+        "InternalError",
+        "OperationTimedOut",
+        "the read Timed out",
+        "it timed out",
+        "Connection reset by peer",
+        "connection was closed",
+        "Connection refused",
+    ],
+)
 def test_what_may_pass_is_asked_again(text, clock):
-    assert filesystem.patiently(fails(OSError(text), OSError(f"{text}\nonce more")), "s3://b", "reading a") == "answer"
+    assert (
+        filesystem.patiently(
+            fails(OSError(text), OSError(f"{text}\nonce more")), "s3://b", "reading a"
+        )
+        == "answer"
+    )
     assert len(clock.slept) == 2
 
 
-@pytest.mark.parametrize("error", [
-    *(OSError(f"AWS Error {text})") for text in ("ACCESS_DENIED (HTTP status 403", "NO_SUCH_BUCKET (HTTP status 404", "UNKNOWN (HTTP status 400")),
-    OSError("google::cloud::Status(PERMISSION_DENIED: no)"), OSError("google::cloud::Status(NOT_FOUND: no)"), PermissionError(13, "Permission denied"),
-    FileNotFoundError("SLOW_DOWN"), ValueError("HTTP status 503"), UserError("HTTP status 503")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(
+            OSError(f"AWS Error {text})")
+            for text in (
+                "ACCESS_DENIED (HTTP status 403",
+                "NO_SUCH_BUCKET (HTTP status 404",
+                "UNKNOWN (HTTP status 400",
+            )
+        ),
+        OSError("google::cloud::Status(PERMISSION_DENIED: no)"),
+        OSError("google::cloud::Status(NOT_FOUND: no)"),
+        PermissionError(13, "Permission denied"),
+        FileNotFoundError("SLOW_DOWN"),
+        ValueError("HTTP status 503"),
+        UserError("HTTP status 503"),
+    ],
+)
 def test_what_does_not_pass_is_not_asked_again(error, clock):
     with pytest.raises(type(error)) as caught:
         filesystem.patiently(fails(error), "s3://b", "reading a")
@@ -202,14 +289,19 @@ def test_what_does_not_pass_is_not_asked_again(error, clock):
 
 
 def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock):
-    text = f"When reading information for key '{'folder/' * 60}a' in bucket 'b': AWS Error SLOW_DOWN during HeadObject operation"
+    text = (
+        f"When reading information for key '{'folder/' * 60}a' in bucket 'b': AWS Error "
+        "SLOW_DOWN during HeadObject operation"
+    )
     assert filesystem.patiently(fails(OSError(text)), "s3://b", "reading a") == "answer"
     with filesystem.patience(0), pytest.raises(UserError) as caught:
         filesystem.patiently(fails(OSError(text * 50)), "s3://b", "reading a")
     assert len(str(caught.value)) < 500, "a sentence"
 
 
-def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_deletes_believes_that(clock):
+def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_deletes_believes_that(
+    clock,
+):
     def call():
         return fails(PASSES, FileNotFoundError("a"))
 
@@ -217,7 +309,9 @@ def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_
     with pytest.raises(FileNotFoundError):
         filesystem.patiently(call(), "s3://b", "reading a")
     with pytest.raises(FileNotFoundError):
-        filesystem.patiently(fails(FileNotFoundError("a")), "s3://b", "deleting a", may_be_gone=True)
+        filesystem.patiently(
+            fails(FileNotFoundError("a")), "s3://b", "deleting a", may_be_gone=True
+        )
 
 
 # ---- every operation ------------------------------------------------------------------------------------------------------
@@ -233,21 +327,63 @@ class Stumbles:
                 self.failed.append(name)
                 raise PASSES
             return getattr(self.disk, name)(*args, **how)
+
         return call
 
 
-@pytest.mark.parametrize(("name", "call"), [
-    ("get_file_info", lambda system, place: system.get_file_info(f"{place}/a").size == 4),
-    ("get_file_info", lambda system, place: [info.size for info in system.get_file_info(fs.FileSelector(place))] == [4]),
-    ("open_input_file", lambda system, place: system.open_input_file(f"{place}/a").read() == b"1234"),
-    ("open_input_file", lambda system, place: system.open_input_stream(f"{place}/a").read() == b"1234"),
-    ("open_output_stream", lambda system, place: filesystem.put(system, f"{place}/b", b"12") or listing(place) == {"a": 4, "b": 2}),
-    ("create_dir", lambda system, place: system.create_dir(f"{place}/b/c") or os.path.isdir(f"{place}/b/c")),
-    ("copy_file", lambda system, place: system.copy_file(f"{place}/a", f"{place}/b") or listing(place) == {"a": 4, "b": 4}),
-    ("copy_file", lambda system, place: system.move(f"{place}/a", f"{place}/b") or listing(place) == {"b": 4}),
-    ("delete_file", lambda system, place: system.delete_file(f"{place}/a") or listing(place) == {}),
-    ("delete_dir", lambda system, place: system.delete_dir(place) or not os.path.exists(place)),
-    ("delete_dir_contents", lambda system, place: system.delete_dir_contents(place) or listing(place) == {})])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("get_file_info", lambda system, place: system.get_file_info(f"{place}/a").size == 4),
+        (
+            "get_file_info",
+            lambda system, place: (
+                [info.size for info in system.get_file_info(fs.FileSelector(place))] == [4]
+            ),
+        ),
+        (
+            "open_input_file",
+            lambda system, place: system.open_input_file(f"{place}/a").read() == b"1234",
+        ),
+        (
+            "open_input_file",
+            lambda system, place: system.open_input_stream(f"{place}/a").read() == b"1234",
+        ),
+        (
+            "open_output_stream",
+            lambda system, place: (
+                filesystem.put(system, f"{place}/b", b"12") or listing(place) == {"a": 4, "b": 2}
+            ),
+        ),
+        (
+            "create_dir",
+            lambda system, place: (
+                system.create_dir(f"{place}/b/c") or os.path.isdir(f"{place}/b/c")
+            ),
+        ),
+        (
+            "copy_file",
+            lambda system, place: (
+                system.copy_file(f"{place}/a", f"{place}/b") or listing(place) == {"a": 4, "b": 4}
+            ),
+        ),
+        (
+            "copy_file",
+            lambda system, place: (
+                system.move(f"{place}/a", f"{place}/b") or listing(place) == {"b": 4}
+            ),
+        ),
+        (
+            "delete_file",
+            lambda system, place: system.delete_file(f"{place}/a") or listing(place) == {},
+        ),
+        ("delete_dir", lambda system, place: system.delete_dir(place) or not os.path.exists(place)),
+        (
+            "delete_dir_contents",
+            lambda system, place: system.delete_dir_contents(place) or listing(place) == {},
+        ),
+    ],
+)
 def test_every_operation_is_made_again(name, call, clock, tmp_path):
     (tmp_path / "a").write_bytes(b"1234")
     below = Stumbles()
@@ -260,14 +396,30 @@ def test_a_file_is_read_from_any_place_in_it(tmp_path):
     (tmp_path / "a").write_bytes(b"0123456789")
     system = fs.PyFileSystem(filesystem.Patient(fs.LocalFileSystem(), "s3://b"))
     with system.open_input_file(str(tmp_path / "a")) as file:
-        assert (file.size(), file.read(3), file.tell(), file.read(), file.read(5)) == (10, b"012", 3, b"3456789", b"")
-        assert (file.seek(-4, os.SEEK_END), file.read(2), file.seek(-1, os.SEEK_CUR), file.read(1)) == (6, b"67", 7, b"7")
+        assert (file.size(), file.read(3), file.tell(), file.read(), file.read(5)) == (
+            10,
+            b"012",
+            3,
+            b"3456789",
+            b"",
+        )
+        assert (
+            file.seek(-4, os.SEEK_END),
+            file.read(2),
+            file.seek(-1, os.SEEK_CUR),
+            file.read(1),
+        ) == (6, b"67", 7, b"7")
         assert file.seek(12) == 12
         assert file.read(1) == b""
         assert file.read_at(2, 9) == b"9"
     below = fs.LocalFileSystem().open_input_file(str(tmp_path / "a"))
     reading = filesystem.Reading(below, "s3://b", "a")
-    assert (reading.seek(3), reading.seek(2, os.SEEK_CUR), reading.tell(), reading.read(100)) == (3, 5, 5, b"56789")
+    assert (reading.seek(3), reading.seek(2, os.SEEK_CUR), reading.tell(), reading.read(100)) == (
+        3,
+        5,
+        5,
+        b"56789",
+    )
     below.close()
     assert reading.read(1) == b"", "nothing is asked for behind the end"
 
@@ -275,7 +427,10 @@ def test_a_file_is_read_from_any_place_in_it(tmp_path):
 def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path):
     (tmp_path / "a").write_bytes(b"1")
     patient = filesystem.Patient(fs.LocalFileSystem(), "s3://b")
-    for call in (patient.delete_root_dir_contents, lambda: patient.open_append_stream(str(tmp_path / "a"), None)):
+    for call in (
+        patient.delete_root_dir_contents,
+        lambda: patient.open_append_stream(str(tmp_path / "a"), None),
+    ):
         with pytest.raises(NotImplementedError):
             call()
     assert (tmp_path / "a").read_bytes() == b"1"
@@ -317,7 +472,11 @@ def test_a_stage_is_published_only_with_all_its_files(harm, bucket):
         second = Attempt(bucket.uri, "k")
         second.write("state", b"other")
         assert not second.commit({})
-        assert set(listing(join(bucket.uri, "k"))) == {"manifest.json", f"{attempt.name}/state", f"{attempt.name}/table"}
+        assert set(listing(join(bucket.uri, "k"))) == {
+            "manifest.json",
+            f"{attempt.name}/state",
+            f"{attempt.name}/table",
+        }
 
 
 # ---- how often it is asked ----------------------------------------------------------------------------------------------
@@ -351,13 +510,23 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket):
         attempt = Attempt(store.root, key)
         attempt.write("state", b"1")
         attempt.commit({})
-    store.save_record({"name": "r", "stages": [{"id": f"s{n}", "key": f"{n:032d}", "step": "train"} for n in range(5)]})
+    store.save_record(
+        {
+            "name": "r",
+            "stages": [{"id": f"s{n}", "key": f"{n:032d}", "step": "train"} for n in range(5)],
+        }
+    )
     interrupted = Attempt(store.root, f"{0:032d}")
     interrupted.write("state", b"22")
     unneeded = sum(listing(join(store.root, f"{5:032d}")).values())
     bucket.seen.clear()
-    assert dict(store.garbage()) == {f"stages/{0:032d}/{interrupted.name}": 2, f"stages/{5:032d}": unneeded}
-    assert bucket.counts("list-type=2") == {"GET": 6}  # runs, earlier records of r, searches, stages, checkpoints, failures
+    assert dict(store.garbage()) == {
+        f"stages/{0:032d}/{interrupted.name}": 2,
+        f"stages/{5:032d}": unneeded,
+    }
+    assert bucket.counts("list-type=2") == {
+        "GET": 6
+    }  # runs, earlier records of r, searches, stages, checkpoints, failures
     assert len(bucket.seen) <= 6 + 2 + 2, "a manifest was read of every stage"
 
 
@@ -379,10 +548,17 @@ def test_the_uri_goes_before_the_environment(monkeypatch):
     monkeypatch.setenv("AWS_REGION", "b")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://own:2")
     assert place({}) == ("b", "https", "own:2")
-    assert place({"region": "c", "endpoint_override": "here:3", "scheme": "http"}) == ("c", "http", "here:3")
+    assert place({"region": "c", "endpoint_override": "here:3", "scheme": "http"}) == (
+        "c",
+        "http",
+        "here:3",
+    )
     assert "access_key" not in made[-1]
     assert made[-1]["retry_strategy"].max_attempts == filesystem.TRIES
-    assert (made[-1]["connect_timeout"], made[-1]["request_timeout"]) == (filesystem.CONNECT_S, filesystem.SILENT_S)
+    assert (made[-1]["connect_timeout"], made[-1]["request_timeout"]) == (
+        filesystem.CONNECT_S,
+        filesystem.SILENT_S,
+    )
     flags = "allow_bucket_creation", "force_virtual_addressing"
     assert [made[-1][flag] for flag in flags] == [False, False]
     for flag in flags:
@@ -396,16 +572,28 @@ def test_google_gives_up_in_time(monkeypatch):
     system, path = resolve("gs://anonymous@bucket/x")
     assert isinstance(system, fs.PyFileSystem)
     assert path == "bucket/x"
-    for text in ("google::cloud::Status(UNAVAILABLE: Retry policy exhausted in ReadObject", "AWS Error UNKNOWN (HTTP status 503) during HeadObject"):
+    for text in (
+        "google::cloud::Status(UNAVAILABLE: Retry policy exhausted in ReadObject",
+        "AWS Error UNKNOWN (HTTP status 503) during HeadObject",
+    ):
         assert filesystem.TRANSIENT.search(text)
     assert not filesystem.TRANSIENT.search("google::cloud::Status(PERMISSION_DENIED: no)")
     made: list[str] = []
-    monkeypatch.setattr(filesystem.fs, "FileSystem", SimpleNamespace(from_uri=lambda uri: (made.append(uri), (fs.LocalFileSystem(), ""))[1]))
+    monkeypatch.setattr(
+        filesystem.fs,
+        "FileSystem",
+        SimpleNamespace(from_uri=lambda uri: (made.append(uri), (fs.LocalFileSystem(), ""))[1]),
+    )
     filesystem.opened.cache_clear()
     for uri in ("gs://one/", "gcs://two/?a=b", "gs://three/?retry_limit_seconds=3", "hdfs://four/"):
         filesystem.opened(uri)
     filesystem.opened.cache_clear()
-    assert made == ["gs://one/?retry_limit_seconds=20", "gcs://two/?a=b&retry_limit_seconds=20", "gs://three/?retry_limit_seconds=3", "hdfs://four/"]
+    assert made == [
+        "gs://one/?retry_limit_seconds=20",
+        "gcs://two/?a=b&retry_limit_seconds=20",
+        "gs://three/?retry_limit_seconds=3",
+        "hdfs://four/",
+    ]
 
 
 def test_a_stream_that_an_exception_may_close_is_not_offered(bucket):
@@ -433,25 +621,69 @@ def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_S3_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    with pytest.raises(UserError, match=r"cannot hold MLflow's SQLite database; name a tracking server in tracking\.uri"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot hold MLflow's SQLite database; name a tracking server in tracking\.uri",
+    ):
         tracking_uri("s3://bucket/x")
-    assert bucket_folder("s3://bucket/x?region=eu-west-1&scheme=http&endpoint_override=host%3A9000") == "s3://bucket/x/mlartifacts"
-    assert (os.environ["MLFLOW_S3_ENDPOINT_URL"], os.environ["AWS_DEFAULT_REGION"]) == ("http://host:9000", "eu-west-1")
+    assert (
+        bucket_folder("s3://bucket/x?region=eu-west-1&scheme=http&endpoint_override=host%3A9000")
+        == "s3://bucket/x/mlartifacts"
+    )
+    assert (os.environ["MLFLOW_S3_ENDPOINT_URL"], os.environ["AWS_DEFAULT_REGION"]) == (
+        "http://host:9000",
+        "eu-west-1",
+    )
 
 
 # ---- what is said where a bucket refuses -----------------------------------------------------------------------------------
-CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_REGION", "AWS_DEFAULT_REGION",
-               "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS")
+CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_PROFILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+)
 
 
-@pytest.mark.parametrize(("uri", "environment", "said"), [
-    ("s3://mine/x", {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "hush", "AWS_REGION": "eu-west-1"},
-     ["bucket 'mine'", "region eu-west-1", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"]),
-    ("s3://mine/x?region=eu-north-1&endpoint_override=minio:9000", {}, ["region eu-north-1 at minio:9000", "the role of this machine"]),
-    ("s3://mine", {"AWS_WEB_IDENTITY_TOKEN_FILE": "/t", "AWS_ROLE_ARN": "arn:1"}, ["region us-east-1 (give another", "the role arn:1"]),
-    ("gs://mine/x", {"GOOGLE_APPLICATION_CREDENTIALS": "/hush.json"}, ["bucket 'mine'", "GOOGLE_APPLICATION_CREDENTIALS"]),
-    ("gs://anonymous@mine/x", {}, ["bucket 'mine'", "anonymous@ in the URI"])])
-def test_a_remedy_for_a_bucket_names_it_its_region_and_where_credentials_come_from(uri, environment, said, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("uri", "environment", "said"),
+    [
+        (
+            "s3://mine/x",
+            {
+                "AWS_ACCESS_KEY_ID": "AKIA1",
+                "AWS_SECRET_ACCESS_KEY": "hush",
+                "AWS_REGION": "eu-west-1",
+            },
+            ["bucket 'mine'", "region eu-west-1", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"],
+        ),
+        (
+            "s3://mine/x?region=eu-north-1&endpoint_override=minio:9000",
+            {},
+            ["region eu-north-1 at minio:9000", "the role of this machine"],
+        ),
+        (
+            "s3://mine",
+            {"AWS_WEB_IDENTITY_TOKEN_FILE": "/t", "AWS_ROLE_ARN": "arn:1"},
+            ["region us-east-1 (give another", "the role arn:1"],
+        ),
+        (
+            "gs://mine/x",
+            {"GOOGLE_APPLICATION_CREDENTIALS": "/hush.json"},
+            ["bucket 'mine'", "GOOGLE_APPLICATION_CREDENTIALS"],
+        ),
+        ("gs://anonymous@mine/x", {}, ["bucket 'mine'", "anonymous@ in the URI"]),
+    ],
+)
+def test_a_remedy_for_a_bucket_names_it_its_region_and_where_credentials_come_from(
+    uri, environment, said, tmp_path, monkeypatch
+):
     for name in CREDENTIALS:
         monkeypatch.delenv(name, raising=False)
     for name, value in {**environment, "HOME": str(tmp_path)}.items():
@@ -479,7 +711,9 @@ def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(why, bucket, t
 
     name = "nobodys-bucket" if why == "missing" else bucket.bucket
     bucket.faults[:] = [Fault("403")] if why == "denied" else []
-    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ("a",)), storage=f"s3://{name}/x")
+    body = small_run.make_body(
+        tmp_path, small_run.make_cards(tmp_path, ("a",)), storage=f"s3://{name}/x"
+    )
     assert cli.main(["plan", small_run.write_config(tmp_path / "c.yaml", body)]) == 2
     said = capsys.readouterr().err
     assert f"bucket '{name}' exists in region us-east-1" in said

@@ -10,7 +10,20 @@ import pytest
 import tabletop
 import torch
 from pydantic import ValidationError
-from tabletop import ONE, OPTIMIZERS, TWO, Left, batch, begun, each_step, images, in_turn, rates, serving, vit
+from tabletop import (
+    ONE,
+    OPTIMIZERS,
+    TWO,
+    Left,
+    batch,
+    begun,
+    each_step,
+    images,
+    in_turn,
+    rates,
+    serving,
+    vit,
+)
 from torch import Tensor, nn
 
 from workers.errors import UserError
@@ -25,8 +38,20 @@ RATES = rates(12.0)
 STEPS = 4  # of an epoch
 
 
-def trained(method: Hat, task: Task = ONE, carried: Carried | None = None, optimizer: str = "adamw", epochs: int = 3) -> Left:
-    for _ in each_step(method, OPTIMIZERS[optimizer](begun(method, task, carried, rates=RATES)), task, STEPS, epochs):
+def trained(
+    method: Hat,
+    task: Task = ONE,
+    carried: Carried | None = None,
+    optimizer: str = "adamw",
+    epochs: int = 3,
+) -> Left:
+    for _ in each_step(
+        method,
+        OPTIMIZERS[optimizer](begun(method, task, carried, rates=RATES)),
+        task,
+        STEPS,
+        epochs,
+    ):
         assert method.mask.embedding.abs().max() <= 6
     return method.finish()
 
@@ -34,12 +59,16 @@ def trained(method: Hat, task: Task = ONE, carried: Carried | None = None, optim
 def chain(optimizer: str = "adamw", cls: type[Hat] = Hat, **settings: Any) -> list[Left]:
     """Two tasks, each on a backbone of its own, as stages are; half of the units are on from the start."""
     made = cls.Settings(**{"start": "normal", "c": 0.1, "mask_lr": 0.05, **settings})
-    return in_turn((ONE, TWO), lambda task, carried: trained(cls(vit(), made, 1), task, carried, optimizer))
+    return in_turn(
+        (ONE, TWO), lambda task, carried: trained(cls(vit(), made, 1), task, carried, optimizer)
+    )
 
 
 def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
     """Logits of a task as they are served after the last of `done`."""
-    return tabletop.answers(serving(cls(vit(), cls.Settings(), 1), [state for state, _ in done], done[-1][1]), task)
+    return tabletop.answers(
+        serving(cls(vit(), cls.Settings(), 1), [state for state, _ in done], done[-1][1]), task
+    )
 
 
 # ---- the loss -----------------------------------------------------------------------------------------------------------
@@ -47,7 +76,9 @@ def test_the_loss_is_cross_entropy_plus_c_times_r():
     method = Hat(vit(), HatSettings(c=0.5, price="absolute", schedule="linear", s_min=None), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     loss, terms = method.loss(batch(), Progress(0, 0, 1, STEPS))
-    assert math.isclose(float(terms["newly_used"]), 0.5, abs_tol=0.01), "at scale 1 / s_max every mask is a half"
+    assert math.isclose(float(terms["newly_used"]), 0.5, abs_tol=0.01), (
+        "at scale 1 / s_max every mask is a half"
+    )
     assert torch.isclose(loss, terms["ce"] + 0.5 * terms["newly_used"])
     loss.backward()
     method.after_backward()
@@ -67,7 +98,10 @@ def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensat
         assert torch.isclose(loss, terms["ce"] + 0.5 * before * terms["newly_used"])
         loss.backward()
         method.after_backward()
-        method.effective, seen = method.training_weights(batch(step), progress), method.mask.embedding.grad != 0
+        method.effective, seen = (
+            method.training_weights(batch(step), progress),
+            method.mask.embedding.grad != 0,
+        )
         ce = method.classification_loss(method.features(batch(step).images), batch(step))
         worth = torch.autograd.grad(ce, method.soft)[0][seen].square().mean().sqrt()
         assert torch.isclose(method.price, 256 * worth, rtol=1e-3)
@@ -93,7 +127,9 @@ AFFINE = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.proj
 def test_what_every_task_sees_stays_and_everything_else_is_trained():
     method, before = Hat(vit(), HatSettings(), 1), vit().state_dict()
     trained(method)
-    moved = {name for name, p in method.backbone.named_parameters() if not torch.equal(p, before[name])}
+    moved = {
+        name for name, p in method.backbone.named_parameters() if not torch.equal(p, before[name])
+    }
     assert moved == {name for name in before if name.endswith(SHARED)}
     assert len(moved) == 2 * len(SHARED)
 
@@ -101,7 +137,11 @@ def test_what_every_task_sees_stays_and_everything_else_is_trained():
 def test_copies_are_trained_beside_a_backbone_that_keeps_its_own():
     method, before = Hat(vit(), HatSettings(per_task_affine=True), 1), vit().state_dict()
     state, _ = trained(method)
-    assert set(state.copies) == {name for name in before if name.endswith(AFFINE)} | {"cls_token", "norm.weight", "norm.bias"}
+    assert set(state.copies) == {name for name in before if name.endswith(AFFINE)} | {
+        "cls_token",
+        "norm.weight",
+        "norm.bias",
+    }
     for name, value in state.copies.items():
         assert torch.equal(dict(method.backbone.named_parameters())[name], before[name])
         assert not torch.equal(value, before[name])
@@ -110,7 +150,12 @@ def test_copies_are_trained_beside_a_backbone_that_keeps_its_own():
 
 
 def test_embeddings_have_their_own_rate_and_no_decay():
-    groups = {g["name"]: g for g in Hat(vit(), HatSettings(mask_travel=3.0), 1).begin(ONE, "train", None, RATES, (ONE,))}
+    groups = {
+        g["name"]: g
+        for g in Hat(vit(), HatSettings(mask_travel=3.0), 1).begin(
+            ONE, "train", None, RATES, (ONE,)
+        )
+    }
     assert groups["masks"]["weight_decay"] == 0
     assert math.isclose(groups["masks"]["lr"] * RATES.mean_rate_steps, 3.0)
     assert groups["weights"]["weight_decay"] == RATES.weight_decay
@@ -179,8 +224,14 @@ def test_locked_entries_stay_and_free_ones_are_trained(optimizer: str):
     (state, before), (_, after) = chain(optimizer)
     for i in range(2):
         qk, v, ff = (state.masks[f"blocks.{i}.{kind}"] for kind in ("qk", "v", "ff"))
-        for name, lock in (("attn.qkv.weight", torch.cat([qk, qk, v])[:, None]), ("attn.qkv.bias", torch.cat([qk, qk, v])), ("attn.proj.weight", v[None]),
-                           ("mlp.fc1.weight", ff[:, None]), ("mlp.fc1.bias", ff), ("mlp.fc2.weight", ff[None])):
+        for name, lock in (
+            ("attn.qkv.weight", torch.cat([qk, qk, v])[:, None]),
+            ("attn.qkv.bias", torch.cat([qk, qk, v])),
+            ("attn.proj.weight", v[None]),
+            ("mlp.fc1.weight", ff[:, None]),
+            ("mlp.fc1.bias", ff),
+            ("mlp.fc2.weight", ff[None]),
+        ):
             old, new = before.tensors[f"blocks.{i}.{name}"], after.tensors[f"blocks.{i}.{name}"]
             held = lock.expand(old.shape)
             assert torch.equal(old[held], new[held]), name
@@ -197,7 +248,9 @@ def test_without_restore_weight_decay_forgets(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_without_the_protector_every_optimizer_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_the_protector_every_optimizer_forgets(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
     done = chain(optimizer)
@@ -210,7 +263,10 @@ def test_soft_masks_at_test_would_change_the_answers():
     with torch.no_grad():
         hard = method.eval().logits(images(), "one")
         method.training_weights(batch(), Progress(0, STEPS - 1, 1, STEPS))
-        method.effective, head = method.training_weights(batch(), Progress(0, STEPS - 1, 1, STEPS)), method.heads["one"]
+        method.effective, head = (
+            method.training_weights(batch(), Progress(0, STEPS - 1, 1, STEPS)),
+            method.heads["one"],
+        )
         assert not torch.equal(head(method.features(images())), hard)
 
 
@@ -239,9 +295,11 @@ def test_a_task_of_vit_tiny_takes_1728_bytes_and_its_head(affine: bool, copies: 
 
 
 def test_a_state_of_another_width_is_refused():
-    (state, _), = chain()[:1]
+    ((state, _),) = chain()[:1]
     state.masks["blocks.1.ff"] = state.masks["blocks.1.ff"][:-1]
-    with pytest.raises(UserError, match=r"mask blocks.1.ff of shape \(127,\), this backbone has 128 units"):
+    with pytest.raises(
+        UserError, match=r"mask blocks.1.ff of shape \(127,\), this backbone has 128 units"
+    ):
         Hat(vit(), HatSettings(), 1).load(state)
     del state.masks["blocks.1.ff"]
     with pytest.raises(UserError, match="of shape None"):
@@ -252,10 +310,15 @@ def test_measures_and_the_share_of_work():
     method = Hat(vit(), HatSettings(start="normal"), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     with torch.no_grad():
-        method.mask.embedding.copy_(torch.where(torch.arange(384) < 96, 1.0, -1.0))  # two blocks of 32 + 32 + 128: a half of the first
+        method.mask.embedding.copy_(
+            torch.where(torch.arange(384) < 96, 1.0, -1.0)
+        )  # two blocks of 32 + 32 + 128: a half of the first
     method.uses = (torch.arange(384) >= 288).short()
     assert method.measures() == {"density": 0.25, "capacity": 0.5, "free": 0.5}
-    work = [method.flops_share(method.state(masks=method.by_site(torch.rand(384) < share))) for share in (1.1, 0.5, 0.0)]
+    work = [
+        method.flops_share(method.state(masks=method.by_site(torch.rand(384) < share)))
+        for share in (1.1, 0.5, 0.0)
+    ]
     assert work[0] == 1
     assert work[0] > work[1] > work[2] > 0
 
@@ -287,10 +350,14 @@ def test_an_epoch_of_one_step_is_refused():
 def test_a_full_network_is_reported():
     method = Hat(vit(), HatSettings(mask_lr=1e-6), 1)
     _, carried = trained(method)
-    assert ["0.00% of the units are left for later tasks" in said for said in method.warnings()] == [True]
+    assert [
+        "0.00% of the units are left for later tasks" in said for said in method.warnings()
+    ] == [True]
     full = Hat(vit(), HatSettings(mask_lr=1e-6), 1)
     trained(full, TWO, carried)
-    assert ["task 'two': only 0.00% of the units were free" in said for said in full.warnings()] == [True]
+    assert [
+        "task 'two': only 0.00% of the units were free" in said for said in full.warnings()
+    ] == [True]
     giving = AdaHat(vit(), AdaHatSettings(mask_lr=1e-6), 1)
     trained(giving, TWO, carried)
     assert giving.warnings() == []
@@ -303,7 +370,9 @@ def test_a_full_network_still_learns_a_head_and_a_choice_of_units():
     full = Carried(trained(Hat(vit(), HatSettings(mask_lr=1e-6), 1))[1].tensors)
     method = Hat(vit(), HatSettings(start="normal"), 1)
     state, carried = trained(method, TWO, full)
-    assert all(torch.equal(t, full.tensors[name]) for name, t in carried.tensors.items() if name != "uses")
+    assert all(
+        torch.equal(t, full.tensors[name]) for name, t in carried.tensors.items() if name != "uses"
+    )
     assert method.loss(batch(), Progress(0, 0, 1, STEPS))[1]["newly_used"] == 0
     assert not all(bool(m.all()) for m in state.masks.values())
 
@@ -320,14 +389,25 @@ def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full():
     method.after_backward()
     torch.optim.SGD(method.parameters(), lr=0.1).step()
     method.after_step(progress)
-    uses, soft = method.by_site(method.uses)["blocks.1.ff"], method.by_site(method.soft)["blocks.1.ff"]
+    uses, soft = (
+        method.by_site(method.uses)["blocks.1.ff"],
+        method.by_site(method.soft)["blocks.1.ff"],
+    )
     free = uses == 0
     r = 0.3 / (0.1 + soft[free].mean())
     fc1, fc2 = method.backbone.blocks[1].mlp.fc1, method.backbone.blocks[1].mlp.fc2
     expected = -0.1 * r / (uses + r)
-    assert torch.allclose(fc1.weight - before["blocks.1.mlp.fc1.weight"], expected[:, None] * fc1.weight.grad, atol=1e-6)
-    assert torch.allclose(fc1.bias - before["blocks.1.mlp.fc1.bias"], expected * fc1.bias.grad, atol=1e-6)
-    assert torch.allclose(fc2.weight - before["blocks.1.mlp.fc2.weight"], expected * fc2.weight.grad, atol=1e-6)
+    assert torch.allclose(
+        fc1.weight - before["blocks.1.mlp.fc1.weight"],
+        expected[:, None] * fc1.weight.grad,
+        atol=1e-6,
+    )
+    assert torch.allclose(
+        fc1.bias - before["blocks.1.mlp.fc1.bias"], expected * fc1.bias.grad, atol=1e-6
+    )
+    assert torch.allclose(
+        fc2.weight - before["blocks.1.mlp.fc2.weight"], expected * fc2.weight.grad, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

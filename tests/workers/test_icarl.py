@@ -33,7 +33,9 @@ def test_the_loss_has_the_worked_value(monkeypatch: pytest.MonkeyPatch):
     one = Task("c", "card", "", ("c1",))
     method, b = begun("icarl", A, one), batch(A, one, rows=slice(0, 2))
     b.labels, b.tasks = torch.tensor([0, 0]), torch.tensor([1, 0])  # classes 2 and 0 of all
-    monkeypatch.setattr(method, "all_logits", lambda features: torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, -1.0]]))
+    monkeypatch.setattr(
+        method, "all_logits", lambda features: torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, -1.0]])
+    )
     method.teacher = SimpleNamespace(joined=lambda images: torch.tensor([[1.0, -1.0], [0.0, 2.0]]))
     assert float(method.loss(b, START)[0]) == pytest.approx(0.61401100, abs=1e-6)
 
@@ -46,14 +48,25 @@ def teaching(method: Icarl, images: Tensor, names: str) -> Tensor:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_the_loss_is_a_mean_over_entries_old_ones_held_to_the_teacher_and_new_ones_to_labels(soft: bool):
+def test_the_loss_is_a_mean_over_entries_old_ones_held_to_the_teacher_and_new_ones_to_labels(
+    soft: bool,
+):
     method = begun("icarl", A, B, C)
-    b = batch(A, B, C, targets=torch.rand(6, 7, generator=torch.Generator().manual_seed(2)).softmax(1) if soft else None)
+    b = batch(
+        A,
+        B,
+        C,
+        targets=torch.rand(6, 7, generator=torch.Generator().manual_seed(2)).softmax(1)
+        if soft
+        else None,
+    )
     taught = teaching(method, b.images, "ab")
     loss, terms = method.loss(b, START)
     labels = b.targets if b.targets is not None else F.one_hot(wide(b, A, B, C), 7).float()
     targets = torch.cat([taught.sigmoid(), labels[:, 5:]], 1)
-    assert torch.allclose(loss, F.binary_cross_entropy_with_logits(method.logits(b.images, None), targets), atol=1e-6)
+    assert torch.allclose(
+        loss, F.binary_cross_entropy_with_logits(method.logits(b.images, None), targets), atol=1e-6
+    )
     assert terms.keys() == {"bce", "kd"}
 
 
@@ -72,7 +85,9 @@ def test_as_others_report_it_the_loss_is_cross_entropy_and_distillation():
     taught = teaching(method, b.images, "a")
     loss, terms = method.loss(b, START)
     logits = method.logits(b.images, None)
-    assert torch.allclose(loss, F.cross_entropy(logits, wide(b, A, B)) + kd_ce(logits[:, :2], taught, 3.0), atol=1e-5)
+    assert torch.allclose(
+        loss, F.cross_entropy(logits, wide(b, A, B)) + kd_ce(logits[:, :2], taught, 3.0), atol=1e-5
+    )
     assert terms.keys() == {"ce", "kd"}
 
 
@@ -80,7 +95,11 @@ def test_as_others_report_it_the_loss_is_cross_entropy_and_distillation():
 def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str):
     method, b = begun("icarl", A, loss=loss), batch(A)
     logits = method.logits(b.images, None)
-    expected = F.cross_entropy(logits, b.labels) if name == "ce" else F.binary_cross_entropy_with_logits(logits, F.one_hot(b.labels, 2).float())
+    expected = (
+        F.cross_entropy(logits, b.labels)
+        if name == "ce"
+        else F.binary_cross_entropy_with_logits(logits, F.one_hot(b.labels, 2).float())
+    )
     found, terms = method.loss(b, START)
     assert method.teacher is None
     assert torch.equal(found, expected)
@@ -108,14 +127,20 @@ def test_it_answers_by_the_nearest_mean_of_the_exemplars_as_the_network_sees_the
 
 
 def test_with_argmax_the_outputs_answer_and_only_the_measurement_is_another(lab: Lab):
-    by_means, by_outputs = (stream(lab, "icarl", memory=10, infer=infer) for infer in ("nme", "argmax"))
+    by_means, by_outputs = (
+        stream(lab, "icarl", memory=10, infer=infer) for infer in ("nme", "argmax")
+    )
     for task in (0, 1):
-        assert [job.key for job in by_means.stages(task)] == [job.key for job in by_outputs.stages(task)]
+        assert [job.key for job in by_means.stages(task)] == [
+            job.key for job in by_outputs.stages(task)
+        ]
         assert by_means.evaluate_job(task).key != by_outputs.evaluate_job(task).key
     by_outputs.trained(1)
     served, images = by_outputs.served(1), by_outputs.images(1)
     with torch.no_grad():
-        expected = torch.cat([served.heads[name](served.backbone(images)) for name in ("two", "three")], 1)
+        expected = torch.cat(
+            [served.heads[name](served.backbone(images)) for name in ("two", "three")], 1
+        )
         assert torch.equal(served.logits(images, None), expected)
         assert torch.equal(served.logits(images, "three"), expected[:, 2:])
 
@@ -134,7 +159,9 @@ def test_until_there_are_means_the_outputs_answer(lab: Lab):
 
 def test_means_move_with_the_network_and_not_with_its_heads():
     method = begun("icarl", A, B)
-    method.means = F.normalize(torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), dim=1)
+    method.means = F.normalize(
+        torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), dim=1
+    )
     images, before = batch(A).images, method.logits(batch(A).images, None)
     with torch.no_grad():
         method.heads["a"].weight.add_(1.0)
@@ -148,14 +175,19 @@ def test_old_classes_keep_the_start_of_their_lists_and_all_share_the_memory(lab:
     run = stream(lab, "icarl", memory=11)
     first, second = (run.carried(task).meta[MEMORY] for task in (0, 1))
     assert {c: len(keys) for c, keys in first["two"].items()} == {"0": 5, "1": 5}
-    assert {c: len(keys) for classes in second.values() for c, keys in classes.items()} == dict.fromkeys("01234", 2)
+    assert {
+        c: len(keys) for classes in second.values() for c, keys in classes.items()
+    } == dict.fromkeys("01234", 2)
     assert all(second["two"][c] == first["two"][c][:2] for c in "01")
     assert {task: [*classes] for task, classes in second.items()} == CLASSES
 
 
 def test_a_base_task_gets_exemplars_and_means_by_the_backbone(lab: Lab):
     run = stream(lab, "icarl", base="two", memory=10)
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["herd"], ["train", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["herd"],
+        ["train", "herd"],
+    ]
     assert run.carried(0).tensors[MEANS].shape == (2, 32)
     assert run.carried(1).tensors[MEANS].shape == (5, 32)
 
@@ -166,8 +198,10 @@ def test_two_ranks_choose_the_same_exemplars_and_means(lab: Lab):
     herd = run.stages(1)[-1]
     job = again(herd, f"ranks-{os.getpid()}")
     on_ranks([job], 2, lab.folder / "icarl-ranks")
-    assert [Artefact.need(job.root, job.key).read(n) for n in ("task.safetensors", "carried.safetensors")] == [
-        run.artefact(herd).read(n) for n in ("task.safetensors", "carried.safetensors")]
+    assert [
+        Artefact.need(job.root, job.key).read(n)
+        for n in ("task.safetensors", "carried.safetensors")
+    ] == [run.artefact(herd).read(n) for n in ("task.safetensors", "carried.safetensors")]
 
 
 def test_a_memory_that_leaves_a_class_without_an_exemplar_is_refused():

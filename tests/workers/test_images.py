@@ -15,7 +15,9 @@ from workers.data import shards
 from workers.data.images import Limits, pixels_of
 from workers.errors import UserError
 
-PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 12, 3), np.uint8).astype(np.uint8))
+PICTURE = Image.fromarray(
+    np.random.default_rng(0).integers(0, 255, (9, 12, 3), np.uint8).astype(np.uint8)
+)
 
 
 def encoded(kind: str, picture: Image.Image = PICTURE) -> bytes:
@@ -30,11 +32,19 @@ def text(data: bytes) -> str:
 
 def bomb(side: int, height: int = 0) -> bytes:
     """A PNG whose header claims side x side pixels, or side x height."""
+
     def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
 
     size = struct.pack(">IIBBBBB", side, height or side, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", size)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -43,7 +53,9 @@ def test_files_bytes_and_base64_are_what_evaluation_decodes(kind, tmp_path):
     (tmp_path / "picture").write_bytes(data)
     url = f"data:image/{kind.lower()};base64,{text(data)}"
     for image in (data, text(data), url, str(tmp_path / "picture"), tmp_path / "picture"):
-        assert np.array_equal(pixels_of([image], 6, Limits(paths=True))[0].transpose(1, 2, 0), shards.decode(data, 6))
+        assert np.array_equal(
+            pixels_of([image], 6, Limits(paths=True))[0].transpose(1, 2, 0), shards.decode(data, 6)
+        )
 
 
 def test_arrays_lists_and_pictures_are_the_same_image():
@@ -57,27 +69,43 @@ def test_arrays_lists_and_pictures_are_the_same_image():
 
 BAD = {
     "nothing": (b"", "image 1 is not an image that can be read here"),
-    "no image": (b"hello, I am no image", "image 1 is not an image that can be read here .20 bytes.; give a JPEG, PNG or WebP file"),
+    "no image": (
+        b"hello, I am no image",
+        "image 1 is not an image that can be read here .20 bytes.; give a JPEG, PNG or WebP file",
+    ),
     "another format": (encoded("BMP"), "image 1 is not an image that can be read here"),
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "image 1 is not an image"),
     "truncated": (encoded("JPEG")[:-60], r"image 1 is damaged \(.*\); give a whole JPEG"),
     "truncated base64": (text(encoded("JPEG")[:-60]), "image 1 is damaged"),
-    "bomb": (bomb(60_000), r"image 1 is too large: 60000 x 60000 is more than max_pixels = 1000; send a smaller one"),
-    "large array": (np.zeros((40, 40, 3), np.uint8), "image 1 is too large: 40 x 40 is more than max_pixels = 1000"),
+    "bomb": (
+        bomb(60_000),
+        r"image 1 is too large: 60000 x 60000 is more than max_pixels = 1000; send a smaller one",
+    ),
+    "large array": (
+        np.zeros((40, 40, 3), np.uint8),
+        "image 1 is too large: 40 x 40 is more than max_pixels = 1000",
+    ),
     "large picture": (Image.new("RGB", (40, 40)), "image 1 is too large"),
     "grey": (np.zeros((4, 4), np.uint8), r"image 1 has shape \(4, 4\); give \(height, width, 3\)"),
     "channels first": (np.zeros((3, 4, 4), np.uint8), r"image 1 has shape \(3, 4, 4\)"),
     "empty": (np.zeros((0, 4, 3), np.uint8), r"image 1 has shape \(0, 4, 3\)"),
     "floats": (np.zeros((4, 4, 3)), "image 1 has dtype float64; give uint8"),
     "int64": (np.zeros((4, 4, 3), np.int64), "image 1 has dtype int64; give uint8"),
-    "list of floats": ([[[0.5, 0.5, 0.5]]], "image 1 holds float64 values, not all of them whole numbers from 0 to 255"),
+    "list of floats": (
+        [[[0.5, 0.5, 0.5]]],
+        "image 1 holds float64 values, not all of them whole numbers from 0 to 255",
+    ),
     "list above 255": ([[[0, 0, 256]]], "image 1 holds int64 values, not all"),
     "list of words": ([[["a", "b", "c"]]], "image 1 holds .* values, not all"),
     "ragged": ([[[1, 2, 3]], [[1, 2]]], "image 1 is a list whose rows differ in length"),
     "number": (3, "image 1 is a int; give the bytes of"),
     "none": (None, "image 1 is a NoneType"),
     "words": ("no base64!", "image 1 is text that is not base64"),
-    "path": ("/etc/passwd", r"image 1 \(/etc/passwd\) names a file, and no files are read here; send the bytes of the image as base64"),
+    "path": (
+        "/etc/passwd",
+        r"image 1 \(/etc/passwd\) names a file, and no files are read here; send the bytes of "
+        r"the image as base64",
+    ),
     "address": ("http://127.0.0.1/a.png", "image 1 .* names a file, and no files are read here"),
     "many bytes": (b"x" * 3000, "image 1 takes 3000 bytes, more than 2000"),
     "much base64": (text(b"x" * 3000), "image 1 takes 3000 bytes, more than 2000"),
@@ -107,7 +135,9 @@ def test_a_file_is_read_where_that_is_allowed_alone(tmp_path):
     pixels_of([str(place)], 6, Limits(paths=True))
     with pytest.raises(UserError, match="no files are read here"):
         pixels_of([str(place)], 6, Limits())
-    with pytest.raises(UserError, match=r"image 0 \(.*b.png\) cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        UserError, match=r"image 0 \(.*b.png\) cannot be read \(No such file or directory\)"
+    ):
         pixels_of([str(tmp_path / "b.png")], 6, Limits(paths=True))
 
 
@@ -115,7 +145,10 @@ def test_a_request_is_bounded_as_a_whole():
     data = encoded("PNG")
     with pytest.raises(UserError, match="3 images in one request are more than 2"):
         pixels_of([data] * 3, 6, Limits(images=2))
-    with pytest.raises(UserError, match=f"the images of this request take {2 * len(data)} bytes, more than {len(data)}"):
+    with pytest.raises(
+        UserError,
+        match=f"the images of this request take {2 * len(data)} bytes, more than {len(data)}",
+    ):
         pixels_of([data] * 2, 6, Limits(body_bytes=len(data)))
     with pytest.raises(UserError, match="give a list of images"):
         pixels_of(data, 6, Limits())  # type: ignore[arg-type]

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tabletop import BASE, ONE, OPTIMIZERS, PROGRESS, TWO, answers, batch, begun, images, trained, vit
+from tabletop import (
+    BASE,
+    ONE,
+    OPTIMIZERS,
+    PROGRESS,
+    TWO,
+    answers,
+    batch,
+    begun,
+    images,
+    trained,
+    vit,
+)
 from torch import Tensor, nn
 
 from workers.errors import UserError
@@ -45,12 +57,22 @@ def test_mask_values_are_one_or_at_most_a_half():
     assert torch.equal(mask == 1, values >= 5e-3)
     off = mask[mask != 1]
     assert (off.min(), off.max()) == (0.0, 0.5)
-    assert torch.equal(off.argsort(), values[values < 5e-3].argsort()), "a larger real value has a larger coefficient"
+    assert torch.equal(off.argsort(), values[values < 5e-3].argsort()), (
+        "a larger real value has a larger coefficient"
+    )
 
 
-@pytest.mark.parametrize(("values", "want"), [
-    ([0.004, 0.004, 0.004], [0, 0, 0]), ([0.02, 0.01], [1, 1]), ([-1.0, -2.0, -3.0], [0.5, 0.25, 0]), ([0.0, 0.0], [0, 0]), ([5e-3, 0.0], [1, 0])],
-    ids=["all off and equal", "all on", "all off", "all at zero", "at the threshold"])
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ([0.004, 0.004, 0.004], [0, 0, 0]),
+        ([0.02, 0.01], [1, 1]),
+        ([-1.0, -2.0, -3.0], [0.5, 0.25, 0]),
+        ([0.0, 0.0], [0, 0]),
+        ([5e-3, 0.0], [1, 0]),
+    ],
+    ids=["all off and equal", "all on", "all off", "all at zero", "at the threshold"],
+)
 def test_a_layer_without_a_range_has_no_nan(values, want):
     """On entries count as zero for the least and the largest, off ones at exactly zero get nothing."""
     mask = SoftBinary(torch.tensor(values), torch.tensor(5e-3).item())
@@ -83,36 +105,80 @@ def test_without_coefficients_and_groups_it_is_piggyback():
     values = scores()
     assert torch.equal(SoftBinary(values, 5e-3, soft=False).hard(), Threshold(values, 5e-3).hard())
     tie = torch.tensor([5e-3])
-    assert (SoftBinary(tie, 5e-3, soft=False).hard().item(), Threshold(tie, 5e-3).hard().item()) == (True, False)
-    mine, other = ksm(granularity="element", soft=False, norms=False), Piggyback(vit(), PiggybackSettings(), seed=1)
+    assert (
+        SoftBinary(tie, 5e-3, soft=False).hard().item(),
+        Threshold(tie, 5e-3).hard().item(),
+    ) == (True, False)
+    mine, other = (
+        ksm(granularity="element", soft=False, norms=False),
+        Piggyback(vit(), PiggybackSettings(), seed=1),
+    )
     for method in (mine, other):
         begun(method)
         for i, site in enumerate(method.masks):
             with torch.no_grad():
-                method.masks[site].scores.copy_(scores(method.sites[site].numel() + i)[i:].view_as(method.sites[site]))
+                method.masks[site].scores.copy_(
+                    scores(method.sites[site].numel() + i)[i:].view_as(method.sites[site])
+                )
     assert torch.equal(answers(mine), answers(other))
-    ours, theirs = mine.training_weights(batch(), PROGRESS), other.training_weights(batch(), PROGRESS)
+    ours, theirs = (
+        mine.training_weights(batch(), PROGRESS),
+        other.training_weights(batch(), PROGRESS),
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_mask_value_stands_for_a_group_of_columns_a_kernel_or_a_row():
     weight = torch.arange(1.0, 17.0).view(2, 8)
-    assert masked(weight, torch.tensor([[1.0, 0.5], [0.0, 2.0]])).tolist() == [[1, 2, 3, 4, 2.5, 3, 3.5, 4], [0, 0, 0, 0, 26, 28, 30, 32]]
+    assert masked(weight, torch.tensor([[1.0, 0.5], [0.0, 2.0]])).tolist() == [
+        [1, 2, 3, 4, 2.5, 3, 3.5, 4],
+        [0, 0, 0, 0, 26, 28, 30, 32],
+    ]
     assert masked(weight, torch.tensor([0.0, 1.0])).tolist() == [[0.0] * 8, weight[1].tolist()]
     conv = weight.view(2, 2, 2, 2)
-    assert torch.equal(masked(conv, torch.tensor([[True, False], [False, True]])), conv * torch.eye(2)[:, :, None, None])
+    assert torch.equal(
+        masked(conv, torch.tensor([[True, False], [False, True]])),
+        conv * torch.eye(2)[:, :, None, None],
+    )
     values = torch.tensor([[1.0, 0.5], [0.0, 2.0]], requires_grad=True)
     (masked(weight, values) * weight).sum().backward()
     assert torch.equal(values.grad, weight.square().view(2, 2, 4).sum(2))
 
 
-@pytest.mark.parametrize(("settings", "shapes"), [
-    ({}, {"patch_embed.proj": (32, 3), "blocks.0.attn.qkv": (96, 4), "blocks.1.mlp.fc2": (32, 16)}),
-    ({"group": 32}, {"patch_embed.proj": (32, 3), "blocks.0.attn.qkv": (96, 1), "blocks.1.mlp.fc2": (32, 4)}),
-    ({"granularity": "channel"}, {"patch_embed.proj": (32,), "blocks.0.attn.qkv": (96,), "blocks.1.mlp.fc2": (32,)}),
-    ({"granularity": "element"}, {"patch_embed.proj": (32, 3, 8, 8), "blocks.0.attn.qkv": (96, 32), "blocks.1.mlp.fc2": (32, 128)}),
-])
+@pytest.mark.parametrize(
+    ("settings", "shapes"),
+    [
+        (
+            {},
+            {
+                "patch_embed.proj": (32, 3),
+                "blocks.0.attn.qkv": (96, 4),
+                "blocks.1.mlp.fc2": (32, 16),
+            },
+        ),
+        (
+            {"group": 32},
+            {
+                "patch_embed.proj": (32, 3),
+                "blocks.0.attn.qkv": (96, 1),
+                "blocks.1.mlp.fc2": (32, 4),
+            },
+        ),
+        (
+            {"granularity": "channel"},
+            {"patch_embed.proj": (32,), "blocks.0.attn.qkv": (96,), "blocks.1.mlp.fc2": (32,)},
+        ),
+        (
+            {"granularity": "element"},
+            {
+                "patch_embed.proj": (32, 3, 8, 8),
+                "blocks.0.attn.qkv": (96, 32),
+                "blocks.1.mlp.fc2": (32, 128),
+            },
+        ),
+    ],
+)
 def test_every_granularity_trains_masks_of_its_shape_and_serves_them(settings, shapes):
     method = ksm(mask_travel=20.0, **settings)
     state = trained(method)
@@ -162,7 +228,10 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, soft):
     before = answers(method)
     trained(method, TWO, optimizer)
     assert method.measures()["density"] < 0.98, "an empty training would keep them too"
-    assert any(not torch.equal(t, dict(vit().named_parameters())[name]) for name, t in method.copies.tensors().items())
+    assert any(
+        not torch.equal(t, dict(vit().named_parameters())[name])
+        for name, t in method.copies.tensors().items()
+    )
     assert torch.equal(answers(method), before)
     assert digest_of(method.backbone) == method.backbone_digest
     assert method.logits(images(), "two").shape == (8, 3)
@@ -174,7 +243,9 @@ def test_norms_trained_in_place_would_be_found_out(monkeypatch):
     method = ksm()
     norms = [p for name, p in method.backbone.named_parameters() if "norm" in name]
     plain = method.begin
-    monkeypatch.setattr(method, "begin", lambda *arguments: [*plain(*arguments), {"name": "norms", "params": norms}])
+    monkeypatch.setattr(
+        method, "begin", lambda *arguments: [*plain(*arguments), {"name": "norms", "params": norms}]
+    )
     method.load(trained(method))
     before = answers(method)
     trained(method, TWO)
@@ -188,7 +259,10 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = method.loss(batch(), PROGRESS)
     loss.backward()
-    assert all(m.scores.grad.dtype == torch.float32 and m.scores.grad.isfinite().all() for m in method.masks.values())
+    assert all(
+        m.scores.grad.dtype == torch.float32 and m.scores.grad.isfinite().all()
+        for m in method.masks.values()
+    )
 
 
 # ---- what is stored and served -------------------------------------------------------------------------------------------
@@ -217,7 +291,11 @@ def test_a_task_is_the_same_whatever_was_trained_before_it():
 def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones():
     method = ksm()
     method.load(trained(method))
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()))
+    method.load(
+        TaskState(
+            "base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()
+        )
+    )
     masked_answers = answers(method)
     with torch.no_grad():
         want = method.heads["base"](vit()(images()))
@@ -238,7 +316,12 @@ def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(sh
             mask.scores.view(-1)[:part] = -torch.arange(1.0, part + 1)
             off += part
     sizes, kernels = method.finish()[0].sizes(), 576 + (5_455_872 - 576 * 256) // 8
-    assert sizes == {"masks": kernels // 8, "tokens": 0, "copies": 4 * (off + 9_600), "head": 4 * 3 * (192 + 1)}
+    assert sizes == {
+        "masks": kernels // 8,
+        "tokens": 0,
+        "copies": 4 * (off + 9_600),
+        "head": 4 * 3 * (192 + 1),
+    }
     assert off == pytest.approx(share * kernels, abs=49)
 
 
@@ -250,7 +333,10 @@ def test_mistakes_get_a_sentence():
         check(KsmSettings(start=1e-3), TrainSettings())
     with pytest.raises(UserError, match=r"mask_lr is 'auto' with train\.optimizer 'sgd'"):
         check(KsmSettings(), TrainSettings(optimizer="sgd"))
-    with pytest.raises(UserError, match=r"group is 5, but blocks\.0\.attn\.qkv has 32 input columns.*choose a divisor"):
+    with pytest.raises(
+        UserError,
+        match=r"group is 5, but blocks\.0\.attn\.qkv has 32 input columns.*choose a divisor",
+    ):
         ksm(group=5)
     ksm(group=5, granularity="channel")
     with pytest.raises(ValidationError):
@@ -259,8 +345,12 @@ def test_mistakes_get_a_sentence():
 
 def test_a_state_that_does_not_fit_is_refused():
     state = trained(ksm())
-    with pytest.raises(UserError, match=r"has a mask patch_embed\.proj of shape .*the settings of its run"):
+    with pytest.raises(
+        UserError, match=r"has a mask patch_embed\.proj of shape .*the settings of its run"
+    ):
         ksm(granularity="channel").load(state)
     state.masks["blocks.0.mlp.fc1"] = ~state.masks["blocks.0.mlp.fc1"]
-    with pytest.raises(UserError, match=r"soft values for the .* kernels of blocks\.0\.mlp\.fc1 that are off"):
+    with pytest.raises(
+        UserError, match=r"soft values for the .* kernels of blocks\.0\.mlp\.fc1 that are off"
+    ):
         ksm().load(state)

@@ -42,12 +42,19 @@ def recomputed() -> Any:
 
 
 def probe(lab: Lab, **data: Any) -> Run:
-    run = lab.run_of("linear", {**OPTIMIZERS["sgd"], "epochs": 5, "batch_size": 23}, data={"val_fraction": 0.125, **data}, backbone={**TINY, "drop_path": 0.3})
+    run = lab.run_of(
+        "linear",
+        {**OPTIMIZERS["sgd"], "epochs": 5, "batch_size": 23},
+        data={"val_fraction": 0.125, **data},
+        backbone={**TINY, "drop_path": 0.3},
+    )
     run.prepare(run.stages(0)[0])
     return run
 
 
-@pytest.mark.parametrize("data", [{}, {"smoothing": 0.2}, {"repeats": 2}, {"resident_mb": 0}], ids=repr)
+@pytest.mark.parametrize(
+    "data", [{}, {"smoothing": 0.2}, {"repeats": 2}, {"resident_mb": 0}], ids=repr
+)
 def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]):
     """Up to rounding: a sample meets other neighbours in the forward. Smoothed labels, repeated images and streamed ones too."""
     job = probe(lab, **data).stages(0)[0]
@@ -60,13 +67,26 @@ def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]):
     assert sum(seen) == 5 * images
     for mine, theirs in zip(history(found), history(expected), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-    mine, theirs = (TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (found, expected))
+    mine, theirs = (
+        TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (found, expected)
+    )
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
     assert not torch.equal(mine["bias"], torch.zeros(2)), "it was trained"
 
 
-@pytest.mark.parametrize("data", [{"crop": "pad"}, {"crop": "resized"}, {"flip": 0.5}, {"randaugment": 1}, {"mixup": 0.2}, {"cutmix": 0.2}, {"erase": 0.2}],
-                         ids=repr)
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"crop": "pad"},
+        {"crop": "resized"},
+        {"flip": 0.5},
+        {"randaugment": 1},
+        {"mixup": 0.2},
+        {"cutmix": 0.2},
+        {"erase": 0.2},
+    ],
+    ids=repr,
+)
 def test_with_augmentation_features_are_recomputed(lab: Lab, data: dict[str, Any]):
     """Those of validation images alone stay the same."""
     job = probe(lab, **data).stages(0)[0]
@@ -83,7 +103,10 @@ def test_nothing_is_held_where_the_backbone_is_trained(lab: Lab, monkeypatch: py
         name, freezes_backbone = "thawed", False
 
         def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-            return [*super().begin(*arguments), {"name": "norm", "params": [self.backbone.get_parameter("norm.bias")]}]
+            return [
+                *super().begin(*arguments),
+                {"name": "norm", "params": [self.backbone.get_parameter("norm.bias")]},
+            ]
 
     monkeypatch.setitem(METHODS, "thawed", Thawed)
     job = again(probe(lab).stages(0)[0], "thawed", method="thawed")
@@ -101,7 +124,9 @@ def test_two_ranks_train_the_same_head(lab: Lab):
     one, two = (Artefact.need(job.root, job.key) for job in jobs)
     for mine, theirs in zip(history(one), history(two), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-    mine, theirs = (TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (one, two))
+    mine, theirs = (
+        TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (one, two)
+    )
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
 
 
@@ -124,12 +149,27 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root, place: str, world: 
         assert feed.held is not None
         assert len(feed.held) == feed.num_samples
     for epoch in (0, 1):
-        want = {(step, row): (made_of(b.images)[i], b.labels[i], b.targets[i]) for step, batches in enumerate(plain.epoch(epoch))
-                for b in batches if b.weight for i, row in enumerate(b.draw.rows.tolist())}
-        got = {(step, row): (b.images[i], b.labels[i], b.targets[i]) for feed in feeds for step, batches in enumerate(feed.epoch(epoch))
-               for b in batches if b.weight for i, row in enumerate(b.draw.rows.tolist())}
+        want = {
+            (step, row): (made_of(b.images)[i], b.labels[i], b.targets[i])
+            for step, batches in enumerate(plain.epoch(epoch))
+            for b in batches
+            if b.weight
+            for i, row in enumerate(b.draw.rows.tolist())
+        }
+        got = {
+            (step, row): (b.images[i], b.labels[i], b.targets[i])
+            for feed in feeds
+            for step, batches in enumerate(feed.epoch(epoch))
+            for b in batches
+            if b.weight
+            for i, row in enumerate(b.draw.rows.tolist())
+        }
         assert got.keys() == want.keys()
-        assert all(torch.equal(mine, theirs) for key in want for mine, theirs in zip(got[key], want[key], strict=True))
+        assert all(
+            torch.equal(mine, theirs)
+            for key in want
+            for mine, theirs in zip(got[key], want[key], strict=True)
+        )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -138,7 +178,9 @@ def test_a_feed_that_holds_something_decodes_nothing_more(root, place: str):  # 
     feed.hold(made_of)
     with mock.patch.object(feed.source, "_gather" if place == "resident" else "_decode") as look:
         assert sum(len(b) for batches in feed.epoch(0) for b in batches) == feed.num_samples
-        assert [key for b in feed.evaluate() for key in b.keys or []] == feed.rows.table["key"].to_pylist()
+        assert [key for b in feed.evaluate() for key in b.keys or []] == feed.rows.table[
+            "key"
+        ].to_pylist()
     look.assert_not_called()
 
 
@@ -148,7 +190,12 @@ def test_individual_stores_a_network_and_a_head_and_nothing_else(lab: Lab):
     live = run.live(0)
     assert isinstance(live, Individual)
     parameters = sum(p.numel() for p in live.backbone.parameters())
-    assert run.state(0).sizes() == {"masks": 0, "tokens": 0, "copies": 4 * parameters, "head": 4 * 2 * (32 + 1)}
+    assert run.state(0).sizes() == {
+        "masks": 0,
+        "tokens": 0,
+        "copies": 4 * parameters,
+        "head": 4 * 2 * (32 + 1),
+    }
     assert run.trained(0).manifest["sizes"] == run.state(0).sizes()
     assert run.trained(0).manifest["carried_bytes"] == 0
     assert run.state(0).copies.keys() == {name for name, _ in live.backbone.named_parameters()}

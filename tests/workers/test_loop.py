@@ -20,8 +20,19 @@ from workers.dist import Group
 from workers.errors import UserError
 from workers.job import StageJob
 
-AUGMENTED = {"val_fraction": 0.125, "crop": "pad", "flip": 0.5, "mixup": 0.2, "randaugment": 2, "erase": 0.5, "smoothing": 0.1}
-SAMPLES, BATCH = 70, 23  # three whole batches, and one sample over: a rank of two has no row in the last step
+AUGMENTED = {
+    "val_fraction": 0.125,
+    "crop": "pad",
+    "flip": 0.5,
+    "mixup": 0.2,
+    "randaugment": 2,
+    "erase": 0.5,
+    "smoothing": 0.1,
+}
+SAMPLES, BATCH = (
+    70,
+    23,
+)  # three whole batches, and one sample over: a rank of two has no row in the last step
 PER_EPOCH = 4
 
 
@@ -47,7 +58,9 @@ def interrupt(lab: Lab, job: StageJob, steps: int) -> None:
 
 
 # ---- threads -----------------------------------------------------------------------------------
-def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order_of_summation(lab: Lab):
+def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order_of_summation(
+    lab: Lab,
+):
     """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what rounding began, and Adam more so."""
     run = lab.run("finetune", "sgd", epochs=1)
     (job,), found = run.stages(0), []
@@ -70,8 +83,13 @@ def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order
 
 # ---- interruptions -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat"])
-@pytest.mark.parametrize(("steps", "place"), [(2, (0, 2)), (PER_EPOCH, (1, 0)), (PER_EPOCH + 3, (1, 3)), (2 * PER_EPOCH, (2, 0))])
-def test_a_stage_resumes_at_the_step_it_had_reached_and_ends_with_the_same_bytes(lab: Lab, method: str, steps: int, place: tuple[int, int]):
+@pytest.mark.parametrize(
+    ("steps", "place"),
+    [(2, (0, 2)), (PER_EPOCH, (1, 0)), (PER_EPOCH + 3, (1, 3)), (2 * PER_EPOCH, (2, 0))],
+)
+def test_a_stage_resumes_at_the_step_it_had_reached_and_ends_with_the_same_bytes(
+    lab: Lab, method: str, steps: int, place: tuple[int, int]
+):
     run = augmented(lab, method)
     job = again(run.stages(0)[0], f"at-{steps}", checkpoint_s=1e-9)
     interrupt(lab, job, steps)
@@ -96,7 +114,9 @@ def test_a_stage_may_be_interrupted_again_and_again(lab: Lab):
 
 
 @pytest.mark.parametrize(("steps", "place"), [(2, (0, 2)), (PER_EPOCH, (1, 0))])
-def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_from_there(lab: Lab, steps: int, place: tuple[int, int], monkeypatch):
+def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_from_there(
+    lab: Lab, steps: int, place: tuple[int, int], monkeypatch
+):
     """Though checkpoints are turned off: a notice is worth one."""
     run = augmented(lab, "meat")
     job = again(run.stages(0)[0], f"left-at-{steps}", checkpoint_s=0.0)
@@ -133,11 +153,14 @@ DAMAGES: dict[str, Any] = {
     "a truncated file": ("*.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100])),
     "a missing file": ("*.safetensors", Path.unlink),
     "a flipped bit in the pointer": ("latest.json", lambda path: flip_a_bit(path, 0.5)),
-    "an empty pointer": ("latest.json", lambda path: path.write_bytes(b""))}
+    "an empty pointer": ("latest.json", lambda path: path.write_bytes(b"")),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_makes_the_stage_start_anew_and_end_with_the_same_bytes(lab: Lab, damage: str):
+def test_a_damaged_checkpoint_makes_the_stage_start_anew_and_end_with_the_same_bytes(
+    lab: Lab, damage: str
+):
     run = augmented(lab, "linear")
     job = again(run.stages(0)[0], damage.replace(" ", "-"), checkpoint_s=1e-9)
     interrupt(lab, job, 6)
@@ -191,14 +214,20 @@ def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab):
     interrupt(lab, shorter, (best + 1) * PER_EPOCH)
     mark = checkpoint.load(shorter.root, shorter.key)
     assert mark is not None
-    kept = {name.removeprefix("model/heads.layers.0."): t for name, t in mark.tensors.items() if name.startswith("model/")}
+    kept = {
+        name.removeprefix("model/heads.layers.0."): t
+        for name, t in mark.tensors.items()
+        if name.startswith("model/")
+    }
     head = run.state(0).head
     assert best < len(right) - 1, "a test of the best epoch needs one that is not the last"
     assert all(torch.equal(head[name], kept[name]) for name in head)
 
 
 def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(lab: Lab):
-    with pytest.raises(UserError, match=r"^stage finetune/two/train: the loss became (nan|inf); .*lower train\.lr") as caught:
+    with pytest.raises(
+        UserError, match=r"^stage finetune/two/train: the loss became (nan|inf); .*lower train\.lr"
+    ) as caught:
         augmented(lab, "finetune", "sgd", lr=1e30)
     assert "\n" not in str(caught.value)
     job = next(reversed(lab.runs.values())).jobs["finetune/two/train"]
@@ -207,22 +236,41 @@ def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(l
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------------
-RANKED = {"finetune": ("finetune", "sgd", {}), "finetune accumulated": ("finetune", "sgd", {"accumulate": 2}), "meat": ("meat", "sgd", {}),
-          "finetune on adamw": ("finetune", "adamw", {"epochs": 1}), "meat on adamw": ("meat", "adamw", {"epochs": 1})}
+RANKED = {
+    "finetune": ("finetune", "sgd", {}),
+    "finetune accumulated": ("finetune", "sgd", {"accumulate": 2}),
+    "meat": ("meat", "sgd", {}),
+    "finetune on adamw": ("finetune", "adamw", {"epochs": 1}),
+    "meat on adamw": ("meat", "adamw", {"epochs": 1}),
+}
 
 
 @pytest.fixture(scope="module")
 def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
     """Everything that is asked of two ranks, in one start of two processes: label -> one-rank run, two-rank stage, steps."""
-    runs = {label: augmented(lab, method, optimizer, keep="last", **train) for label, (method, optimizer, train) in RANKED.items()}
+    runs = {
+        label: augmented(lab, method, optimizer, keep="last", **train)
+        for label, (method, optimizer, train) in RANKED.items()
+    }
     jobs = {label: again(run.stages(0)[0], "two-ranks") for label, run in runs.items()}
     for label in ("finetune", "meat"):
         with small_batches():
             runs[label].evaluated(1)
-        runs[f"evaluate {label}"], jobs[f"evaluate {label}"] = runs[label], again(runs[label].evaluate_job(1), "two-ranks")
-    runs["elastic"], jobs["elastic"] = runs["finetune"], again(runs["finetune"].stages(0)[0], "elastic", checkpoint_s=1e-9)
-    done = on_ranks(list(jobs.values()), 2, lab.folder / "ranks", {jobs["elastic"].key: PER_EPOCH + 2})
-    return {label: (runs[label], jobs[label], [rank[i] for rank in done]) for i, label in enumerate(jobs)}
+        runs[f"evaluate {label}"], jobs[f"evaluate {label}"] = (
+            runs[label],
+            again(runs[label].evaluate_job(1), "two-ranks"),
+        )
+    runs["elastic"], jobs["elastic"] = (
+        runs["finetune"],
+        again(runs["finetune"].stages(0)[0], "elastic", checkpoint_s=1e-9),
+    )
+    done = on_ranks(
+        list(jobs.values()), 2, lab.folder / "ranks", {jobs["elastic"].key: PER_EPOCH + 2}
+    )
+    return {
+        label: (runs[label], jobs[label], [rank[i] for rank in done])
+        for i, label in enumerate(jobs)
+    }
 
 
 @pytest.mark.parametrize("label", RANKED)
@@ -230,17 +278,25 @@ def test_two_ranks_equal_one(ranked: dict[str, Any], label: str):
     """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the same."""
     run, job, _ = ranked[label]
     close(history(run.trained(0)), history(Artefact.need(job.root, job.key)), 1e-3)
-    for one, two in zip(tensors_of(run.trained(0)), tensors_of(Artefact.need(job.root, job.key)), strict=True):
+    for one, two in zip(
+        tensors_of(run.trained(0)), tensors_of(Artefact.need(job.root, job.key)), strict=True
+    ):
         if one.dtype == torch.uint8 or one.dtype == torch.bool:
             assert (one != two).float().mean() < 1e-3
-        elif job.train.optimizer == "sgd":  # Adam makes whole steps of the rounding of gradients that vanish
+        elif (
+            job.train.optimizer == "sgd"
+        ):  # Adam makes whole steps of the rounding of gradients that vanish
             assert torch.allclose(one, two, atol=1e-4)
 
 
 def tensors_of(artefact: Artefact) -> list[torch.Tensor]:
     from workers.taskstate import load_tensors
 
-    return [t for name in (STATE, CARRIED) for _, t in sorted(load_tensors(artefact.read(name), name)[0].items())]
+    return [
+        t
+        for name in (STATE, CARRIED)
+        for _, t in sorted(load_tensors(artefact.read(name), name)[0].items())
+    ]
 
 
 def close(one: list[dict[str, Any]], two: list[dict[str, Any]], tolerance: float) -> None:
@@ -275,7 +331,9 @@ def test_two_ranks_measure_the_same_logits_to_the_last_bit(ranked: dict[str, Any
     run, job, _ = ranked[f"evaluate {method}"]
     measured = Artefact.need(job.root, job.key)
     assert measured.manifest["result"] == run.evaluated(1)
-    assert measured.read("predictions.parquet") == run.artefact(run.evaluate_job(1)).read("predictions.parquet")
+    assert measured.read("predictions.parquet") == run.artefact(run.evaluate_job(1)).read(
+        "predictions.parquet"
+    )
 
 
 def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str, Any]):
@@ -283,7 +341,9 @@ def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str,
     assert len(first.rows) == PER_EPOCH + 2
     with interrupted_after(1000) as done:
         resumed = lab.stage(job)
-    assert len(done) == 2 * PER_EPOCH  # two ranks ask each other at the end of an epoch, and every AGREE_STEPS steps
+    assert (
+        len(done) == 2 * PER_EPOCH
+    )  # two ranks ask each other at the end of an epoch, and every AGREE_STEPS steps
     for one, two in zip(tensors_of(run.trained(0)), tensors_of(resumed), strict=True):
         assert torch.allclose(one, two, atol=1e-4)
 
@@ -296,7 +356,9 @@ def test_a_rank_alone_needs_no_process_group():
 
 # ---- compiled blocks -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
-def test_blocks_run_compiled_whichever_way_a_method_runs_them(lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_run_compiled_whichever_way_a_method_runs_them(
+    lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
+):
     """Weights in place of the backbone's, forward_features, forward_intermediates: the compiler sees blocks, and the numbers stay."""
     plain, seen = lab.run(method, epochs=1), list[str]()
 
@@ -305,13 +367,17 @@ def test_blocks_run_compiled_whichever_way_a_method_runs_them(lab: Lab, method: 
         return graph.forward
 
     compiled = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=backend))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module: compiled(module, backend=backend)
+    )
     torch.compiler.reset()
     run = lab.run(method, epochs=1, compile=True)
     for task in range(2):
         want, got = plain.carried(task).tensors, run.carried(task).tensors
         assert want.keys() == got.keys()
-        assert all(torch.allclose(want[name].float(), got[name].float(), atol=1e-4) for name in want)
+        assert all(
+            torch.allclose(want[name].float(), got[name].float(), atol=1e-4) for name in want
+        )
     assert any("scaled_dot_product_attention" in graph for graph in seen)
 
 

@@ -31,7 +31,11 @@ def spread(method: Lora) -> Lora:
     """With an update, and a head, that show."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for p, std in ((method.heads["one"].weight, 1.0), (method.update.a, 0.2), (method.update.b, 0.2)):
+        for p, std in (
+            (method.heads["one"].weight, 1.0),
+            (method.update.a, 0.2),
+            (method.update.b, 0.2),
+        ):
             p.copy_(torch.randn(p.shape, generator=generator) * std)
     return method
 
@@ -55,7 +59,10 @@ def by_hand(state: TaskState, target: str, scale: float) -> Tensor:
 def test_a_task_starts_as_the_backbone_whatever_it_draws(target: str):
     method = lora(target=target)
     begun(method)
-    assert torch.equal(method.loss(batch(), PROGRESS)[0], F.cross_entropy(method.heads["one"](vit()(batch().images)), batch().labels)), "in training"
+    assert torch.equal(
+        method.loss(batch(), PROGRESS)[0],
+        F.cross_entropy(method.heads["one"](vit()(batch().images)), batch().labels),
+    ), "in training"
     assert torch.equal(answers(method), method.heads["one"](vit()(images()))), "and served"
     assert method.update.a.abs().max() <= 32**-0.5
     assert float(method.update.a.detach().std()) == pytest.approx((32 * 3) ** -0.5, rel=0.2)
@@ -90,7 +97,15 @@ def test_both_ways_have_the_same_gradients(target: str):
 @pytest.mark.parametrize("target", TARGETS)
 def test_weights_come_back_as_they_were(target: str):
     method = lora(target=target)
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)}))
+    method.load(
+        TaskState(
+            "base",
+            BASE.classes,
+            "base",
+            method.backbone_digest,
+            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
+        )
+    )
     before = answers(method, BASE)
     states = []
     for task in (ONE, TWO):
@@ -111,7 +126,10 @@ def test_the_size_is_that_of_the_published_baseline(target: str):
     with torch.device("meta"):
         model: Any = build(BackboneSettings(name="vit_base_patch16_224"))
     rows, width = model.blocks[0].attn.qkv.weight.shape
-    found = sum(torch.Size(shape).numel() for shape in shapes(len(model.blocks), rows, width, 4, target).values())  # type: ignore[arg-type]
+    found = sum(
+        torch.Size(shape).numel()
+        for shape in shapes(len(model.blocks), rows, width, 4, target).values()
+    )  # type: ignore[arg-type]
     assert found == (147_456 if target == "qkv" else 12 * 2 * 2 * 4 * 768)
 
 
@@ -119,14 +137,21 @@ def test_what_is_stored_is_the_factors():
     method = lora()
     begun(method)
     state = method.finish()[0]
-    assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 4 * 2 * 3 * (32 + 96), "head": 4 * 2 * 33}
+    assert state.sizes() == {
+        "masks": 0,
+        "tokens": 0,
+        "copies": 4 * 2 * 3 * (32 + 96),
+        "head": 4 * 2 * 33,
+    }
     assert method.flops_share(state) == 1
 
 
 @pytest.mark.parametrize("other", [{"rank": 4}, {"target": "qv"}, {"alpha": 3.0}])
 def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
     state = tabletop.trained(lora())
-    with pytest.raises(UserError, match=r"its state has updates of shapes .* with alpha 6.0, these settings have"):
+    with pytest.raises(
+        UserError, match=r"its state has updates of shapes .* with alpha 6.0, these settings have"
+    ):
         lora(**other).load(state)
 
 

@@ -21,8 +21,14 @@ from workers.methods.lwf import Lwf, LwfSettings
 from workers.model.vit import build
 from workers.taskstate import Carried
 
-TINY = BackboneSettings(img_size=16, options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"})
-A, B, C = (Task(name, "card", "", tuple(name + c for c in "123"[:count])) for name, count in (("a", 2), ("b", 3), ("c", 2)))
+TINY = BackboneSettings(
+    img_size=16,
+    options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"},
+)
+A, B, C = (
+    Task(name, "card", "", tuple(name + c for c in "123"[:count]))
+    for name, count in (("a", 2), ("b", 3), ("c", 2))
+)
 LATER = Progress(0, 9, 1, 10)
 
 
@@ -48,7 +54,9 @@ def moved(method: Lwf) -> None:
     """As training would: student and teacher are not the same any more."""
     with torch.no_grad():
         for p in method.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=0.05)
+            p.add_(
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=0.05
+            )
 
 
 def divergence(z: Tensor, y: Tensor, tau: float) -> Tensor:
@@ -72,10 +80,14 @@ def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_
 
 def test_in_scenario_class_the_old_outputs_form_one_softmax_and_the_new_ones_another():
     method = lwf(A, B, C, scenario="class", **{"lambda": 3.0})
-    taught = torch.cat([method.heads[name](method.backbone(batch(2).images)) for name in "ab"], 1).detach()
+    taught = torch.cat(
+        [method.heads[name](method.backbone(batch(2).images)) for name in "ab"], 1
+    ).detach()
     moved(method)
     logits = method.logits(batch(2).images, None)  # (6, 2 + 3 + 2)
-    expected = F.cross_entropy(logits[:, 5:], batch(2).labels) + 3 * divergence(logits[:, :5], taught, 2.0)
+    expected = F.cross_entropy(logits[:, 5:], batch(2).labels) + 3 * divergence(
+        logits[:, :5], taught, 2.0
+    )
     assert torch.allclose(method.loss(batch(2), LATER)[0], expected, atol=1e-5)
 
 
@@ -84,7 +96,9 @@ def test_the_first_task_of_all_is_plain_fine_tuning():
     loss, terms = method.loss(batch(2), LATER)
     assert method.teacher is None
     assert terms.keys() == {"ce"}
-    assert torch.equal(loss, F.cross_entropy(method.heads["a"](method.backbone(batch(2).images)), batch(2).labels))
+    assert torch.equal(
+        loss, F.cross_entropy(method.heads["a"](method.backbone(batch(2).images)), batch(2).labels)
+    )
 
 
 def test_one_pass_of_student_and_teacher_serves_all_old_heads():
@@ -92,12 +106,16 @@ def test_one_pass_of_student_and_teacher_serves_all_old_heads():
     passes: list[tuple[str, bool]] = []
     assert method.teacher is not None
     for name, module in (("student", method.backbone), ("teacher", method.teacher.backbone)):
-        module.register_forward_hook(lambda m, given, found, name=name: passes.append((name, torch.is_grad_enabled())))
+        module.register_forward_hook(
+            lambda m, given, found, name=name: passes.append((name, torch.is_grad_enabled()))
+        )
     method.loss(batch(2), LATER)
     assert sorted(passes) == [("student", True), ("teacher", False)]
     passes.clear()
     method.loss(batch(2), Progress(0, 0, 1, 10))
-    assert passes == [("student", False)], "while the new head is trained alone, nobody is taught and the backbone gets no gradient"
+    assert passes == [("student", False)], (
+        "while the new head is trained alone, nobody is taught and the backbone gets no gradient"
+    )
 
 
 def test_the_teacher_is_no_part_of_the_method():
@@ -114,7 +132,9 @@ def test_old_heads_are_trained_along_without_weight_decay_on_biases():
     for name in "ab":
         assert groups[id(method.heads[name].weight)]["weight_decay"] == 0.05
         assert groups[id(method.heads[name].bias)]["weight_decay"] == 0
-    assert sum(len(g["params"]) for g in method.groups) == len(groups) == len([*method.parameters()])  # type: ignore[union-attr]
+    assert (
+        sum(len(g["params"]) for g in method.groups) == len(groups) == len([*method.parameters()])
+    )  # type: ignore[union-attr]
     moved(method)
     method.loss(batch(3), LATER)[0].backward()
     assert method.heads["a"].weight.grad.abs().max() > 1e-6  # type: ignore[union-attr]
@@ -135,14 +155,23 @@ def test_distillation_keeps_the_old_answers_on_new_images():
 
 
 # ---- the new head alone --------------------------------------------------------------------------------------------------
-def steps(method: Lwf, train: TrainSettings, which: range, optimizer: torch.optim.Optimizer) -> None:
+def steps(
+    method: Lwf, train: TrainSettings, which: range, optimizer: torch.optim.Optimizer
+) -> None:
     for step in which:
         job: Any = SimpleNamespace(train=train)
         loop.train_step(method, optimizer, [batch(3, step)], Progress(0, step, 1, 10), job, Group())
 
 
-@pytest.mark.parametrize("train", [TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9), TrainSettings(lr=1e-2), TrainSettings(lr=1e-2, clip=1.0)],
-                         ids=["sgd", "adamw", "clipped"])
+@pytest.mark.parametrize(
+    "train",
+    [
+        TrainSettings(optimizer="sgd", lr=0.1, momentum=0.9),
+        TrainSettings(lr=1e-2),
+        TrainSettings(lr=1e-2, clip=1.0),
+    ],
+    ids=["sgd", "adamw", "clipped"],
+)
 def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(train: TrainSettings):
     """Neither weight decay nor momentum moves what waits."""
     method = lwf(A, B, head_first=0.4)
@@ -153,14 +182,22 @@ def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(train: Tr
     assert {id(p) for n, p in method.named_parameters() if not torch.equal(p, before[n])} == new
     assert {id(p) for p in optimizer.state} == new
     steps(method, train, range(4, 6), optimizer)
-    assert not any(torch.equal(p, before[n]) for n, p in method.named_parameters() if p.abs().sum() > 0)
+    assert not any(
+        torch.equal(p, before[n]) for n, p in method.named_parameters() if p.abs().sum() > 0
+    )
 
 
 def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps():
     method = lwf(A, B, head_first=0.5)
-    found = [method.loss(batch(3), Progress(epoch, step, 2, 3))[1].keys() >= {"kd"} for epoch in range(2) for step in range(3)]
+    found = [
+        method.loss(batch(3), Progress(epoch, step, 2, 3))[1].keys() >= {"kd"}
+        for epoch in range(2)
+        for step in range(3)
+    ]
     assert found == [False] * 3 + [True] * 3
-    assert lwf(A, B).loss(batch(3), Progress(0, 0, 1, 1))[1].keys() >= {"kd"}, "off unless it is asked for"
+    assert lwf(A, B).loss(batch(3), Progress(0, 0, 1, 1))[1].keys() >= {"kd"}, (
+        "off unless it is asked for"
+    )
 
 
 # ---- what is handed on ---------------------------------------------------------------------------------------------------
@@ -169,7 +206,9 @@ def test_carried_are_the_weights_and_the_older_heads_and_stored_is_the_own_one()
     state, carried = method.finish()
     assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 0, "head": 4 * 2 * (32 + 1)}
     assert {n.split("/")[1] for n in carried.tensors if n.startswith("heads/")} == {"a", "b"}
-    assert {n.split("/")[1] for n in carried.tensors if n.startswith("backbone/")} == {n for n, _ in method.backbone.named_parameters()}
+    assert {n.split("/")[1] for n in carried.tensors if n.startswith("backbone/")} == {
+        n for n, _ in method.backbone.named_parameters()
+    }
 
 
 def test_the_teacher_is_the_network_that_the_task_before_handed_on(lab: Lab):
@@ -177,33 +216,58 @@ def test_the_teacher_is_the_network_that_the_task_before_handed_on(lab: Lab):
     carried, second = run.carried(0), run.live(1)
     assert isinstance(second, Lwf)
     assert second.teacher is not None
-    assert {f"backbone/{n}": t for n, t in second.teacher.backbone.state_dict().items()}.keys() == carried.tensors.keys()
-    assert all(torch.equal(t, carried.tensors[f"backbone/{n}"]) for n, t in second.teacher.backbone.state_dict().items())
-    assert all(torch.equal(t, run.state(0).head[n]) for n, t in second.teacher.heads[run.order[0]].state_dict().items())
+    assert {
+        f"backbone/{n}": t for n, t in second.teacher.backbone.state_dict().items()
+    }.keys() == carried.tensors.keys()
+    assert all(
+        torch.equal(t, carried.tensors[f"backbone/{n}"])
+        for n, t in second.teacher.backbone.state_dict().items()
+    )
+    assert all(
+        torch.equal(t, run.state(0).head[n])
+        for n, t in second.teacher.heads[run.order[0]].state_dict().items()
+    )
 
 
 def test_an_old_head_is_served_as_it_is_by_now(lab: Lab):
     run = lab.run("lwf")
     served, name = run.served(1), run.order[0]
     carried = run.carried(1).tensors
-    assert all(torch.equal(t, carried[f"heads/{name}/{n}"]) for n, t in served.heads.export(name).items())
+    assert all(
+        torch.equal(t, carried[f"heads/{name}/{n}"]) for n, t in served.heads.export(name).items()
+    )
     assert not torch.equal(served.heads[name].weight, run.state(0).head["weight"])
     assert not any(p.requires_grad for p in served.heads.parameters())
 
 
 def test_the_head_of_a_base_task_is_distilled_too(lab: Lab):
     """The first task of the chain has a teacher: the backbone with the head that it was trained with."""
-    tasks = [{"card": str(lab.card), "name": name, "classes": list(TASKS[name]), "role": role} for name, role in (("two", "base"), ("three", "task"))]
-    run = lab.run_of("lwf", {"optimizer": "adamw", "lr": 1e-3, "epochs": 1}, stream={"tasks": tasks})
+    tasks = [
+        {"card": str(lab.card), "name": name, "classes": list(TASKS[name]), "role": role}
+        for name, role in (("two", "base"), ("three", "task"))
+    ]
+    run = lab.run_of(
+        "lwf", {"optimizer": "adamw", "lr": 1e-3, "epochs": 1}, stream={"tasks": tasks}
+    )
     live = run.live(1)
     assert isinstance(live, Lwf)
     assert live.old == ["two"]
-    assert {n for n in run.carried(1).tensors if n.startswith("heads/")} == {"heads/two/weight", "heads/two/bias"}
+    assert {n for n in run.carried(1).tensors if n.startswith("heads/")} == {
+        "heads/two/weight",
+        "heads/two/bias",
+    }
 
 
 def test_it_runs_where_nobody_names_the_task(lab: Lab):
-    tasks = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in TASKS.items()]
-    run = lab.run_of("lwf", {"optimizer": "adamw", "lr": 1e-3, "epochs": 1}, stream={"scenario": "class", "tasks": tasks})
+    tasks = [
+        {"card": str(lab.card), "name": name, "classes": list(classes)}
+        for name, classes in TASKS.items()
+    ]
+    run = lab.run_of(
+        "lwf",
+        {"optimizer": "adamw", "lr": 1e-3, "epochs": 1},
+        stream={"scenario": "class", "tasks": tasks},
+    )
     found = run.served(1).logits(run.images(1), None)
     assert found.shape == (len(run.images(1)), 5)
     assert [row["task"] for row in run.evaluated(1)["rows"]] == ["two", "three"]

@@ -44,8 +44,13 @@ def images(count: int = 8) -> Tensor:
 def batch(step: int = 0, rows: range = range(8), size: int = 8) -> Batch:
     at = torch.tensor(list(rows))
     labels = torch.arange(size) % 3
-    return Batch(images(size)[at], labels[at], torch.zeros(len(at), dtype=torch.long),
-                 Draw(7, 0, step, at, size, torch.device("cpu")), weight=len(at) / size)
+    return Batch(
+        images(size)[at],
+        labels[at],
+        torch.zeros(len(at), dtype=torch.long),
+        Draw(7, 0, step, at, size, torch.device("cpu")),
+        weight=len(at) / size,
+    )
 
 
 def trained(method: Meat, task: Task = TASK, steps: int = 12) -> TaskState:
@@ -56,11 +61,21 @@ def trained(method: Meat, task: Task = TASK, steps: int = 12) -> TaskState:
 
 def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> TaskState:
     generator = torch.Generator().manual_seed(3)
-    masks = {n: torch.rand(shape, generator=generator) < keep for n, shape in method.mask_shapes().items()}
+    masks = {
+        n: torch.rand(shape, generator=generator) < keep
+        for n, shape in method.mask_shapes().items()
+    }
     torch.manual_seed(4)
     head = nn.Linear(method.heads.width, 3).state_dict()
-    return TaskState(task, TASK.classes, "meat", method.backbone_digest, masks=masks, head=head,
-                     meta=method.sites.meta)
+    return TaskState(
+        task,
+        TASK.classes,
+        "meat",
+        method.backbone_digest,
+        masks=masks,
+        head=head,
+        meta=method.sites.meta,
+    )
 
 
 # ---- the equations -------------------------------------------------------------------------------------------------
@@ -68,7 +83,9 @@ def test_the_worked_rows_of_masked_attention():
     policy = torch.tensor([[1.0, 0.0, 1.0]])
     row = MaskedSoftmax.apply(torch.tensor([[1.0, 2.0, 3.0]]), policy)
     assert torch.allclose(row, torch.tensor([[0.1192, 0.0, 0.8808]]), atol=5e-5)
-    assert torch.equal(MaskedSoftmax.apply(torch.zeros(1, 3), policy), torch.tensor([[0.5, 0.0, 0.5]]))
+    assert torch.equal(
+        MaskedSoftmax.apply(torch.zeros(1, 3), policy), torch.tensor([[0.5, 0.0, 0.5]])
+    )
 
 
 def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does():
@@ -95,12 +112,18 @@ def test_masked_softmax_has_the_gradients_of_the_composed_operations():
     policy[..., 0] = 1
     policy.requires_grad_()
     weights = torch.randn(2, 3, 5, 5, dtype=torch.float64)
-    mine = torch.autograd.grad((MaskedSoftmax.apply(scores, policy) * weights).sum(), (scores, policy))
+    mine = torch.autograd.grad(
+        (MaskedSoftmax.apply(scores, policy) * weights).sum(), (scores, policy)
+    )
     exps = scores.exp() * policy
-    plain = torch.autograd.grad((exps / exps.sum(-1, keepdim=True) * weights).sum(), (scores, policy))
+    plain = torch.autograd.grad(
+        (exps / exps.sum(-1, keepdim=True) * weights).sum(), (scores, policy)
+    )
     for got, want in zip(mine, plain, strict=True):
         assert torch.allclose(got, want, atol=1e-12)
-    assert bool((mine[1][policy == 0] != 0).all()), "the mask of a dropped token needs a gradient to come back"
+    assert bool((mine[1][policy == 0] != 0).all()), (
+        "the mask of a dropped token needs a gradient to come back"
+    )
 
 
 def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero():
@@ -122,7 +145,11 @@ def test_drop_control_example_of_the_paper():
 
 def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma():
     mask = GumbelHard((2000, 1000), gamma=4.0, tau=1.0)
-    share = mask.sample(torch.rand(2000, 1000, generator=torch.Generator().manual_seed(0))).mean().item()
+    share = (
+        mask.sample(torch.rand(2000, 1000, generator=torch.Generator().manual_seed(0)))
+        .mean()
+        .item()
+    )
     assert math.isclose(share, 1 / (1 + math.exp(-8)), abs_tol=6e-5)
     assert bool(mask.hard().all())
 
@@ -156,13 +183,17 @@ def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm():
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("settings", "groups"), [
-    ({"token_masks": False, "ffn_masks": "off"}, set()),
-    ({"ffn_masks": "off", "alpha": 0}, {"tokens"}),
-    ({"ffn_masks": "off"}, {"tokens"}),
-    ({"token_masks": False}, {"fc1", "fc2"}),
-    ({}, {"tokens", "fc1", "fc2"}),
-], ids=["M1-classifier", "M2-tokens", "M3-tokens-and-drop-control", "M4-ffn", "M5-all"])
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ({"token_masks": False, "ffn_masks": "off"}, set()),
+        ({"ffn_masks": "off", "alpha": 0}, {"tokens"}),
+        ({"ffn_masks": "off"}, {"tokens"}),
+        ({"token_masks": False}, {"fc1", "fc2"}),
+        ({}, {"tokens", "fc1", "fc2"}),
+    ],
+    ids=["M1-classifier", "M2-tokens", "M3-tokens-and-drop-control", "M4-ffn", "M5-all"],
+)
 def test_the_papers_ablation_trains_only_what_it_says(settings, groups):
     method = meat(**settings)
     before = digest_of(method.backbone)
@@ -202,6 +233,7 @@ def test_ranks_sample_what_one_process_samples():
             part = batch(0, rows)
             (method.loss(part, PROGRESS)[0] * part.weight).backward()
         return [m.logits.grad for m in method.masks.values()]
+
     whole, split = gradients([range(8)]), gradients([range(5), range(5, 8)])
     for one, two in zip(whole, split, strict=True):
         assert torch.allclose(one, two, atol=1e-6)
@@ -214,7 +246,9 @@ def test_token_masks_are_sampled_per_image_and_ffn_masks_once():
     assert tokens.shape == (8, 3, 16)
     assert not torch.equal(tokens[0], tokens[1])
     seen = list[Tensor]()
-    hook = method.sites.attention[2].register_forward_pre_hook(lambda module, _: seen.append(module.keys))
+    hook = method.sites.attention[2].register_forward_pre_hook(
+        lambda module, _: seen.append(module.keys)
+    )
     method.loss(batch(0, range(5, 8)), PROGRESS)
     hook.remove()
     assert torch.equal(seen[0][:, 1:], tokens[5:8, 2])
@@ -256,7 +290,10 @@ def test_bf16_training_keeps_masks_and_their_gradients_in_fp32():
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = method.loss(batch(), PROGRESS)
     loss.backward()
-    assert all(m.logits.grad.dtype == torch.float32 and m.logits.grad.isfinite().all() for m in method.masks.values())
+    assert all(
+        m.logits.grad.dtype == torch.float32 and m.logits.grad.isfinite().all()
+        for m in method.masks.values()
+    )
 
 
 # ---- serving -------------------------------------------------------------------------------------------------------
@@ -277,7 +314,9 @@ def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn):
 
 def test_a_base_task_is_served_without_masks_between_masked_ones():
     method = meat().eval()
-    base = TaskState("base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(64, 2).state_dict())
+    base = TaskState(
+        "base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(64, 2).state_dict()
+    )
     method.load(with_random_masks(method))
     method.load(base)
     masked = method.logits(images(), "one")
@@ -303,10 +342,23 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn):
     ffns = {n: m.float() for n, m in state.masks.items() if n != "tokens"}
     by_ffn = in_training_form(method, ffns)
     without = meat(ffn_masks=ffn, token_masks=False).eval()
-    without.load(TaskState("one", TASK.classes, "meat", method.backbone_digest, head=state.head, meta=without.sites.meta,
-                           masks={n: m for n, m in state.masks.items() if n != "tokens"}))
-    assert torch.equal(without.logits(images(), "one"), by_ffn), "folded weights must not change a bit"
-    both = in_training_form(method, ffns | {"tokens": state.masks["tokens"].float().expand(8, -1, -1)})
+    without.load(
+        TaskState(
+            "one",
+            TASK.classes,
+            "meat",
+            method.backbone_digest,
+            head=state.head,
+            meta=without.sites.meta,
+            masks={n: m for n, m in state.masks.items() if n != "tokens"},
+        )
+    )
+    assert torch.equal(without.logits(images(), "one"), by_ffn), (
+        "folded weights must not change a bit"
+    )
+    both = in_training_form(
+        method, ffns | {"tokens": state.masks["tokens"].float().expand(8, -1, -1)}
+    )
     assert torch.allclose(served, both, atol=1e-5)
     assert not torch.allclose(served, by_ffn, atol=1e-3)
 
@@ -342,7 +394,9 @@ def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
     method.eval()
     kept = {name: t.clone() for name, t in method.state_dict().items()}
     before = method.logits(images(), "one")
-    method.load_state_dict({name: -t if name.startswith("mask_modules") else t for name, t in kept.items()})
+    method.load_state_dict(
+        {name: -t if name.startswith("mask_modules") else t for name, t in kept.items()}
+    )
     assert not torch.equal(method.logits(images(), "one"), before)
     method.load_state_dict(kept)
     assert torch.equal(method.logits(images(), "one"), before)
@@ -375,15 +429,25 @@ def test_the_class_token_and_registers_are_never_masked():
 
 def test_stored_bits_are_the_papers_formula():
     method = Meat(build(BackboneSettings(name="deit_tiny_patch16_224")), MeatSettings(), seed=0)
-    state = TaskState("t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in method.mask_shapes().items()})
+    state = TaskState(
+        "t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in method.mask_shapes().items()}
+    )
     assert state.sizes()["masks"] * 8 == 3_541_296
 
 
 # ---- physically pruned inference -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
-@pytest.mark.parametrize("changes", [{}, {"reg_tokens": 2}, {"global_pool": "avg"}, {"qk_norm": True, "init_values": 0.1},
-                                     {"scale_mlp_norm": True, "scale_attn_norm": True}],
-                         ids=["plain", "registers", "mean-pool", "qk-norm", "inner-norms"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reg_tokens": 2},
+        {"global_pool": "avg"},
+        {"qk_norm": True, "init_values": 0.1},
+        {"scale_mlp_norm": True, "scale_attn_norm": True},
+    ],
+    ids=["plain", "registers", "mean-pool", "qk-norm", "inner-norms"],
+)
 def test_compact_inference_equals_the_dense_one(ffn, changes):
     method = meat(vit(**changes), ffn_masks=ffn).eval()
     method.load(with_random_masks(method))
@@ -394,7 +458,9 @@ def test_compact_inference_equals_the_dense_one(ffn, changes):
 def test_compact_inference_equals_the_dense_one_with_self_loops():
     method = meat(self_loop=True, ffn_masks="neuron").eval()
     method.load(with_random_masks(method, keep=0.3))
-    assert torch.allclose(method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
+    assert torch.allclose(
+        method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_neurons_whose_way_out_is_fully_masked_are_cut():
@@ -418,13 +484,27 @@ def test_the_share_of_operations_is_one_without_masks_and_falls_with_them():
 
 # ---- people's mistakes ---------------------------------------------------------------------------------------------
 def test_mistakes_get_a_sentence():
-    with pytest.raises(UserError, match=r"token_mask_blocks is \[1, 9\], but the backbone has blocks 0 to 2"):
+    with pytest.raises(
+        UserError, match=r"token_mask_blocks is \[1, 9\], but the backbone has blocks 0 to 2"
+    ):
         meat(token_mask_blocks=(1, 9))
     method = meat()
     with pytest.raises(UserError, match="has tokens of shape"):
-        method.load(TaskState("t", ("a",), "meat", method.backbone_digest, masks={"tokens": torch.ones(3, 99) > 0},
-                              head=nn.Linear(64, 1).state_dict(), meta={"token_blocks": [0, 1, 2]}))
-    with pytest.raises(UserError, match=r"has token masks for blocks \[0, 2\], these settings have them in \[0, 1\]"):
+        method.load(
+            TaskState(
+                "t",
+                ("a",),
+                "meat",
+                method.backbone_digest,
+                masks={"tokens": torch.ones(3, 99) > 0},
+                head=nn.Linear(64, 1).state_dict(),
+                meta={"token_blocks": [0, 1, 2]},
+            )
+        )
+    with pytest.raises(
+        UserError,
+        match=r"has token masks for blocks \[0, 2\], these settings have them in \[0, 1\]",
+    ):
         meat(token_mask_blocks=(0, 1)).load(with_random_masks(meat(token_mask_blocks=(0, 2))))
     with pytest.raises(UserError, match=r"has blocks\.0\.fc1 of shape None"):
         meat().load(with_random_masks(meat(ffn_masks="off")))

@@ -26,7 +26,9 @@ from workers.model.masked import GatedConv2d
 from workers.model.sites import sites_of
 from workers.taskstate import TaskState
 
-BASIC = BackboneSettings(name="resnet18", img_size=32, options={"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]})
+BASIC = BackboneSettings(
+    name="resnet18", img_size=32, options={"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
+)
 BOTTLENECK = BASIC.model_copy(update={"name": "resnet50"})
 GROUPS = {"norm_layer": "groupnorm1"}
 BOTH = pytest.mark.parametrize("settings", [BASIC, BOTTLENECK], ids=["basic", "bottleneck"])
@@ -62,10 +64,25 @@ def served(method: Meat, state: TaskState) -> Tensor:
 def test_the_masks_of_resnet18_and_resnet50_have_the_sizes_that_follow_from_their_widths():
     def bits(name: str, entries: Any) -> int:
         sites = sites_of(vit.check(BackboneSettings(name=name, weights="hub")), "all", entries)
-        return TaskState("t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in (sites.gates | sites.entries).items()}).sizes()["masks"] * 8
+        return (
+            TaskState(
+                "t",
+                (),
+                "meat",
+                "",
+                masks={n: torch.ones(s) > 0 for n, s in (sites.gates | sites.entries).items()},
+            ).sizes()["masks"]
+            * 8
+        )
+
     channels = 2 * (64 + 128 + 256 + 512)
     assert bits("resnet18", "off") == channels
-    assert bits("resnet18", "weight") == channels + 4 * 9 * (64**2 + 128**2 + 256**2 + 512**2) - 9 * (128**2 + 256**2 + 512**2) // 2
+    assert (
+        bits("resnet18", "weight")
+        == channels
+        + 4 * 9 * (64**2 + 128**2 + 256**2 + 512**2)
+        - 9 * (128**2 + 256**2 + 512**2) // 2
+    )
     assert bits("resnet50", "off") == 2 * (3 * 64 + 4 * 128 + 6 * 256 + 3 * 512)
 
 
@@ -74,22 +91,36 @@ def test_gates_sit_inside_blocks_and_never_on_the_residual_stream():
         method = meat(resnet(settings))
         assert [*method.sites.gates] == [f"blocks.{i}.{kind}" for i in range(4) for kind in inner]
         convs = len(inner) + 1
-        assert [*method.sites.entries] == [f"blocks.{i}.conv{k}" for i in range(4) for k in range(1, convs + 1)]
-        gated = {name for name, module in method.backbone.named_modules() if isinstance(module, GatedConv2d)}
+        assert [*method.sites.entries] == [
+            f"blocks.{i}.conv{k}" for i in range(4) for k in range(1, convs + 1)
+        ]
+        gated = {
+            name
+            for name, module in method.backbone.named_modules()
+            if isinstance(module, GatedConv2d)
+        }
         assert gated == {f"layer{i}.0.conv{k}" for i in range(1, 5) for k in range(1, convs + 1)}
-        with method.sites.sampled({name: torch.zeros(8, *shape) for name, shape in method.sites.gates.items()}):
+        with method.sites.sampled(
+            {name: torch.zeros(8, *shape) for name, shape in method.sites.gates.items()}
+        ):
             for module in (m for m in method.backbone.modules() if isinstance(m, GatedConv2d)):
-                reads_the_stream = any(module is getattr(method.backbone, f"layer{i}")[0].conv1 for i in range(1, 5))
+                reads_the_stream = any(
+                    module is getattr(method.backbone, f"layer{i}")[0].conv1 for i in range(1, 5)
+                )
                 assert (module.gate is None) == reads_the_stream
         state = with_random_masks(method)
         state.masks = {name: torch.zeros_like(mask) for name, mask in state.masks.items()}
-        assert bool(served(method, state).std(dim=0).gt(1e-3).any()), "with every inner channel dropped, images still pass by the shortcuts"
+        assert bool(served(method, state).std(dim=0).gt(1e-3).any()), (
+            "with every inner channel dropped, images still pass by the shortcuts"
+        )
 
 
 def test_masks_sit_only_in_the_blocks_that_were_named():
     method = meat(token_mask_blocks=[2, 0], ffn_masks="off")
     assert method.mask_shapes() == {"blocks.0.channels1": (8,), "blocks.2.channels1": (16,)}
-    with pytest.raises(UserError, match=r"token_mask_blocks is \[4\], but the backbone has blocks 0 to 3"):
+    with pytest.raises(
+        UserError, match=r"token_mask_blocks is \[4\], but the backbone has blocks 0 to 3"
+    ):
         meat(token_mask_blocks=[4])
     with pytest.raises(UserError, match="has blocks"):
         meat(token_mask_blocks=[0, 1], ffn_masks="off").load(with_random_masks(method))
@@ -103,7 +134,9 @@ def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(setti
         want = method.heads["one"](plain(images()))
     assert torch.equal(method.logits(images(), "one"), want)
     assert torch.equal(served(meat(resnet(settings)), method.finish()[0]), want)
-    with method.sites.sampled({name: torch.ones(8, *shape) for name, shape in method.sites.gates.items()}):
+    with method.sites.sampled(
+        {name: torch.ones(8, *shape) for name, shape in method.sites.gates.items()}
+    ):
         assert torch.equal(method.heads["one"](method.features(images())), want)
 
 
@@ -132,19 +165,37 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(settings, 
     method = meat(resnet(settings), ffn_masks=ffn)
     state = with_random_masks(method)
     want = served(method, state)
-    masks = {name: mask.float().expand(8, *mask.shape) if name in method.sites.gates else mask.float() for name, mask in state.masks.items()}
+    masks = {
+        name: mask.float().expand(8, *mask.shape) if name in method.sites.gates else mask.float()
+        for name, mask in state.masks.items()
+    }
     method.serving, method.effective = None, method.sites.weights(masks)
     with method.sites.sampled(masks), torch.no_grad():
         found = method.heads["one"](method.features(images()))
     assert torch.allclose(found, want, atol=1e-5)
-    assert not torch.allclose(want, served(meat(resnet(settings), token_masks=False, ffn_masks="off"), TaskState(
-        "one", TASK.classes, "meat", method.backbone_digest, head=state.head, meta={"token_blocks": []})), atol=1e-3)
+    assert not torch.allclose(
+        want,
+        served(
+            meat(resnet(settings), token_masks=False, ffn_masks="off"),
+            TaskState(
+                "one",
+                TASK.classes,
+                "meat",
+                method.backbone_digest,
+                head=state.head,
+                meta={"token_blocks": []},
+            ),
+        ),
+        atol=1e-3,
+    )
 
 
 def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_mask():
     method = begun(meat(gamma=0.2))
     gates = method.sample_gates(batch().draw)
-    assert {name: tuple(gate.shape) for name, gate in gates.items()} == {f"blocks.{i}.channels1": (8, w) for i, w in enumerate((8, 8, 16, 16))}
+    assert {name: tuple(gate.shape) for name, gate in gates.items()} == {
+        f"blocks.{i}.channels1": (8, w) for i, w in enumerate((8, 8, 16, 16))
+    }
     first, seen = gates["blocks.0.channels1"], list[Tensor]()
     assert not torch.equal(first[0], first[1])
     conv = method.sites.followers["blocks.0.channels1"][1]
@@ -164,7 +215,10 @@ def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_m
 
 
 def test_drop_control_is_a_mean_over_layers_of_any_width():
-    gates = [torch.tensor([[1.0, 0.0, 1.0]], requires_grad=True), torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])]
+    gates = [
+        torch.tensor([[1.0, 0.0, 1.0]], requires_grad=True),
+        torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]]),
+    ]
     loss = drop_control(gates, 0.9)
     loss.backward()
     assert loss.item() == pytest.approx(((0.9 - 2 / 3) ** 2 + 0.1**2) / 2)
@@ -172,7 +226,9 @@ def test_drop_control_is_a_mean_over_layers_of_any_width():
     method = begun(meat(gamma=0.2))
     _, terms = method.loss(batch(), PROGRESS)
     shares = [gate.mean() for gate in method.sample_gates(batch().draw).values()]
-    assert terms["drop_control"].item() == pytest.approx(sum((0.9 - s.item()) ** 2 for s in shares) / 4)
+    assert terms["drop_control"].item() == pytest.approx(
+        sum((0.9 - s.item()) ** 2 for s in shares) / 4
+    )
 
 
 def test_ranks_sample_what_one_process_samples():
@@ -182,23 +238,39 @@ def test_ranks_sample_what_one_process_samples():
             part = batch(0, rows)
             (method.loss(part, PROGRESS)[0] * part.weight).backward()
         return [m.logits.grad for m in method.masks.values()]
+
     for one, two in zip(gradients([range(8)]), gradients([range(5), range(5, 8)]), strict=True):
         assert torch.allclose(one, two, atol=1e-6)
 
 
 # ---- training and serving ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("settings", "kinds"), [({}, {"channels1", "conv1", "conv2"}), ({"ffn_masks": "off"}, {"channels1"}),
-                                                 ({"token_masks": False}, {"conv1", "conv2"}), ({"token_masks": False, "ffn_masks": "off"}, set())])
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({}, {"channels1", "conv1", "conv2"}),
+        ({"ffn_masks": "off"}, {"channels1"}),
+        ({"token_masks": False}, {"conv1", "conv2"}),
+        ({"token_masks": False, "ffn_masks": "off"}, set()),
+    ],
+)
 def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statistics(settings, kinds):
     method = meat(**settings)
     before = copy.deepcopy(method.backbone.state_dict())
     state = trained(method)
     assert {name.rsplit(".", 1)[-1] for name in state.masks} == kinds
-    assert all(n.startswith(("heads.", "mask_modules.")) for n, p in method.named_parameters() if p.requires_grad)
+    assert all(
+        n.startswith(("heads.", "mask_modules."))
+        for n, p in method.named_parameters()
+        if p.requires_grad
+    )
     assert vit.digest_of(method.backbone) == method.backbone_digest
-    assert all(torch.equal(tensor, before[name]) for name, tensor in method.backbone.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in method.backbone.state_dict().items()
+    )
     shares = {"channels1": "channel_keep", "conv1": "convolution_density"}
-    assert method.measures().keys() == {name for kind, name in shares.items() if kind in kinds} | ({"flipped"} if kinds else set())
+    assert method.measures().keys() == {name for kind, name in shares.items() if kind in kinds} | (
+        {"flipped"} if kinds else set()
+    )
 
 
 def test_an_old_task_is_answered_bit_for_bit_after_a_later_one_and_from_its_bytes():
@@ -219,7 +291,10 @@ def test_an_old_task_is_answered_bit_for_bit_after_a_later_one_and_from_its_byte
 def test_masks_that_never_flip_are_reported_by_their_names():
     method = meat(mask_lr=1e-6)
     trained(method)
-    assert [sentence.split("no ")[1].split(" mask")[0] for sentence in method.warnings()] == ["channel", "convolution"]
+    assert [sentence.split("no ")[1].split(" mask")[0] for sentence in method.warnings()] == [
+        "channel",
+        "convolution",
+    ]
 
 
 # ---- physically pruned inference ---------------------------------------------------------------------------------------
@@ -233,7 +308,11 @@ def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(setti
     assert torch.allclose(pruned(images()), dense, atol=1e-5, rtol=1e-5)
     assert pruned[0].layer1[0].conv2.weight.shape[1] == state.masks["blocks.0.channels1"].sum()
     assert vit.digest_of(method.backbone) == method.backbone_digest
-    assert multiply_adds(pruned[0], 3, 224, 224) / multiply_adds(resnet(settings), 3, 224, 224) == method.flops_share(state) < 0.99
+    assert (
+        multiply_adds(pruned[0], 3, 224, 224) / multiply_adds(resnet(settings), 3, 224, 224)
+        == method.flops_share(state)
+        < 0.99
+    )
     assert method.flops_share(TaskState("base", (), "base", method.backbone_digest)) == 1
 
 
@@ -243,25 +322,45 @@ def test_a_channel_that_leads_to_cut_channels_alone_is_cut_too():
     state.masks["blocks.0.channels2"][1:] = False
     state.masks["blocks.0.conv2"][0, [0, 2]] = False
     dense, block = served(method, state), method.compact("one")[0].layer1[0]  # type: ignore[index]
-    assert [tuple(c.weight.shape[:2]) for c in (block.conv1, block.conv2, block.conv3)] == [(6, 64), (1, 6), (32, 1)]
+    assert [tuple(c.weight.shape[:2]) for c in (block.conv1, block.conv2, block.conv3)] == [
+        (6, 64),
+        (1, 6),
+        (32, 1),
+    ]
     assert torch.allclose(method.compact("one")(images()), dense, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [GROUPS, {"aa_layer": nn.AvgPool2d}], ids=["group-norm", "anti-aliasing"])
+@pytest.mark.parametrize(
+    "changes", [GROUPS, {"aa_layer": nn.AvgPool2d}], ids=["group-norm", "anti-aliasing"]
+)
 def test_where_channels_depend_on_each_other_none_is_cut(changes):
     method = meat(resnet(**changes))
     state = with_random_masks(method)
     assert torch.allclose(served(method, state), method.compact("one")(images()), atol=1e-5)
-    assert (method.flops_share(state) == 1) == (changes is GROUPS)  # anti-aliasing is where a block strides
+    assert (method.flops_share(state) == 1) == (
+        changes is GROUPS
+    )  # anti-aliasing is where a block strides
 
 
 def test_multiply_adds_are_counted_by_hand():
-    assert multiply_adds(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(8 * 16, 5)), 3, 8, 8) == 27 * 8 * 16 + 8 * 16 * 5
+    assert (
+        multiply_adds(
+            nn.Sequential(
+                nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(8 * 16, 5)
+            ),
+            3,
+            8,
+            8,
+        )
+        == 27 * 8 * 16 + 8 * 16 * 5
+    )
 
 
 # ---- a CNN as a backbone -----------------------------------------------------------------------------------------------
 def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch():
-    assert not any(m.training for m in vit.build(BASIC).modules() if isinstance(m, nn.BatchNorm2d)), "as built, before anybody says train or eval"
+    assert not any(
+        m.training for m in vit.build(BASIC).modules() if isinstance(m, nn.BatchNorm2d)
+    ), "as built, before anybody says train or eval"
     model = resnet().train()
     kept = {name: tensor.clone() for name, tensor in model.named_buffers()}
     one, all_ = model(images()[:1]), model(images())
@@ -272,7 +371,9 @@ def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch():
     method.loss(batch(), PROGRESS)[0].backward()
     optimizer.step()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.named_buffers())
-    assert vit.digest_of(model) != method.backbone_digest, "its weights and biases are trained all the same"
+    assert vit.digest_of(model) != method.backbone_digest, (
+        "its weights and biases are trained all the same"
+    )
 
 
 def test_running_statistics_are_part_of_the_digest_and_of_the_stored_weights():
@@ -286,19 +387,27 @@ def test_running_statistics_are_part_of_the_digest_and_of_the_stored_weights():
 
 def test_published_weights_are_read_without_their_classifier(tmp_path):
     source, path = resnet(), str(tmp_path / "resnet.safetensors")
-    safetensors.torch.save_file(source.state_dict() | {"fc.weight": torch.zeros(9, 16), "fc.bias": torch.zeros(9)}, path)
+    safetensors.torch.save_file(
+        source.state_dict() | {"fc.weight": torch.zeros(9, 16), "fc.bias": torch.zeros(9)}, path
+    )
     settings = BASIC.model_copy(update={"weights": path})
     vit.check(settings)
     model = vit.build(settings)
     vit.load_weights(model, settings)
     assert torch.equal(model.eval()(images()), source(images()))
     deeper = settings.model_copy(update={"options": {**BASIC.options, "layers": [2, 1, 1, 1]}})
-    with pytest.raises(UserError, match=r"do not fit 'resnet18' .*missing.*give weights of the same architecture"):
+    with pytest.raises(
+        UserError, match=r"do not fit 'resnet18' .*missing.*give weights of the same architecture"
+    ):
         vit.load_weights(vit.build(deeper), deeper)
 
 
 def test_batch_norm_without_statistics_is_refused_before_anything_runs():
-    with pytest.raises(UserError, match=r"backbone\.weights is 'none', but 'resnet18' has batch norm, .*norm_layer: groupnorm"):
+    with pytest.raises(
+        UserError,
+        match=r"backbone\.weights is 'none', but 'resnet18' has batch norm, .*norm_layer: "
+        r"groupnorm",
+    ):
         vit.check(BASIC)
     vit.check(BASIC.model_copy(update={"weights": "hub"}))
     vit.check(BASIC.model_copy(update={"options": BASIC.options | GROUPS}))
@@ -307,37 +416,67 @@ def test_batch_norm_without_statistics_is_refused_before_anything_runs():
 
 
 def test_what_a_resnet_cannot_do_gets_a_sentence():
-    for settings, says in (({"ffn_masks": "neuron"}, "ffn_masks is 'neuron', but a convolutional backbone has no FFN"),
-                           ({"self_loop": True}, "self_loop is true, but a convolutional backbone has no attention")):
+    for settings, says in (
+        ({"ffn_masks": "neuron"}, "ffn_masks is 'neuron', but a convolutional backbone has no FFN"),
+        ({"self_loop": True}, "self_loop is true, but a convolutional backbone has no attention"),
+    ):
         with pytest.raises(UserError, match=says):
             Meat.fits(MeatSettings(**settings), resnet())
     grouped = vit.check(BackboneSettings(name="resnext50_32x4d", weights="hub"))
-    with pytest.raises(UserError, match="residual block 0 of the backbone has a convolution in 32 groups where masks need a full one"):
+    with pytest.raises(
+        UserError,
+        match="residual block 0 of the backbone has a convolution in 32 groups where masks need a "
+        "full one",
+    ):
         Meat.fits(MeatSettings(), grouped)
     method = meat()
     state = with_random_masks(method)
     state.masks["blocks.1.channels1"] = torch.ones(9) > 0
-    with pytest.raises(UserError, match=r"has blocks\.1\.channels1 of shape \(9,\), this backbone and these settings need \(8,\)"):
+    with pytest.raises(
+        UserError,
+        match=r"has blocks\.1\.channels1 of shape \(9,\), this backbone and these settings need "
+        r"\(8,\)",
+    ):
         method.load(state)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_works_on_a_cnn_or_says_before_anything_runs_that_it_needs_a_vit(lab: Lab, name: str):
-    backbone = {"name": "resnet18", "img_size": 16, "crop_pct": 1.0, "options": BASIC.options | GROUPS}
+def test_every_method_works_on_a_cnn_or_says_before_anything_runs_that_it_needs_a_vit(
+    lab: Lab, name: str
+):
+    backbone = {
+        "name": "resnet18",
+        "img_size": 16,
+        "crop_pct": 1.0,
+        "options": BASIC.options | GROUPS,
+    }
     if METHODS[name].needs_vit:
-        with pytest.raises(UserError, match=f"methods.{name}: '{name}' works on the blocks of a vision transformer.*, and the backbone is a ResNet"):
+        with pytest.raises(
+            UserError,
+            match=f"methods.{name}: '{name}' works on the blocks of a vision transformer.*, and "
+            "the backbone is a ResNet",
+        ):
             lab.run_of(name, {}, backbone=backbone)
     else:
         run = lab.run_of(name, {**OPTIMIZERS["adamw"], "epochs": 1}, backbone=backbone)
         assert answers(run.served(0), run.images(0), run.order[0]).shape == (len(run.images(0)), 2)
 
 
-CNN_PROMISES = ["the_backbone_stays_frozen", "old_answers_stay", "the_stored_bytes_are_the_method", "it_starts_as_the_backbone",
-                "whatever_is_stored_has_a_part_in_the_answers", "an_interrupted_stage_ends_as_if_it_had_not_been", "it_learns"]
+CNN_PROMISES = [
+    "the_backbone_stays_frozen",
+    "old_answers_stay",
+    "the_stored_bytes_are_the_method",
+    "it_starts_as_the_backbone",
+    "whatever_is_stored_has_a_part_in_the_answers",
+    "an_interrupted_stage_ends_as_if_it_had_not_been",
+    "it_learns",
+]
 
 
 @pytest.mark.parametrize("promise", CNN_PROMISES)
-def test_the_laboratorys_promises_hold_on_it(lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str):
+def test_the_laboratorys_promises_hold_on_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
+):
     monkeypatch.setattr(laboratory, "TINY", tiny(lab))
     PROMISES[promise].check(lab, "meat", "adamw")
 
@@ -347,4 +486,10 @@ def tiny(lab: Lab) -> dict[str, Any]:
     path = lab.folder / "resnet.safetensors"
     if not path.exists():
         path.write_bytes(vit.to_bytes(resnet()))
-    return {"name": "resnet18", "img_size": 32, "crop_pct": 1.0, "options": BASIC.options, "weights": str(path)}
+    return {
+        "name": "resnet18",
+        "img_size": 32,
+        "crop_pct": 1.0,
+        "options": BASIC.options,
+        "weights": str(path),
+    }

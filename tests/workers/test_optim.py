@@ -15,7 +15,9 @@ from workers.optim import build, factor, mean_rate_steps, set_rate
 
 
 def factors(total: int, **settings: Any) -> list[float]:
-    return [factor(step, total, total, TrainSettings.model_validate(settings)) for step in range(total)]
+    return [
+        factor(step, total, total, TrainSettings.model_validate(settings)) for step in range(total)
+    ]
 
 
 def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_floor():
@@ -31,7 +33,9 @@ def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_f
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.99])
 @pytest.mark.parametrize("floor", [0.0, 0.3, 1.0])
-def test_no_step_is_without_a_rate_or_above_the_peak(total: int, warmup: float, floor: float, schedule: str):
+def test_no_step_is_without_a_rate_or_above_the_peak(
+    total: int, warmup: float, floor: float, schedule: str
+):
     train = TrainSettings.model_validate({"warmup": warmup, "floor": floor, "schedule": schedule})
     found = [factor(step, total, 1, train) for step in range(total)]
     assert all(0 < f <= 1 for f in found)
@@ -43,7 +47,9 @@ def test_the_sum_of_all_factors_is_what_methods_are_told():
     train = TrainSettings(warmup=0.2, floor=0.05)
     assert mean_rate_steps(37, 37, train) == pytest.approx(sum(factors(37, warmup=0.2, floor=0.05)))
     assert mean_rate_steps(0, 0, train) == 0
-    assert mean_rate_steps(10_000, 100, TrainSettings(warmup=0, floor=0)) == pytest.approx(5_000, rel=1e-3)
+    assert mean_rate_steps(10_000, 100, TrainSettings(warmup=0, floor=0)) == pytest.approx(
+        5_000, rel=1e-3
+    )
 
 
 def test_a_rise_starts_where_it_is_told_to():
@@ -55,12 +61,20 @@ def test_by_epochs_the_rates_are_those_of_timm_as_deit_and_dytox_step_it():
     """500 epochs, 5 of warm-up from 1e-6, down to 1e-5: the first two at 1e-6 (DyTox's options)."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight], lr=2.5e-4)
-    theirs, schedule = list[float](), CosineLRScheduler(optimizer, t_initial=500, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6)
+    theirs, schedule = (
+        list[float](),
+        CosineLRScheduler(optimizer, t_initial=500, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6),
+    )
     for epoch in range(500):
         theirs.append(optimizer.param_groups[0]["lr"])
         schedule.step(epoch)
-    train = TrainSettings(schedule="epoch", warmup=0.01, warmup_start=1e-6 / 2.5e-4, floor=1e-5 / 2.5e-4)
-    ours = [[2.5e-4 * factor(3 * epoch + step, 1500, 3, train) for step in range(3)] for epoch in range(500)]
+    train = TrainSettings(
+        schedule="epoch", warmup=0.01, warmup_start=1e-6 / 2.5e-4, floor=1e-5 / 2.5e-4
+    )
+    ours = [
+        [2.5e-4 * factor(3 * epoch + step, 1500, 3, train) for step in range(3)]
+        for epoch in range(500)
+    ]
     assert [rates[0] for rates in ours] == pytest.approx(theirs, rel=1e-9)
     assert all(len(set(rates)) == 1 for rates in ours)
     assert ours[0] == ours[1] == pytest.approx([1e-6] * 3)
@@ -72,7 +86,9 @@ def layers(count: int) -> list[nn.Parameter]:
 
 def test_every_group_follows_the_schedule_from_its_own_peak():
     own, configured = layers(2)
-    optimizer = build([{"params": [own], "lr": 0.5}, {"params": [configured]}], TrainSettings(lr=0.01))
+    optimizer = build(
+        [{"params": [own], "lr": 0.5}, {"params": [configured]}], TrainSettings(lr=0.01)
+    )
     for scale in (1.0, 0.25, 0.5):
         set_rate(optimizer, scale)
         assert [g["lr"] for g in optimizer.param_groups] == [0.5 * scale, 0.01 * scale]
@@ -81,8 +97,14 @@ def test_every_group_follows_the_schedule_from_its_own_peak():
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_groups_take_what_they_do_not_name_from_the_settings(kind: str):
     own, configured = layers(2)
-    train = TrainSettings.model_validate({"optimizer": kind, "lr": 0.01, "weight_decay": 0.3, "momentum": 0.7})
-    groups: list[dict[str, Any]] = [{"params": [own], "weight_decay": 0.0}, {"params": [configured]}, {"params": []}]
+    train = TrainSettings.model_validate(
+        {"optimizer": kind, "lr": 0.01, "weight_decay": 0.3, "momentum": 0.7}
+    )
+    groups: list[dict[str, Any]] = [
+        {"params": [own], "weight_decay": 0.0},
+        {"params": [configured]},
+        {"params": []},
+    ]
     optimizer = build(groups, train)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.3]
     assert kind == "adamw" or all(g["momentum"] == 0.7 for g in optimizer.param_groups)

@@ -10,7 +10,23 @@ import pytest
 import tabletop
 import torch
 from laboratory import Lab, history
-from tabletop import BASE, ONE, TASKS, THREE, TRAININGS, TWO, Left, answers, each_step, images, in_turn, rates, serving, train, vit
+from tabletop import (
+    BASE,
+    ONE,
+    TASKS,
+    THREE,
+    TRAININGS,
+    TWO,
+    Left,
+    answers,
+    each_step,
+    images,
+    in_turn,
+    rates,
+    serving,
+    train,
+    vit,
+)
 from torch import Tensor, nn
 
 from workers import optim
@@ -30,11 +46,23 @@ def packnet(**settings: Any) -> PackNet:
     return PackNet(copy.deepcopy(BACKBONE), PackNetSettings(**settings), seed=1)
 
 
-def begun(method: PackNet, task: Task, step: str, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]) -> torch.optim.Optimizer:
+def begun(
+    method: PackNet,
+    task: Task,
+    step: str,
+    carried: Carried | None,
+    train: TrainSettings = TRAININGS["adamw"],
+) -> torch.optim.Optimizer:
     return optim.build(tabletop.begun(method, task, carried, step, rates(STEPS, train)), train)
 
 
-def learn(task: Task, carried: Carried | None, optimizer: str = "adamw", base: TaskState | None = None, **settings: Any) -> Left:
+def learn(
+    task: Task,
+    carried: Carried | None,
+    optimizer: str = "adamw",
+    base: TaskState | None = None,
+    **settings: Any,
+) -> Left:
     """All steps of a task, each on a method of its own."""
     method = packnet(**settings)
     place = -1 if task is BASE else TASKS.index(task)
@@ -50,7 +78,9 @@ def learn(task: Task, carried: Carried | None, optimizer: str = "adamw", base: T
     return state, carried
 
 
-def stream(tasks: list[Task], optimizer: str = "adamw", **settings: Any) -> tuple[list[TaskState], list[Carried]]:
+def stream(
+    tasks: list[Task], optimizer: str = "adamw", **settings: Any
+) -> tuple[list[TaskState], list[Carried]]:
     done = in_turn(tasks, lambda task, carried: learn(task, carried, optimizer, **settings))
     return [state for state, _ in done], [carried for _, carried in done]
 
@@ -83,8 +113,13 @@ def test_equal_weights_are_freed_in_order_and_never_more_than_asked():
     assert smallest(torch.zeros(8), torch.ones(8, dtype=torch.bool), 0.25).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("count", "share", "freed"), [(3, 0.1, 0), (4, 0.1, 0), (10, 0.75, 8), (7, 0.5, 4), (0, 0.5, 0), (1, 0.99, 1)])
-def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(count: int, share: float, freed: int):
+@pytest.mark.parametrize(
+    ("count", "share", "freed"),
+    [(3, 0.1, 0), (4, 0.1, 0), (10, 0.75, 8), (7, 0.5, 4), (0, 0.5, 0), (1, 0.99, 1)],
+)
+def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(
+    count: int, share: float, freed: int
+):
     among = torch.zeros(12, dtype=torch.bool)
     among[:count] = True
     found = smallest(torch.randn(12), among, share)
@@ -122,7 +157,9 @@ def test_the_worked_shares_of_four_tasks():
 
 
 def test_the_same_shares_where_the_base_is_the_first_of_the_four():
-    _, carried = stream([ONE, TWO, THREE], base_mode="prune_only", base_prune=0.5, prune=[0.75, 0.75, None])
+    _, carried = stream(
+        [ONE, TWO, THREE], base_mode="prune_only", base_prune=0.5, prune=[0.75, 0.75, None]
+    )
     assert shares(carried[-1]) == pytest.approx([0, 0.5, 0.125, 0.0938, 0.2812], abs=2e-3)
 
 
@@ -138,19 +175,34 @@ def test_owners_stay_once_they_are_set():
 def forgotten(optimizer: str, **settings: Any) -> list[str]:
     """Tasks of a stream of three whose answers moved after any later task."""
     states, carried = stream([ONE, TWO, THREE], optimizer, **settings)
-    right = [answers(served(states[: at + 1], carried[at], **settings), task) for at, task in enumerate([ONE, TWO, THREE])]
-    late = [(at, answers(served(states[: after + 1], carried[after], **settings), TASKS[at])) for after in (1, 2) for at in range(after)]
+    right = [
+        answers(served(states[: at + 1], carried[at], **settings), task)
+        for at, task in enumerate([ONE, TWO, THREE])
+    ]
+    late = [
+        (at, answers(served(states[: after + 1], carried[after], **settings), TASKS[at]))
+        for after in (1, 2)
+        for at in range(after)
+    ]
     return [TASKS[at].name for at, found in late if not torch.equal(found, right[at])]
 
 
 @OF_ANY
-@pytest.mark.parametrize("settings", [{}, {"per_task_affine": True}, {"base_mode": "prune_only"}], ids=["plain", "affine", "base"])
-def test_old_answers_stay_to_the_bit_after_every_later_task(optimizer: str, settings: dict[str, Any]):
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"per_task_affine": True}, {"base_mode": "prune_only"}],
+    ids=["plain", "affine", "base"],
+)
+def test_old_answers_stay_to_the_bit_after_every_later_task(
+    optimizer: str, settings: dict[str, Any]
+):
     assert forgotten(optimizer, prune=0.5, **settings) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_restoring_weight_decay_makes_it_forget(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_restoring_weight_decay_makes_it_forget(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     assert forgotten(optimizer, prune=0.5)
 
@@ -193,7 +245,9 @@ def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimize
                 assert torch.equal(weight[old], kept[site][old])
                 assert not bool(weight[method.owners[site] == FREE].any())
         if step != "prune":
-            assert all(not torch.equal(weight, kept[site]) for site, weight in method.sites.items()), "and its own are trained"
+            assert all(
+                not torch.equal(weight, kept[site]) for site, weight in method.sites.items()
+            ), "and its own are trained"
         carried = method.finish()[1]
 
 
@@ -202,7 +256,13 @@ def test_what_is_no_weight_stays_that_of_the_backbone():
     start, now = BACKBONE.state_dict(), under("backbone", carried[-1])
     others = packnet().others
     assert len(others) + len(owners(carried[-1])) == len(start) == len(now)
-    assert {"cls_token", "pos_embed", "norm.weight", "blocks.0.attn.qkv.bias", "patch_embed.proj.bias"} <= set(others)
+    assert {
+        "cls_token",
+        "pos_embed",
+        "norm.weight",
+        "blocks.0.attn.qkv.bias",
+        "patch_embed.proj.bias",
+    } <= set(others)
     assert all(torch.equal(start[name], now[name]) for name in others)
 
 
@@ -215,7 +275,9 @@ def test_serving_an_earlier_task_writes_nothing_into_the_weights():
     assert torch.equal(answers(method, TWO), last)
     whole = {f"{site}.weight": weight for site, weight in method.sites.items()}
     method.serving, method.effective = None, whole
-    assert not torch.equal(first, method.heads["one"](method.features(images())).detach()), "it is not answered by all weights"
+    assert not torch.equal(first, method.heads["one"](method.features(images())).detach()), (
+        "it is not answered by all weights"
+    )
 
 
 def test_a_step_leaves_what_it_was_handed_alone():
@@ -242,7 +304,9 @@ def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_besid
 
 def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned():
     method = packnet(base_mode="prune_only", base_prune=0.5)
-    base = TaskState("base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(16, 2).state_dict())
+    base = TaskState(
+        "base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(16, 2).state_dict()
+    )
     begun(method, ONE, "train", None)
     carried = method.finish()[1]
     for site, weight in BACKBONE.named_parameters():
@@ -265,19 +329,30 @@ def answers_of_backbone(base: TaskState) -> Tensor:
 @OF_ANY
 def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(optimizer: str):
     settings: dict[str, Any] = {"base_mode": "prune_retrain", "base_prune": 0.5, "prune": 0.75}
-    assert [step.name for step in PackNet.planned(PackNetSettings(**settings), -1)] == ["prune", "retrain"]
+    assert [step.name for step in PackNet.planned(PackNetSettings(**settings), -1)] == [
+        "prune",
+        "retrain",
+    ]
     torch.manual_seed(3)
-    before = TaskState("base", BASE.classes, "base", packnet().backbone_digest, head=nn.Linear(16, 2).state_dict())
+    before = TaskState(
+        "base", BASE.classes, "base", packnet().backbone_digest, head=nn.Linear(16, 2).state_dict()
+    )
     base, carried = learn(BASE, None, optimizer, base=before, **settings)
     assert shares(carried) == pytest.approx([0.5, 0.5], abs=2e-3)
-    assert all(not torch.equal(under("backbone", carried)[name], p) for name, p in BACKBONE.named_parameters())
+    assert all(
+        not torch.equal(under("backbone", carried)[name], p)
+        for name, p in BACKBONE.named_parameters()
+    )
     assert not torch.equal(base.head["weight"], before.head["weight"])
     right = answers(served([base], carried, **settings), BASE)
     one, after = learn(ONE, carried, optimizer, base=base, **settings)
     assert shares(after) == pytest.approx([0.375, 0.5, 0.125], abs=2e-3)
     assert torch.equal(answers(served([base, one], after, **settings), BASE), right)
     others = packnet().others
-    assert all(torch.equal(under("backbone", after)[name], under("backbone", carried)[name]) for name in others)
+    assert all(
+        torch.equal(under("backbone", after)[name], under("backbone", carried)[name])
+        for name in others
+    )
 
 
 def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
@@ -285,8 +360,13 @@ def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
     names = packnet().others
     for state in states:
         assert sorted(state.copies) == sorted(names)
-        assert all(not torch.equal(state.copies[name], BACKBONE.state_dict()[name]) for name in names)
-    assert all(torch.equal(under("backbone", carried[-1])[name], BACKBONE.state_dict()[name]) for name in names)
+        assert all(
+            not torch.equal(state.copies[name], BACKBONE.state_dict()[name]) for name in names
+        )
+    assert all(
+        torch.equal(under("backbone", carried[-1])[name], BACKBONE.state_dict()[name])
+        for name in names
+    )
     method = packnet(per_task_affine=True)
     train(method, begun(method, THREE, "train", carried[-1]), THREE, STEPS)
     live, (state, after) = answers(method, THREE), method.finish()
@@ -308,7 +388,9 @@ def test_head_and_copies_go_on_from_the_step_before(step: str):
     resumed = going.finish()[0]
     for kind in ("head", "copies"):
         assert getattr(state, kind).keys() == getattr(resumed, kind).keys()
-        assert all(torch.equal(t, getattr(resumed, kind)[name]) for name, t in getattr(state, kind).items())
+        assert all(
+            torch.equal(t, getattr(resumed, kind)[name]) for name, t in getattr(state, kind).items()
+        )
 
 
 @pytest.mark.parametrize("prune", [0.5, ["none"]], ids=["retrain", "train"])
@@ -321,7 +403,10 @@ def test_the_last_step_hands_weights_and_owners_on_and_nothing_else(prune: Any):
 def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told():
     settings = PackNetSettings(prune=[0.5, "none", 0.5])
     assert [[step.name for step in PackNet.planned(settings, at)] for at in range(3)] == [
-        ["train", "prune", "retrain"], ["train"], ["train", "prune", "retrain"]]
+        ["train", "prune", "retrain"],
+        ["train"],
+        ["train", "prune", "retrain"],
+    ]
     _, carried = stream([ONE, TWO], prune=[0.5, "none", 0.5])
     method = packnet(prune=[0.5, "none", 0.5])
     begun(method, THREE, "train", carried[-1])
@@ -331,7 +416,9 @@ def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told():
 
 
 def test_a_list_that_is_too_short_says_so():
-    with pytest.raises(UserError, match="`prune` has 2 shares and the stream a task 3; list one per task"):
+    with pytest.raises(
+        UserError, match="`prune` has 2 shares and the stream a task 3; list one per task"
+    ):
         PackNet.planned(PackNetSettings(prune=[0.5, 0.5]), 2)
 
 
@@ -348,13 +435,18 @@ def test_the_owner_map_is_never_overrun():
     begun(method, TWO, "train", carried)
     assert method.latest == MOST_OWNERS == 255
     carried.meta |= {"owner": MOST_OWNERS}
-    with pytest.raises(UserError, match="'two' would be owner 256, and one byte per weight has room for 255"):
+    with pytest.raises(
+        UserError, match="'two' would be owner 256, and one byte per weight has room for 255"
+    ):
         begun(packnet(), TWO, "train", carried)
 
 
 def test_masks_for_display_are_what_a_task_is_served_with():
     states, carried = stream([ONE, TWO], prune=0.5)
-    first, second = (PackNet.masks_for_display(state, handed) for state, handed in zip(states, carried, strict=True))
+    first, second = (
+        PackNet.masks_for_display(state, handed)
+        for state, handed in zip(states, carried, strict=True)
+    )
     again = PackNet.masks_for_display(states[0], carried[1])
     for site, owner in owners(carried[1]).items():
         assert torch.equal(first[site], owner == 1)
@@ -365,13 +457,17 @@ def test_masks_for_display_are_what_a_task_is_served_with():
 
 def test_sizes_are_those_of_the_reference():
     """One byte of owner per weight, 5,455,872 on DeiT-Ti, for all tasks together; a task costs its head."""
-    method = PackNet(build(BackboneSettings(options={"weight_init": "skip"})), PackNetSettings(), seed=0)
+    method = PackNet(
+        build(BackboneSettings(options={"weight_init": "skip"})), PackNetSettings(), seed=0
+    )
     begun(method, ONE, "train", None)
     method.give_back(0.75)
     state, carried = method.finish()
     assert sum(t.numel() * t.element_size() for t in owners(carried).values()) == 5_455_872
     assert state.sizes() == {"masks": 0, "tokens": 0, "head": 4 * 2 * (192 + 1), "copies": 0}
-    assert sum(int((owner == FREE).sum()) for owner in owners(carried).values()) == sum(round(0.75 * o.numel()) for o in owners(carried).values())
+    assert sum(int((owner == FREE).sum()) for owner in owners(carried).values()) == sum(
+        round(0.75 * o.numel()) for o in owners(carried).values()
+    )
 
 
 def test_what_pruning_does_to_the_accuracy_is_measured(lab: Lab):

@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tabletop import BASE, ONE, OPTIMIZERS, PROGRESS, RATES, TWO, answers, batch, begun, images, trained, vit
+from tabletop import (
+    BASE,
+    ONE,
+    OPTIMIZERS,
+    PROGRESS,
+    RATES,
+    TWO,
+    answers,
+    batch,
+    begun,
+    images,
+    trained,
+    vit,
+)
 from torch import Tensor, nn
 
 from workers.errors import UserError
@@ -31,8 +44,10 @@ def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for weight in method.effective.values():
         weight.retain_grad()
     loss.backward()
-    return ({site: method.effective[f"{site}.weight"].grad for site in method.masks},
-            {site: mask.scores.grad.clone() for site, mask in method.masks.items()})
+    return (
+        {site: method.effective[f"{site}.weight"].grad for site in method.masks},
+        {site: mask.scores.grad.clone() for site, mask in method.masks.items()},
+    )
 
 
 # ---- the equations -------------------------------------------------------------------------------------------------------
@@ -40,14 +55,25 @@ def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero():
     values = torch.tensor([-0.3, 0.0, 5e-3, 5.1e-3, -1e-9, 0.2])
     assert Threshold(values, 5e-3).hard().tolist() == [False, False, False, True, False, True]
     assert Threshold(values, 5e-3, ternary=True).hard().tolist() == [-1, 0, 0, 1, -1, 1]
-    assert Threshold(values, 5e-3, inclusive=True).hard().tolist() == [False, False, True, True, False, True]
+    assert Threshold(values, 5e-3, inclusive=True).hard().tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     for mask in (Threshold(values, 5e-3), Threshold(values, 5e-3, ternary=True)):
         assert torch.equal(mask.sample().detach(), mask.hard().float())
 
 
 def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry():
     """dL/dM = (delta x^T) .* W, whether the entry is on or off; worked by hand for y = (M .* W) x and L = delta . y."""
-    weight, x, delta = torch.tensor([[1.0, -2.0], [3.0, 0.5]]), torch.tensor([2.0, -1.0]), torch.tensor([1.0, 10.0])
+    weight, x, delta = (
+        torch.tensor([[1.0, -2.0], [3.0, 0.5]]),
+        torch.tensor([2.0, -1.0]),
+        torch.tensor([1.0, 10.0]),
+    )
     mask = Threshold(torch.tensor([[1.0, -1.0], [0.0, 1.0]]), 5e-3)
     (weight_masks.masked(weight, mask.sample()) @ x @ delta).backward()
     assert torch.equal(mask.scores.grad, torch.tensor([[2.0, 2.0], [60.0, -5.0]]))
@@ -96,11 +122,15 @@ def test_real_values_start_where_the_settings_say():
 def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps():
     method = piggyback(mask_travel=3.0)
     for steps in (10.0, 1000.0):
-        assert method.rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, steps)) * steps**0.5 == pytest.approx(3.0 * 5e-3)
+        assert method.rate(
+            "blocks.0.attn.qkv", Rates(1e-3, 0, 32, steps)
+        ) * steps**0.5 == pytest.approx(3.0 * 5e-3)
     assert piggyback(mask_lr=0.4).rate("blocks.0.attn.qkv", RATES) == 0.4
     weights = piggyback(init="weights", mask_travel=3.0)
     mean = vit().blocks[0].attn.qkv.weight.abs().mean().item()
-    assert weights.rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, 16.0)) * 4 == pytest.approx(3.0 * (mean - 5e-3))
+    assert weights.rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, 16.0)) * 4 == pytest.approx(
+        3.0 * (mean - 5e-3)
+    )
 
 
 def test_the_automatic_rate_is_near_the_papers_for_a_training_as_long_as_the_papers():
@@ -112,9 +142,13 @@ def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained()
     groups = begun(piggyback())
     assert [g["name"] for g in groups] == ["head.weight", "head.bias", "masks"]
     assert groups[2]["weight_decay"] == 0
-    assert sum(p.numel() for p in groups[2]["params"]) == sum(w.numel() for w in piggyback().sites.values())
+    assert sum(p.numel() for p in groups[2]["params"]) == sum(
+        w.numel() for w in piggyback().sites.values()
+    )
     layers = [g for g in begun(piggyback(init="weights")) if g["name"] == "masks"]
-    assert len({g["lr"] for g in layers}) == len(layers) == 9, "with init weights each layer has its own way to the threshold"
+    assert len({g["lr"] for g in layers}) == len(layers) == 9, (
+        "with init weights each layer has its own way to the threshold"
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -132,6 +166,7 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, ternary
 
 def test_masking_in_place_would_be_found_out(monkeypatch):
     """The mutation that the test above is for: masks multiplied into the shared weights."""
+
     def in_place(weight: Tensor, mask: Tensor) -> Tensor:
         return weight.data.mul_(mask) if not mask.requires_grad else weight * mask
 
@@ -168,7 +203,9 @@ def test_accumulated_gradients_are_divided_once():
             (method.loss(batch(), PROGRESS)[0] / parts).backward()
         method.after_backward()
     for site in once.masks:
-        assert torch.allclose(once.masks[site].scores.grad, twice.masks[site].scores.grad, rtol=1e-4)
+        assert torch.allclose(
+            once.masks[site].scores.grad, twice.masks[site].scores.grad, rtol=1e-4
+        )
 
 
 def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
@@ -177,7 +214,10 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = method.loss(batch(), PROGRESS)
     loss.backward()
-    assert all(m.scores.grad.dtype == torch.float32 and m.scores.grad.isfinite().all() for m in method.masks.values())
+    assert all(
+        m.scores.grad.dtype == torch.float32 and m.scores.grad.isfinite().all()
+        for m in method.masks.values()
+    )
 
 
 def test_masks_that_never_switch_anything_off_are_reported():
@@ -230,7 +270,11 @@ def test_a_task_is_the_same_whatever_was_trained_before_it():
 def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones():
     method = piggyback()
     method.load(trained(method))
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()))
+    method.load(
+        TaskState(
+            "base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()
+        )
+    )
     masked = answers(method)
     with torch.no_grad():
         want = method.heads["base"](vit()(images()))
@@ -244,7 +288,9 @@ def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
     trained(method)
     kept = {name: t.clone() for name, t in method.state_dict().items()}
     before = answers(method)
-    method.load_state_dict({name: -t if name.startswith("mask_modules") else t for name, t in kept.items()})
+    method.load_state_dict(
+        {name: -t if name.startswith("mask_modules") else t for name, t in kept.items()}
+    )
     assert not torch.equal(answers(method), before)
     method.load_state_dict(kept)
     assert torch.equal(answers(method), before)
@@ -255,33 +301,77 @@ def test_the_stored_size_is_a_bit_per_weight_or_two(ternary, bits):
     method = Piggyback(build(BackboneSettings()), PiggybackSettings(ternary=ternary), seed=1)
     begun(method, TWO)
     sizes = method.finish()[0].sizes()
-    assert sizes == {"masks": bits * 5_455_872 // 8, "tokens": 0, "copies": 0, "head": 4 * 3 * (192 + 1)}
+    assert sizes == {
+        "masks": bits * 5_455_872 // 8,
+        "tokens": 0,
+        "copies": 0,
+        "head": 4 * 3 * (192 + 1),
+    }
 
 
 # ---- people's mistakes ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("settings", "train", "message"), [
-    ({"start": 5e-3}, {}, r"start is 0.005 with theta 0.005: every entry would start switched off.*raise start above theta"),
-    ({"init": "uniform", "start": 1e-3}, {}, "start is 0.001 with theta 0.005"),
-    ({}, {"optimizer": "sgd"}, "mask_lr is 'auto' with train.optimizer 'sgd'.*give mask_lr a number"),
-    ({"scale_gradients": "entry"}, {}, "scale_gradients is 'entry' with train.optimizer 'adamw'.*changes nothing"),
-])
+@pytest.mark.parametrize(
+    ("settings", "train", "message"),
+    [
+        (
+            {"start": 5e-3},
+            {},
+            r"start is 0.005 with theta 0.005: every entry would start switched off.*raise "
+            r"start above theta",
+        ),
+        ({"init": "uniform", "start": 1e-3}, {}, "start is 0.001 with theta 0.005"),
+        (
+            {},
+            {"optimizer": "sgd"},
+            "mask_lr is 'auto' with train.optimizer 'sgd'.*give mask_lr a number",
+        ),
+        (
+            {"scale_gradients": "entry"},
+            {},
+            "scale_gradients is 'entry' with train.optimizer 'adamw'.*changes nothing",
+        ),
+    ],
+)
 def test_settings_that_cannot_work_together_are_refused_with_the_reason(settings, train, message):
     with pytest.raises(UserError, match=message):
-        Piggyback.check(PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task")
+        Piggyback.check(
+            PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task"
+        )
 
 
 def test_settings_that_work_are_let_through():
-    for settings, train in (({}, {}), ({"mask_lr": 1e-4, "scale_gradients": "layer"}, {"optimizer": "sgd"}), ({"init": "weights", "start": 1e-4}, {})):
-        Piggyback.check(PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task")
+    for settings, train in (
+        ({}, {}),
+        ({"mask_lr": 1e-4, "scale_gradients": "layer"}, {"optimizer": "sgd"}),
+        ({"init": "weights", "start": 1e-4}, {}),
+    ):
+        Piggyback.check(
+            PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task"
+        )
 
 
 def test_mistakes_get_a_sentence():
-    with pytest.raises(UserError, match=r"init is 'weights' with theta 0.5, but the mean \|W\| of patch_embed.proj is 0.16: .* lower theta"):
+    with pytest.raises(
+        UserError,
+        match=r"init is 'weights' with theta 0.5, but the mean \|W\| of patch_embed.proj is 0.16: "
+        r".* lower theta",
+    ):
         begun(piggyback(init="weights", theta=0.5))
     with pytest.raises(ValidationError):
         PiggybackSettings(theta=0)
     method = piggyback()
-    for name, shape in (("blocks.0.attn.qkv", (3, 3)), ("nowhere", (3, 3)), ("blocks.0.attn.qkv.minus", (1,))):
-        state = TaskState("t", ("a",), "piggyback", method.backbone_digest, masks={name: torch.ones(shape) > 0}, head=nn.Linear(32, 1).state_dict())
+    for name, shape in (
+        ("blocks.0.attn.qkv", (3, 3)),
+        ("nowhere", (3, 3)),
+        ("blocks.0.attn.qkv.minus", (1,)),
+    ):
+        state = TaskState(
+            "t",
+            ("a",),
+            "piggyback",
+            method.backbone_digest,
+            masks={name: torch.ones(shape) > 0},
+            head=nn.Linear(32, 1).state_dict(),
+        )
         with pytest.raises(UserError, match=f"its state has a mask {name} of shape"):
             method.load(state)

@@ -23,18 +23,24 @@ from workers.model.vit import build, digest_of
 
 # ---- POD -----------------------------------------------------------------------------------------------------------------
 def some_maps(seed: int, height: int = 3, width: int = 3) -> Tensor:
-    return torch.randn(2, 4, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        2, 4, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def test_pod_has_the_worked_value():
     a, b = torch.arange(1.0, 9).reshape(1, 2, 2, 2), torch.ones(1, 2, 2, 2)
     assert float(pod([a], [b])) == pytest.approx(0.64393019, abs=1e-6)
-    assert float(pod([3 * a], [b])) == pytest.approx(0.64393019, abs=1e-6), "how large a map is has no part in it"
+    assert float(pod([3 * a], [b])) == pytest.approx(0.64393019, abs=1e-6), (
+        "how large a map is has no part in it"
+    )
 
 
 def test_pod_is_a_mean_over_blocks_and_images():
     a, b, c, d = (some_maps(seed) for seed in range(4))
-    one = [float(pod([x[i : i + 1]], [y[i : i + 1]])) for x, y in ((a, b), (c, d)) for i in range(2)]
+    one = [
+        float(pod([x[i : i + 1]], [y[i : i + 1]])) for x, y in ((a, b), (c, d)) for i in range(2)
+    ]
     assert float(pod([a, c], [b, d])) == pytest.approx(sum(one) / 4, abs=1e-6)
 
 
@@ -57,7 +63,9 @@ def test_sums_over_rows_do_not_see_their_order():
 
 
 POOLED = SMALL.model_copy(update={"options": {**SMALL.options, "global_pool": "avg", "depth": 3}})
-T2T = BackboneSettings(name="t2t_vit_12", img_size=32, options={"embed_dim": 32, "depth": 3, "num_heads": 2})
+T2T = BackboneSettings(
+    name="t2t_vit_12", img_size=32, options={"embed_dim": 32, "depth": 3, "num_heads": 2}
+)
 
 
 @pytest.mark.parametrize("settings", [SMALL, POOLED, T2T], ids=["vit", "pooled", "t2t"])
@@ -76,30 +84,54 @@ def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: Backbone
     assert [tuple(m.shape) for m in maps] == [(2, 32, side, side)] * (len(vit.blocks) - 1)
     for found, tokens in zip(maps, expected, strict=True):
         patches = tokens[:, vit.num_prefix_tokens :]
-        assert all(torch.equal(found[:, :, row, column], patches[:, row * side + column]) for row in range(side) for column in range(side))
+        assert all(
+            torch.equal(found[:, :, row, column], patches[:, row * side + column])
+            for row in range(side)
+            for column in range(side)
+        )
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------------
 def test_the_loss_is_nca_and_what_holds_features_and_maps_grows_with_the_tasks():
-    method, b = begun("podnet", A, B, C, lambda_c=2.0, lambda_f=0.5, scale=3.0, proxies=2), counted(batch(A, B, C), A, B, C)
-    taught, taught_maps = (t if isinstance(t, list) else t.detach() for t in features_and_maps(method.backbone, b.images))
+    method, b = (
+        begun("podnet", A, B, C, lambda_c=2.0, lambda_f=0.5, scale=3.0, proxies=2),
+        counted(batch(A, B, C), A, B, C),
+    )
+    taught, taught_maps = (
+        t if isinstance(t, list) else t.detach()
+        for t in features_and_maps(method.backbone, b.images)
+    )
     taught_maps = [m.detach() for m in taught_maps]
     moved(method)
     loss, terms = method.loss(b, START)
     features, maps = features_and_maps(method.backbone, b.images)
     s = torch.cat([method.heads[name].similarity(features) for name in "abc"], 1)
-    expected = {"nca": nca(s, wide(b, A, B, C), method.heads.scale.item(), 0.6).item(),
-                "distance": (1 - F.cosine_similarity(features, taught)).mean().item(), "pod": pod(maps, taught_maps).item()}
+    expected = {
+        "nca": nca(s, wide(b, A, B, C), method.heads.scale.item(), 0.6).item(),
+        "distance": (1 - F.cosine_similarity(features, taught)).mean().item(),
+        "pod": pod(maps, taught_maps).item(),
+    }
     assert {name: float(t) for name, t in terms.items()} == pytest.approx(expected, abs=1e-5)
     assert min(expected.values()) > 1e-3
-    assert loss.item() == pytest.approx(expected["nca"] + math.sqrt(7 / 2) * (0.5 * expected["distance"] + 2 * expected["pod"]), abs=1e-5)
+    assert loss.item() == pytest.approx(
+        expected["nca"] + math.sqrt(7 / 2) * (0.5 * expected["distance"] + 2 * expected["pod"]),
+        abs=1e-5,
+    )
 
 
 def test_the_first_task_of_all_is_nca_alone():
     method = begun("podnet", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"nca"}
-    assert torch.equal(loss, nca(method.heads["a"].similarity(method.backbone(batch(A).images)), batch(A).labels, method.heads.scale, 0.6))
+    assert torch.equal(
+        loss,
+        nca(
+            method.heads["a"].similarity(method.backbone(batch(A).images)),
+            batch(A).labels,
+            method.heads.scale,
+            0.6,
+        ),
+    )
 
 
 @pytest.mark.parametrize("hinge", [True, False])
@@ -135,19 +167,33 @@ def test_entries_of_gradients_are_clamped():
     found = {name: p.grad.clone() for name, p in method.named_parameters() if p.grad is not None}
     method.after_backward()
     assert any(g.abs().max() > 1e-3 for g in found.values())
-    assert all(torch.equal(p.grad, found[name].clamp(-1e-3, 1e-3)) for name, p in method.named_parameters() if p.grad is not None)
+    assert all(
+        torch.equal(p.grad, found[name].clamp(-1e-3, 1e-3))
+        for name, p in method.named_parameters()
+        if p.grad is not None
+    )
 
 
-@pytest.mark.parametrize(("step", "expected"), [("train", {"backbone", "scale", "b"}), ("finetune", {"scale", "a", "b"})])
+@pytest.mark.parametrize(
+    ("step", "expected"), [("train", {"backbone", "scale", "b"}), ("finetune", {"scale", "a", "b"})]
+)
 def test_each_step_trains_its_part(step: str, expected: set[str]):
     method = begun("podnet", A, B, step=step)
 
     def parts() -> dict[str, Any]:
-        return {"backbone": digest_of(method.backbone), "scale": method.heads.scale.item(), **{n: method.heads.export(n)["weight"] for n in "ab"}}
+        return {
+            "backbone": digest_of(method.backbone),
+            "scale": method.heads.scale.item(),
+            **{n: method.heads.export(n)["weight"] for n in "ab"},
+        }
 
     before = parts()
     trained(method, A, B)
-    assert {n for n, value in parts().items() if not (torch.equal(value, before[n]) if isinstance(value, Tensor) else value == before[n])} == expected
+    assert {
+        n
+        for n, value in parts().items()
+        if not (torch.equal(value, before[n]) if isinstance(value, Tensor) else value == before[n])
+    } == expected
 
 
 def test_fine_tuning_is_nca_alone():
@@ -157,19 +203,39 @@ def test_fine_tuning_is_nca_alone():
 # ---- in a stream ---------------------------------------------------------------------------------------------------------
 def test_every_class_has_its_proxies_and_the_classifier_is_tuned_from_the_second_task_on(lab: Lab):
     run = stream(lab, "podnet", proxies=3)
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["train", "herd"], ["train", "herd", "finetune"]]
-    assert [tuple(run.state(task).head["weight"].shape) for task in (0, 1)] == [(2, 3, 32), (3, 3, 32)]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["train", "herd"],
+        ["train", "herd", "finetune"],
+    ]
+    assert [tuple(run.state(task).head["weight"].shape) for task in (0, 1)] == [
+        (2, 3, 32),
+        (3, 3, 32),
+    ]
     handed = [run.lab.finished[run.artefact(job).key][1].tensors for job in run.stages(1)]
-    assert torch.equal(handed[0]["heads/two/weight"], run.state(0).head["weight"]), "frozen while training, bit for bit"
+    assert torch.equal(handed[0]["heads/two/weight"], run.state(0).head["weight"]), (
+        "frozen while training, bit for bit"
+    )
     assert not torch.equal(handed[2]["heads/two/weight"], run.state(0).head["weight"])
 
 
 @pytest.mark.parametrize("base", [None, "two"])
 def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str | None):
     """At the end of a training of no epochs they are as they began."""
-    tasks = [{"card": str(lab.card), "name": name, "classes": list(classes), "role": "base" if name == base else "task"}
-             for name, classes in (("two", "01"), ("three", "234"))]
-    run = lab.run_of("podnet", {"epochs": 0}, methods={"podnet": {"proxies": 3, "finetune": False}}, stream={"scenario": "class", "tasks": tasks})
+    tasks = [
+        {
+            "card": str(lab.card),
+            "name": name,
+            "classes": list(classes),
+            "role": "base" if name == base else "task",
+        }
+        for name, classes in (("two", "01"), ("three", "234"))
+    ]
+    run = lab.run_of(
+        "podnet",
+        {"epochs": 0},
+        methods={"podnet": {"proxies": 3, "finetune": False}},
+        stream={"scenario": "class", "tasks": tasks},
+    )
     old, new = (run.state(task).head["weight"] for task in (0, 1))
     assert torch.allclose(new.norm(dim=2), old.norm(dim=2).mean().expand(3, 3), rtol=1e-5)
     assert len(new.flatten(0, 1).unique(dim=0)) == 9
@@ -190,6 +256,10 @@ def test_a_first_task_of_one_class_and_a_backbone_of_one_block_are_refused():
         PodNet.fits(PodNetSettings(), build(SMALL), (one, A))
     PodNet.fits(PodNetSettings(), build(SMALL), (A, one))
     with pytest.raises(UserError, match="one block"):
-        PodNet.fits(PodNetSettings(), build(SMALL.model_copy(update={"options": {**SMALL.options, "depth": 1}})), (A,))
+        PodNet.fits(
+            PodNetSettings(),
+            build(SMALL.model_copy(update={"options": {**SMALL.options, "depth": 1}})),
+            (A,),
+        )
     with pytest.raises(UserError, match="vision transformer"):
         PodNet.fits(PodNetSettings(), build(BackboneSettings(name="resnet18")), (A,))

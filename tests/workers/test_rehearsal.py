@@ -33,13 +33,19 @@ def run_of(lab: Lab, method: str = "replay", **settings: Any) -> Run:
 
 
 def counts(carried: Carried) -> dict[str, list[int]]:
-    return {name: [len(keys) for keys in classes.values()] for name, classes in carried.meta["memory"].items()}
+    return {
+        name: [len(keys) for keys in classes.values()]
+        for name, classes in carried.meta["memory"].items()
+    }
 
 
 # ---- how many --------------------------------------------------------------------------------------------------------------------
 def test_a_memory_is_shared_equally_and_never_grows_beyond_its_size(lab: Lab):
     run = run_of(lab, memory=14)
-    assert [counts(run.carried(task)) for task in (0, 1)] == [{"two": [7, 7]}, {"two": [2, 2], "three": [2, 2, 2]}]
+    assert [counts(run.carried(task)) for task in (0, 1)] == [
+        {"two": [7, 7]},
+        {"two": [2, 2], "three": [2, 2, 2]},
+    ]
 
 
 def test_a_class_with_fewer_images_than_its_share_keeps_them_all(lab: Lab):
@@ -48,12 +54,20 @@ def test_a_class_with_fewer_images_than_its_share_keeps_them_all(lab: Lab):
 
 def test_a_share_for_each_class_does_not_shrink(lab: Lab):
     run = run_of(lab, per_class=3, memory=1)
-    assert [counts(run.carried(task)) for task in (0, 1)] == [{"two": [3, 3]}, {"two": [3, 3], "three": [3, 3, 3]}]
+    assert [counts(run.carried(task)) for task in (0, 1)] == [
+        {"two": [3, 3]},
+        {"two": [3, 3], "three": [3, 3, 3]},
+    ]
 
 
 def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
-    tasks = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))]
-    run = lab.run_of(method, QUICK, methods={method: settings}, stream={"scenario": "class", "tasks": tasks})
+    tasks = [
+        {"card": str(lab.card), "name": name, "classes": list(classes)}
+        for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))
+    ]
+    run = lab.run_of(
+        method, QUICK, methods={method: settings}, stream={"scenario": "class", "tasks": tasks}
+    )
     run.order = ("x", "y", "z")
     return run
 
@@ -61,22 +75,45 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(lab: Lab, method: str):
     """All that a task hands on counts, also what is remembered for another purpose than training."""
-    run = three_tasks(lab, method, memory=17, per_class=0, **({"top_k": 1} if method == "ucir" else {}))
-    kept = [{kind: memory for kind, memory in run.carried(task).meta.items() if kind in ("memory", "validation")} for task in range(3)]
+    run = three_tasks(
+        lab, method, memory=17, per_class=0, **({"top_k": 1} if method == "ucir" else {})
+    )
+    kept = [
+        {
+            kind: memory
+            for kind, memory in run.carried(task).meta.items()
+            if kind in ("memory", "validation")
+        }
+        for task in range(3)
+    ]
     for task, meta in enumerate(kept):
         assert {*meta["memory"]} == {*"xyz"[: task + 1]}
-        every = [key for memory in meta.values() for classes in memory.values() for keys in classes.values() for key in keys]
+        every = [
+            key
+            for memory in meta.values()
+            for classes in memory.values()
+            for keys in classes.values()
+            for key in keys
+        ]
         assert len({*every}) == len(every) <= 17
         classes = (2, 4, 5)[task]
         assert len(every) == 17 // classes * classes, "as many as fit"
     for before, after in pairwise(kept):
         for kind, memory in before.items():
-            assert all(after[kind][name][c] == keys[: len(after[kind][name][c])] for name, classes in memory.items() for c, keys in classes.items())
+            assert all(
+                after[kind][name][c] == keys[: len(after[kind][name][c])]
+                for name, classes in memory.items()
+                for c, keys in classes.items()
+            )
 
 
 def test_a_memory_without_room_for_each_class_is_refused():
     tasks = (Task("a", "card", "", ("x", "y")), Task("b", "card", "", ("z",)))
-    with pytest.raises(UserError, match="memory is 2, and the stream has 3 classes, so that none would keep an exemplar; give it 3 or more, or set per_class"):
+    with pytest.raises(
+        UserError,
+        match="memory is 2, and the stream has 3 classes, so that none would keep an exemplar; "
+        "give it 3 or more, or set per_class",
+    ):
         METHODS["replay"].fits(RehearsalSettings(memory=2), torch.nn.Identity(), tasks)
     METHODS["replay"].fits(RehearsalSettings(memory=2, per_class=1), torch.nn.Identity(), tasks)
     METHODS["replay"].fits(RehearsalSettings(memory=3), torch.nn.Identity(), tasks)
@@ -84,8 +121,15 @@ def test_a_memory_without_room_for_each_class_is_refused():
 
 # ---- which -----------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_without_augmentation(lab: Lab, selection: str):
-    run = lab.run_of("replay", QUICK, data={"crop": "pad", "flip": 0.5}, methods={"replay": {"memory": 10, "selection": selection}})
+def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_without_augmentation(
+    lab: Lab, selection: str
+):
+    run = lab.run_of(
+        "replay",
+        QUICK,
+        data={"crop": "pad", "flip": 0.5},
+        methods={"replay": {"memory": 10, "selection": selection}},
+    )
     chosen = run.carried(0).meta["memory"]["two"]
     method = run.served(0)
     train, herd = run.stages(0)
@@ -107,41 +151,71 @@ def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_wi
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranked(lab: Lab, request: pytest.FixtureRequest) -> dict[str, tuple[Run, list[StageJob], list[StageJob]]]:
+def ranked(
+    lab: Lab, request: pytest.FixtureRequest
+) -> dict[str, tuple[Run, list[StageJob], list[StageJob]]]:
     """All that is asked of so many ranks, in one start: method -> run, its stages, the same on ranks. Of `replay` the last herding alone."""
     found: dict[str, tuple[Run, list[StageJob], list[StageJob]]] = {}
     for method in ("replay", "dytox", "icarl"):
-        run = lab.run_of(method, {**OPTIMIZERS["sgd"], "epochs": 1}, methods={method: {"memory": 20}})
+        run = lab.run_of(
+            method, {**OPTIMIZERS["sgd"], "epochs": 1}, methods={method: {"memory": 20}}
+        )
         with small_batches():
             run.evaluated(1)
-        stages, keys, jobs = [*run.stages(0), *run.stages(1), run.evaluate_job(1)], dict[str, str](), list[StageJob]()
+        stages, keys, jobs = (
+            [*run.stages(0), *run.stages(1), run.evaluate_job(1)],
+            dict[str, str](),
+            list[StageJob](),
+        )
         for job in stages if method != "replay" else stages[-2:-1]:
-            parts = {name: {step: keys.get(key, key) for step, key in getattr(job, name).items()} for name in ("previous", "states")}
+            parts = {
+                name: {step: keys.get(key, key) for step, key in getattr(job, name).items()}
+                for name in ("previous", "states")
+            }
             jobs.append(again(job, f"{request.param} ranks", **parts))
             keys[job.key] = jobs[-1].key
         found[method] = run, stages[-1 - len(jobs) : -1] if method == "replay" else stages, jobs
-    on_ranks([job for _, _, jobs in found.values() for job in jobs], request.param, lab.folder / f"rehearsal-{request.param}")
+    on_ranks(
+        [job for _, _, jobs in found.values() for job in jobs],
+        request.param,
+        lab.folder / f"rehearsal-{request.param}",
+    )
     return found
 
 
-def test_any_number_of_ranks_keeps_the_same_exemplars(ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]]):
+def test_any_number_of_ranks_keeps_the_same_exemplars(
+    ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]],
+):
     """By the same weights: every rank looks at its share of the images, and all choose from all (C13)."""
     _, (alone,), (many,) = ranked["replay"]
-    assert Artefact.need(many.root, many.key).read("carried.safetensors") == Artefact.need(alone.root, alone.key).read("carried.safetensors")
+    assert Artefact.need(many.root, many.key).read("carried.safetensors") == Artefact.need(
+        alone.root, alone.key
+    ).read("carried.safetensors")
 
 
 @pytest.mark.parametrize("method", ["dytox", "icarl"])
-def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(ranked: dict[str, Any], method: str):
+def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
+    ranked: dict[str, Any], method: str
+):
     """All stages of both tasks, up to the order of summation (C13)."""
     run, alone, many = ranked[method]
     assert [job.step for job in many] == [job.step for job in alone]
     for one, other in zip(alone[:-1], many[:-1], strict=True):
-        found = [Carried.from_bytes(Artefact.need(job.root, job.key).read("carried.safetensors")).meta for job in (one, other)]
+        found = [
+            Carried.from_bytes(Artefact.need(job.root, job.key).read("carried.safetensors")).meta
+            for job in (one, other)
+        ]
         assert found[0] == found[1], one.id
     images = torch.cat([run.images(task) for task in (0, 1)])
-    one, other = (evaluate.served(job, Group()).logits(images, None) for job in (alone[-1], many[-1]))
+    one, other = (
+        evaluate.served(job, Group()).logits(images, None) for job in (alone[-1], many[-1])
+    )
     assert torch.allclose(one, other, atol=1e-3)
-    for row, old in zip(Artefact.need(many[-1].root, many[-1].key).manifest["result"]["rows"], run.evaluated(1)["rows"], strict=True):
+    for row, old in zip(
+        Artefact.need(many[-1].root, many[-1].key).manifest["result"]["rows"],
+        run.evaluated(1)["rows"],
+        strict=True,
+    ):
         assert abs(row["correct"] - old["correct"]) <= 1
         assert row["total"] == old["total"]
 
@@ -151,7 +225,13 @@ def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, met
     """C17: nothing is remembered yet. With BiC as many as will be remembered to fit the bias are held out from the start."""
     runs = [run_of(lab, method, memory=memory, per_class=0) for memory in (20, 40)]
     steps = [[job.step for job in runs[0].stages(task)] for task in (0, 1)]
-    small, large = ([dict(zip(steps[task], (job.key for job in run.stages(task)), strict=True)) for task in (0, 1)] for run in runs)
+    small, large = (
+        [
+            dict(zip(steps[task], (job.key for job in run.stages(task)), strict=True))
+            for task in (0, 1)
+        ]
+        for run in runs
+    )
     assert (small[0]["train"] == large[0]["train"]) == (method != "bic")
     assert small[0]["herd"] != large[0]["herd"]
     assert small[1]["train"] != large[1]["train"]
@@ -166,11 +246,19 @@ def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, me
     teacher: Any = lab.live[run.stages(1)[0].key].teacher  # type: ignore[attr-defined]
     modules = [teacher.backbone, *teacher.heads.values()]
     assert not any(part.training for module in modules for part in module.modules())
-    assert all(p.grad is None and not p.requires_grad for module in modules for p in module.parameters())
+    assert all(
+        p.grad is None and not p.requires_grad for module in modules for p in module.parameters()
+    )
     before = run.carried(0).tensors
-    assert all(torch.equal(t, before[f"backbone/{name}"]) for name, t in teacher.backbone.state_dict().items())
+    assert all(
+        torch.equal(t, before[f"backbone/{name}"])
+        for name, t in teacher.backbone.state_dict().items()
+    )
     assert {*teacher.heads} == {"two"}
-    assert all(torch.equal(t, run.state(0).head[name]) for name, t in teacher.heads["two"].state_dict().items())
+    assert all(
+        torch.equal(t, run.state(0).head[name])
+        for name, t in teacher.heads["two"].state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
@@ -180,9 +268,13 @@ def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str
     run.trained(1)
     by_key = {job.key: job for job in run.stages(1)}
     herd = next(job for job in run.stages(1) if job.step == "herd")
-    before, after = (everything(run.artefact(by_key[key])) for key in (*herd.previous.values(), herd.key))
+    before, after = (
+        everything(run.artefact(by_key[key])) for key in (*herd.previous.values(), herd.key)
+    )
     one = run.state(0)
-    assert {name for name in before if name.startswith("heads/")} == {f"heads/{task}/{name}" for task in ("two", "three") for name in one.head | one.tokens}
+    assert {name for name in before if name.startswith("heads/")} == {
+        f"heads/{task}/{name}" for task in ("two", "three") for name in one.head | one.tokens
+    }
     assert any(name.endswith("blocks.0.norm1.weight") for name in before)
     assert {*before} <= {*after}
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -190,11 +282,21 @@ def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str
 
 def everything(artefact: Artefact) -> dict[str, Tensor]:
     """What a step of task `three` left of the network, by name, wherever it is kept: carried on, or in the task's state."""
-    carried, state = Carried.from_bytes(artefact.read("carried.safetensors")), TaskState.from_bytes(artefact.read("task.safetensors"), "state")
+    carried, state = (
+        Carried.from_bytes(artefact.read("carried.safetensors")),
+        TaskState.from_bytes(artefact.read("task.safetensors"), "state"),
+    )
     own = {f"heads/three/{name}": t for name, t in (state.head | state.tokens).items()}
-    kept = {f"{kind}/{name}": t for kind in ("copies", "masks") for name, t in getattr(state, kind).items()}
+    kept = {
+        f"{kind}/{name}": t
+        for kind in ("copies", "masks")
+        for name, t in getattr(state, kind).items()
+    }
     elsewhere = {"path": "copies", "trunk": "copies/trunk"}  # while a path goes on learning
-    handed = {"/".join([elsewhere.get(name.split("/")[0], name.split("/")[0]), name.partition("/")[2]]): t for name, t in carried.tensors.items()}
+    handed = {
+        "/".join([elsewhere.get(name.split("/")[0], name.split("/")[0]), name.partition("/")[2]]): t
+        for name, t in carried.tensors.items()
+    }
     return own | kept | handed
 
 
@@ -203,7 +305,12 @@ def test_new_classes_leave_old_outputs_as_they_are_before_training(method: str):
     """C5, bit for bit."""
     grown, images = begun(method, A, B).eval(), batch(A, B).images
     with torch.no_grad():
-        assert torch.equal(grown.logits(images, None)[:, :2], grown.teacher.joined(images) if grown.teacher else grown.heads["a"](grown.backbone(images)))
+        assert torch.equal(
+            grown.logits(images, None)[:, :2],
+            grown.teacher.joined(images)
+            if grown.teacher
+            else grown.heads["a"](grown.backbone(images)),
+        )
 
 
 def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters():
@@ -230,16 +337,27 @@ def test_the_loss_of_replay_is_cross_entropy_over_all_classes():
     method, here = begun("replay", A, B), batch(A, B)
     moved(method)
     z = torch.cat([method.heads[name](method.backbone(here.images)) for name in "ab"], 1)
-    assert torch.allclose(method.loss(here, START)[0], F.cross_entropy(z, wide(here, A, B)), atol=1e-6)
+    assert torch.allclose(
+        method.loss(here, START)[0], F.cross_entropy(z, wide(here, A, B)), atol=1e-6
+    )
 
 
 def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab):
     """A batch of a task and of exemplars has one output space, in which samples of different tasks are mixed."""
-    run = lab.run_of("replay", QUICK, data={"mixup": 0.8, "smoothing": 0.1}, methods={"replay": {"memory": 10}})
+    run = lab.run_of(
+        "replay", QUICK, data={"mixup": 0.8, "smoothing": 0.1}, methods={"replay": {"memory": 10}}
+    )
     train = run.stages(1)[0]
     kept = run.carried(0).meta["memory"]["two"]
     assert train.task is not None
-    feed = Feed(train, train.tasks, "train", Group(), True, {"two": [key for keys in kept.values() for key in keys]})
+    feed = Feed(
+        train,
+        train.tasks,
+        "train",
+        Group(),
+        True,
+        {"two": [key for keys in kept.values() for key in keys]},
+    )
     (first,) = next(feed.epoch(0))
     assert first.targets is not None
     assert first.targets.shape == (16, 5)
@@ -247,7 +365,16 @@ def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab):
     assert (first.tasks == 0).any()
     places = first.labels + 2 * first.tasks
     heavy = first.targets.argsort(dim=1, descending=True)[:, :2]
-    assert ((heavy == places[:, None]).any(1)).all(), "each sample's own class is one of the two that it is made of"
-    other = Feed(replace(train, scenario="task"), train.tasks, "train", Group(), True, {"two": [key for keys in kept.values() for key in keys]})
+    assert ((heavy == places[:, None]).any(1)).all(), (
+        "each sample's own class is one of the two that it is made of"
+    )
+    other = Feed(
+        replace(train, scenario="task"),
+        train.tasks,
+        "train",
+        Group(),
+        True,
+        {"two": [key for keys in kept.values() for key in keys]},
+    )
     assert next(other.epoch(0))[0].targets is None
     assert F.one_hot(places, 5).shape == first.targets.shape

@@ -52,13 +52,20 @@ def by_hand(vit: Any, *paths: Path) -> Tensor:
         for each in paths:
             for row, (at, _) in enumerate(each.places):
                 if at == index:
-                    x = x + F.gelu(y @ each.down[row].T + each.down_bias[row]) @ each.up[row].T + each.up_bias[row]
+                    x = (
+                        x
+                        + F.gelu(y @ each.down[row].T + each.down_bias[row]) @ each.up[row].T
+                        + each.up_bias[row]
+                    )
     return vit.forward_head(vit.norm(x))
 
 
 def test_the_union_of_paths_is_the_sum_of_their_modules():
     vit = tabletop.vit()
-    sites, paths = AdapterSites(vit, houlsby, ("",)), [path((0, 3), (1, 0), seed=1), path((1, 2), seed=2), path(seed=3)]
+    sites, paths = (
+        AdapterSites(vit, houlsby, ("",)),
+        [path((0, 3), (1, 0), seed=1), path((1, 2), seed=2), path(seed=3)],
+    )
     for some in ([], paths[:1], paths, paths[::-1]):
         assert torch.allclose(PathNetwork(vit, sites, some)(IMAGES), by_hand(vit, *some), atol=1e-4)
     assert not torch.allclose(by_hand(vit, *paths), by_hand(vit, paths[0]), atol=1e-2)
@@ -142,16 +149,29 @@ def test_the_trunk_learns_with_the_first_path_and_rests_afterwards_with_all_olde
     first = begun(A, B, every=2)
     before = tensors(first.backbone)
     trained(first, A, B)
-    assert all(not torch.equal(t, before[name]) for name, t in tensors(first.backbone).items() if name.endswith("weight"))
+    assert all(
+        not torch.equal(t, before[name])
+        for name, t in tensors(first.backbone).items()
+        if name.endswith("weight")
+    )
     later = begun(A, B, C, every=1, candidates=3)
     assert not later.backbone.training
-    trunk, frozen, heads, drawn = tensors(later.backbone), tensors(later.frozen), tensors(later.heads), [tensors(r.path) for r in later.rivals]
+    trunk, frozen, heads, drawn = (
+        tensors(later.backbone),
+        tensors(later.frozen),
+        tensors(later.heads),
+        [tensors(r.path) for r in later.rivals],
+    )
     trained(later, A, B, C)
     assert same(tensors(later.backbone), trunk)
     assert same(tensors(later.frozen), frozen)
     assert len(later.frozen) == 2
     assert all(not torch.equal(t, heads[name]) for name, t in tensors(later.heads).items())
-    assert all(not torch.equal(t, old[name]) for rival, old in zip(later.rivals, drawn, strict=True) for name, t in tensors(rival.path).items())
+    assert all(
+        not torch.equal(t, old[name])
+        for rival, old in zip(later.rivals, drawn, strict=True)
+        for name, t in tensors(rival.path).items()
+    )
 
 
 def test_a_path_is_drawn_every_so_many_tasks_and_goes_on_learning_until_then():
@@ -159,8 +179,15 @@ def test_a_path_is_drawn_every_so_many_tasks_and_goes_on_learning_until_then():
     assert [state.meta.get("path") for state, _ in left] == [None, left[0][1].meta["path"], None]
     assert ["path" in carried.meta for _, carried in left] == [True, False, True]
     assert left[2][1].meta["path"] != left[0][1].meta["path"]
-    assert {name for name in left[1][0].copies if "/" not in name} == {"down", "down_bias", "up", "up_bias"}
-    assert not torch.equal(left[0][1].tensors["path/up"], left[1][0].copies["up"]), "the second task trained it on"
+    assert {name for name in left[1][0].copies if "/" not in name} == {
+        "down",
+        "down_bias",
+        "up",
+        "up_bias",
+    }
+    assert not torch.equal(left[0][1].tensors["path/up"], left[1][0].copies["up"]), (
+        "the second task trained it on"
+    )
     one, two = (begun(A, B, C, every=2, seed=seed).path.places for seed in (0, 1))
     assert begun(A, B, C, every=2).path.places == one != two
 
@@ -169,7 +196,11 @@ def test_what_never_changes_again_is_stored_once():
     left = begun(A, B, C, D, every=2).left
     trunk = {name for name in left[1][0].copies if name.startswith("trunk/")}
     assert trunk == {f"trunk/{name}" for name in build(SMALL).state_dict()}
-    assert [any("trunk/" in name for name in carried.tensors) for _, carried in left] == [True, False, False]
+    assert [any("trunk/" in name for name in carried.tensors) for _, carried in left] == [
+        True,
+        False,
+        False,
+    ]
     assert [bool(state.copies) for state, _ in left] == [False, True, False]
     assert not any(name.startswith("backbone/") for _, carried in left for name in carried.tensors)
 
@@ -187,8 +218,12 @@ def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained():
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("every", "expected"), [(1, [1.0, 1.0, 2.5, 5.0]), (2, [1.0, 1.0, 1.0, 2.5]), (3, [1.0] * 4)])
-def test_distillation_weighs_one_at_first_and_then_more_with_each_task(every: int, expected: list[float]):
+@pytest.mark.parametrize(
+    ("every", "expected"), [(1, [1.0, 1.0, 2.5, 5.0]), (2, [1.0, 1.0, 1.0, 2.5]), (3, [1.0] * 4)]
+)
+def test_distillation_weighs_one_at_first_and_then_more_with_each_task(
+    every: int, expected: list[float]
+):
     assert [begun(*(A, B, C, D)[:count], every=every).phi for count in (1, 2, 3, 4)] == expected
     assert begun(A, B, C, every=1, phi=0.5).phi == 0.5
 
@@ -204,10 +239,16 @@ def test_the_loss_is_cross_entropy_and_distillation_to_the_network_before_the_ta
     loss, terms = method.loss(b, START)
     logits = method.logits(b.images, None)
     ce, kd = F.cross_entropy(logits, wide(b, A, B, C)), kd_ce(logits[:, :5], taught, 3.0)
-    assert {name: float(t) for name, t in terms.items()} == pytest.approx({"ce": ce.item(), "kd": kd.item()}, abs=1e-5)
+    assert {name: float(t) for name, t in terms.items()} == pytest.approx(
+        {"ce": ce.item(), "kd": kd.item()}, abs=1e-5
+    )
     assert torch.allclose(loss, ce + (2.5 if every == 1 else 1.0) * kd, atol=1e-4)
     soft = torch.rand(6, 7, generator=torch.Generator().manual_seed(2)).softmax(1)
-    assert torch.allclose(method.loss(batch(A, B, C, targets=soft), START)[1]["ce"], F.cross_entropy(logits, soft), atol=1e-5)
+    assert torch.allclose(
+        method.loss(batch(A, B, C, targets=soft), START)[1]["ce"],
+        F.cross_entropy(logits, soft),
+        atol=1e-5,
+    )
 
 
 def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path():
@@ -224,7 +265,9 @@ def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: in
     beside, alone = begun(A, B, candidates=3), begun(A, B, candidates=3)
     own = {id(p) for p in alone.rivals[candidate].parameters()}
     alone.rivals = torch.nn.ModuleList([alone.rivals[candidate]])
-    alone.groups = [{**group, "params": [p for p in group["params"] if id(p) in own]} for group in alone.groups]
+    alone.groups = [
+        {**group, "params": [p for p in group["params"] if id(p) in own]} for group in alone.groups
+    ]
     start = tensors(beside.rivals[candidate])
     assert same(start, tensors(alone.rivals[0]))
     for method in (beside, alone):
@@ -270,8 +313,12 @@ class Looked:
         yield batch(*self.tasks, step=1, rows=slice(4))
 
 
-@pytest.mark.parametrize(("holds_out", "split", "tasks"), [(True, "val", (C,)), (False, "train", (A, B, C))])
-def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(holds_out: bool, split: str, tasks: tuple[Task, ...]):
+@pytest.mark.parametrize(
+    ("holds_out", "split", "tasks"), [(True, "val", (C,)), (False, "train", (A, B, C))]
+)
+def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(
+    holds_out: bool, split: str, tasks: tuple[Task, ...]
+):
     """Held-out images are of the task alone, and their labels count from its first class."""
     kept = set()
     for seed in range(6):
@@ -286,7 +333,9 @@ def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(ho
             total = 0.0
             for b in looked.evaluate():
                 labels = wide(b, *tasks) + (5 if holds_out else 0)
-                ce, kd = method.terms(rival, b.images, labels, method.teacher.joined(b.images)).detach()
+                ce, kd = method.terms(
+                    rival, b.images, labels, method.teacher.joined(b.images)
+                ).detach()
                 total += float(ce + 2.5 * kd) * len(b)
             expected.append(total / 10)
         rivals = [*method.rivals]
@@ -304,7 +353,11 @@ def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(ho
 
 def test_what_is_kept_of_one_epoch_for_all_is_refused():
     best, data = TrainSettings(keep="best"), DataSettings()
-    with pytest.raises(UserError, match="keep is 'best' and candidates is 2: one epoch would be chosen for all of them by the accuracy of the first; set"):
+    with pytest.raises(
+        UserError,
+        match="keep is 'best' and candidates is 2: one epoch would be chosen for all of them by "
+        "the accuracy of the first; set",
+    ):
         Rpsnet.check(RpsnetSettings(), best, data, "class")
     Rpsnet.check(RpsnetSettings(candidates=1), best, data, "class")
     Rpsnet.check(RpsnetSettings(), TrainSettings(), data, "class")
@@ -314,9 +367,16 @@ def test_what_is_kept_of_one_epoch_for_all_is_refused():
 def four(lab: Lab, **settings: Any) -> Run:
     """Four tasks, one epoch each."""
     tasks = {"p": "01", "q": "2", "r": "3", "s": "4"}
-    entries = [{"card": str(lab.card), "name": name, "classes": [*classes]} for name, classes in tasks.items()]
-    run = lab.run_of("rpsnet", {"optimizer": "adamw", "lr": 3e-3, "epochs": 1}, stream={"scenario": "class", "tasks": entries},
-                     methods={"rpsnet": {"memory": 40, **settings}})
+    entries = [
+        {"card": str(lab.card), "name": name, "classes": [*classes]}
+        for name, classes in tasks.items()
+    ]
+    run = lab.run_of(
+        "rpsnet",
+        {"optimizer": "adamw", "lr": 3e-3, "epochs": 1},
+        stream={"scenario": "class", "tasks": entries},
+        methods={"rpsnet": {"memory": 40, **settings}},
+    )
     return replace(run, order=tuple(tasks))
 
 
@@ -328,28 +388,50 @@ def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: La
         first: Any = live.frozen["1"]  # type: ignore[index, union-attr]
         own = {name: t for name, t in run.state(1).copies.items() if "/" not in name}
         assert same(tensors(first), own)
-        assert same(tensors(live.backbone), {name.removeprefix("trunk/"): t for name, t in run.state(1).copies.items() if "/" in name})
+        assert same(
+            tensors(live.backbone),
+            {
+                name.removeprefix("trunk/"): t
+                for name, t in run.state(1).copies.items()
+                if "/" in name
+            },
+        )
     assert last.path is None
     assert len(last.frozen) == 2  # type: ignore[arg-type]
     assert last.flops_share(run.state(3)) > run.served(1).flops_share(run.state(1)) > 1
-    assert len(TaskState.from_bytes(run.artefact(run.stages(2)[0]).read("task.safetensors")).meta["losses"]) == 2
+    assert (
+        len(
+            TaskState.from_bytes(run.artefact(run.stages(2)[0]).read("task.safetensors")).meta[
+                "losses"
+            ]
+        )
+        == 2
+    )
     sizes = [run.trained(task).manifest["carried_bytes"] for task in range(4)]
     assert max(sizes[1:]) < sizes[0] / 5, "the trunk is not handed on once it rests"
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
 def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float):
-    run = lab.run_of("rpsnet", {"optimizer": "sgd", "lr": 0.05, "epochs": 1}, data={"val_fraction": val_fraction},
-                     methods={"rpsnet": {"memory": 20, "every": 1, "candidates": 3}})
+    run = lab.run_of(
+        "rpsnet",
+        {"optimizer": "sgd", "lr": 0.05, "epochs": 1},
+        data={"val_fraction": val_fraction},
+        methods={"rpsnet": {"memory": 20, "every": 1, "candidates": 3}},
+    )
     job = run.stages(1)[0]
     one = TaskState.from_bytes(run.artefact(job).read("task.safetensors"))
-    assert lab.live[job.key].holds_out == bool(val_fraction), "this decides which images they are compared on"
+    assert lab.live[job.key].holds_out == bool(val_fraction), (
+        "this decides which images they are compared on"
+    )
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
     found = Artefact.need(job.root, again(job, "ranks").key)
     two = TaskState.from_bytes(found.read("task.safetensors"))
     assert len(one.meta["losses"]) == 3
     assert two.meta["losses"] == pytest.approx(one.meta["losses"], abs=1e-3)
-    chosen, expected = (Carried.from_bytes(a.read("carried.safetensors")) for a in (found, run.artefact(job)))
+    chosen, expected = (
+        Carried.from_bytes(a.read("carried.safetensors")) for a in (found, run.artefact(job))
+    )
     assert chosen.meta["path"] == expected.meta["path"]
     assert torch.allclose(chosen.tensors["path/up"], expected.tensors["path/up"], atol=1e-4)
 
@@ -358,16 +440,36 @@ def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float):
 def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int):
     """And the first path counts from the task after it."""
     run = stream(lab, "rpsnet", base="two", memory=20, every=every)
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["herd"], ["train", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["herd"],
+        ["train", "herd"],
+    ]
     assert not run.carried(0).tensors
-    kept = {*run.state(1).copies} if every == 1 else {name.removeprefix("path/") for name in run.carried(1).tensors if name.startswith("path/")}
+    kept = (
+        {*run.state(1).copies}
+        if every == 1
+        else {
+            name.removeprefix("path/")
+            for name in run.carried(1).tensors
+            if name.startswith("path/")
+        }
+    )
     assert kept == {"down", "down_bias", "up", "up_bias"}
     served = run.served(1)
     assert same(tensors(served.backbone), tensors(run.fresh().backbone))
 
 
-@pytest.mark.parametrize("promise", ["the_stored_bytes_are_the_method", "an_interrupted_stage_ends_as_if_it_had_not_been",
-                                     "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone", "tasks_share_no_memory"])
-def test_promises_hold_while_a_path_goes_on(lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str):
+@pytest.mark.parametrize(
+    "promise",
+    [
+        "the_stored_bytes_are_the_method",
+        "an_interrupted_stage_ends_as_if_it_had_not_been",
+        "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone",
+        "tasks_share_no_memory",
+    ],
+)
+def test_promises_hold_while_a_path_goes_on(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
+):
     monkeypatch.setitem(SETTINGS, ("rpsnet", "adamw"), {"train": {"epochs": 2, "lr": 3e-3}})
     PROMISES[promise].check(lab, "rpsnet", "adamw")

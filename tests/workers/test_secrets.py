@@ -10,16 +10,43 @@ from workers.errors import UserError
 from workers.secrets import USER, refuse_secrets, shown
 
 
-@pytest.mark.parametrize("uri", [
-    "s3://AKIA:hush/hush@bucket/x", "s3://AKIA:hush@bucket/x", "s3://hush@bucket/x", "gs://hush@bucket", "https://me:hush@host/x", "abfs://me:hush@account/x",
-    "s3://bucket/x?access_key=AKIA&secret_key=hush", "s3://bucket/x?region=a&session_token=hush", "https://host/x?sig=hush", "s3://bucket/x?X-Amz-Signature=hush",
-    "s3://AKIA:12/hush@bucket/x", "gs://hush@bucket/x", " \n S3://AKIA:hush@bucket/x", "postgresql+psycopg2://me:hush@host/db", "https://hush@host/x", "http://:hush@host/x",
-    "postgresql://me:pa/hush#w@host/db", "postgresql://me:12/hush@host/db", "https://me:12/hush@host/x", "mysql://me:?hush@host/db",
-    "https://host/x?PASSWORD=hush", "https://host/x?a=1&awscredential=hush", "s3://bucket/x?secret%5Fkey=hush", "s3://bucket/x?secret_key="])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://AKIA:hush/hush@bucket/x",
+        "s3://AKIA:hush@bucket/x",
+        "s3://hush@bucket/x",
+        "gs://hush@bucket",
+        "https://me:hush@host/x",
+        "abfs://me:hush@account/x",
+        "s3://bucket/x?access_key=AKIA&secret_key=hush",
+        "s3://bucket/x?region=a&session_token=hush",
+        "https://host/x?sig=hush",
+        "s3://bucket/x?X-Amz-Signature=hush",
+        "s3://AKIA:12/hush@bucket/x",
+        "gs://hush@bucket/x",
+        " \n S3://AKIA:hush@bucket/x",
+        "postgresql+psycopg2://me:hush@host/db",
+        "https://hush@host/x",
+        "http://:hush@host/x",
+        "postgresql://me:pa/hush#w@host/db",
+        "postgresql://me:12/hush@host/db",
+        "https://me:12/hush@host/x",
+        "mysql://me:?hush@host/db",
+        "https://host/x?PASSWORD=hush",
+        "https://host/x?a=1&awscredential=hush",
+        "s3://bucket/x?secret%5Fkey=hush",
+        "s3://bucket/x?secret_key=",
+    ],
+)
 def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
     from tests import small_run
 
-    for call in (resolve, refuse_secrets, lambda uri: refuse_secrets({"a": [{"b": uri}]}, "c.yaml: ")):
+    for call in (
+        resolve,
+        refuse_secrets,
+        lambda uri: refuse_secrets({"a": [{"b": uri}]}, "c.yaml: "),
+    ):
         with pytest.raises(UserError, match="give it in the environment") as caught:
             call(uri)
         assert "hush" not in str(caught.value)
@@ -28,11 +55,21 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
     bad_card = small_run.make_card(tmp_path, "b", "01", source={"format": "folder", "path": uri})
     body = small_run.make_body(tmp_path, {"a": card})
     config = small_run.write_config(tmp_path / "good.yaml", body)
-    for change in ({"storage": uri}, {"tracking": {"uri": uri}}, {"backbone": {"weights": uri}}, {"stream": {"tasks": [{"card": bad_card}]}}):
+    for change in (
+        {"storage": uri},
+        {"tracking": {"uri": uri}},
+        {"backbone": {"weights": uri}},
+        {"stream": {"tasks": [{"card": bad_card}]}},
+    ):
         bad = small_run.write_config(tmp_path / "bad.yaml", body | change)
         assert cli.main(["plan", bad]) == 2
-    for argv in (["plan", config, "--set", f"storage={uri}"], ["gc", "--storage", uri], ["compare", "a", "b", "--storage", uri], ["ui", "--storage", uri],
-                 ["predict", uri, "--task", "a", "image.png"]):
+    for argv in (
+        ["plan", config, "--set", f"storage={uri}"],
+        ["gc", "--storage", uri],
+        ["compare", "a", "b", "--storage", uri],
+        ["ui", "--storage", uri],
+        ["predict", uri, "--task", "a", "image.png"],
+    ):
         assert cli.main(argv) == 2
     said = "".join(capsys.readouterr())
     assert "hush" not in said
@@ -49,25 +86,64 @@ def test_a_uri_that_names_a_secret_of_the_environment_is_refused(monkeypatch):
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/a:b@c", "hdfs://me@host:8020/x", "gs://anonymous@bucket/x", "s3://bucket/x?region=eu-west-1", "/a:b@c",
-                                 "sqlite:////x/mlflow.db", "see https://host/?key=1 for more", "http://host:${PORT}/",
-                                 "https://host/x?design=1&n=2", "abfs://container@account/x"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://bucket/a:b@c",
+        "hdfs://me@host:8020/x",
+        "gs://anonymous@bucket/x",
+        "s3://bucket/x?region=eu-west-1",
+        "/a:b@c",
+        "sqlite:////x/mlflow.db",
+        "see https://host/?key=1 for more",
+        "http://host:${PORT}/",
+        "https://host/x?design=1&n=2",
+        "abfs://container@account/x",
+    ],
+)
 def test_a_uri_without_a_secret_is_not(uri):
     refuse_secrets(uri)
 
 
 def test_addresses_are_shown_without_their_user():
     assert shown("https://me:hush@host:5000/x?a=1") == "https://host:5000/x?a=1"
-    assert shown("API request to https://me:hush@host/x and s3://a/b@c, me@here failed") == "API request to https://host/x and s3://a/b@c, me@here failed"
-    for text in ("https://host/x@y", "https://host?a=b@c", "https://host#a@b", "sqlite:////x@y/mlflow.db", "http://[::1]:5000", "http://[", ""):
+    assert (
+        shown("API request to https://me:hush@host/x and s3://a/b@c, me@here failed")
+        == "API request to https://host/x and s3://a/b@c, me@here failed"
+    )
+    for text in (
+        "https://host/x@y",
+        "https://host?a=b@c",
+        "https://host#a@b",
+        "sqlite:////x@y/mlflow.db",
+        "http://[::1]:5000",
+        "http://[",
+        "",
+    ):
         assert shown(text) == text
 
 
-@pytest.mark.parametrize("uri", [
-    "postgresql://me:pa/hush#w@host/db", "postgresql://me:hush/x#w@host/db", "postgresql://me:hush@more@host/db", "mysql+pymysql://me:?hush@host/db",
-    "https://me:12/hush@host/x", "http://me:#hush@host:5000", "https://hush@host/x", "https://host/x?token=hush", "https://host/x?a=1&api_key=hush#hush",
-    "https://host/x?token=a&hush", "https://host/x?%74oken=hush", "https://host/x?X-Amz-Signature=hush&a=1", "https://host/x#access_token=hush",
-    "s3://b/x?secret_key=hush", "https://host/x;password=hush", "postgresql://host/db?user=me&password=hush"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "postgresql://me:pa/hush#w@host/db",
+        "postgresql://me:hush/x#w@host/db",
+        "postgresql://me:hush@more@host/db",
+        "mysql+pymysql://me:?hush@host/db",
+        "https://me:12/hush@host/x",
+        "http://me:#hush@host:5000",
+        "https://hush@host/x",
+        "https://host/x?token=hush",
+        "https://host/x?a=1&api_key=hush#hush",
+        "https://host/x?token=a&hush",
+        "https://host/x?%74oken=hush",
+        "https://host/x?X-Amz-Signature=hush&a=1",
+        "https://host/x#access_token=hush",
+        "s3://b/x?secret_key=hush",
+        "https://host/x;password=hush",
+        "postgresql://host/db?user=me&password=hush",
+    ],
+)
 def test_no_form_of_a_secret_in_a_uri_is_shown(uri):
     for text in (uri, f"cannot connect to {uri!r}, (Background on {uri})", f"a\n{uri}\nb"):
         said = shown(text)
@@ -86,13 +162,23 @@ def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(mon
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:pa ss%2Fhush@host/db")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee" * 8)
     monkeypatch.setenv("HF_TOKEN", "a")
-    assert shown("no password 'pa ss%2Fhush' or 'pa ss/hush' at host") == "no password '***' or '***' at host"
-    assert shown(f"the token {'c0ffee' * 8} is wrong, and a word is a word") == "the token *** is wrong, and a word is a word"
+    assert (
+        shown("no password 'pa ss%2Fhush' or 'pa ss/hush' at host")
+        == "no password '***' or '***' at host"
+    )
+    assert (
+        shown(f"the token {'c0ffee' * 8} is wrong, and a word is a word")
+        == "the token *** is wrong, and a word is a word"
+    )
 
 
 def test_a_sentence_names_the_setting_that_holds_the_secret():
     uri = "s3://hush@b"
-    for value, named in ((uri, "a URI begins with s3://"), ({"a": ["x", {"b": uri}]}, r"a\.b begins"), ({"a": (uri,)}, "a begins")):
+    for value, named in (
+        (uri, "a URI begins with s3://"),
+        ({"a": ["x", {"b": uri}]}, r"a\.b begins"),
+        ({"a": (uri,)}, "a begins"),
+    ):
         with pytest.raises(UserError, match=rf"^{named}"):
             refuse_secrets(value)
     with pytest.raises(UserError, match=r"^c\.yaml: a\.b begins with s3://"):

@@ -21,8 +21,14 @@ from workers.job import Neutral
 from workers.methods import METHODS
 from workers.serve import Kept, Served
 
-TOLD = {"meat": ("meat", ""), "packnet": ("packnet", ""), "toast": ("toast", ""), "linear": ("linear", ""), "supsup_nn": ("supsup_nn", ""),
-        "lwf": ("lwf", "")}
+TOLD = {
+    "meat": ("meat", ""),
+    "packnet": ("packnet", ""),
+    "toast": ("toast", ""),
+    "linear": ("linear", ""),
+    "supsup_nn": ("supsup_nn", ""),
+    "lwf": ("lwf", ""),
+}
 FOUND_OUT = {"icarl": ("icarl", "class"), "supsup": ("supsup", "class")}
 OUTPUTS = {"supsup": {"outputs": 5}, "supsup_nn": {"outputs": 5}}
 CHAINS = ["packnet", "lwf"]
@@ -44,7 +50,10 @@ def runs(lab: Any) -> Any:
 def mixed(run: Finished, count: int = 5) -> tuple[list[bytes], list[str]]:
     """Images of both tasks in turn."""
     both = [(data, name) for name in run.names for data in run.images(name)[0][:count]]
-    order = [both[i] for i in torch.randperm(len(both), generator=torch.Generator().manual_seed(3)).tolist()]
+    order = [
+        both[i]
+        for i in torch.randperm(len(both), generator=torch.Generator().manual_seed(3)).tolist()
+    ]
     return [data for data, _ in order], [name for _, name in order]
 
 
@@ -55,7 +64,9 @@ def test_as_many_answers_are_right_as_evaluation_recorded(runs, name):
     for task in run.names:
         images, classes = run.images(task)
         answers = run.served.predict(images, None if name in FOUND_OUT else task)
-        right[task] = sum((a.task, a.class_) == (task, c) for a, c in zip(answers, classes, strict=True))
+        right[task] = sum(
+            (a.task, a.class_) == (task, c) for a, c in zip(answers, classes, strict=True)
+        )
     assert right == run.recorded()
 
 
@@ -65,7 +76,9 @@ def test_a_mixed_batch_is_answered_like_single_images(runs, name):
     images, tasks = mixed(run)
     wanted = [None] * len(tasks) if name in FOUND_OUT else tasks
     together = run.served.predict(images, wanted)
-    alone = [run.served.predict([image], [task])[0] for image, task in zip(images, wanted, strict=True)]
+    alone = [
+        run.served.predict([image], [task])[0] for image, task in zip(images, wanted, strict=True)
+    ]
     assert [(a.task, a.class_) for a in together] == [(a.task, a.class_) for a in alone]
     for a, b in zip(together, alone, strict=True):
         assert [*a.probabilities] == [*b.probabilities]
@@ -73,7 +86,9 @@ def test_a_mixed_batch_is_answered_like_single_images(runs, name):
         assert a.confidence == pytest.approx(b.confidence, abs=1e-4)
     if name not in FOUND_OUT:
         assert [a.task for a in together] == tasks
-    assert [a.probability for a in together] == [next(iter(a.probabilities.values())) for a in together]
+    assert [a.probability for a in together] == [
+        next(iter(a.probabilities.values())) for a in together
+    ]
     assert all(sum(a.probabilities.values()) == pytest.approx(1) for a in together)
 
 
@@ -82,19 +97,28 @@ def test_each_group_is_one_forward(runs, monkeypatch):
     images, tasks = mixed(run)
     seen: list[int] = []
     forward = run.served.method.features
-    monkeypatch.setattr(run.served.method, "features", lambda images: seen.append(len(images)) or forward(images))
+    monkeypatch.setattr(
+        run.served.method, "features", lambda images: seen.append(len(images)) or forward(images)
+    )
     run.served.predict(images, tasks)
     assert sorted(seen) == [5, 5]
 
 
 def test_what_tasks_share_is_computed_once(runs, monkeypatch):
-    for name, owner, function in (("linear", "method", "features"), ("toast", "top_down", "first_pass")):
+    for name, owner, function in (
+        ("linear", "method", "features"),
+        ("toast", "top_down", "first_pass"),
+    ):
         run = runs(name)
         images, tasks = mixed(run)
         seen: list[int] = []
         whose = run.served.method if owner == "method" else run.served.method.top_down
         forward = getattr(whose, function)
-        monkeypatch.setattr(whose, function, lambda images, forward=forward, seen=seen: seen.append(len(images)) or forward(images))
+        monkeypatch.setattr(
+            whose,
+            function,
+            lambda images, forward=forward, seen=seen: seen.append(len(images)) or forward(images),
+        )
         run.served.predict(images, tasks)
         assert seen == [10]
 
@@ -114,7 +138,12 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs, name):
     size = max(bytes_ for _, bytes_ in run.served.kept.items.values())
     assert size > 0
     small, none = (Served(run.bundle, limit) for limit in (size, 0))
-    assert exact(small, images, tasks) == wanted == exact(none, images, tasks) == exact(small, images, tasks)
+    assert (
+        exact(small, images, tasks)
+        == wanted
+        == exact(none, images, tasks)
+        == exact(small, images, tasks)
+    )
     assert none.kept.nbytes == 0
     assert 0 < small.kept.nbytes <= size
 
@@ -132,14 +161,25 @@ def test_paths_bytes_arrays_and_pictures_are_one_image(runs, tmp_path):
     data = run.images("two")[0][0]
     picture = Image.open(io.BytesIO(data))
     (tmp_path / "a.png").write_bytes(data)
-    kinds = [data, bytearray(data), str(tmp_path / "a.png"), tmp_path / "a.png", picture, np.asarray(picture.convert("RGB"))]
+    kinds = [
+        data,
+        bytearray(data),
+        str(tmp_path / "a.png"),
+        tmp_path / "a.png",
+        picture,
+        np.asarray(picture.convert("RGB")),
+    ]
     assert len({a.probability for a in run.served.predict(kinds, "two")}) == 1
 
 
 def test_without_a_task_it_refuses_or_takes_the_surest_head(runs):
     run = runs("meat")
     images, _ = mixed(run)
-    with pytest.raises(UserError, match=r"'meat' needs to be told the task of each image; there are two, three; or set rule=confident"):
+    with pytest.raises(
+        UserError,
+        match=r"'meat' needs to be told the task of each image; there are two, three; or set "
+        r"rule=confident",
+    ):
         run.served.predict(images)
     answers = run.served.predict(images, rule="confident")
     heads = [run.served.predict(images, task) for task in run.names]
@@ -154,8 +194,12 @@ def test_told_and_untold_images_share_a_request(runs):
     images, tasks = mixed(run)
     some = [task if place % 2 else None for place, task in enumerate(tasks)]
     answers = run.served.predict(images, some)
-    assert all(a.task == task and a.confidence == 1 for a, task in zip(answers, some, strict=True) if task)
-    assert {len(a.probabilities) for a, task in zip(answers, some, strict=True) if task is None} == {5}
+    assert all(
+        a.task == task and a.confidence == 1 for a, task in zip(answers, some, strict=True) if task
+    )
+    assert {
+        len(a.probabilities) for a, task in zip(answers, some, strict=True) if task is None
+    } == {5}
 
 
 def test_top_shortens_the_list(runs):
@@ -164,9 +208,15 @@ def test_top_shortens_the_list(runs):
     assert answer.class_ == next(iter(answer.probabilities))
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"tasks": "tow"}, "task 'tow' is not served; did you mean two"), ({"tasks": ["two", "two"]}, "there are 1 images and 2 tasks"),
-    ({"tasks": "two", "rule": "best"}, "rule is 'best'; give one of refuse, confident"), ({"tasks": "two", "top": -1}, "top is -1")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"tasks": "tow"}, "task 'tow' is not served; did you mean two"),
+        ({"tasks": ["two", "two"]}, "there are 1 images and 2 tasks"),
+        ({"tasks": "two", "rule": "best"}, "rule is 'best'; give one of refuse, confident"),
+        ({"tasks": "two", "top": -1}, "top is -1"),
+    ],
+)
 def test_what_cannot_be_answered_gets_a_sentence(runs, arguments, said):
     with pytest.raises(UserError, match=said):
         runs("meat").served.predict([np.zeros((4, 4, 3), np.uint8)], **arguments)
@@ -185,22 +235,35 @@ def folder(runs, tmp_path):
 def test_a_folder_answers_like_the_store(runs, folder):
     for name in ("meat", "packnet"):
         images, tasks = mixed(runs(name))
-        assert exact(Served.open(f"file://{folder(name)}"), images, tasks) == exact(runs(name).served, images, tasks)
+        assert exact(Served.open(f"file://{folder(name)}"), images, tasks) == exact(
+            runs(name).served, images, tasks
+        )
 
 
 def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs, folder):
     place = Path(folder("packnet"))
     names = {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()}
-    assert names == {"model.json", "backbone.safetensors", "tasks/two.safetensors", "tasks/three.safetensors", "carried/retrain.safetensors"}
+    assert names == {
+        "model.json",
+        "backbone.safetensors",
+        "tasks/two.safetensors",
+        "tasks/three.safetensors",
+        "carried/retrain.safetensors",
+    }
     assert runs("packnet").run.lab.store.storage not in (place / "model.json").read_text()
 
 
-@pytest.mark.parametrize("file", ["backbone.safetensors", "tasks/two.safetensors", "carried/retrain.safetensors", "model.json"])
+@pytest.mark.parametrize(
+    "file",
+    ["backbone.safetensors", "tasks/two.safetensors", "carried/retrain.safetensors", "model.json"],
+)
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
 def test_every_damage_is_found(folder, file, damage):
     place = Path(folder("packnet"), file)
     data = place.read_bytes()
-    place.unlink() if damage == "gone" else place.write_bytes(data[:-1] if damage == "cut" else data.replace(b"0", b"1", 1))
+    place.unlink() if damage == "gone" else place.write_bytes(
+        data[:-1] if damage == "cut" else data.replace(b"0", b"1", 1)
+    )
     with pytest.raises(UserError, match=file):
         Served.open(str(place.parents["/" in file]))
 
@@ -248,7 +311,11 @@ def test_a_removed_task_is_not_served_and_the_others_answer_as_before(runs, fold
         left.predict(images, "two")
     assert not Path(place, "tasks/two.safetensors").exists()
     assert ("stays, because later tasks stand on it" in said) == (name in [*CHAINS, "supsup_nn"])
-    carried = [t for p in Path(place).glob("carried/*") for t in bundles.load_tensors(p.read_bytes(), "")[0]]
+    carried = [
+        t
+        for p in Path(place).glob("carried/*")
+        for t in bundles.load_tensors(p.read_bytes(), "")[0]
+    ]
     assert not [name for name in carried if name.startswith("heads/two/")]
 
 
@@ -278,7 +345,9 @@ def test_what_does_not_belong_together_is_not_imported(runs, folder, lab):
     for name in CHAINS:
         with pytest.raises(UserError, match="trains weights that its tasks share"):
             bundles.import_task(folder(name), data, "f")
-    with pytest.raises(UserError, match=r"exported from a model whose method is meat, and in .* it is linear"):
+    with pytest.raises(
+        UserError, match=r"exported from a model whose method is meat, and in .* it is linear"
+    ):
         bundles.import_task(folder("linear"), data, "f")
     with pytest.raises(UserError, match="is no exported task"):
         bundles.import_task(str(Path(folder("toast"))), b"nonsense", "f")
@@ -290,16 +359,28 @@ def test_limits_are_kept(runs):
         runs("meat").served.predict([image] * 3, "two", limits=Limits(images=2))
 
 
-@pytest.mark.parametrize("change", [
-    {"files": {"../../precious.txt": {"bytes": 1, "sha256": "0"}}}, {"files": {"/etc/passwd": {"bytes": 1, "sha256": "0"}}},
-    {"carried": {"retrain": "../other.safetensors"}}, {"tasks": None}, {"tasks": [{"name": "two"}]}, {"method": ["packnet"]}, {"files": []},
-    {"tasks": [{"name": "../two", "classes": ["x"], "card": "c", "data": "d", "role": "task"}]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../precious.txt": {"bytes": 1, "sha256": "0"}}},
+        {"files": {"/etc/passwd": {"bytes": 1, "sha256": "0"}}},
+        {"carried": {"retrain": "../other.safetensors"}},
+        {"tasks": None},
+        {"tasks": [{"name": "two"}]},
+        {"method": ["packnet"]},
+        {"files": []},
+        {"tasks": [{"name": "../two", "classes": ["x"], "card": "c", "data": "d", "role": "task"}]},
+    ],
+)
 def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_must(folder, change):
     place = Path(folder("packnet"))
     precious = place.parent.parent / "precious.txt"
     precious.write_text("mine")
     body = json.loads((place / "model.json").read_text())
-    merged = {**body, **{k: {**body[k], **v} if isinstance(v, dict) else v for k, v in change.items()}}
+    merged = {
+        **body,
+        **{k: {**body[k], **v} if isinstance(v, dict) else v for k, v in change.items()},
+    }
     bundles.write_model(str(place), bundles.sealed(merged))
     with pytest.raises(UserError, match=r"model\.json"):
         bundles.remove_task(str(place), "two")

@@ -81,7 +81,10 @@ def folder_of_all() -> Iterator[Path]:
 
 
 def modes(storage: Path) -> dict[str, int]:
-    return {str(path.relative_to(storage)): stat.S_IMODE(path.stat().st_mode) for path in storage.rglob("*")}
+    return {
+        str(path.relative_to(storage)): stat.S_IMODE(path.stat().st_mode)
+        for path in storage.rglob("*")
+    }
 
 
 def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(shared):
@@ -91,7 +94,12 @@ def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(sh
     attempt.commit({})
     with claimed(str(shared / "stages"), "c"):
         found = modes(shared)
-    assert {"claims/c", "runs/r/run.json", "stages/k/manifest.json", f"stages/k/{attempt.name}/deep/er/state"} <= found.keys()
+    assert {
+        "claims/c",
+        "runs/r/run.json",
+        "stages/k/manifest.json",
+        f"stages/k/{attempt.name}/deep/er/state",
+    } <= found.keys()
     for path, mode in found.items():
         wanted = 0o2070 if (shared / path).is_dir() else 0o060
         assert mode & wanted == wanted, path
@@ -106,7 +114,11 @@ def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path):
     finally:
         umasked(before)
     found = modes(tmp_path)
-    assert {path: found[path] & 0o777 for path in ("a", "a/b", "a/b/c")} == {"a": 0o750, "a/b": 0o750, "a/b/c": 0o640}
+    assert {path: found[path] & 0o777 for path in ("a", "a/b", "a/b/c")} == {
+        "a": 0o750,
+        "a/b": 0o750,
+        "a/b/c": 0o640,
+    }
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
@@ -116,7 +128,11 @@ def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, folde
     storage.mkdir()
     os.chown(storage, 12001, 12000)
     storage.chmod(0o2770)
-    for user, name, mask in ((12001, "first", masks[0]), (12002, "second", masks[1]), (12001, "third", masks[0])):
+    for user, name, mask in (
+        (12001, "first", masks[0]),
+        (12002, "second", masks[1]),
+        (12001, "third", masks[0]),
+    ):
         assert as_user(user, 12000, mask, lambda name=name: use(str(storage), name)) == ""  # type: ignore[misc]
     assert (storage / "runs" / "r" / "run.json").read_text() == "third"
     found = Artefact.open(str(storage / "stages"), "third")

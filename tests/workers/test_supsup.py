@@ -23,13 +23,26 @@ from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
 from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
 from workers.model.masks import TopK, largest_at_once
-from workers.model.superposition import at_once, by_halves, entropy, left_over, shares, slopes, superfluous, superposed, values
+from workers.model.superposition import (
+    at_once,
+    by_halves,
+    entropy,
+    left_over,
+    shares,
+    slopes,
+    superfluous,
+    superposed,
+    values,
+)
 from workers.model.vit import build
 from workers.taskstate import TaskState
 
 RANDOM = {"weights": "signed_constant", "start": "kaiming", "density": 0.5, "mask_travel": 8}
 KEPT: dict[str, Any] = tabletop.OPTIMIZERS | {
-    "adamw": lambda groups: torch.optim.AdamW([g | {"weight_decay": 0.05} if g["name"] != "masks" else g for g in groups], lr=1e-2)}
+    "adamw": lambda groups: torch.optim.AdamW(
+        [g | {"weight_decay": 0.05} if g["name"] != "masks" else g for g in groups], lr=1e-2
+    )
+}
 
 
 def made(**settings: Any) -> SupSup:
@@ -55,7 +68,10 @@ def answers(method: SupSup, task: str | None, images: Tensor) -> Tensor:
 
 # ---- the reference's worked numbers ----------------------------------------------------------------------------------------
 WORKED = {"w": torch.tensor([[3.0, -3.0], [3.0, -3.0]])}  # inputs x outputs
-MASKS = [{"w": torch.tensor([[True, True], [False, False]])}, {"w": torch.tensor([[False, False], [True, True]])}]
+MASKS = [
+    {"w": torch.tensor([[True, True], [False, False]])},
+    {"w": torch.tensor([[False, False], [True, True]])},
+]
 HALF = torch.tensor([0.5, 0.5])
 X = torch.eye(2)[:, None]  # two groups of one image: the first is of the first task
 
@@ -73,7 +89,9 @@ def test_the_worked_example_has_its_numbers():
     assert linear(mixed, X[0]).tolist() == [[1.5, -1.5]]
     assert entropy(linear(mixed, X[0])).item() == pytest.approx(0.190865, abs=1e-6)
     found = judged(range(2), X)
-    assert found.tolist() == pytest.approx([pytest.approx([-0.8132, 0], abs=1e-4), pytest.approx([0, -0.8132], abs=1e-4)])
+    assert found.tolist() == pytest.approx(
+        [pytest.approx([-0.8132, 0], abs=1e-4), pytest.approx([0, -0.8132], abs=1e-4)]
+    )
     assert at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
 
 
@@ -88,13 +106,20 @@ def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha
 
     for objective in (entropy, partial(superfluous, real=2)):
         alpha = torch.tensor([0.5, 0.2, 0.3], requires_grad=True)
-        want = [torch.autograd.grad(objective(network(superposed(weights, masks, alpha), group)).mean(), alpha)[0] for group in groups]
+        want = [
+            torch.autograd.grad(
+                objective(network(superposed(weights, masks, alpha), group)).mean(), alpha
+            )[0]
+            for group in groups
+        ]
         with torch.no_grad():
             found = slopes(network, weights, masks, alpha.detach(), groups, objective)
         assert torch.allclose(found, torch.stack(want), atol=1e-6)
 
 
-def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(monkeypatch: pytest.MonkeyPatch):
+def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(
+    monkeypatch: pytest.MonkeyPatch,
+):
     groups = torch.randn(9, 1, 2)
     whole = judged(range(2), groups)
     monkeypatch.setattr("workers.model.superposition.GRADIENT_BYTES", 4 * 4 * 2)
@@ -104,7 +129,10 @@ def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(monkeypatch
 def test_a_superposition_of_one_mask_alone_is_that_mask():
     method = made()
     begun(method, STRIPES)
-    masks = [{f"{site}.weight": mask for site, mask in method.hard().items()}, {f"{site}.weight": ~mask for site, mask in method.hard().items()}]
+    masks = [
+        {f"{site}.weight": mask for site, mask in method.hard().items()},
+        {f"{site}.weight": ~mask for site, mask in method.hard().items()},
+    ]
     weights = {f"{site}.weight": weight.detach() for site, weight in method.sites.items()}
     images = samples(STRIPES, 4)[0]
     with torch.no_grad():
@@ -123,7 +151,11 @@ def test_at_once_agrees_with_trying_every_mask_on_the_worked_example():
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("ties", [False, True])
 def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bool):
-    scores = torch.zeros(6, count) if ties else torch.rand(6, count, generator=torch.Generator().manual_seed(count))
+    scores = (
+        torch.zeros(6, count)
+        if ties
+        else torch.rand(6, count, generator=torch.Generator().manual_seed(count))
+    )
     rounds: list[list[int]] = [[] for _ in range(6)]
 
     def judge(alive: Any, rows: Tensor) -> Tensor:
@@ -134,7 +166,9 @@ def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bo
     places, sure = by_halves(judge, torch.arange(6.0)[:, None], count)
     assert places.tolist() == scores.argmin(1).tolist()
     assert all(len(asked) == math.ceil(math.log2(count)) for asked in rounds)
-    assert all(asked == [math.ceil(count / 2**i) for i in range(len(asked))] for asked in rounds), "the better half, rounded up"
+    assert all(asked == [math.ceil(count / 2**i) for i in range(len(asked))] for asked in rounds), (
+        "the better half, rounded up"
+    )
     assert ((sure > 0) & (sure <= 1)).all()
     if ties:
         assert sure.tolist() == pytest.approx([1 / count] * 6, rel=1e-5)
@@ -142,7 +176,9 @@ def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bo
 
 def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked():
     nu = shares(torch.tensor([[-0.8132, 0.0]]))[0]
-    assert nu.tolist() == pytest.approx([math.exp(0.8132) / (1 + math.exp(0.8132)), 1 / (1 + math.exp(0.8132))])
+    assert nu.tolist() == pytest.approx(
+        [math.exp(0.8132) / (1 + math.exp(0.8132)), 1 / (1 + math.exp(0.8132))]
+    )
     for rule in (at_once, by_halves):  # of two masks there is one round
         assert rule(judged, X, 2)[1].tolist() == pytest.approx([nu[0].item()] * 2, abs=1e-4)
 
@@ -163,14 +199,23 @@ def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float):
         assert int(mask.sum()) == 91 - int((1 - density) * 91)
         assert scores.abs()[mask].min() >= scores.abs()[~mask].max() if not mask.all() else True
         dropped = 91 - int(mask.sum())
-        assert not dropped or torch.equal(largest_at_once(scores.abs().flatten(), dropped), mask.flatten()), "as a GPU finds it"
+        assert not dropped or torch.equal(
+            largest_at_once(scores.abs().flatten(), dropped), mask.flatten()
+        ), "as a GPU finds it"
 
 
 def test_layer_budgets_are_those_of_the_formula():
-    method = SupSup(build(BackboneSettings(options={"depth": 1})), SupSupSettings(budget=16, outputs=100), 0)
-    wanted = {"patch_embed.proj": 16 * (192 + 3) / (192 * 3 * 256), "blocks.0.attn.qkv": 16 * (576 + 192) / (576 * 192),
-              "blocks.0.attn.proj": 16 * 384 / 192**2, "blocks.0.mlp.fc1": 16 * 960 / (768 * 192), "blocks.0.mlp.fc2": 16 * 960 / (768 * 192),
-              "outputs": 16 * 292 / 19200}
+    method = SupSup(
+        build(BackboneSettings(options={"depth": 1})), SupSupSettings(budget=16, outputs=100), 0
+    )
+    wanted = {
+        "patch_embed.proj": 16 * (192 + 3) / (192 * 3 * 256),
+        "blocks.0.attn.qkv": 16 * (576 + 192) / (576 * 192),
+        "blocks.0.attn.proj": 16 * 384 / 192**2,
+        "blocks.0.mlp.fc1": 16 * 960 / (768 * 192),
+        "blocks.0.mlp.fc2": 16 * 960 / (768 * 192),
+        "outputs": 16 * 292 / 19200,
+    }
     assert {site: method.density(site) for site in method.sites} == pytest.approx(wanted)
     generous = SupSup(vit(), SupSupSettings(budget=1000), 0)
     assert {generous.density(site) for site in generous.sites} == {0.5}
@@ -182,7 +227,9 @@ def test_scores_start_in_the_order_of_the_weights_or_uniformly():
         begun(method, STRIPES)
         for site, weight in method.sites.items():
             if site != OUTPUTS:
-                assert torch.equal(method.masks[site].hard(), TopK(weight.detach(), 0.9).hard()), "the smallest tenth is dropped"
+                assert torch.equal(method.masks[site].hard(), TopK(weight.detach(), 0.9).hard()), (
+                    "the smallest tenth is dropped"
+                )
     method = made(scores="threshold", start="kaiming")
     begun(method, STRIPES)
     for site, mask in method.masks.items():
@@ -200,7 +247,9 @@ def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_w
         weight.retain_grad()
     loss.backward()
     for site, mask in method.masks.items():
-        assert torch.equal(mask.scores.grad, effective[site].grad * method.sites[site] * mask.scores.sign()), site
+        assert torch.equal(
+            mask.scores.grad, effective[site].grad * method.sites[site] * mask.scores.sign()
+        ), site
         assert (mask.scores.grad != 0).any()
 
 
@@ -216,7 +265,9 @@ def test_random_weights_come_from_the_seed_alone_and_are_not_stored():
     assert not torch.equal(a.sites["blocks.0.mlp.fc1"], a.sites["blocks.1.mlp.fc1"])
     begun(a, STRIPES)
     assert set(trained_state(a)) == {f"mask_modules.{i}.scores" for i in range(len(a.sites))}
-    assert torch.equal(made().sites[OUTPUTS], a.sites[OUTPUTS]), "the shared outputs are random beside a pretrained backbone too"
+    assert torch.equal(made().sites[OUTPUTS], a.sites[OUTPUTS]), (
+        "the shared outputs are random beside a pretrained backbone too"
+    )
 
 
 def test_under_random_weights_nothing_of_the_pretrained_layers_is_left():
@@ -232,7 +283,9 @@ def test_under_random_weights_nothing_of_the_pretrained_layers_is_left():
         method.effective = method.training_weights(batch(STRIPES, 0), PROGRESS)
         everything = method.features(images)
         assert torch.equal(everything[:, :2], before)
-        assert torch.allclose(method.judge([method.hard()], [0], images[:, None])[:, 0], entropy(everything))
+        assert torch.allclose(
+            method.judge([method.hard()], [0], images[:, None])[:, 0], entropy(everything)
+        )
 
 
 # ---- shared outputs ----------------------------------------------------------------------------------------------------------
@@ -240,10 +293,14 @@ def test_the_loss_runs_over_all_outputs_also_with_soft_targets():
     method, here = made(), batch(COLOURS, 0)
     begun(method, COLOURS)
     outputs = torch.randn(len(here), 10)
-    assert torch.equal(method.classification_loss(outputs, here), F.cross_entropy(outputs, here.labels))
+    assert torch.equal(
+        method.classification_loss(outputs, here), F.cross_entropy(outputs, here.labels)
+    )
     here.targets = torch.full((len(here), 3), 0.05) + 0.85 * F.one_hot(here.labels, 3)
     soft = torch.cat([here.targets, torch.zeros(len(here), 7)], 1)
-    assert torch.allclose(method.classification_loss(outputs, here), -(soft * outputs.log_softmax(1)).sum(1).mean())
+    assert torch.allclose(
+        method.classification_loss(outputs, here), -(soft * outputs.log_softmax(1)).sum(1).mean()
+    )
 
 
 def test_training_pushes_superfluous_outputs_down(states: list[TaskState]):
@@ -260,19 +317,34 @@ def test_training_pushes_superfluous_outputs_down(states: list[TaskState]):
 
 def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs():
     SupSup.fits(SupSupSettings(outputs=3, objective="entropy"), vit(), (STRIPES, COLOURS))
-    with pytest.raises(UserError, match="task 'colours' has 3 classes, and method 'supsup' has outputs = 2 for them to share; set outputs to 3 or more"):
+    with pytest.raises(
+        UserError,
+        match="task 'colours' has 3 classes, and method 'supsup' has outputs = 2 for them to "
+        "share; set outputs to 3 or more",
+    ):
         SupSup.fits(SupSupSettings(outputs=2, objective="entropy"), vit(), (STRIPES, COLOURS))
     with pytest.raises(UserError, match="set outputs to 4 or more"):
         SupSup.fits(SupSupSettings(outputs=3), vit(), (STRIPES, COLOURS))
     SupSup.fits(SupSupSettings(outputs=0), vit(), (STRIPES, COLOURS))
 
 
-@pytest.mark.parametrize(("settings", "train", "scenario", "says"), [
-    ({}, {"optimizer": "sgd"}, "task", "mask_lr is 'auto' with train.optimizer 'sgd'"),
-    ({"outputs": 0}, {}, "class", "outputs is 0 with stream.scenario 'class'"),
-    ({"budget": 8, "scores": "threshold"}, {}, "task", "budget is 8.0 with scores 'threshold'"),
-    ({"weights": "signed_constant"}, {}, "task", "start is 'weights' with weights 'signed_constant'.*set start=kaiming")])
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], train: dict[str, Any], scenario: str, says: str):
+@pytest.mark.parametrize(
+    ("settings", "train", "scenario", "says"),
+    [
+        ({}, {"optimizer": "sgd"}, "task", "mask_lr is 'auto' with train.optimizer 'sgd'"),
+        ({"outputs": 0}, {}, "class", "outputs is 0 with stream.scenario 'class'"),
+        ({"budget": 8, "scores": "threshold"}, {}, "task", "budget is 8.0 with scores 'threshold'"),
+        (
+            {"weights": "signed_constant"},
+            {},
+            "task",
+            "start is 'weights' with weights 'signed_constant'.*set start=kaiming",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, Any], train: dict[str, Any], scenario: str, says: str
+):
     with pytest.raises(UserError, match=says):
         SupSup.check(SupSupSettings(**settings), TrainSettings(**train), DataSettings(), scenario)
     SupSup.check(SupSupSettings(), TrainSettings(), DataSettings(), "class")
@@ -285,7 +357,11 @@ def test_random_weights_beside_batch_norms_are_refused():
 
 
 def test_a_base_task_gets_a_mask_where_it_shares_the_outputs():
-    assert SupSup.planned(SupSupSettings(), -1) == SupSup.planned(SupSupSettings(outputs=0), 0) == SupSup.steps
+    assert (
+        SupSup.planned(SupSupSettings(), -1)
+        == SupSup.planned(SupSupSettings(outputs=0), 0)
+        == SupSup.steps
+    )
     assert SupSup.planned(SupSupSettings(outputs=0), -1) == ()
 
 
@@ -297,7 +373,12 @@ def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int):
     method = SupSup(build(BackboneSettings()), SupSupSettings(outputs=outputs), 0)
     begun(method, COLOURS)
     state = method.finish()[0]
-    wanted = {"masks": 5_455_872 // 8 + outputs * 192 // 8, "tokens": 0, "head": 0 if outputs else 4 * 3 * 193, "copies": 0}
+    wanted = {
+        "masks": 5_455_872 // 8 + outputs * 192 // 8,
+        "tokens": 0,
+        "head": 0 if outputs else 4 * 3 * 193,
+        "copies": 0,
+    }
     assert state.sizes() == wanted
     data = state.to_bytes()
     assert len(data) - 8 - int.from_bytes(data[:8], "little") == sum(wanted.values())
@@ -314,7 +395,11 @@ def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tu
 
 
 @pytest.mark.parametrize("optimizer", KEPT)
-@pytest.mark.parametrize("settings", [{}, {"outputs": 0}, {"scores": "threshold", **RANDOM}], ids=["shared", "heads", "random"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"outputs": 0}, {"scores": "threshold", **RANDOM}],
+    ids=["shared", "heads", "random"],
+)
 def test_old_answers_stay_bit_for_bit(optimizer: str, settings: dict[str, Any]):
     settings = settings | {"mask_lr": 0.05}
     assert torch.equal(*kept_answers(made(**settings), optimizer, settings))
@@ -323,16 +408,29 @@ def test_old_answers_stay_bit_for_bit(optimizer: str, settings: dict[str, Any]):
 def test_old_answers_would_not_stay_if_the_weights_were_trained():
     class Thaws(SupSup):
         def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-            return [*super().begin(*arguments), {"name": "weights", "params": [*self.sites.values()]}]
+            return [
+                *super().begin(*arguments),
+                {"name": "weights", "params": [*self.sites.values()]},
+            ]
 
     assert not torch.equal(*kept_answers(Thaws(vit(), SupSupSettings(outputs=10), 1), "adamw", {}))
 
 
 # ---- finding out the task ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("settings", [
-    {}, {"infer_images": 5}, {"objective": "entropy"}, {"infer": "one_shot", "objective": "entropy"}, {"infer": "binary", "objective": "entropy"},
-    {"infer": "one_shot", "infer_images": 4}])
-def test_the_domain_of_an_image_is_found_well_above_chance(states: list[TaskState], settings: dict[str, Any]):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"infer_images": 5},
+        {"objective": "entropy"},
+        {"infer": "one_shot", "objective": "entropy"},
+        {"infer": "binary", "objective": "entropy"},
+        {"infer": "one_shot", "infer_images": 4},
+    ],
+)
+def test_the_domain_of_an_image_is_found_well_above_chance(
+    states: list[TaskState], settings: dict[str, Any]
+):
     method = serving(states, **settings)
     for place, task in enumerate((STRIPES, COLOURS)):
         images, labels = samples(task, 16)
@@ -352,7 +450,10 @@ def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[T
     assert found.shape == (6, 5)
     assert found.isfinite().all()
     for row, place in enumerate(places.tolist()):
-        task, own, other = [("stripes", slice(0, 2), slice(2, 5)), ("colours", slice(2, 5), slice(0, 2))][place]
+        task, own, other = [
+            ("stripes", slice(0, 2), slice(2, 5)),
+            ("colours", slice(2, 5), slice(0, 2)),
+        ][place]
         told = answers(method, task, images[row : row + 1])[0]
         assert torch.allclose(found[row, own], told, atol=1e-5)
         assert found[row, other].max() < found[row, own].min() - 0.99 * BELOW
@@ -370,7 +471,9 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states
     assert torch.allclose(alone[1], sure[4:8], atol=1e-5)
 
 
-def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(states: list[TaskState]):
+def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(
+    states: list[TaskState],
+):
     """By default: the log of the share that all outputs but those of the task's classes have of the softmax, however many it has."""
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
     assert left_over(outputs, 2).exp().tolist() == pytest.approx([0.119203, 0.5], abs=1e-6)
@@ -406,19 +509,33 @@ def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]):
 def test_heads_of_their_own_need_the_task():
     method = made(outputs=0)
     method.load(learned(made(outputs=0), STRIPES, 1)[0])
-    with pytest.raises(UserError, match=r"'supsup' needs to be told the task where each has a head of its own \(outputs is 0\); give one of \['stripes'\]"):
+    with pytest.raises(
+        UserError,
+        match=r"'supsup' needs to be told the task where each has a head of its own \(outputs is "
+        r"0\); give one of \['stripes'\]",
+    ):
         method.logits(samples(STRIPES, 1)[0], None)
     assert method.candidates() == {}
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------------------
 def not_told(lab: Lab, method: str, **settings: Any) -> Run:
-    stream = [{"card": str(lab.card), "name": name, "classes": list(classes)} for name, classes in TASKS.items()]
-    return lab.run_of(method, OPTIMIZERS["adamw"], stream={"scenario": "class", "tasks": stream}, methods={method: settings})
+    stream = [
+        {"card": str(lab.card), "name": name, "classes": list(classes)}
+        for name, classes in TASKS.items()
+    ]
+    return lab.run_of(
+        method,
+        OPTIMIZERS["adamw"],
+        stream={"scenario": "class", "tasks": stream},
+        methods={method: settings},
+    )
 
 
 def predictions(run: Run, task: int) -> list[dict[str, Any]]:
-    return pq.read_table(pa.BufferReader(run.artefact(run.evaluate_job(task)).read("predictions.parquet"))).to_pylist()
+    return pq.read_table(
+        pa.BufferReader(run.artefact(run.evaluate_job(task)).read("predictions.parquet"))
+    ).to_pylist()
 
 
 def test_measuring_records_what_was_picked_and_how_sure(lab: Lab):
@@ -443,9 +560,17 @@ def test_measuring_records_what_was_picked_and_how_sure(lab: Lab):
         assert picks["picked"] == [[line["picked"] for line in mine].count(name) for name in TASKS]
         assert picks["right"] == picks["picked"][place]
         for kind, wanted in (("right", True), ("wrong", False)):
-            those = [line["picked_confidence"] for line in mine if (line["picked"] == row["task"]) is wanted]
-            assert picks[f"confidence_{kind}"] == (pytest.approx(sum(those) / len(those)) if those else None)
-    assert sum(row["picks"]["right"] for row in found["rows"]) < len(lines), "else it would not matter"
+            those = [
+                line["picked_confidence"]
+                for line in mine
+                if (line["picked"] == row["task"]) is wanted
+            ]
+            assert picks[f"confidence_{kind}"] == (
+                pytest.approx(sum(those) / len(those)) if those else None
+            )
+    assert sum(row["picks"]["right"] for row in found["rows"]) < len(lines), (
+        "else it would not matter"
+    )
 
 
 def test_other_methods_are_measured_as_before(lab: Lab):
@@ -459,5 +584,3 @@ def test_a_task_with_the_most_classes_may_come_first(states: list[TaskState]):
     method.stream = (COLOURS, STRIPES)
     assert method.columns() == {"colours": slice(0, 3), "stripes": slice(3, 5)}
     assert answers(method, None, samples(STRIPES, 4)[0]).argmax(1).tolist() == [3, 4, 3, 4]
-
-

@@ -24,7 +24,9 @@ STEPS = 30
 
 
 def made(**settings: Any) -> SupSupNN:
-    return SupSupNN(vit(), SupSupNNSettings(**{"outputs": 10, "every": 10, "most": 8, **settings}), seed=1)
+    return SupSupNN(
+        vit(), SupSupNNSettings(**{"outputs": 10, "every": 10, "most": 8, **settings}), seed=1
+    )
 
 
 def serving(states: list[TaskState], carried: Carried, **settings: Any) -> SupSupNN:
@@ -71,9 +73,19 @@ def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain):
     assert not torch.equal(third[0], second[0]), "the mask of the domain that returned went on"
 
 
-@pytest.mark.parametrize(("slope", "mask"), [
-    ([-1.0, 0, 0, 0, 0], 0), ([-0.14, 0, 0, 0, 0], 1), ([-0.16, 0, 0, 0, 0], 0), ([0, -1.0, 0, 0, 0], 1), ([0.0] * 5, 1)])
-def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(chain: Chain, monkeypatch: pytest.MonkeyPatch, slope: list[float], mask: int):
+@pytest.mark.parametrize(
+    ("slope", "mask"),
+    [
+        ([-1.0, 0, 0, 0, 0], 0),
+        ([-0.14, 0, 0, 0, 0], 1),
+        ([-0.16, 0, 0, 0, 0], 0),
+        ([0, -1.0, 0, 0, 0], 1),
+        ([0.0] * 5, 1),
+    ],
+)
+def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, slope: list[float], mask: int
+):
     """One mask is known, four untrained ones fill up: with k = 5 the threshold of nu is 1.125 / 5, at a slope of -0.1508."""
     nu = shares(torch.tensor([slope]))[0]
     assert (5 * nu[0] >= 1.125) == (mask == 0)
@@ -84,7 +96,9 @@ def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(chain: 
     assert method.counter.tolist() == [mask + 1, mask]
 
 
-def test_the_least_number_of_masks_and_eps_are_settings(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+def test_the_least_number_of_masks_and_eps_are_settings(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+):
     for settings, mask in (({"least": 2, "eps": 0.125}, 0), ({"least": 2, "eps": 0.3}, 1)):
         method = made(**settings)
         assert judging(method, [-0.5, 0.0], monkeypatch) == []  # nu = 0.6225
@@ -92,19 +106,29 @@ def test_the_least_number_of_masks_and_eps_are_settings(chain: Chain, monkeypatc
         assert method.counter.tolist() == [mask + 1, mask]
 
 
-def test_without_a_mask_left_the_best_known_one_goes_on(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_mask_left_the_best_known_one_goes_on(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+):
     method = made(most=2)
     judging(method, [0.3, 0.2, -5.0, 0.0, 0.0], monkeypatch)  # an untrained one would fit best
     begun(method, COLOURS, STEPS, chain[1][1])
     assert method.counter.tolist() == [2, 1]
-    assert method.warnings() == ["all 2 masks are taken, so that new images go to old ones; raise `most`"]
+    assert method.warnings() == [
+        "all 2 masks are taken, so that new images go to old ones; raise `most`"
+    ]
     assert made(most=3).warnings() == []
 
 
-def test_it_decides_at_the_start_and_every_so_many_steps_by_the_coming_batch(monkeypatch: pytest.MonkeyPatch):
+def test_it_decides_at_the_start_and_every_so_many_steps_by_the_coming_batch(
+    monkeypatch: pytest.MonkeyPatch,
+):
     asked: list[tuple[int, int]] = []
     decide = SupSupNN.decide
-    monkeypatch.setattr(SupSupNN, "decide", lambda self, epoch, step: (asked.append((epoch, step)), decide(self, epoch, step)))
+    monkeypatch.setattr(
+        SupSupNN,
+        "decide",
+        lambda self, epoch, step: (asked.append((epoch, step)), decide(self, epoch, step)),
+    )
     method = made(every=4)
     monkeypatch.setattr(method, "choice", lambda images: 0)
     begun(method, STRIPES, 6)
@@ -137,11 +161,17 @@ def test_a_mask_that_goes_on_starts_from_its_bits(chain: Chain, monkeypatch: pyt
     first = method.first_scores(0)
     for site, mask in method.hard().items():
         assert torch.equal(mask, stored[site])
-        assert torch.equal(method.masks[site].scores.abs(), first[site].abs().clamp(min=1e-8)), "as large as at first"
-    assert any((scores == 0).any() for scores in first.values()), "else the smallest size would not matter"
+        assert torch.equal(method.masks[site].scores.abs(), first[site].abs().clamp(min=1e-8)), (
+            "as large as at first"
+        )
+    assert any((scores == 0).any() for scores in first.values()), (
+        "else the smallest size would not matter"
+    )
 
 
-def test_an_untrained_mask_is_what_a_new_one_starts_from(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+def test_an_untrained_mask_is_what_a_new_one_starts_from(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+):
     method = made(start="kaiming")
     method.attach(chain[0][1])
     untrained = method.bits(1)
@@ -151,7 +181,9 @@ def test_an_untrained_mask_is_what_a_new_one_starts_from(chain: Chain, monkeypat
     assert not torch.equal(method.bits(2)[OUTPUTS], untrained[OUTPUTS])
 
 
-def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_the_word(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_the_word(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+):
     class Second(Group):
         def share(self, value: Any) -> Any:
             return 1
@@ -211,7 +243,9 @@ def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain):
 
 # ---- how it answers --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("infer_images", [1, 5])
-def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(chain: Chain, infer_images: int):
+def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(
+    chain: Chain, infer_images: int
+):
     method = serving([chain[2][0], chain[1][0]], chain[2][1], infer_images=infer_images)
     assert method.candidates() == {"mask 0": ("stripes",), "mask 1": ("colours",)}
     for place, task in enumerate((STRIPES, COLOURS)):
@@ -226,19 +260,25 @@ def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(chain: Cha
         assert torch.equal(method.logits(images, None)[:, : task.num_classes], found)
 
 
-def test_an_untrained_mask_is_superposed_and_never_picked(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+def test_an_untrained_mask_is_superposed_and_never_picked(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+):
     method = serving([chain[0][0], chain[1][0]], chain[1][1])
     counts = judging(method, [0.5, 0.4, -3.0, 0.0, 0.0], monkeypatch)
     places, sure = method.infer(samples(STRIPES, 3)[0])
     assert counts == [5]
     assert places.tolist() == [1, 1, 1]
-    assert sure.tolist() == pytest.approx([shares(torch.tensor([[0.5, 0.4, -3.0, 0.0, 0.0]]))[0, 1].item()] * 3)
+    assert sure.tolist() == pytest.approx(
+        [shares(torch.tensor([[0.5, 0.4, -3.0, 0.0, 0.0]]))[0, 1].item()] * 3
+    )
 
 
 def test_the_task_that_is_asked_for_does_not_choose_the_mask(chain: Chain):
     method, images = serving([chain[0][0], chain[1][0]], chain[1][1]), samples(STRIPES, 6)[0]
     with torch.no_grad():
-        assert torch.equal(method.logits(images, "colours")[:, :2], method.logits(images, "stripes"))
+        assert torch.equal(
+            method.logits(images, "colours")[:, :2], method.logits(images, "stripes")
+        )
 
 
 def test_a_mask_may_be_right_for_several_tasks_and_for_none(chain: Chain):

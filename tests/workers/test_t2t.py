@@ -62,17 +62,27 @@ def test_its_weights_are_counted_to_the_unit():
     sites = weight_sites(vit.check(BackboneSettings(name="t2t_vit_12")))
     assert sum(w.numel() for w in sites.values()) == 6_602_304
     assert sum(w.numel() for name, w in sites.items() if name.startswith("patch_embed.")) == 310_848
-    assert sum(p.numel() for p in vit.check(BackboneSettings(name="t2t_vit_12")).parameters()) == 6_602_304 + 28_070  # biases, norms, class token
+    assert (
+        sum(p.numel() for p in vit.check(BackboneSettings(name="t2t_vit_12")).parameters())
+        == 6_602_304 + 28_070
+    )  # biases, norms, class token
 
 
 def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table():
     backbone = vit.build(BackboneSettings(name="t2t_vit_12"))
-    weights = sum(p.numel() for p in backbone.parameters()) + 2 * 32 * 64 + 1000 * (256 + 1)  # with random features and ImageNet's head
+    weights = (
+        sum(p.numel() for p in backbone.parameters()) + 2 * 32 * 64 + 1000 * (256 + 1)
+    )  # with random features and ImageNet's head
     initial = 4 * weights  # fixed positions need no bytes
     heads = sum(4 * c * (256 + 1) for c in CLASSES)
-    meat, piggyback = Meat(backbone, MeatSettings(), seed=0), Piggyback(backbone, Piggyback.Settings(), seed=0)
+    meat, piggyback = (
+        Meat(backbone, MeatSettings(), seed=0),
+        Piggyback(backbone, Piggyback.Settings(), seed=0),
+    )
     bits = 3_145_728 + 196 * 12
-    state = TaskState("t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in meat.mask_shapes().items()})
+    state = TaskState(
+        "t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in meat.mask_shapes().items()}
+    )
     assert state.sizes()["masks"] * 8 == bits
     assert round((initial + heads + 6 * bits / 8) / MIB, 1) == 29.6
     masks = {name: torch.ones_like(weight) > 0 for name, weight in piggyback.sites.items()}
@@ -84,7 +94,14 @@ def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table():
 def test_any_multiple_of_sixteen_pixels_will_do(side):
     model = t2t(TINY.model_copy(update={"img_size": side}))
     grid = side // 16
-    assert vit.geometry(model) == {"depth": 3, "grid": (grid, grid), "tokens": grid**2, "prefix": 1, "width": 32, "hidden": 64}
+    assert vit.geometry(model) == {
+        "depth": 3,
+        "grid": (grid, grid),
+        "tokens": grid**2,
+        "prefix": 1,
+        "width": 32,
+        "hidden": 64,
+    }
     assert model.patch_embed(images(2, side)).shape == (2, grid**2, 32)
     assert model(images(2, side)).shape == (2, 32)
 
@@ -95,7 +112,10 @@ def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels():
     first = windows(image, 7, 4, 2)[0]  # (2 * 2, 2 * 49)
     padded = F.pad(image[0], (2, 2, 2, 2))
     for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        assert torch.equal(first[2 * row + column], padded[:, 4 * row : 4 * row + 7, 4 * column : 4 * column + 7].flatten())
+        assert torch.equal(
+            first[2 * row + column],
+            padded[:, 4 * row : 4 * row + 7, 4 * column : 4 * column + 7].flatten(),
+        )
     second = windows(image, 3, 2, 1)[0]
     assert torch.equal(second[5].view(2, 3, 3), image[0, :, 1:4, 1:4])
     assert torch.equal(as_image(image.flatten(2).transpose(1, 2), 8, 8), image)
@@ -104,10 +124,21 @@ def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels():
 def test_with_linear_layers_for_performers_the_module_is_three_strided_convolutions():
     torch.manual_seed(0)
     module, sizes, strides = TokensToToken(64, 3, 32), (7, 3, 3), (4, 2, 2)
-    module.attention1, module.attention2 = nn.Linear(3 * 49, 64, bias=False), nn.Linear(64 * 9, 64, bias=False)  # type: ignore[assignment]
+    module.attention1, module.attention2 = (
+        nn.Linear(3 * 49, 64, bias=False),
+        nn.Linear(64 * 9, 64, bias=False),
+    )  # type: ignore[assignment]
     x = images()
-    for layer, size, stride in zip((module.attention1, module.attention2, module.project), sizes, strides, strict=True):
-        x = F.conv2d(x, layer.weight.unflatten(1, (-1, size, size)), layer.bias, stride, padding=2 if size == 7 else 1)
+    for layer, size, stride in zip(
+        (module.attention1, module.attention2, module.project), sizes, strides, strict=True
+    ):
+        x = F.conv2d(
+            x,
+            layer.weight.unflatten(1, (-1, size, size)),
+            layer.bias,
+            stride,
+            padding=2 if size == 7 else 1,
+        )
     assert torch.allclose(module(images()), x.flatten(2).transpose(1, 2), atol=1e-5)
 
 
@@ -136,7 +167,9 @@ def test_many_random_features_give_softmax_attention():
     one = Performer(8, 8)
     one.w = torch.randn(50_000, 8)
     q, k, v = (0.3 * torch.randn(1, 6, 8) for _ in range(3))
-    assert torch.allclose(one.attention(q, k, v), (q @ k.transpose(1, 2)).softmax(-1) @ v, atol=5e-3)
+    assert torch.allclose(
+        one.attention(q, k, v), (q @ k.transpose(1, 2)).softmax(-1) @ v, atol=5e-3
+    )
 
 
 def test_random_features_are_orthogonal_and_of_length_root_m():
@@ -148,7 +181,10 @@ def test_random_features_are_orthogonal_and_of_length_root_m():
 def by_hand(attention: Any, x: Tensor, keys: Tensor | None = None) -> Tensor:
     """Attention over the square root of the whole width, over the keys that are kept."""
     width = x.shape[-1]
-    q, k, v = (part.unflatten(2, (4, width // 4)).transpose(1, 2) for part in attention.qkv(x).split(width, dim=-1))
+    q, k, v = (
+        part.unflatten(2, (4, width // 4)).transpose(1, 2)
+        for part in attention.qkv(x).split(width, dim=-1)
+    )
     scores = q @ k.transpose(2, 3) / math.sqrt(width)
     if keys is not None:
         scores = scores.masked_fill(~keys[:, None, None, :], -torch.inf)
@@ -174,7 +210,10 @@ def test_attention_scores_are_over_the_root_of_the_whole_width_in_every_form():
 def test_positions_are_sines_and_cosines():
     table = sinusoids(5, 8)[0]
     assert torch.equal(table[0], torch.tensor([0.0, 1.0] * 4))
-    assert torch.allclose(table[3], torch.tensor([f(3 / 10000 ** (2 * i / 8)) for i in range(4) for f in (math.sin, math.cos)]))
+    assert torch.allclose(
+        table[3],
+        torch.tensor([f(3 / 10000 ** (2 * i / 8)) for i in range(4) for f in (math.sin, math.cos)]),
+    )
     assert torch.equal(t2t().pos_embed, sinusoids(17, 32))
 
 
@@ -220,8 +259,15 @@ def test_random_features_follow_the_seed_and_count_in_the_digest():
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_released_weights_are_read_under_their_own_names(prefix, tmp_path):
     source = t2t()
-    released = {prefix + name.replace("patch_embed.", "tokens_to_token."): t for name, t in source.state_dict().items()}
-    settings = saved(released | {f"{prefix}head.weight": torch.zeros(10, 32), f"{prefix}head.bias": torch.zeros(10)}, tmp_path)
+    released = {
+        prefix + name.replace("patch_embed.", "tokens_to_token."): t
+        for name, t in source.state_dict().items()
+    }
+    settings = saved(
+        released
+        | {f"{prefix}head.weight": torch.zeros(10, 32), f"{prefix}head.bias": torch.zeros(10)},
+        tmp_path,
+    )
     torch.manual_seed(1)
     model = vit.build(settings).eval()
     assert not torch.equal(model(images()), source(images()))
@@ -240,11 +286,16 @@ def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_pat
 
 def test_weights_that_do_not_fit_get_a_sentence(tmp_path):
     tensors = t2t().state_dict()
-    for changed, says in (({n: t for n, t in tensors.items() if n != "patch_embed.attention1.w"}, "missing"),
-                          (tensors | {"blocks.3.norm1.weight": torch.ones(32)}, "unexpected"),
-                          (tensors | {"norm.weight": torch.ones(33)}, "norm.weight")):
+    for changed, says in (
+        ({n: t for n, t in tensors.items() if n != "patch_embed.attention1.w"}, "missing"),
+        (tensors | {"blocks.3.norm1.weight": torch.ones(32)}, "unexpected"),
+        (tensors | {"norm.weight": torch.ones(33)}, "norm.weight"),
+    ):
         settings = saved(changed, tmp_path)
-        with pytest.raises(UserError, match=f"do not fit 't2t_vit_12' .*{says}.*give weights of the same architecture"):
+        with pytest.raises(
+            UserError,
+            match=f"do not fit 't2t_vit_12' .*{says}.*give weights of the same architecture",
+        ):
             vit.load_weights(vit.build(settings), settings)
     with pytest.raises(UserError, match="its authors publish files of their own"):
         vit.load_weights(t2t(), TINY.model_copy(update={"weights": "hub"}))
@@ -266,7 +317,9 @@ def test_meat_starts_as_the_backbone_bit_for_bit_and_leaves_the_tokens_to_token_
     method = meat()
     method.begin(TASK, "train", None, RATES, (TASK,))
     with torch.no_grad():
-        assert torch.equal(method.eval().logits(images(), "one"), method.heads["one"](t2t()(images())))
+        assert torch.equal(
+            method.eval().logits(images(), "one"), method.heads["one"](t2t()(images()))
+        )
     assert all(name == "tokens" or name.startswith("blocks.") for name in method.mask_shapes())
     assert method.mask_shapes()["tokens"] == (3, 16)
 
@@ -275,7 +328,9 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task():
     method = meat()
     answers = {}
     for task in (TASK, OTHER):
-        optimizer = torch.optim.AdamW(method.begin(task, "train", None, RATES, (task,)), lr=RATES.lr)
+        optimizer = torch.optim.AdamW(
+            method.begin(task, "train", None, RATES, (task,)), lr=RATES.lr
+        )
         for _ in range(4):
             optimizer.zero_grad()
             method.loss(large(), PROGRESS)[0].backward()
@@ -291,17 +346,39 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn):
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
     method.load(state)
-    assert torch.allclose(method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
-    embedding = 3 * 7 * 7 * 192 * 256 + 3 * 64 * 64 * 256 + 64 * 9 * 192 * 64 + 3 * 64 * 64 * 64 + 64 * 9 * 32 * 16  # Linear layers
+    assert torch.allclose(
+        method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5
+    )
+    embedding = (
+        3 * 7 * 7 * 192 * 256
+        + 3 * 64 * 64 * 256
+        + 64 * 9 * 192 * 64
+        + 3 * 64 * 64 * 64
+        + 64 * 9 * 32 * 16
+    )  # Linear layers
     features = (4 * 64 * 32 + 2 * 32) * (256 + 64) - 2 * 32 * (256 + 64) + 32 * (256 + 64)
     block = 17 * (4 * 32 * 32 + 2 * 17 * 32 + 4 * 32 * 32)
-    last = 16 * (2 * 32 * 32 + 17 * 32 * 2 + 4 * 32 * 32)  # the class token is the only query of the last block
-    assert flops(method.backbone, plan(method.backbone, method.sites.by_block({}))) == embedding + features + 3 * block - last
+    last = 16 * (
+        2 * 32 * 32 + 17 * 32 * 2 + 4 * 32 * 32
+    )  # the class token is the only query of the last block
+    assert (
+        flops(method.backbone, plan(method.backbone, method.sites.by_block({})))
+        == embedding + features + 3 * block - last
+    )
     assert method.flops_share(state) < 1
 
 
-@pytest.mark.parametrize("promise", ["old_answers_stay", "the_stored_bytes_are_the_method", "the_backbone_stays_frozen"])
-def test_the_laboratorys_promises_hold_on_it(lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str):
-    tiny = {"name": "t2t_vit_12", "img_size": 32, "crop_pct": 1.0, "options": {"embed_dim": 32, "depth": 2, "num_heads": 2}}
+@pytest.mark.parametrize(
+    "promise", ["old_answers_stay", "the_stored_bytes_are_the_method", "the_backbone_stays_frozen"]
+)
+def test_the_laboratorys_promises_hold_on_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
+):
+    tiny = {
+        "name": "t2t_vit_12",
+        "img_size": 32,
+        "crop_pct": 1.0,
+        "options": {"embed_dim": 32, "depth": 2, "num_heads": 2},
+    }
     monkeypatch.setattr(laboratory, "TINY", tiny)
     PROMISES[promise].check(lab, "meat", "adamw")

@@ -19,10 +19,21 @@ def mask(*shape: int) -> torch.Tensor:
 
 
 def state() -> TaskState:
-    return TaskState("birds", ("owl", "käuzchen", "1"), "meat", "d" * 64, masks={"tokens": mask(2, 5), "blocks.0.fc1": mask(7, 3)},
-                     tokens={"prompt": torch.randn(2, 4)}, head={"weight": torch.randn(3, 4), "bias": torch.zeros(3)},
-                     copies={"norm": torch.randn(4).half(), "count": torch.tensor([3, 4]), "scalar": torch.tensor(2.5)},
-                     meta={"blocks": [0, 2], "settings": {"lambda": 0.9, "none": None}})
+    return TaskState(
+        "birds",
+        ("owl", "käuzchen", "1"),
+        "meat",
+        "d" * 64,
+        masks={"tokens": mask(2, 5), "blocks.0.fc1": mask(7, 3)},
+        tokens={"prompt": torch.randn(2, 4)},
+        head={"weight": torch.randn(3, 4), "bias": torch.zeros(3)},
+        copies={
+            "norm": torch.randn(4).half(),
+            "count": torch.tensor([3, 4]),
+            "scalar": torch.tensor(2.5),
+        },
+        meta={"blocks": [0, 2], "settings": {"lambda": 0.9, "none": None}},
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -34,31 +45,48 @@ def test_a_mask_of_any_shape_comes_back_from_its_bits(shape: tuple[int, ...]):
 
 
 def test_bits_stand_in_the_order_of_numpys_packbits():
-    assert pack(torch.tensor([True, False, False, False, False, False, False, False, True])).tolist() == [128, 128]
+    assert pack(
+        torch.tensor([True, False, False, False, False, False, False, False, True])
+    ).tolist() == [128, 128]
 
 
 def test_a_state_comes_back_from_its_bytes_with_every_dtype_and_shape():
     one = state()
     two = TaskState.from_bytes(one.to_bytes())
-    assert (two.task, two.classes, two.method, two.backbone_digest, two.meta) == (one.task, one.classes, one.method, one.backbone_digest, one.meta)
+    assert (two.task, two.classes, two.method, two.backbone_digest, two.meta) == (
+        one.task,
+        one.classes,
+        one.method,
+        one.backbone_digest,
+        one.meta,
+    )
     for kind in KINDS:
         a, b = getattr(one, kind), getattr(two, kind)
         assert a.keys() == b.keys()
-        assert all(a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and torch.equal(a[n], b[n]) for n in a)
+        assert all(
+            a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and torch.equal(a[n], b[n])
+            for n in a
+        )
     assert two.to_bytes() == one.to_bytes()
 
 
 def test_the_bytes_do_not_depend_on_the_order_in_which_things_were_put_in():
     one, two = state(), state()
     two.tokens = one.tokens
-    two.head, two.copies, two.masks, two.meta = (dict(reversed(d.items())) for d in (one.head, one.copies, one.masks, one.meta))
+    two.head, two.copies, two.masks, two.meta = (
+        dict(reversed(d.items())) for d in (one.head, one.copies, one.masks, one.meta)
+    )
     assert one.to_bytes() == two.to_bytes()
 
 
 def test_views_and_strided_tensors_are_stored_as_what_they_show():
     one = state()
-    one.copies = {"transposed": torch.arange(12.0).reshape(3, 4).T, "row": torch.arange(12.0).reshape(3, 4)[1], "expanded": torch.ones(1).expand(5),
-                  "trained": torch.nn.Parameter(torch.arange(12.0))}
+    one.copies = {
+        "transposed": torch.arange(12.0).reshape(3, 4).T,
+        "row": torch.arange(12.0).reshape(3, 4)[1],
+        "expanded": torch.ones(1).expand(5),
+        "trained": torch.nn.Parameter(torch.arange(12.0)),
+    }
     two = TaskState.from_bytes(one.to_bytes())
     assert all(torch.equal(two.copies[n], t) for n, t in one.copies.items())
     assert one.sizes()["copies"] == two.sizes()["copies"] == 4 * (12 + 4 + 5 + 12)
@@ -70,7 +98,10 @@ def test_sizes_are_bytes_by_kind_with_masks_as_bits():
 
 
 def test_carried_state_comes_back_from_its_bytes():
-    one = Carried({"w": torch.randn(3, 2), "seen": torch.tensor([True, False])}, {"memory": [["key", 1, "task", 0]], "count": 3})
+    one = Carried(
+        {"w": torch.randn(3, 2), "seen": torch.tensor([True, False])},
+        {"memory": [["key", 1, "task", 0]], "count": 3},
+    )
     two = Carried.from_bytes(one.to_bytes())
     assert two.meta == one.meta
     assert all(torch.equal(one.tensors[n], two.tensors[n]) for n in one.tensors)
@@ -84,16 +115,42 @@ class Bomb:
         return exec, ("raise KeyboardInterrupt('code from a file was run')",)
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 7, b"no state", b"\xff" * 100, state().to_bytes()[:-1], state().to_bytes()[:50], pickle.dumps(Bomb()),
-                                  Carried({"w": torch.ones(1)}).to_bytes(), Carried().to_bytes()],
-                         ids=["empty", "short", "text", "ones", "cut short", "cut in the header", "pickle", "carried", "carried nothing"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        b"no state",
+        b"\xff" * 100,
+        state().to_bytes()[:-1],
+        state().to_bytes()[:50],
+        pickle.dumps(Bomb()),
+        Carried({"w": torch.ones(1)}).to_bytes(),
+        Carried().to_bytes(),
+    ],
+    ids=[
+        "empty",
+        "short",
+        "text",
+        "ones",
+        "cut short",
+        "cut in the header",
+        "pickle",
+        "carried",
+        "carried nothing",
+    ],
+)
 def test_what_is_no_task_state_is_refused_in_one_sentence_and_never_run(data: bytes):
-    with pytest.raises(UserError, match=r"^state of 'birds': not .*; give a file that a finished stage wrote$") as caught:
+    with pytest.raises(
+        UserError, match=r"^state of 'birds': not .*; give a file that a finished stage wrote$"
+    ) as caught:
         TaskState.from_bytes(data, "state of 'birds'")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("data", [b"", b"no state", Carried({"w": torch.ones(9)}).to_bytes()[:-1], pickle.dumps(Bomb())])
+@pytest.mark.parametrize(
+    "data", [b"", b"no state", Carried({"w": torch.ones(9)}).to_bytes()[:-1], pickle.dumps(Bomb())]
+)
 def test_what_is_no_carried_state_is_refused(data: bytes):
     with pytest.raises(UserError, match="not readable as safetensors"):
         Carried.from_bytes(data)

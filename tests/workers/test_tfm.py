@@ -24,33 +24,72 @@ from workers.taskstate import Carried, TaskState
 
 WIDTH, HEADS, HIDDEN, DEPTH = 32, 2, 64, 2
 TASKS = [ONE, TWO, THREE]
-OPTIMIZERS = TRAININGS | {"sgd": TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)}
-GROWN = {"growth": 0.2, "heads_every": 2}  # 16 new units of 64 per task; a head for the first and the third task
+OPTIMIZERS = TRAININGS | {
+    "sgd": TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)
+}
+GROWN = {
+    "growth": 0.2,
+    "heads_every": 2,
+}  # 16 new units of 64 per task; a head for the first and the third task
 
 
 def vit(**options: Any) -> Any:
-    return tabletop.vit(**{"patch_size": 4, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS, "mlp_ratio": 2, **options})
+    return tabletop.vit(
+        **{
+            "patch_size": 4,
+            "embed_dim": WIDTH,
+            "depth": DEPTH,
+            "num_heads": HEADS,
+            "mlp_ratio": 2,
+            **options,
+        }
+    )
 
 
-def begun(method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]) -> list[dict[str, Any]]:
+def begun(
+    method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]
+) -> list[dict[str, Any]]:
     torch.manual_seed(len(task.name))
     return method.begin(task, "train", carried, rates(10.0, train), (task,))
 
 
-def trained(method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]) -> Left:
-    tabletop.train(method, optim.build(begun(method, task, carried, train), train), lambda progress: batch(classes=task.num_classes), steps=4)
+def trained(
+    method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]
+) -> Left:
+    tabletop.train(
+        method,
+        optim.build(begun(method, task, carried, train), train),
+        lambda progress: batch(classes=task.num_classes),
+        steps=4,
+    )
     return method.finish()
 
 
-def stream(cls: type[Tfm] = Tfm, train: TrainSettings = TRAININGS["adamw"], tasks: list[Task] = TASKS, backbone: nn.Module | None = None,
-           **settings: Any) -> list[Left]:
+def stream(
+    cls: type[Tfm] = Tfm,
+    train: TrainSettings = TRAININGS["adamw"],
+    tasks: list[Task] = TASKS,
+    backbone: nn.Module | None = None,
+    **settings: Any,
+) -> list[Left]:
     """What each task of a stream leaves, each trained by a method of its own on a fresh copy of the backbone, as the loop does."""
     backbone = backbone or vit()
-    return in_turn(tasks, lambda task, carried: trained(cls(copy.deepcopy(backbone), TfmSettings(**settings), 0), task, carried, train))
+    return in_turn(
+        tasks,
+        lambda task, carried: trained(
+            cls(copy.deepcopy(backbone), TfmSettings(**settings), 0), task, carried, train
+        ),
+    )
 
 
-def served(found: list[Left], cls: type[Tfm] = Tfm, backbone: nn.Module | None = None, **settings: Any) -> Tfm:
-    return serving(cls(copy.deepcopy(backbone or vit()), TfmSettings(**settings), 0), [state for state, _ in found], found[-1][1])
+def served(
+    found: list[Left], cls: type[Tfm] = Tfm, backbone: nn.Module | None = None, **settings: Any
+) -> Tfm:
+    return serving(
+        cls(copy.deepcopy(backbone or vit()), TfmSettings(**settings), 0),
+        [state for state, _ in found],
+        found[-1][1],
+    )
 
 
 @torch.no_grad()
@@ -63,12 +102,18 @@ def old_answers_stay(cls: type[Tfm], train: TrainSettings, **settings: Any) -> N
     found = stream(cls, train, **settings)
     last = served(found, cls)
     for position, task in enumerate(TASKS):
-        assert torch.equal(answers(last, task.name), answers(served(found[: position + 1], cls), task.name)), task.name
+        assert torch.equal(
+            answers(last, task.name), answers(served(found[: position + 1], cls), task.name)
+        ), task.name
 
 
-@pytest.mark.parametrize("settings", [GROWN, {"growth": 0.2}, {"growth": 0}, {**GROWN, "first": "trained"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [GROWN, {"growth": 0.2}, {"growth": 0}, {**GROWN, "first": "trained"}], ids=str
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_old_answers_stay_bit_for_bit_when_the_network_grows(optimizer: str, settings: dict[str, Any]):
+def test_old_answers_stay_bit_for_bit_when_the_network_grows(
+    optimizer: str, settings: dict[str, Any]
+):
     old_answers_stay(Tfm, OPTIMIZERS[optimizer], **settings)
 
 
@@ -78,14 +123,18 @@ class OneNormalisation(Tfm):
     def load(self, state: TaskState) -> None:
         super().load(state)
         for task, other in self.loaded.items():
-            self.loaded[task] = replace(other, copies={n: state.copies[n][: len(t)] for n, t in other.copies.items()})
+            self.loaded[task] = replace(
+                other, copies={n: state.copies[n][: len(t)] for n, t in other.copies.items()}
+            )
 
 
 class TrainsOldRows(Tfm):
     """Units of earlier tasks go on learning."""
 
     def finish(self) -> tuple[TaskState, Carried]:
-        self.shared = {name: t * (1 - 1e-4) for name, t in self.shared.items()}  # what one step of weight decay does
+        self.shared = {
+            name: t * (1 - 1e-4) for name, t in self.shared.items()
+        }  # what one step of weight decay does
         return super().finish()
 
 
@@ -110,32 +159,58 @@ def test_only_new_units_normalisation_and_the_head_get_gradients():
     groups = begun(method, TASKS[1], carried)
     with torch.no_grad():
         for name, p in method.new.items():
-            if name.endswith(".columns"):  # at their start, at 0, they hold back the gradient of what is before them
+            if name.endswith(
+                ".columns"
+            ):  # at their start, at 0, they hold back the gradient of what is before them
                 p.normal_()
     method.train().loss(batch(classes=TASKS[1].num_classes), Progress(0, 0, 1, 1))[0].backward()
-    shapes = {"rows": (3, 16, WIDTH), "bias": (3, 16), "columns": (WIDTH, 16)}, {"rows": (1, 16, WIDTH), "bias": (1, 16), "columns": (WIDTH, 16)}
+    shapes = (
+        {"rows": (3, 16, WIDTH), "bias": (3, 16), "columns": (WIDTH, 16)},
+        {"rows": (1, 16, WIDTH), "bias": (1, 16), "columns": (WIDTH, 16)},
+    )
     for i in range(DEPTH):
         for part, expected in zip(("attn", "mlp"), shapes, strict=True):
-            assert {kind: tuple(method.new[f"blocks.{i}.{part}.{kind}"].shape) for kind in expected} == expected
-        assert {tuple(method.new[f"blocks.{i}.{site}.gamma"].shape) for site in ("qk", "v")} == {(WIDTH + WIDTH // HEADS,)}
+            assert {
+                kind: tuple(method.new[f"blocks.{i}.{part}.{kind}"].shape) for kind in expected
+            } == expected
+        assert {tuple(method.new[f"blocks.{i}.{site}.gamma"].shape) for site in ("qk", "v")} == {
+            (WIDTH + WIDTH // HEADS,)
+        }
         assert tuple(method.new[f"blocks.{i}.ff.beta"].shape) == (HIDDEN + 16,)
-    of_keys = {f"blocks.{i}.attn.bias" for i in range(DEPTH)}  # adding the same to all keys changes nothing
+    of_keys = {
+        f"blocks.{i}.attn.bias" for i in range(DEPTH)
+    }  # adding the same to all keys changes nothing
     for name, p in method.new.items():
         assert p.grad is not None
-        assert bool((p.grad[[0, 2]] if name in of_keys else p.grad).abs().amin() > 0) or "gamma" in name, name
+        assert (
+            bool((p.grad[[0, 2]] if name in of_keys else p.grad).abs().amin() > 0)
+            or "gamma" in name
+        ), name
     assert all(p.grad is None for p in method.backbone.parameters())
     assert not any(t.requires_grad for t in method.shared.values())
-    assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in (*method.new.values(), *method.heads["two"].parameters())}
+    assert {id(p) for g in groups for p in g["params"]} == {
+        id(p) for p in (*method.new.values(), *method.heads["two"].parameters())
+    }
     assert carried.to_bytes() == before
 
 
 def test_weight_decay_acts_on_rows_and_columns_alone():
     method = Tfm(vit(), TfmSettings(**GROWN), 0)
     groups = begun(method, TASKS[0], None)
-    name_of = {id(p): n for n, p in [*method.new.items(), *((f"head.{n}", p) for n, p in method.heads["one"].named_parameters())]}
-    decayed = {name_of[id(p)].rsplit(".", 1)[1] for g in groups if g["weight_decay"] for p in g["params"]}
+    name_of = {
+        id(p): n
+        for n, p in [
+            *method.new.items(),
+            *((f"head.{n}", p) for n, p in method.heads["one"].named_parameters()),
+        ]
+    }
+    decayed = {
+        name_of[id(p)].rsplit(".", 1)[1] for g in groups if g["weight_decay"] for p in g["params"]
+    }
     assert decayed == {"rows", "columns", "weight"}
-    assert {name_of[id(p)].rsplit(".", 1)[1] for g in groups if g.get("lr") == 1e-2 for p in g["params"]} == {"gamma", "beta"}
+    assert {
+        name_of[id(p)].rsplit(".", 1)[1] for g in groups if g.get("lr") == 1e-2 for p in g["params"]
+    } == {"gamma", "beta"}
 
 
 # ---- states and widths ---------------------------------------------------------------------------------------------------
@@ -150,7 +225,10 @@ def states_of(found: list[Left], site: str) -> Tensor:
 def test_a_unit_is_unused_then_normal_then_forward_only():
     found = stream(**GROWN)
     old, one, two, three = [1, 1, 1], [2, 1, 1], [0, 2, 1], [0, 0, 2]
-    assert states_of(found, "blocks.1.ff").tolist() == [old] * HIDDEN + [one] * 16 + [two] * 16 + [three] * 16
+    assert (
+        states_of(found, "blocks.1.ff").tolist()
+        == [old] * HIDDEN + [one] * 16 + [two] * 16 + [three] * 16
+    )
     for site in ("blocks.0.qk", "blocks.1.v"):
         assert states_of(found, site).tolist() == [old] * WIDTH + [one] * 16 + [three] * 16
 
@@ -158,12 +236,23 @@ def test_a_unit_is_unused_then_normal_then_forward_only():
 def test_where_the_first_task_trains_everything_its_units_are_normal_and_it_adds_none():
     backbone = vit()
     found = stream(backbone=backbone, **{**GROWN, "heads_every": 1}, first="trained")
-    assert states_of(found, "blocks.0.ff").tolist() == [[2, 1, 1]] * HIDDEN + [[0, 2, 1]] * 16 + [[0, 0, 2]] * 16
-    assert states_of(found, "blocks.0.v").tolist() == [[2, 1, 1]] * WIDTH + [[0, 2, 1]] * 16 + [[0, 0, 2]] * 16
+    assert (
+        states_of(found, "blocks.0.ff").tolist()
+        == [[2, 1, 1]] * HIDDEN + [[0, 2, 1]] * 16 + [[0, 0, 2]] * 16
+    )
+    assert (
+        states_of(found, "blocks.0.v").tolist()
+        == [[2, 1, 1]] * WIDTH + [[0, 2, 1]] * 16 + [[0, 0, 2]] * 16
+    )
     assert not found[0][0].copies
     first = {n.removeprefix("weights/"): t for n, t in found[0][1].tensors.items()}
     assert first.keys() == dict(backbone.named_parameters()).keys()
-    assert not any(torch.equal(t, p) for t, p in zip(first.values(), map(dict(backbone.named_parameters()).get, first), strict=True))  # type: ignore[arg-type]
+    assert not any(
+        torch.equal(t, p)
+        for t, p in zip(
+            first.values(), map(dict(backbone.named_parameters()).get, first), strict=True
+        )
+    )  # type: ignore[arg-type]
     assert all(torch.equal(found[2][1].tensors[f"weights/{n}"], t) for n, t in first.items())
 
 
@@ -175,21 +264,37 @@ def test_stochastic_depth_acts_where_the_whole_backbone_is_trained():
             assert method.train().backbone.training == on
 
 
-@pytest.mark.parametrize(("growth", "units"), [(0.0, 0), (0.01, 8), (0.125, 8), (0.126, 16), (1.0, 64)])
+@pytest.mark.parametrize(
+    ("growth", "units"), [(0.0, 0), (0.01, 8), (0.125, 8), (0.126, 16), (1.0, 64)]
+)
 def test_hidden_units_come_in_multiples_of_eight(growth: float, units: int):
     carried = stream(tasks=TASKS[:1], growth=growth)[0][1]
     found = {name: t.shape[1] for name, t in carried.tensors.items()}
-    assert found == ({f"blocks.{i}.mlp.{kind}": units for i in range(DEPTH) for kind in ("rows", "bias", "columns")} if units else {})
+    assert found == (
+        {
+            f"blocks.{i}.mlp.{kind}": units
+            for i in range(DEPTH)
+            for kind in ("rows", "bias", "columns")
+        }
+        if units
+        else {}
+    )
 
 
-@pytest.mark.parametrize(("every", "heads"), [(0, [0, 0, 0]), (1, [1, 2, 3]), (2, [1, 1, 2]), (3, [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("every", "heads"), [(0, [0, 0, 0]), (1, [1, 2, 3]), (2, [1, 1, 2]), (3, [1, 1, 1])]
+)
 def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: list[int]):
-    found = [len(state.masks["blocks.0.v.used"]) for state, _ in stream(growth=0, heads_every=every)]
+    found = [
+        len(state.masks["blocks.0.v.used"]) for state, _ in stream(growth=0, heads_every=every)
+    ]
     assert found == [WIDTH + n * WIDTH // HEADS for n in heads]
 
 
 @pytest.mark.parametrize(("settings", "heads"), [({}, 0), ({"heads_every": 1}, 1)])
-def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(settings: dict[str, Any], heads: int):
+def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(
+    settings: dict[str, Any], heads: int
+):
     """The formula on DeiT-Ti's geometry, to the byte: 13,824 units of the backbone; each block gets 80 hidden units, and 64 channels
     at two sites with a head."""
     carried, units = None, 13_824
@@ -198,7 +303,12 @@ def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(sett
         begun(method, task, carried)
         state, carried = method.finish()
         grown = units + 12 * (80 + heads * 2 * 64)
-        assert state.sizes() == {"masks": grown * 2 // 8, "copies": units * 64 // 8, "tokens": 0, "head": 4 * task.num_classes * 193}
+        assert state.sizes() == {
+            "masks": grown * 2 // 8,
+            "copies": units * 64 // 8,
+            "tokens": 0,
+            "head": 4 * task.num_classes * 193,
+        }
         restored = TaskState.from_bytes(state.to_bytes())
         assert all(torch.equal(mask, state.masks[name]) for name, mask in restored.masks.items())
         assert restored.masks.keys() == state.masks.keys()
@@ -208,7 +318,9 @@ def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(sett
 def test_operations_grow_with_the_widths():
     state = stream(tasks=TASKS[:1], **GROWN)[0][0]
     tokens, patches = 17, 16
-    plain = patches * 3 * 4 * 4 * WIDTH + DEPTH * (tokens * WIDTH * (4 * WIDTH + 2 * HIDDEN) + 2 * tokens * tokens * WIDTH)
+    plain = patches * 3 * 4 * 4 * WIDTH + DEPTH * (
+        tokens * WIDTH * (4 * WIDTH + 2 * HIDDEN) + 2 * tokens * tokens * WIDTH
+    )
     more = DEPTH * (tokens * WIDTH * (4 * 16 + 2 * 16) + 2 * tokens * tokens * 16)
     assert Tfm(vit(), TfmSettings(), 0).flops_share(state) == pytest.approx((plain + more) / plain)
 
@@ -216,8 +328,9 @@ def test_operations_grow_with_the_widths():
 def test_pictures_show_the_units_that_a_task_uses():
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     shown = Tfm.masks_for_display(state, carried)
-    assert {name: int(mask.sum()) for name, mask in shown.items() if name.startswith("blocks.1")} == {
-        "blocks.1.qk": WIDTH + 16, "blocks.1.v": WIDTH + 16, "blocks.1.ff": HIDDEN + 16}
+    assert {
+        name: int(mask.sum()) for name, mask in shown.items() if name.startswith("blocks.1")
+    } == {"blocks.1.qk": WIDTH + 16, "blocks.1.v": WIDTH + 16, "blocks.1.ff": HIDDEN + 16}
 
 
 @pytest.mark.parametrize("first", ["adapted", "trained"])
@@ -225,7 +338,9 @@ def test_what_is_handed_on_is_a_copy_of_what_was_received(first: str):
     received = stream(tasks=TASKS[:1], **GROWN, first=first)[0][1]
     handed = trained(Tfm(vit(), TfmSettings(growth=0, first=first), 0), TASKS[1], received)[1]
     assert handed.to_bytes() == Carried(received.tensors, {"tasks": 2}).to_bytes()
-    assert not {t.data_ptr() for t in handed.tensors.values()} & {t.data_ptr() for t in received.tensors.values()}
+    assert not {t.data_ptr() for t in handed.tensors.values()} & {
+        t.data_ptr() for t in received.tensors.values()
+    }
 
 
 # ---- the weights in effect -----------------------------------------------------------------------------------------------
@@ -236,10 +351,22 @@ def by_hand(backbone: nn.Module, state: TaskState, carried: Carried) -> nn.Modul
         attention, mlp = block.attn, block.mlp
         attention.num_heads, attention.attn_dim = attention.num_heads + 1, WIDTH + 16
         rows = attention.qkv.weight.split(WIDTH)  # q, k, v
-        attention.qkv.weight = nn.Parameter(torch.cat([part for p in range(3) for part in (rows[p], t[f"blocks.{i}.attn.rows"][p])]))
+        attention.qkv.weight = nn.Parameter(
+            torch.cat([part for p in range(3) for part in (rows[p], t[f"blocks.{i}.attn.rows"][p])])
+        )
         bias = torch.zeros(3 * WIDTH) if attention.qkv.bias is None else attention.qkv.bias
-        attention.qkv.bias = nn.Parameter(torch.cat([part for p in range(3) for part in (bias.split(WIDTH)[p], t[f"blocks.{i}.attn.bias"][p])]))
-        attention.proj.weight = nn.Parameter(torch.cat([attention.proj.weight, t[f"blocks.{i}.attn.columns"]], 1))
+        attention.qkv.bias = nn.Parameter(
+            torch.cat(
+                [
+                    part
+                    for p in range(3)
+                    for part in (bias.split(WIDTH)[p], t[f"blocks.{i}.attn.bias"][p])
+                ]
+            )
+        )
+        attention.proj.weight = nn.Parameter(
+            torch.cat([attention.proj.weight, t[f"blocks.{i}.attn.columns"]], 1)
+        )
         mlp.fc1.weight = nn.Parameter(torch.cat([mlp.fc1.weight, t[f"blocks.{i}.mlp.rows"][0]]))
         mlp.fc1.bias = nn.Parameter(torch.cat([mlp.fc1.bias, t[f"blocks.{i}.mlp.bias"][0]]))
         mlp.fc2.weight = nn.Parameter(torch.cat([mlp.fc2.weight, t[f"blocks.{i}.mlp.columns"]], 1))
@@ -248,30 +375,53 @@ def by_hand(backbone: nn.Module, state: TaskState, carried: Carried) -> nn.Modul
             def hook(module: nn.Module, given: Any, found: Tensor) -> Tensor:
                 found = found.clone()
                 for site, old in places.items():
-                    found[..., old] = found[..., old] * state.copies[f"{site}.gamma"] + state.copies[f"{site}.beta"]
+                    found[..., old] = (
+                        found[..., old] * state.copies[f"{site}.gamma"]
+                        + state.copies[f"{site}.beta"]
+                    )
                 return found
+
             return hook
 
         values = 2 * (WIDTH + 16)
-        attention.qkv.register_forward_hook(renormalised({f"blocks.{i}.qk": slice(0, WIDTH), f"blocks.{i}.v": slice(values, values + WIDTH)}))
+        attention.qkv.register_forward_hook(
+            renormalised(
+                {f"blocks.{i}.qk": slice(0, WIDTH), f"blocks.{i}.v": slice(values, values + WIDTH)}
+            )
+        )
         mlp.fc1.register_forward_hook(renormalised({f"blocks.{i}.ff": slice(0, HIDDEN)}))
     return wide.eval()
 
 
-KINDS: list[dict[str, Any]] = [{}, {"qk_norm": True}, {"qkv_bias": False}, {"reg_tokens": 2, "init_values": 0.5}]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"qk_norm": True},
+    {"qkv_bias": False},
+    {"reg_tokens": 2, "init_values": 0.5},
+]
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations(options: dict[str, Any], fused: bool):
+def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations(
+    options: dict[str, Any], fused: bool
+):
     backbone = vit(**options)
     for block in backbone.blocks:  # type: ignore[union-attr]
         block.attn.fused_attn = fused
     found = stream(backbone=backbone, tasks=TASKS[:1], train=TrainSettings(lr=0.05), **GROWN)
     state, carried = found[0]
-    assert min((state.copies["blocks.0.qk.gamma"] - 1).abs().max(), state.copies["blocks.1.v.beta"].abs().max()) > 0.01
+    assert (
+        min(
+            (state.copies["blocks.0.qk.gamma"] - 1).abs().max(),
+            state.copies["blocks.1.v.beta"].abs().max(),
+        )
+        > 0.01
+    )
     with torch.no_grad():
-        expected = nn.functional.linear(by_hand(backbone, state, carried)(images()), state.head["weight"], state.head["bias"])
+        expected = nn.functional.linear(
+            by_hand(backbone, state, carried)(images()), state.head["weight"], state.head["bias"]
+        )
     assert torch.allclose(answers(served(found, backbone=backbone), "one"), expected, atol=1e-4)
 
 
@@ -280,7 +430,12 @@ def test_a_task_starts_from_what_there_is(options: dict[str, Any]):
     """Wider, but with columns at 0 and nothing renormalised, the features are those of the network before."""
     backbone = vit(**options)
     state, carried = stream(backbone=backbone, tasks=TASKS[:1], **GROWN)[0]
-    plain = replace(state, copies={name: torch.full_like(t, name.endswith("gamma")) for name, t in state.copies.items()})
+    plain = replace(
+        state,
+        copies={
+            name: torch.full_like(t, name.endswith("gamma")) for name, t in state.copies.items()
+        },
+    )
     for before, expected in ((None, backbone), (carried, by_hand(backbone, plain, carried))):
         method = Tfm(copy.deepcopy(backbone), TfmSettings(growth=1.0, heads_every=1), 0)
         begun(method, TASKS[1], before)
@@ -291,8 +446,16 @@ def test_a_task_starts_from_what_there_is(options: dict[str, Any]):
     assert method.effective["blocks.0.mlp.fc1.weight"].shape == (HIDDEN + 16 + HIDDEN, WIDTH)
 
 
-@pytest.mark.parametrize(("site", "at", "cut"), [("blocks.0.qk", 5, "attn.qkv"), ("blocks.1.v", 3, "attn.proj"), ("blocks.1.ff", 7, "mlp.fc2"),
-                                                 ("blocks.0.ff", HIDDEN + 2, "mlp.fc2"), ("blocks.0.v", WIDTH + 2, "attn.proj")])
+@pytest.mark.parametrize(
+    ("site", "at", "cut"),
+    [
+        ("blocks.0.qk", 5, "attn.qkv"),
+        ("blocks.1.v", 3, "attn.proj"),
+        ("blocks.1.ff", 7, "mlp.fc2"),
+        ("blocks.0.ff", HIDDEN + 2, "mlp.fc2"),
+        ("blocks.0.v", WIDTH + 2, "attn.proj"),
+    ],
+)
 def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, cut: str):
     """Whether it is an old one or a new one; without its channel of q an attention sees no product with k."""
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
@@ -315,8 +478,15 @@ def test_keys_are_never_renormalised():
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     method = served([(state, carried)])
     method.serve("one")
-    inside, plain = method.effective["blocks.0.attn.qkv.weight"].split(WIDTH + 16), dict(vit().named_parameters())["blocks.0.attn.qkv.weight"].split(WIDTH)
-    assert [torch.equal(a[:WIDTH], b) for a, b in zip(inside, plain, strict=True)] == [False, True, False]
+    inside, plain = (
+        method.effective["blocks.0.attn.qkv.weight"].split(WIDTH + 16),
+        dict(vit().named_parameters())["blocks.0.attn.qkv.weight"].split(WIDTH),
+    )
+    assert [torch.equal(a[:WIDTH], b) for a, b in zip(inside, plain, strict=True)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_timms_attention_is_left_as_it_was_also_after_an_error():
@@ -335,7 +505,13 @@ def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: 
     backbone = vit()
     head = {"weight": torch.randn(4, WIDTH), "bias": torch.randn(4)}
     found = stream(backbone=backbone, **GROWN, first=first)
-    method = served([(TaskState("zero", tuple("abcd"), "base", digest_of(backbone), head=head), Carried()), *found], backbone=backbone)
+    method = served(
+        [
+            (TaskState("zero", tuple("abcd"), "base", digest_of(backbone), head=head), Carried()),
+            *found,
+        ],
+        backbone=backbone,
+    )
     expected = nn.functional.linear(backbone(images()), head["weight"], head["bias"])
     before = answers(method, "three")
     assert torch.equal(answers(method, "zero"), expected)
@@ -361,11 +537,22 @@ def test_a_task_that_is_trained_again_is_served_as_it_stands():
 # ---- mistakes ------------------------------------------------------------------------------------------------------------
 def test_mistakes_get_a_sentence():
     found = stream(**GROWN)
-    with pytest.raises(UserError, match=r"blocks\.0\.attn: a task's state has 64 units, the carried weights have 48"):
+    with pytest.raises(
+        UserError,
+        match=r"blocks\.0\.attn: a task's state has 64 units, the carried weights have 48",
+    ):
         answers(served([found[2], found[0]], **GROWN), "three")
     for options in ({"scale_mlp_norm": True}, {"scale_attn_norm": True}, {"mlp_layer": SwiGLU}):
-        with pytest.raises(UserError, match="block 0 of the backbone has no plain attention and FFN"):
+        with pytest.raises(
+            UserError, match="block 0 of the backbone has no plain attention and FFN"
+        ):
             Tfm(vit(**options), TfmSettings(), 0)
-    for wrong in ({"growth": -0.1}, {"growth": 1.5}, {"heads_every": -1}, {"first": "all"}, {"norm_lr": 0}):
+    for wrong in (
+        {"growth": -0.1},
+        {"growth": 1.5},
+        {"heads_every": -1},
+        {"first": "all"},
+        {"norm_lr": 0},
+    ):
         with pytest.raises(ValidationError):
             TfmSettings(**wrong)

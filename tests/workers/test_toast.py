@@ -40,7 +40,9 @@ def moved(method: Any) -> None:
     with torch.no_grad():
         for p in method.own.values():
             p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 2 * p.shape[-1] ** -0.5
-        method.own["prior"].copy_(torch.randn(method.width, generator=torch.Generator().manual_seed(6)))
+        method.own["prior"].copy_(
+            torch.randn(method.width, generator=torch.Generator().manual_seed(6))
+        )
 
 
 def in_double(name: str = "toast", **settings: Any) -> Any:
@@ -65,6 +67,7 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
         x = model.norm_pre(model._pos_embed(model.patch_embed(pictures)))
         found = [x]
         for index, block in enumerate(model.blocks):
+
             def heads(qkv: Tensor, attn: Any = block.attn) -> Tensor:
                 return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
 
@@ -101,7 +104,10 @@ def test_the_golden_mask():
 
 
 def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_sign():
-    x, prior = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0)).double(), torch.linspace(-1, 2, 6).double()
+    x, prior = (
+        torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0)).double(),
+        torch.linspace(-1, 2, 6).double(),
+    )
 
     def mask(prior: Tensor) -> Tensor:
         return (selected(x, prior) / x)[..., 0]
@@ -113,16 +119,32 @@ def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_
     assert (mask(-prior) > 0).any()
 
 
-@pytest.mark.parametrize("settings", [*({"feedback_to": to, "feedback_from": top} for to, top in RANGES), {"td_value_bias": True}, {"train_P": False},
-                                      {"td_value_bias": True, "feedback_to": 1, "feedback_from": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"feedback_to": to, "feedback_from": top} for to, top in RANGES),
+        {"td_value_bias": True},
+        {"train_P": False},
+        {"td_value_bias": True, "feedback_to": 1, "feedback_from": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", BOTH)
-def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(name: str, settings: dict[str, Any]):
+def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(
+    name: str, settings: dict[str, Any]
+):
     method, pictures = in_double(name, **settings), images().double()
     weight = torch.linspace(-1, 2, 32).double()
     parameters = [*method.own.values()]
     found, wanted = steered(method, pictures), by_hand(method, pictures)
     assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
-    for ours, theirs in zip(*(torch.autograd.grad(f @ weight @ torch.arange(8.0).double(), parameters) for f in (found, wanted)), strict=True):
+    for ours, theirs in zip(
+        *(
+            torch.autograd.grad(f @ weight @ torch.arange(8.0).double(), parameters)
+            for f in (found, wanted)
+        ),
+        strict=True,
+    ):
         assert theirs.abs().max() > 1e-6
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-10)
     assert (found - method.backbone(pictures)).abs().max() > 0.01
@@ -138,8 +160,15 @@ def test_only_steered_blocks_run_twice(to: int, top: int):
 
 
 def test_images_that_want_a_gradient_get_that_of_both_passes():
-    method, pictures, weight = in_double(), images().double().requires_grad_(), torch.linspace(-1, 2, 32).double()
-    ours, theirs = (torch.autograd.grad((f @ weight).sum(), pictures)[0] for f in (steered(method, pictures), by_hand(method, pictures)))
+    method, pictures, weight = (
+        in_double(),
+        images().double().requires_grad_(),
+        torch.linspace(-1, 2, 32).double(),
+    )
+    ours, theirs = (
+        torch.autograd.grad((f @ weight).sum(), pictures)[0]
+        for f in (steered(method, pictures), by_hand(method, pictures))
+    )
     assert theirs.abs().max() > 1e-3
     assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-10)
 
@@ -156,7 +185,12 @@ def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int):
         r = r @ w1[layer].T
         chain.insert(0, r @ w2[layer].T @ method.backbone.blocks[to + layer].attn.qkv.weight[64:].T)
     assert torch.allclose(u @ matrix.T, torch.cat(chain, 1), rtol=1e-12, atol=1e-11)
-    assert torch.allclose((u + u.flip(0)) @ matrix.T, torch.cat(chain, 1) + torch.cat(chain, 1).flip(0), rtol=1e-12, atol=1e-11)
+    assert torch.allclose(
+        (u + u.flip(0)) @ matrix.T,
+        torch.cat(chain, 1) + torch.cat(chain, 1).flip(0),
+        rtol=1e-12,
+        atol=1e-11,
+    )
 
 
 @torch.no_grad()
@@ -237,26 +271,42 @@ def test_a_compiled_backbone_is_steered_too():
 
 
 # ---- what is trained and stored ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "settings", "step", "names"), [
-    ("toast", {}, "train", {"w1", "w2", "prior", "transform"}),
-    ("toast", {"train_P": False}, "train", {"w1", "w2", "prior"}),
-    ("toast", {}, "pretune", {"w1", "w2", "prior"}),
-    ("toast_lite", {}, "train", {"w1_down", "w1_up", "w2_down", "w2_up", "prior", "transform"}),
-    ("toast_lite", {"train_P": False}, "train", {"w1_down", "w1_up", "w2_down", "w2_up", "prior"}),
-    ("toast_lite", {}, "pretune", {"w1", "w2", "prior"})])
+@pytest.mark.parametrize(
+    ("name", "settings", "step", "names"),
+    [
+        ("toast", {}, "train", {"w1", "w2", "prior", "transform"}),
+        ("toast", {"train_P": False}, "train", {"w1", "w2", "prior"}),
+        ("toast", {}, "pretune", {"w1", "w2", "prior"}),
+        ("toast_lite", {}, "train", {"w1_down", "w1_up", "w2_down", "w2_up", "prior", "transform"}),
+        (
+            "toast_lite",
+            {"train_P": False},
+            "train",
+            {"w1_down", "w1_up", "w2_down", "w2_up", "prior"},
+        ),
+        ("toast_lite", {}, "pretune", {"w1", "w2", "prior"}),
+    ],
+)
 def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: set[str]):
     method = method_of(name, **settings)
     groups = begun(method, step=step)
     assert {g["name"] for g in groups} == {"head.weight", "head.bias"} | names
-    assert {n.removeprefix("own.") for n, p in method.named_parameters() if p.requires_grad} == {"heads.layers.0.weight", "heads.layers.0.bias"} | names
+    assert {n.removeprefix("own.") for n, p in method.named_parameters() if p.requires_grad} == {
+        "heads.layers.0.weight",
+        "heads.layers.0.bias",
+    } | names
     assert {g["name"] for g in groups if not g["weight_decay"]} == {"head.bias", "prior"}
 
 
 def test_the_shares_of_a_vit_b():
     """By number and to the unit: 14.08 % of all parameters, with P 14.67 %; lite 0.73 %, none of them counting a head."""
+
     def trained(name: str, **settings: Any) -> int:
         method = method_of(name, backbone, **settings)
-        method.start = {n: torch.empty(shape, device="meta") for n, shape in {"w1": (12, 768, 768), "w2": (12, 768, 768), "prior": (768,)}.items()}
+        method.start = {
+            n: torch.empty(shape, device="meta")
+            for n, shape in {"w1": (12, 768, 768), "w2": (12, 768, 768), "prior": (768,)}.items()
+        }
         begun(method)
         return sum(p.numel() for p in method.own.values())
 
@@ -265,17 +315,32 @@ def test_the_shares_of_a_vit_b():
         with torch.device("meta"):
             backbone = build(BackboneSettings(name="vit_base_patch16_224"))
         size = sum(p.numel() for p in backbone.parameters())
-        full, without, lite = trained("toast"), trained("toast", train_P=False), trained("toast_lite")
+        full, without, lite = (
+            trained("toast"),
+            trained("toast", train_P=False),
+            trained("toast_lite"),
+        )
     assert size == 85_798_656
-    assert (full, without, lite) == (14_155_776 + 589_824 + 768, 14_155_776 + 768, 147_456 + 589_824 + 768)
+    assert (full, without, lite) == (
+        14_155_776 + 589_824 + 768,
+        14_155_776 + 768,
+        147_456 + 589_824 + 768,
+    )
     assert lite == 738_048
-    assert [round(100 * share, 2) for share in (without / (size + without), full / (size + full))] == [14.16, 14.67]
-    assert 14_155_776 / (size + 14_155_776 + 589_824) == pytest.approx(0.1408, abs=5e-5)  # the reference's share leaves xi out and P in the whole
+    assert [
+        round(100 * share, 2) for share in (without / (size + without), full / (size + full))
+    ] == [14.16, 14.67]
+    assert 14_155_776 / (size + 14_155_776 + 589_824) == pytest.approx(
+        0.1408, abs=5e-5
+    )  # the reference's share leaves xi out and P in the whole
     assert round(100 * lite / 100e6, 2) == 0.74
     assert lite / (size + full) == pytest.approx(0.0073, abs=5e-5)
 
 
-@pytest.mark.parametrize(("name", "copies"), [("toast", 2 * 2 * 32 * 32 + 32 * 32), ("toast_lite", 2 * 2 * 2 * 4 * 32 + 32 * 32)])
+@pytest.mark.parametrize(
+    ("name", "copies"),
+    [("toast", 2 * 2 * 32 * 32 + 32 * 32), ("toast_lite", 2 * 2 * 2 * 4 * 32 + 32 * 32)],
+)
 def test_what_is_stored(name: str, copies: int):
     state = tabletop.trained(method_of(name))
     assert state.sizes() == {"masks": 0, "tokens": 4 * 32, "copies": 4 * copies, "head": 4 * 2 * 33}
@@ -285,10 +350,14 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
     """Its low-rank parts start with B = 0; A gets no gradient then, B does."""
     full, lite = method_of(), method_of("toast_lite")
     for method in (full, lite):
-        method.start["w2"] = 0.2 * torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(4))  # as if pretuned
+        method.start["w2"] = 0.2 * torch.randn(
+            2, 32, 32, generator=torch.Generator().manual_seed(4)
+        )  # as if pretuned
         begun(method)
     assert torch.equal(tabletop.answers(full), tabletop.answers(lite))
-    assert not torch.allclose(tabletop.answers(full), tabletop.answers(begun_anew("toast")), atol=1e-3)
+    assert not torch.allclose(
+        tabletop.answers(full), tabletop.answers(begun_anew("toast")), atol=1e-3
+    )
     lite.loss(tabletop.batch(), PROGRESS)[0].backward()
     assert lite.own["w1_up"].grad.any()
     assert not lite.own["w1_down"].grad.any()
@@ -308,11 +377,23 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
     for task in (ONE, TWO):
         with torch.enable_grad():
             method.load(TaskState.from_bytes(tabletop.trained(learner, task).to_bytes()))
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)}))
+    method.load(
+        TaskState(
+            "base",
+            BASE.classes,
+            "base",
+            method.backbone_digest,
+            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
+        )
+    )
     alone = {task.name: tabletop.answers(method, task) for task in (ONE, TWO, BASE)}
-    assert torch.equal(alone["base"], F.linear(vit()(images()), torch.ones(2, 32), torch.zeros(2))), "the backbone answers what it was trained on"
+    assert torch.equal(
+        alone["base"], F.linear(vit()(images()), torch.ones(2, 32), torch.zeros(2))
+    ), "the backbone answers what it was trained on"
     passes, first_pass = [], TopDown.first_pass
-    monkeypatch.setattr(TopDown, "first_pass", lambda self, x: passes.append(len(x)) or first_pass(self, x))
+    monkeypatch.setattr(
+        TopDown, "first_pass", lambda self, x: passes.append(len(x)) or first_pass(self, x)
+    )
     for order in (["one", "two", "base"], ["two", "one", "two"]):
         found = method.logits_of(images(), order)
         assert set(found) == set(order)
@@ -350,25 +431,45 @@ def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int):
 
 def test_feedback_of_another_shape_is_refused():
     state = tabletop.trained(method_of("toast_lite", rank=2))
-    with pytest.raises(UserError, match=r"its state has feedback .*'w1_down': \(2, 2, 32\).*, these settings have .*'w1_down': \(2, 4, 32\)"):
+    with pytest.raises(
+        UserError,
+        match=r"its state has feedback .*'w1_down': \(2, 2, 32\).*, these settings have "
+        r".*'w1_down': \(2, 4, 32\)",
+    ):
         method_of("toast_lite").load(state)
     with pytest.raises(UserError, match="use the backbone and the method's settings of its run"):
         method_of(train_P=False).load(tabletop.trained(method_of()))
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"feedback_from": 3}, r"from block 3 down to block 0, and the backbone has 2; keep 0 <= feedback_to < feedback_from <= 2"),
-    ({"feedback_to": 2}, r"from block 2 down to block 2"), ({"feedback_from": 1, "feedback_to": 1}, r"from block 1 down to block 1")])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"feedback_from": 3},
+            r"from block 3 down to block 0, and the backbone has 2; keep 0 <= feedback_to < "
+            r"feedback_from <= 2",
+        ),
+        ({"feedback_to": 2}, r"from block 2 down to block 2"),
+        ({"feedback_from": 1, "feedback_to": 1}, r"from block 1 down to block 1"),
+    ],
+)
 def test_feedback_that_goes_nowhere_is_refused(settings: dict[str, Any], says: str):
     with pytest.raises(UserError, match=says):
         Toast.fits(Toast.Settings(**settings), vit())
 
 
 def test_backbones_that_cannot_be_steered_are_refused():
-    for backbone in (vit(block_fn=ParallelThingsBlock), build(BackboneSettings(name="convit_local", img_size=32))):
+    for backbone in (
+        vit(block_fn=ParallelThingsBlock),
+        build(BackboneSettings(name="convit_local", img_size=32)),
+    ):
         with pytest.raises(UserError, match=r"block 0 of the backbone has no 'attn\.qkv'"):
             Toast.fits(Toast.Settings(), backbone)
-    with pytest.raises(UserError, match="works on the blocks of a vision transformer or the stages of a ConvNeXt, and the backbone is a ResNet"):
+    with pytest.raises(
+        UserError,
+        match="works on the blocks of a vision transformer or the stages of a ConvNeXt, and the "
+        "backbone is a ResNet",
+    ):
         Toast.fits(Toast.Settings(), build(BackboneSettings(name="resnet18")))
 
 
@@ -377,9 +478,13 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str):
     method = method_of(name, vit(depth=4), feedback_to=1, feedback_from=3)
     tokens, width = 5, 32
     block = tokens * (12 * width * width + 2 * tokens * width)
-    last = 2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width  # its class token alone is read
+    last = (
+        2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
+    )  # its class token alone is read
     share = method.flops_share(tabletop.trained(method))
-    assert share == pytest.approx(1 + 2 * (block + tokens * width * width) / (4 * 3 * 64 * width + 3 * block + last))
+    assert share == pytest.approx(
+        1 + 2 * (block + tokens * width * width) / (4 * 3 * 64 * width + 3 * block + last)
+    )
 
 
 # ---- pretuning -----------------------------------------------------------------------------------------------------------
@@ -407,19 +512,35 @@ def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str
     moved(method)
     loss, terms = method.loss(tabletop.batch(), PROGRESS)
     inner: list[tuple[Tensor, Tensor]] = []
-    hooks = [block.register_forward_hook(lambda block, x, y: inner.append((x[0].detach(), y.detach()))) for block in method.backbone.blocks[1:]]
+    hooks = [
+        block.register_forward_hook(lambda block, x, y: inner.append((x[0].detach(), y.detach())))
+        for block in method.backbone.blocks[1:]
+    ]
     features = steered(method, tabletop.batch().images)
     for hook in hooks:
         hook.remove()
-    errors = [F.mse_loss(after @ w.T, before) for (before, after), w in zip(inner[-2:], method.own["w1"], strict=True)]
+    errors = [
+        F.mse_loss(after @ w.T, before)
+        for (before, after), w in zip(inner[-2:], method.own["w1"], strict=True)
+    ]
     assert torch.allclose(terms["variational"], torch.stack(errors).sum())
-    assert torch.allclose(terms["ce"], F.cross_entropy(method.heads["base"](features), tabletop.batch().labels))
+    assert torch.allclose(
+        terms["ce"], F.cross_entropy(method.heads["base"](features), tabletop.batch().labels)
+    )
     assert torch.allclose(loss, terms["ce"] + 0.3 * terms["variational"])
     both = dict(zip(method.own, torch.autograd.grad(loss, [*method.own.values()]), strict=True))
     without = method_of(name, vit(depth=3), feedback_to=1, variational=0.0)
     begun(without, BASE, step="pretune")
     moved(without)
-    plain = dict(zip(without.own, torch.autograd.grad(without.loss(tabletop.batch(), PROGRESS)[0], [*without.own.values()]), strict=True))
+    plain = dict(
+        zip(
+            without.own,
+            torch.autograd.grad(
+                without.loss(tabletop.batch(), PROGRESS)[0], [*without.own.values()]
+            ),
+            strict=True,
+        )
+    )
     assert {n for n in both if not torch.equal(both[n], plain[n])} == {"w1"}
 
 
@@ -431,15 +552,25 @@ def test_every_task_starts_from_what_pretuning_left(name: str):
     tabletop.train(method, optimizer, BASE)
     moved(method)
     state, carried = method.finish()
-    assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 0, "head": 4 * 2 * 33}, "what all start from is not the base task's own"
-    assert carried.tensors.keys() == {"w1", "w2", "prior"} == {n for n, t in carried.tensors.items() if not torch.equal(t, fresh[n])}
+    assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 0, "head": 4 * 2 * 33}, (
+        "what all start from is not the base task's own"
+    )
+    assert (
+        carried.tensors.keys()
+        == {"w1", "w2", "prior"}
+        == {n for n, t in carried.tensors.items() if not torch.equal(t, fresh[n])}
+    )
     learner, handed = method_of(name), Carried.from_bytes(carried.to_bytes())
     begun(learner, ONE, handed)
     assert torch.equal(layers_of(learner)[0], carried.tensors["w1"])
     assert torch.equal(learner.own["prior"], carried.tensors["prior"])
     direct = tabletop.answers(method, BASE)
-    assert torch.equal(tabletop.answers(tabletop.serving(method_of(name), [state], carried), BASE), direct)
-    assert not torch.allclose(direct, method.heads["base"](vit()(images())), atol=1e-3), "its feedback has a part in it"
+    assert torch.equal(
+        tabletop.answers(tabletop.serving(method_of(name), [state], carried), BASE), direct
+    )
+    assert not torch.allclose(direct, method.heads["base"](vit()(images())), atol=1e-3), (
+        "its feedback has a part in it"
+    )
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -450,13 +581,24 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
     tabletop.train(method, tabletop.OPTIMIZERS["adamw"](groups), pictures)
     loss, terms = method.loss(tabletop.batch(), PROGRESS)
     stream = [tabletop.batch().images]
-    hooks = [block.register_forward_hook(lambda block, x, y: stream.append(y.detach())) for block in method.backbone.blocks]
-    method.backbone.blocks[0].register_forward_pre_hook(lambda block, x: stream.__setitem__(0, x[0].detach()))
+    hooks = [
+        block.register_forward_hook(lambda block, x, y: stream.append(y.detach()))
+        for block in method.backbone.blocks
+    ]
+    method.backbone.blocks[0].register_forward_pre_hook(
+        lambda block, x: stream.__setitem__(0, x[0].detach())
+    )
     method.backbone(tabletop.batch().images)
     for hook in hooks:
         hook.remove()
     assert terms.keys() == {"variational"}
-    assert torch.allclose(loss, sum(F.mse_loss(after @ w.T, before) for before, after, w in zip(stream, stream[1:], method.own["w1"], strict=False)))
+    assert torch.allclose(
+        loss,
+        sum(
+            F.mse_loss(after @ w.T, before)
+            for before, after, w in zip(stream, stream[1:], method.own["w1"], strict=False)
+        ),
+    )
     carried, fresh = method.finish()[1], begun_anew(name).start
     assert {n for n in fresh if not torch.equal(carried.tensors[n], fresh[n])} == {"w1"}
     assert carried.tensors.keys() == fresh.keys()
@@ -464,40 +606,83 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
 
 @pytest.mark.parametrize("name", BOTH)
 def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str):
-    stream = {"scenario": "task", "tasks": [{"card": str(lab.card), "name": "pictures", "role": "unlabelled"},
-                                            *({"card": str(lab.card), "name": task, "classes": list(TASKS[task])} for task in ("two", "three"))]}
-    run = lab.run_of(name, {"optimizer": "adamw", "lr": 1e-2, "epochs": 3}, ("two", "three"), stream=stream, methods={name: {}})
+    stream = {
+        "scenario": "task",
+        "tasks": [
+            {"card": str(lab.card), "name": "pictures", "role": "unlabelled"},
+            *(
+                {"card": str(lab.card), "name": task, "classes": list(TASKS[task])}
+                for task in ("two", "three")
+            ),
+        ],
+    }
+    run = lab.run_of(
+        name,
+        {"optimizer": "adamw", "lr": 1e-2, "epochs": 3},
+        ("two", "three"),
+        stream=stream,
+        methods={name: {}},
+    )
     assert run.stages(0)[0].previous.keys() == {"pretune"}
     layers = run.live(0).start
     assert layers["w2"].count_nonzero() == 0
     assert not torch.equal(layers["w1"], method_of(name, vit(depth=2)).start["w1"])
-    assert all(row["correct"] > 1.2 * row["total"] / len(TASKS[row["task"]]) for i in range(2) for row in run.evaluated(i)["rows"])
+    assert all(
+        row["correct"] > 1.2 * row["total"] / len(TASKS[row["task"]])
+        for i in range(2)
+        for row in run.evaluated(i)["rows"]
+    )
 
 
 def base_first(lab: Lab, name: str, **method: Any) -> Any:
-    tasks = [{"card": str(lab.card), "name": task, "classes": list(TASKS[task])} for task in ("two", "three")]
-    stream = {"scenario": "task", "tasks": [{**tasks[0], "role": "base"}, tasks[1], {**tasks[0], "name": "again"}]}
-    run = lab.run_of(name, {"optimizer": "adamw", "lr": 3e-3, "epochs": 5}, ("two", "three"), stream=stream, methods={name: method})
+    tasks = [
+        {"card": str(lab.card), "name": task, "classes": list(TASKS[task])}
+        for task in ("two", "three")
+    ]
+    stream = {
+        "scenario": "task",
+        "tasks": [{**tasks[0], "role": "base"}, tasks[1], {**tasks[0], "name": "again"}],
+    }
+    run = lab.run_of(
+        name,
+        {"optimizer": "adamw", "lr": 3e-3, "epochs": 5},
+        ("two", "three"),
+        stream=stream,
+        methods={name: method},
+    )
     return replace(run, order=("two", "three", "again"))
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, name: str):
     run = base_first(lab, name, steps={"pretune": {"epochs": 2}})
-    assert [[job.step for job in run.stages(i)] for i in range(3)] == [["pretune"], ["train"], ["train"]]
+    assert [[job.step for job in run.stages(i)] for i in range(3)] == [
+        ["pretune"],
+        ["train"],
+        ["train"],
+    ]
     pretune = {"pretune": run.stages(0)[0].key}
     assert run.stages(0)[0].previous == {}
     for i in range(3):
         assert run.evaluate_job(i).previous == pretune
         assert i == 0 or (run.stages(i)[0].previous, run.stages(i)[0].states) == (pretune, {})
     assert run.trained(0).manifest["epochs"] == 2
-    rows = [next(r for r in run.evaluated(i)["rows"] if r["task"] == run.order[i]) for i in range(3)]
-    assert all(row["correct"] > 1.2 * row["total"] / len(TASKS.get(row["task"], TASKS["two"])) for row in rows)
-    assert torch.equal(answers(run.served(1), run.images(0), "two"), answers(run.served(0), run.images(0), "two"))
+    rows = [
+        next(r for r in run.evaluated(i)["rows"] if r["task"] == run.order[i]) for i in range(3)
+    ]
+    assert all(
+        row["correct"] > 1.2 * row["total"] / len(TASKS.get(row["task"], TASKS["two"]))
+        for row in rows
+    )
+    assert torch.equal(
+        answers(run.served(1), run.images(0), "two"), answers(run.served(0), run.images(0), "two")
+    )
     start = run.carried(0).tensors
     assert torch.equal(run.live(1).start["w1"], start["w1"])
     assert not torch.equal(method_of(name, vit(depth=2)).start["w1"], start["w1"])
-    assert all(run.evaluated(i)["canary"]["logits_sha256"] == rows[i - 1]["logits_sha256"] for i in (1, 2))
+    assert all(
+        run.evaluated(i)["canary"]["logits_sha256"] == rows[i - 1]["logits_sha256"] for i in (1, 2)
+    )
 
 
 def test_without_a_base_task_or_where_it_is_not_asked_for_nothing_is_pretuned(lab: Lab):
@@ -510,13 +695,23 @@ def test_without_a_base_task_or_where_it_is_not_asked_for_nothing_is_pretuned(la
 
 
 def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab):
-    runs = [base_first(lab, "toast_lite", **settings) for settings in ({}, {"rank": 2}, {"train_P": False}, {"variational": 0.2})]
+    runs = [
+        base_first(lab, "toast_lite", **settings)
+        for settings in ({}, {"rank": 2}, {"train_P": False}, {"variational": 0.2})
+    ]
     pretuned, tuned = ([run.stages(i)[0].key for run in runs] for i in (0, 1))
     assert pretuned[0] == pretuned[1] == pretuned[2] != pretuned[3]
     assert len(set(tuned)) == 4
-    without = [base_first(lab, "toast", pretune=False, **settings).stages(1)[0].key for settings in ({}, {"variational": 0.2})]
+    without = [
+        base_first(lab, "toast", pretune=False, **settings).stages(1)[0].key
+        for settings in ({}, {"variational": 0.2})
+    ]
     assert without[0] == without[1]
-    assert [METHODS["toast"].planned(Toast.Settings(), p)[0].name for p in (-1, 0, 5)] == ["pretune", "train", "train"]
+    assert [METHODS["toast"].planned(Toast.Settings(), p)[0].name for p in (-1, 0, 5)] == [
+        "pretune",
+        "train",
+        "train",
+    ]
 
 
 def test_what_starts_a_star_is_nothing_to_other_stars():

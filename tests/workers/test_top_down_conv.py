@@ -27,8 +27,19 @@ from workers.model.vit import build, compile_blocks, digest_of
 from workers.taskstate import Carried, TaskState
 
 BOTH = ["toast", "toast_lite"]
-RANGES = [(0, 4), (0, 2), (1, 4), (1, 3), (3, 4), (0, 1)]  # full; early; late; both; one stage alone
-FORMS: list[dict[str, Any]] = [{}, {"head_norm_first": True}, {"patch_size": 2, "output_stride": 16}]  # the last: stage 1 strides, stage 4 dilates
+RANGES = [
+    (0, 4),
+    (0, 2),
+    (1, 4),
+    (1, 3),
+    (3, 4),
+    (0, 1),
+]  # full; early; late; both; one stage alone
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"head_norm_first": True},
+    {"patch_size": 2, "output_stride": 16},
+]  # the last: stage 1 strides, stage 4 dilates
 
 
 def method_of(name: str = "toast", backbone: Any = None, **settings: Any) -> Any:
@@ -69,9 +80,15 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
     normed = seen
     if top == 4:
         norm = model.head.norm if hasattr(model.head, "norm") else model.norm_pre
-        normed = F.layer_norm(seen.movedim(1, -1), seen.shape[1:2], norm.weight, norm.bias, norm.eps).movedim(-1, 1)
+        normed = F.layer_norm(
+            seen.movedim(1, -1), seen.shape[1:2], norm.weight, norm.bias, norm.eps
+        ).movedim(-1, 1)
     cosine = F.cosine_similarity(normed, own["prior"][None, :, None, None].expand_as(normed), dim=1)
-    r = torch.einsum("bchw,cd->bdhw", seen * cosine.clamp(0, 1)[:, None], own.get("transform", torch.eye(seen.shape[1], dtype=seen.dtype)))
+    r = torch.einsum(
+        "bchw,cd->bdhw",
+        seen * cosine.clamp(0, 1)[:, None],
+        own.get("transform", torch.eye(seen.shape[1], dtype=seen.dtype)),
+    )
     fed_back, layers = {}, layers_of(method)
     widths = [SMALL["dims"][0], *SMALL["dims"]]  # type: ignore[index,misc]
     for index in reversed(range(s.feedback_to, top)):
@@ -90,15 +107,23 @@ def test_the_golden_mask():
     """Places (3, 4), (-1, 0), (0, 2) and the prior (1, 0): cosines 0.6, -1, 0. What is fed back is the raw place."""
     method = method_of(feedback_from=1)  # behind an early stage nothing is normalised
     x = torch.tensor([[3.0, -1.0, 0.0], [4.0, 0.0, 2.0]])[None, :, None]
-    assert torch.allclose(method.top_down.selected(x, torch.tensor([2.0, 0.0])), torch.tensor([[1.8, 0.0, 0.0], [2.4, 0.0, 0.0]])[None, :, None])
+    assert torch.allclose(
+        method.top_down.selected(x, torch.tensor([2.0, 0.0])),
+        torch.tensor([[1.8, 0.0, 0.0], [2.4, 0.0, 0.0]])[None, :, None],
+    )
     last = method_of()
     maps = torch.randn(2, 32, 2, 2, generator=torch.Generator().manual_seed(0))
-    prior = last.backbone.head.norm(maps)[1, :, 0, 1]  # one place, as the norm leaves it, is looked for
+    prior = last.backbone.head.norm(maps)[
+        1, :, 0, 1
+    ]  # one place, as the norm leaves it, is looked for
     assert torch.allclose(last.top_down.selected(maps, prior)[1, :, 0, 1], maps[1, :, 0, 1])
 
 
 def test_a_mask_does_not_know_the_length_of_the_prior_and_turns_with_its_sign():
-    top_down, x = method_of().top_down, torch.randn(4, 32, 2, 2, generator=torch.Generator().manual_seed(0))
+    top_down, x = (
+        method_of().top_down,
+        torch.randn(4, 32, 2, 2, generator=torch.Generator().manual_seed(0)),
+    )
     prior = torch.randn(32, generator=torch.Generator().manual_seed(1))
 
     def mask(prior: Tensor) -> Tensor:
@@ -116,27 +141,49 @@ def test_a_feedback_layer_is_a_transposed_convolution(kernel: int):
     generator = torch.Generator().manual_seed(0)
     layer = nn.ConvTranspose2d(6, 4, kernel, kernel, bias=False).double()
     x = torch.randn(2, 6, 3, 5, generator=generator, dtype=torch.float64)
-    assert torch.allclose(widened(x, layer.weight.flatten(1).T, kernel), layer(x), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        widened(x, layer.weight.flatten(1).T, kernel), layer(x), rtol=0, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize(("name", "settings", "options"), [
-    *[(name, {"feedback_to": to, "feedback_from": top}, {}) for name in BOTH for to, top in RANGES],
-    *[(name, {}, options) for name in BOTH for options in FORMS[1:]],
-    ("toast", {"train_P": False}, {}), ("toast_lite", {"alpha": 2.0, "rank": 3}, {})], ids=str)
-def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(name: str, settings: dict[str, Any], options: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("name", "settings", "options"),
+    [
+        *[
+            (name, {"feedback_to": to, "feedback_from": top}, {})
+            for name in BOTH
+            for to, top in RANGES
+        ],
+        *[(name, {}, options) for name in BOTH for options in FORMS[1:]],
+        ("toast", {"train_P": False}, {}),
+        ("toast_lite", {"alpha": 2.0, "rank": 3}, {}),
+    ],
+    ids=str,
+)
+def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(
+    name: str, settings: dict[str, Any], options: dict[str, Any]
+):
     method, pictures = in_double(name, options, **settings), images().double()
     weight = torch.linspace(-1, 2, 32).double()
     parameters = [*method.own.values()]
     found, wanted = steered(method, pictures), by_hand(method, pictures)
     assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
-    for ours, theirs in zip(*(torch.autograd.grad(f @ weight @ torch.arange(8.0).double(), parameters) for f in (found, wanted)), strict=True):
+    for ours, theirs in zip(
+        *(
+            torch.autograd.grad(f @ weight @ torch.arange(8.0).double(), parameters)
+            for f in (found, wanted)
+        ),
+        strict=True,
+    ):
         assert theirs.abs().max() > 1e-6
         assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
     assert (found - method.backbone(pictures)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_feedback_is_linear_and_each_map_has_the_shape_of_what_its_stage_is_given(options: dict[str, Any]):
+def test_feedback_is_linear_and_each_map_has_the_shape_of_what_its_stage_is_given(
+    options: dict[str, Any],
+):
     method = in_double(options=options)
     given: list[Tensor] = []
     for stage in method.backbone.stages:
@@ -145,9 +192,14 @@ def test_feedback_is_linear_and_each_map_has_the_shape_of_what_its_stage_is_give
     assert torch.equal(entered, given[0])
     layers = method.top_down.folded(layers_of(method), method.own["transform"])
     u = torch.randn(seen.shape, generator=torch.Generator().manual_seed(2)).double()
-    one, two, both = (method.top_down.handed_down(r, layers) for r in (u, u.flip(0) + 1, u + u.flip(0) + 1))
+    one, two, both = (
+        method.top_down.handed_down(r, layers) for r in (u, u.flip(0) + 1, u + u.flip(0) + 1)
+    )
     assert [t.shape for t in one] == [t.shape for t in given]
-    assert all(torch.allclose(a + b, c, rtol=1e-12, atol=1e-11) for a, b, c in zip(one, two, both, strict=True))
+    assert all(
+        torch.allclose(a + b, c, rtol=1e-12, atol=1e-11)
+        for a, b, c in zip(one, two, both, strict=True)
+    )
     assert not any(t.any() for t in method.top_down.handed_down(0 * u, layers))
 
 
@@ -170,7 +222,9 @@ def test_places_that_look_away_feed_nothing_back():
     moved(method)
     entered, seen = method.top_down.first_pass(images())
     away = -method.own["prior"][:, None, None].expand_as(seen)
-    assert torch.equal(method.top_down.second_pass(entered, away, method.training_weights(None, PROGRESS)), plain)
+    assert torch.equal(
+        method.top_down.second_pass(entered, away, method.training_weights(None, PROGRESS)), plain
+    )
 
 
 def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient():
@@ -210,11 +264,29 @@ def test_a_compiled_backbone_is_steered_too():
 
 # ---- what is trained and stored ------------------------------------------------------------------------------------------
 def test_feedback_layers_have_the_shapes_of_their_stages():
-    assert method_of().top_down.shapes() == {"w1_0": (8, 8), "w2_0": (8, 8), "w1_1": (8 * 4, 16), "w2_1": (8, 8), "w1_2": (16 * 4, 16), "w2_2": (16, 16),
-                                             "w1_3": (16 * 4, 32), "w2_3": (16, 16)}
-    assert method_of("toast_lite", rank=3, feedback_to=3).shapes() == {"w1_3_down": (3, 32), "w1_3_up": (64, 3), "w2_3_down": (3, 16), "w2_3_up": (16, 3)}
-    assert method_of(feedback_to=1, feedback_from=2).top_down.shapes() == {"w1_1": (32, 16), "w2_1": (8, 8)}
-    assert method_of(feedback_to=1, feedback_from=2).top_down.prior(torch.Generator()).shape == (16,)
+    assert method_of().top_down.shapes() == {
+        "w1_0": (8, 8),
+        "w2_0": (8, 8),
+        "w1_1": (8 * 4, 16),
+        "w2_1": (8, 8),
+        "w1_2": (16 * 4, 16),
+        "w2_2": (16, 16),
+        "w1_3": (16 * 4, 32),
+        "w2_3": (16, 16),
+    }
+    assert method_of("toast_lite", rank=3, feedback_to=3).shapes() == {
+        "w1_3_down": (3, 32),
+        "w1_3_up": (64, 3),
+        "w2_3_down": (3, 16),
+        "w2_3_up": (16, 3),
+    }
+    assert method_of(feedback_to=1, feedback_from=2).top_down.shapes() == {
+        "w1_1": (32, 16),
+        "w2_1": (8, 8),
+    }
+    assert method_of(feedback_to=1, feedback_from=2).top_down.prior(torch.Generator()).shape == (
+        16,
+    )
 
 
 def test_a_fresh_one_repeats_channels_and_lets_nothing_in():
@@ -222,30 +294,51 @@ def test_a_fresh_one_repeats_channels_and_lets_nothing_in():
     assert torch.equal(method.start["w1_0"], torch.eye(8))
     assert not any(t.any() for name, t in method.start.items() if name.startswith("w2"))
     x = torch.randn(2, 32, 3, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(widened(x, method.start["w1_3"], 2), x[:, :16].repeat_interleave(2, 2).repeat_interleave(2, 3))
+    assert torch.equal(
+        widened(x, method.start["w1_3"], 2),
+        x[:, :16].repeat_interleave(2, 2).repeat_interleave(2, 3),
+    )
     assert all(torch.equal(t, method_of().start[name]) for name, t in method.start.items())
     begun(method)
     method.loss(tabletop.batch(), PROGRESS)[0].backward()
-    assert all(p.grad is not None and bool(p.grad.any()) == name.startswith("w2") for name, p in method.own.items()), "W2 moves first"
+    assert all(
+        p.grad is not None and bool(p.grad.any()) == name.startswith("w2")
+        for name, p in method.own.items()
+    ), "W2 moves first"
 
 
-@pytest.mark.parametrize(("name", "step", "parts"), [("toast", "train", {""}), ("toast", "pretune", {""}), ("toast_lite", "train", {"_down", "_up"}),
-                                                     ("toast_lite", "pretune", {""})])
+@pytest.mark.parametrize(
+    ("name", "step", "parts"),
+    [
+        ("toast", "train", {""}),
+        ("toast", "pretune", {""}),
+        ("toast_lite", "train", {"_down", "_up"}),
+        ("toast_lite", "pretune", {""}),
+    ],
+)
 def test_what_is_trained(name: str, step: str, parts: set[str]):
     method = method_of(name)
     groups = begun(method, step=step)
-    names = {f"{w}_{i}{part}" for w in ("w1", "w2") for i in range(4) for part in parts} | {"prior"} | ({"transform"} if step == "train" else set())
+    names = (
+        {f"{w}_{i}{part}" for w in ("w1", "w2") for i in range(4) for part in parts}
+        | {"prior"}
+        | ({"transform"} if step == "train" else set())
+    )
     assert {g["name"] for g in groups} == {"head.weight", "head.bias"} | names
     assert {g["name"] for g in groups if not g["weight_decay"]} == {"head.bias", "prior"}
 
 
 def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
     full, lite = method_of(), method_of("toast_lite")
-    handed = Carried({n: t + 0.1 for n, t in full.start.items()})  # as some `pretune` left it: nothing is zero
+    handed = Carried(
+        {n: t + 0.1 for n, t in full.start.items()}
+    )  # as some `pretune` left it: nothing is zero
     for method in (full, lite):
         begun(method, ONE, handed)
     assert torch.equal(tabletop.answers(full), tabletop.answers(lite))
-    assert not torch.allclose(tabletop.answers(lite), lite.heads["one"](convnext()(images())), atol=1e-3)
+    assert not torch.allclose(
+        tabletop.answers(lite), lite.heads["one"](convnext()(images())), atol=1e-3
+    )
     lite.loss(tabletop.batch(), PROGRESS)[0].backward()
     assert all(bool(p.grad.any()) == (not name.endswith("_down")) for name, p in lite.own.items())
     assert 0.9 < float(lite.own["w1_3_down"].detach().abs().max() * 32**0.5) <= 1
@@ -253,12 +346,17 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
     begun(lite, TWO)
     assert not torch.equal(lite.own["w1_3_down"], drawn), "each task draws its own"
     moved(lite)
-    assert torch.equal(layers_of(lite)["w1_2"], lite.start["w1_2"] + 0.25 * lite.own["w1_2_up"] @ lite.own["w1_2_down"])
+    assert torch.equal(
+        layers_of(lite)["w1_2"],
+        lite.start["w1_2"] + 0.25 * lite.own["w1_2_up"] @ lite.own["w1_2_down"],
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     learner, method, direct = method_of(name), method_of(name), {}
     for task in (ONE, TWO):
         with torch.enable_grad():
@@ -267,24 +365,51 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(name
         assert state.tokens.keys() == {"prior"}
         assert state.copies.keys() == {*method.shapes(), "transform"}
         method.load(TaskState.from_bytes(state.to_bytes()))
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)}))
+    method.load(
+        TaskState(
+            "base",
+            BASE.classes,
+            "base",
+            method.backbone_digest,
+            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
+        )
+    )
     direct["base"] = F.linear(convnext()(images()), torch.ones(2, 32), torch.zeros(2))
     passes, first_pass = [], StageTopDown.first_pass
-    monkeypatch.setattr(StageTopDown, "first_pass", lambda self, x: passes.append(len(x)) or first_pass(self, x))
+    monkeypatch.setattr(
+        StageTopDown, "first_pass", lambda self, x: passes.append(len(x)) or first_pass(self, x)
+    )
     found = method.logits_of(images(), ["one", "two", "base"])
     assert passes == [8]
-    assert all(torch.equal(found[task], direct[task]) and torch.equal(tabletop.answers(method, replace(ONE, name=task)), direct[task]) for task in direct)
+    assert all(
+        torch.equal(found[task], direct[task])
+        and torch.equal(tabletop.answers(method, replace(ONE, name=task)), direct[task])
+        for task in direct
+    )
 
 
 def test_feedback_of_another_shape_is_refused():
     state = tabletop.trained(method_of(feedback_to=1))
-    with pytest.raises(UserError, match=r"its state has feedback .*'w1_1': \(32, 16\).*, these settings have .*'w1_0': \(8, 8\)"):
+    with pytest.raises(
+        UserError,
+        match=r"its state has feedback .*'w1_1': \(32, 16\).*, these settings have .*'w1_0': \(8, "
+        r"8\)",
+    ):
         method_of().load(state)
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"feedback_from": 5}, r"from stage 5 down to stage 0, and the backbone has 4; keep 0 <= feedback_to < feedback_from <= 4"),
-    ({"feedback_to": 4}, r"from stage 4 down to stage 4"), ({"td_value_bias": True}, "td_value_bias is true, but the backbone is a ConvNeXt")])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"feedback_from": 5},
+            r"from stage 5 down to stage 0, and the backbone has 4; keep 0 <= feedback_to < "
+            r"feedback_from <= 4",
+        ),
+        ({"feedback_to": 4}, r"from stage 4 down to stage 4"),
+        ({"td_value_bias": True}, "td_value_bias is true, but the backbone is a ConvNeXt"),
+    ],
+)
 @pytest.mark.parametrize("name", BOTH)
 def test_what_a_convnext_cannot_do_is_refused(name: str, settings: dict[str, Any], says: str):
     with pytest.raises(UserError, match=says):
@@ -298,9 +423,20 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.methods.base.digest_of", lambda backbone: "")
         share = method_of(backbone=model, feedback_to=to, feedback_from=top).top_down.flops_share()
-    front = [(96, 96, 1, 56), (96, 192, 2, 56), (192, 384, 2, 28), (384, 768, 2, 14)]  # c, C, k and the side of what each stage is given
-    stages = sum(multiply_adds(model.stages[i], front[i][0], front[i][3], front[i][3]) for i in range(to, top))
-    feedback = sum(c * k * k * behind * (side // k) ** 2 + c * c * side**2 for c, behind, k, side in front[to:top])
+    front = [
+        (96, 96, 1, 56),
+        (96, 192, 2, 56),
+        (192, 384, 2, 28),
+        (384, 768, 2, 14),
+    ]  # c, C, k and the side of what each stage is given
+    stages = sum(
+        multiply_adds(model.stages[i], front[i][0], front[i][3], front[i][3])
+        for i in range(to, top)
+    )
+    feedback = sum(
+        c * k * k * behind * (side // k) ** 2 + c * c * side**2
+        for c, behind, k, side in front[to:top]
+    )
     assert share == pytest.approx(1 + (stages + feedback) / multiply_adds(model, 3, 224, 224))
     assert multiply_adds(model, 3, 224, 224) == pytest.approx(4.45e9, rel=0.01)
     assert to or feedback == pytest.approx(318e6, rel=0.01)
@@ -310,15 +446,26 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
 def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_nothing_else():
     method, generator = in_double(), torch.Generator().manual_seed(0)
     layers = {name: nn.Parameter(p.detach().clone()) for name, p in method.own.items()}
-    left = [torch.randn(3, c, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True) for c in SMALL["dims"]]  # type: ignore[attr-defined]
-    given = [transposed(x.detach(), layers[f"w1_{i}"].detach(), c).requires_grad_() for i, (x, c) in enumerate(zip(left, (8, 8, 16, 16), strict=True))]
+    left = [
+        torch.randn(3, c, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+        for c in SMALL["dims"]
+    ]  # type: ignore[attr-defined]
+    given = [
+        transposed(x.detach(), layers[f"w1_{i}"].detach(), c).requires_grad_()
+        for i, (x, c) in enumerate(zip(left, (8, 8, 16, 16), strict=True))
+    ]
     stream = [*zip(given, left, strict=True)]
     assert method.top_down.inversion(stream, layers).item() == pytest.approx(0, abs=1e-20)
     further = [(x + i + 1, y) for i, (x, y) in enumerate(stream)]
     loss = method.top_down.inversion(further, layers)
     assert loss.item() == pytest.approx(1 + 4 + 9 + 16)
     loss.backward()
-    assert {name for name, p in layers.items() if p.grad is not None} == {"w1_0", "w1_1", "w1_2", "w1_3"}
+    assert {name for name, p in layers.items() if p.grad is not None} == {
+        "w1_0",
+        "w1_1",
+        "w1_2",
+        "w1_3",
+    }
     assert all(t.grad is None for pair in stream for t in pair)
 
 
@@ -329,19 +476,35 @@ def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str
     moved(method)
     loss, terms = method.loss(tabletop.batch(), PROGRESS)
     inner: list[tuple[Tensor, Tensor]] = []
-    hooks = [stage.register_forward_hook(lambda stage, x, y: inner.append((x[0].detach(), y.detach()))) for stage in method.backbone.stages[1:]]
+    hooks = [
+        stage.register_forward_hook(lambda stage, x, y: inner.append((x[0].detach(), y.detach())))
+        for stage in method.backbone.stages[1:]
+    ]
     features = steered(method, tabletop.batch().images)
     for hook in hooks:
         hook.remove()
-    errors = [F.mse_loss(transposed(after, method.own[f"w1_{i}"], c), before) for i, c, (before, after) in zip((1, 2, 3), (8, 16, 16), inner[-3:], strict=True)]
+    errors = [
+        F.mse_loss(transposed(after, method.own[f"w1_{i}"], c), before)
+        for i, c, (before, after) in zip((1, 2, 3), (8, 16, 16), inner[-3:], strict=True)
+    ]
     assert torch.allclose(terms["variational"], torch.stack(errors).sum())
-    assert torch.allclose(terms["ce"], F.cross_entropy(method.heads["base"](features), tabletop.batch().labels))
+    assert torch.allclose(
+        terms["ce"], F.cross_entropy(method.heads["base"](features), tabletop.batch().labels)
+    )
     assert torch.allclose(loss, terms["ce"] + 0.3 * terms["variational"])
     both = dict(zip(method.own, torch.autograd.grad(loss, [*method.own.values()]), strict=True))
     without = method_of(name, feedback_to=1, variational=0.0)
     begun(without, BASE, step="pretune")
     moved(without)
-    plain = dict(zip(without.own, torch.autograd.grad(without.loss(tabletop.batch(), PROGRESS)[0], [*without.own.values()]), strict=True))
+    plain = dict(
+        zip(
+            without.own,
+            torch.autograd.grad(
+                without.loss(tabletop.batch(), PROGRESS)[0], [*without.own.values()]
+            ),
+            strict=True,
+        )
+    )
     assert {n for n in both if not torch.equal(both[n], plain[n])} == {"w1_1", "w1_2", "w1_3"}
 
 
@@ -358,31 +521,53 @@ def test_every_task_starts_from_what_pretuning_left(name: str):
     begun(learner, ONE, handed)
     assert all(torch.equal(layer, carried.tensors[n]) for n, layer in layers_of(learner).items())
     direct = tabletop.answers(method, BASE)
-    assert torch.equal(tabletop.answers(tabletop.serving(method_of(name), [state], carried), BASE), direct)
-    assert not torch.allclose(direct, method.heads["base"](convnext()(images())), atol=1e-3), "its feedback has a part in it"
+    assert torch.equal(
+        tabletop.answers(tabletop.serving(method_of(name), [state], carried), BASE), direct
+    )
+    assert not torch.allclose(direct, method.heads["base"](convnext()(images())), atol=1e-3), (
+        "its feedback has a part in it"
+    )
 
 
 # ---- in the laboratory ---------------------------------------------------------------------------------------------------
-ON_LAB = {"name": "convnext_atto", "img_size": 16, "crop_pct": 1.0, "options": {**SMALL, "ls_init_value": 1.0}}
+ON_LAB = {
+    "name": "convnext_atto",
+    "img_size": 16,
+    "crop_pct": 1.0,
+    "options": {**SMALL, "ls_init_value": 1.0},
+}
 
 
 @pytest.mark.parametrize("promise", [name for name, p in PROMISES.items() if p.applies(Toast)])
 @pytest.mark.parametrize("name", BOTH)
-def test_the_laboratorys_promises_hold_on_it(lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str, promise: str):
+def test_the_laboratorys_promises_hold_on_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str, promise: str
+):
     monkeypatch.setattr(laboratory, "TINY", ON_LAB)
     PROMISES[promise].check(lab, name, PROMISES[promise].optimizers[-1])
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_a_stream_with_a_base_task_is_pretuned_once(lab: Lab, name: str):
-    tasks = [{"card": str(lab.card), "name": task, "classes": list(TASKS[task])} for task in ("two", "three")]
-    run = lab.run_of(name, {"optimizer": "adamw", "lr": 1e-2, "epochs": 3}, ("two", "three"), backbone=ON_LAB, methods={name: {"variational": 0.01}},
-                     stream={"scenario": "task", "tasks": [{**tasks[0], "role": "base"}, tasks[1]]})
+    tasks = [
+        {"card": str(lab.card), "name": task, "classes": list(TASKS[task])}
+        for task in ("two", "three")
+    ]
+    run = lab.run_of(
+        name,
+        {"optimizer": "adamw", "lr": 1e-2, "epochs": 3},
+        ("two", "three"),
+        backbone=ON_LAB,
+        methods={name: {"variational": 0.01}},
+        stream={"scenario": "task", "tasks": [{**tasks[0], "role": "base"}, tasks[1]]},
+    )
     assert [[job.step for job in run.stages(i)] for i in range(2)] == [["pretune"], ["train"]]
     start = run.carried(0).tensors
     assert start["w2_0"].any()
     assert all(torch.equal(run.live(1).start[n], start[n]) for n in start)
-    assert torch.equal(answers(run.served(1), run.images(0), "two"), answers(run.served(0), run.images(0), "two"))
+    assert torch.equal(
+        answers(run.served(1), run.images(0), "two"), answers(run.served(0), run.images(0), "two")
+    )
 
 
 def test_a_fresh_prior_is_one_that_places_of_any_image_look_towards():

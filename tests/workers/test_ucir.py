@@ -28,18 +28,32 @@ from workers.taskstate import Carried
 # ---- the loss ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("base", [0.0, 5.0])
 def test_the_loss_is_cross_entropy_the_turn_of_features_and_a_margin_of_old_classes(base: float):
-    method, b = begun("ucir", A, B, C, scale=4.0, margin=0.3, **{"lambda": base}), counted(batch(A, B, C), A, B, C)
+    method, b = (
+        begun("ucir", A, B, C, scale=4.0, margin=0.3, **{"lambda": base}),
+        counted(batch(A, B, C), A, B, C),
+    )
     taught = method.backbone(b.images).detach()
     moved(method)
     loss, terms = method.loss(b, START)
     features, labels = method.backbone(b.images), wide(b, A, B, C)
     vectors = torch.cat([method.heads[name].weight[:, 0] for name in "abc"])
     cosines = F.normalize(features, dim=1) @ F.normalize(vectors, dim=1).T
-    ce, turn = F.cross_entropy(method.heads.scale * cosines, labels), (1 - F.cosine_similarity(features, taught)).mean()
+    ce, turn = (
+        F.cross_entropy(method.heads.scale * cosines, labels),
+        (1 - F.cosine_similarity(features, taught)).mean(),
+    )
     old = [i for i, label in enumerate(labels.tolist()) if label < 5]
-    rank = torch.stack([F.relu(0.3 - cosines[i, labels[i]] + s) for i in old for s in cosines[i, 5:].topk(2).values]).mean()
+    rank = torch.stack(
+        [
+            F.relu(0.3 - cosines[i, labels[i]] + s)
+            for i in old
+            for s in cosines[i, 5:].topk(2).values
+        ]
+    ).mean()
     assert len(old) == 4
-    assert {name: float(t) for name, t in terms.items()} == pytest.approx({"ce": ce.item(), "distance": turn.item(), "rank": rank.item()}, abs=1e-5)
+    assert {name: float(t) for name, t in terms.items()} == pytest.approx(
+        {"ce": ce.item(), "distance": turn.item(), "rank": rank.item()}, abs=1e-5
+    )
     assert torch.allclose(loss, ce + base * math.sqrt(5 / 2) * turn + rank, atol=1e-5)
     assert min(map(float, terms.values())) > 1e-3
 
@@ -53,14 +67,21 @@ def test_a_student_that_is_its_teacher_has_not_turned():
     assert float(distance.detach()) == pytest.approx(0.0, abs=1e-6)
     assert features.grad is not None
     assert features.grad.abs().max() < 1e-6
-    assert float(cosine_distance(features.detach(), -3 * features.detach())) == pytest.approx(2.0, abs=1e-6)
+    assert float(cosine_distance(features.detach(), -3 * features.detach())) == pytest.approx(
+        2.0, abs=1e-6
+    )
 
 
 def test_the_first_task_of_all_is_cross_entropy_under_the_scale():
     method = begun("ucir", A, scale=4.0)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
-    assert torch.equal(loss, F.cross_entropy(4.0 * method.heads["a"].similarity(method.backbone(batch(A).images)), batch(A).labels))
+    assert torch.equal(
+        loss,
+        F.cross_entropy(
+            4.0 * method.heads["a"].similarity(method.backbone(batch(A).images)), batch(A).labels
+        ),
+    )
 
 
 def test_a_batch_without_old_samples_has_no_margin():
@@ -86,7 +107,9 @@ def test_the_parts_of_a_global_batch_add_up_to_the_whole(cuts: tuple[int, ...]):
         part.tasks, part.labels = whole.tasks[rows], whole.labels[rows]
         loss, found = method.loss(part, START)
         total += float(loss.detach()) * (last - first) / 6
-        parts = {name: value + float(found[name]) * (last - first) / 6 for name, value in parts.items()}
+        parts = {
+            name: value + float(found[name]) * (last - first) / 6 for name, value in parts.items()
+        }
     assert total == pytest.approx(float(expected.detach()), abs=1e-5)
     assert parts == pytest.approx({name: float(t) for name, t in terms.items()}, abs=1e-5)
     labels = wide(whole, A, B)
@@ -112,8 +135,14 @@ def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: L
 
 # ---- what is trained -----------------------------------------------------------------------------------------------------
 def digests(method: Any) -> dict[str, Any]:
-    return {"backbone": digest_of(method.backbone), "scale": method.heads.scale.item(),
-            **{name: method.heads.export(name)["weight"].numpy().tobytes() for name in method.heads.names}}
+    return {
+        "backbone": digest_of(method.backbone),
+        "scale": method.heads.scale.item(),
+        **{
+            name: method.heads.export(name)["weight"].numpy().tobytes()
+            for name in method.heads.names
+        },
+    }
 
 
 def changed(method: Any, before: dict[str, Any]) -> set[str]:
@@ -158,19 +187,28 @@ def test_new_vectors_start_along_their_class_means_under_the_network_before():
     for label in range(3):
         mean = F.normalize(h[(tasks == 1) & (labels == label)], dim=1).mean(0)
         assert F.cosine_similarity(vectors[label], mean, dim=0) == pytest.approx(1.0, abs=1e-5)
-    assert torch.allclose(vectors.norm(dim=1), method.heads["a"].weight.norm(dim=2).mean().expand(3), rtol=1e-5)
+    assert torch.allclose(
+        vectors.norm(dim=1), method.heads["a"].weight.norm(dim=2).mean().expand(3), rtol=1e-5
+    )
 
 
 # ---- in a stream ---------------------------------------------------------------------------------------------------------
 def test_a_chain_keeps_old_vectors_and_hands_on_each_head_once(lab: Lab):
     run = stream(lab, "ucir")
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["train", "herd"], ["train", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["train", "herd"],
+        ["train", "herd"],
+    ]
     first, carried, second = run.state(0).head, run.carried(1).tensors, run.state(1).head
     assert torch.equal(carried["heads/two/weight"], first["weight"]), "frozen, bit for bit"
     assert not any(name.startswith("heads/three") for name in carried)
     assert not any(name.startswith("heads/") for name in run.carried(0).tensors)
     assert carried["heads/two/scale"] == second["scale"] != first["scale"]
-    assert {name: len(keys) for name, keys in run.carried(1).meta["memory"]["three"].items()} == {"2": 20, "3": 20, "4": 20}
+    assert {name: len(keys) for name, keys in run.carried(1).meta["memory"]["three"].items()} == {
+        "2": 20,
+        "3": 20,
+        "4": 20,
+    }
 
 
 def test_every_task_is_served_under_the_scale_as_it_is_by_now(lab: Lab):
@@ -178,7 +216,9 @@ def test_every_task_is_served_under_the_scale_as_it_is_by_now(lab: Lab):
     served: Any = run.served(1)
     assert float(served.heads.scale) == float(run.state(1).head["scale"])
     h = served.features(run.images(1))
-    vectors = torch.cat([run.carried(1).tensors["heads/two/weight"], run.state(1).head["weight"]])[:, 0]
+    vectors = torch.cat([run.carried(1).tensors["heads/two/weight"], run.state(1).head["weight"]])[
+        :, 0
+    ]
     expected = served.heads.scale * F.normalize(h, dim=1) @ F.normalize(vectors, dim=1).T
     assert torch.allclose(served.logits(run.images(1), None), expected, atol=1e-5)
     assert (served.logits(run.images(1), None) / served.heads.scale).abs().max() <= 1
@@ -189,33 +229,57 @@ def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(lab: L
     alone, job = run.trained(1), run.stages(1)[0]
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
     expected = Carried.from_bytes(run.artefact(job).read("carried.safetensors")).tensors
-    found = Carried.from_bytes(Artefact.need(job.root, f"{job.key}-ranks").read("carried.safetensors")).tensors
+    found = Carried.from_bytes(
+        Artefact.need(job.root, f"{job.key}-ranks").read("carried.safetensors")
+    ).tensors
     assert alone.key != job.key
     assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], t, atol=2e-3) for name, t in expected.items() if name.startswith("heads/"))
+    assert all(
+        torch.allclose(found[name], t, atol=2e-3)
+        for name, t in expected.items()
+        if name.startswith("heads/")
+    )
 
 
 def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab):
     run = stream(lab, "ucir", finetune=True, per_class=5)
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["train", "herd"], ["train", "herd", "finetune"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["train", "herd"],
+        ["train", "herd", "finetune"],
+    ]
     herd, tuned = (run.artefact(job) for job in run.stages(1)[1:])
     before, after = run.lab.finished[herd.key][1], run.carried(1)
-    assert all(torch.equal(after.tensors[n], t) for n, t in before.tensors.items() if n.startswith("backbone/"))
+    assert all(
+        torch.equal(after.tensors[n], t)
+        for n, t in before.tensors.items()
+        if n.startswith("backbone/")
+    )
     assert after.meta == before.meta
     assert not torch.equal(after.tensors["heads/two/weight"], before.tensors["heads/two/weight"])
     assert not torch.equal(run.state(1).head["weight"], before.tensors["heads/three/weight"])
-    assert {n for n in before.tensors if n.startswith("heads/three")} == {"heads/three/weight", "heads/three/scale"}
+    assert {n for n in before.tensors if n.startswith("heads/three")} == {
+        "heads/three/weight",
+        "heads/three/scale",
+    }
     assert not any(n.startswith("heads/three") for n in after.tensors)
     live: Any = run.live(1)
-    assert sorted(live.feed_of("train", False).rows.table["class"].to_pylist()) == sorted("01234" * 5)
+    assert sorted(live.feed_of("train", False).rows.table["class"].to_pylist()) == sorted(
+        "01234" * 5
+    )
     assert tuned.manifest["trained_parameters"] == 5 * 32 + 1
 
 
 def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab: Lab):
     run = stream(lab, "ucir", base="two")
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["herd"], ["train", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["herd"],
+        ["train", "herd"],
+    ]
     state, method = run.state(0), run.fresh(0)
-    assert {name: tuple(t.shape) for name, t in state.head.items()} == {"weight": (2, 1, 32), "scale": ()}
+    assert {name: tuple(t.shape) for name, t in state.head.items()} == {
+        "weight": (2, 1, 32),
+        "scale": (),
+    }
     feed, job = [], run.stages(0)[0]
     for b in Feed(job, (job.tasks[0],), "train", Group(), False).evaluate():
         with torch.no_grad():
@@ -223,7 +287,9 @@ def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab:
     h, labels = (torch.cat(parts) for parts in zip(*feed, strict=True))
     for label in range(2):
         mean = F.normalize(h[labels == label], dim=1).mean(0)
-        assert F.cosine_similarity(state.head["weight"][label, 0], mean, dim=0) == pytest.approx(1.0, abs=1e-5)
+        assert F.cosine_similarity(state.head["weight"][label, 0], mean, dim=0) == pytest.approx(
+            1.0, abs=1e-5
+        )
     assert torch.equal(run.carried(1).tensors["heads/two/weight"], state.head["weight"])
     row = run.evaluated(0)["rows"][0]
     assert row["correct"] > 0.6 * row["total"]

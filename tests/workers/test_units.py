@@ -29,10 +29,16 @@ def vit(**options: Any) -> Any:
 
 def some_units(model: nn.Module, share: float = 0.5) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return {site: torch.rand(size, generator=generator) < share for site, size in unit_sites(model).items()}
+    return {
+        site: torch.rand(size, generator=generator) < share
+        for site, size in unit_sites(model).items()
+    }
 
 
-@pytest.mark.parametrize(("name", "units"), [("deit_tiny_patch16_224", 13_824), ("deit_small_patch16_224", 27_648), ("t2t_vit_12", 12_288)])
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [("deit_tiny_patch16_224", 13_824), ("deit_small_patch16_224", 27_648), ("t2t_vit_12", 12_288)],
+)
 def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int):
     with torch.device("meta"):
         sites = unit_sites(build(BackboneSettings(name=name, img_size=224)))
@@ -49,12 +55,16 @@ def test_masked_weights_are_masked_activations(qkv_bias: bool):
     mine = torch.autograd.grad(found.square().sum(), list(masks.values()))
     for i, block in enumerate(model.blocks):
         qk, v, ff = (masks[f"blocks.{i}.{kind}"] for kind in ("qk", "v", "ff"))
-        block.attn.qkv.register_forward_hook(lambda module, x, y, qk=qk: torch.cat([y[..., :16] * qk, y[..., 16:]], -1))
+        block.attn.qkv.register_forward_hook(
+            lambda module, x, y, qk=qk: torch.cat([y[..., :16] * qk, y[..., 16:]], -1)
+        )
         block.attn.proj.register_forward_pre_hook(lambda module, x, v=v: (x[0] * v,))
         block.mlp.fc2.register_forward_pre_hook(lambda module, x, ff=ff: (x[0] * ff,))
     gated = model(images())
     assert torch.allclose(found, gated, atol=1e-5)
-    for a, b in zip(mine, torch.autograd.grad(gated.square().sum(), list(masks.values())), strict=True):
+    for a, b in zip(
+        mine, torch.autograd.grad(gated.square().sum(), list(masks.values())), strict=True
+    ):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
@@ -74,7 +84,10 @@ def test_cutting_unused_units_out_leaves_the_answers():
     cut.load_state_dict(model.state_dict() | masked_weights(model, masks))
     for i, block in enumerate(cut.blocks):
         left = masks[f"blocks.{i}.ff"]
-        block.mlp.fc1.weight.data, block.mlp.fc1.bias.data = block.mlp.fc1.weight[left].detach(), block.mlp.fc1.bias[left].detach()
+        block.mlp.fc1.weight.data, block.mlp.fc1.bias.data = (
+            block.mlp.fc1.weight[left].detach(),
+            block.mlp.fc1.bias[left].detach(),
+        )
         block.mlp.fc2.weight.data = block.mlp.fc2.weight[:, left].detach()
     assert cut.blocks[0].mlp.fc1.weight.shape[0] == int(masks["blocks.0.ff"].sum()) < 64
     assert torch.allclose(cut(images()), found, atol=1e-5)
@@ -84,7 +97,10 @@ def test_the_lock_of_a_weight_is_that_of_its_less_used_side():
     """The reference's gate example: the factor on gradients is 1 - lock."""
     lock = between(torch.tensor([1, 0]), torch.tensor([1, 0, 1]))
     assert (1 - lock).tolist() == [[0, 1, 0], [1, 1, 1]]
-    assert between(torch.tensor([True, False]), torch.tensor([True, False, True])).tolist() == [[True, False, True], [False, False, False]]
+    assert between(torch.tensor([True, False]), torch.tensor([True, False, True])).tolist() == [
+        [True, False, True],
+        [False, False, False],
+    ]
     assert between(torch.tensor([3, 0]), None).tolist() == [[3], [0]]
     assert between(None, torch.tensor([3, 0])).tolist() == [[3, 0]]
 
@@ -94,12 +110,22 @@ def test_locks_are_those_of_the_table():
     used = {site: torch.zeros(size, dtype=torch.bool) for site, size in unit_sites(model).items()}
     used["blocks.1.qk"][3], used["blocks.1.v"][5], used["blocks.1.ff"][7] = True, True, True
     known = dict(model.named_parameters())
-    locked = {name: lock.expand(known[name].shape).nonzero().tolist() for name, lock in owned(model, used).items()}
+    locked = {
+        name: lock.expand(known[name].shape).nonzero().tolist()
+        for name, lock in owned(model, used).items()
+    }
     rows = [3, 16 + 3, 32 + 5]
-    expected = {"attn.qkv.weight": [[r, j] for r in rows for j in range(16)], "attn.qkv.bias": [[r] for r in rows],
-                "attn.proj.weight": [[i, 5] for i in range(16)], "mlp.fc1.weight": [[7, j] for j in range(16)], "mlp.fc1.bias": [[7]],
-                "mlp.fc2.weight": [[i, 7] for i in range(16)]}
-    assert {name: entries for name, entries in locked.items() if entries} == {f"blocks.1.{name}": entries for name, entries in expected.items()}
+    expected = {
+        "attn.qkv.weight": [[r, j] for r in rows for j in range(16)],
+        "attn.qkv.bias": [[r] for r in rows],
+        "attn.proj.weight": [[i, 5] for i in range(16)],
+        "mlp.fc1.weight": [[7, j] for j in range(16)],
+        "mlp.fc1.bias": [[7]],
+        "mlp.fc2.weight": [[i, 7] for i in range(16)],
+    }
+    assert {name: entries for name, entries in locked.items() if entries} == {
+        f"blocks.1.{name}": entries for name, entries in expected.items()
+    }
 
 
 def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not():
@@ -112,18 +138,26 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not():
         held = lock.expand(known[name].shape)
         kept = known[name].detach().clone()
         known[name].data = torch.where(held, kept, torch.randn_like(kept) * 10)
-        assert torch.equal(functional_call(model, masked_weights(model, masks), (images(),)), before), name
+        assert torch.equal(
+            functional_call(model, masked_weights(model, masks), (images(),)), before
+        ), name
         for group in lock.flatten().nonzero()[:, 0].tolist()[:40]:
             known[name].data = kept.clone()
-            entries = known[name].data if lock.ndim == 1 or lock.shape[1] == 1 else known[name].data.T
+            entries = (
+                known[name].data if lock.ndim == 1 or lock.shape[1] == 1 else known[name].data.T
+            )
             entries[group] += 1.0
             if "qkv.bias" in name and 16 <= group < 32:
                 continue  # softmax does not see what a key's bias adds to all keys alike, up to rounding
-            assert not torch.equal(functional_call(model, masked_weights(model, masks), (images(),)), before), (name, group)
+            assert not torch.equal(
+                functional_call(model, masked_weights(model, masks), (images(),)), before
+            ), (name, group)
         known[name].data = kept
 
 
-@pytest.mark.parametrize("options", [{"qk_norm": True}, {"scale_attn_norm": True}, {"scale_mlp_norm": True}])
+@pytest.mark.parametrize(
+    "options", [{"qk_norm": True}, {"scale_attn_norm": True}, {"scale_mlp_norm": True}]
+)
 def test_a_block_whose_units_read_each_other_is_refused(options: dict[str, Any]):
     with pytest.raises(UserError, match="block 0 of the backbone has no separate units"):
         unit_sites(vit(**options))
@@ -173,7 +207,9 @@ def test_compensated_gradients_of_the_worked_example():
 @pytest.mark.parametrize("scale", [0.0025, 1.0, 7.0])
 def test_official_and_exact_compensation_agree_where_nothing_saturates(scale: float):
     e = torch.linspace(-9.9, 9.9, 67) / max(scale, 1.65)
-    assert torch.allclose(slopes(e, scale, 400.0, "official"), slopes(e, scale, 400.0, "exact"), rtol=1e-2)
+    assert torch.allclose(
+        slopes(e, scale, 400.0, "official"), slopes(e, scale, 400.0, "exact"), rtol=1e-2
+    )
 
 
 def test_compensation_is_the_papers_formula():
@@ -183,11 +219,16 @@ def test_compensation_is_the_papers_formula():
     torch.sigmoid(scale * e).sum().backward()
     assert e.grad is not None
     paper = s_max * (torch.cosh(scale * e) + 1) / (scale * (torch.cosh(e) + 1)) * e.grad
-    assert torch.allclose(slopes(e.detach().float(), scale, s_max, "exact").double(), paper.detach(), rtol=1e-4)
+    assert torch.allclose(
+        slopes(e.detach().float(), scale, s_max, "exact").double(), paper.detach(), rtol=1e-4
+    )
 
 
 def test_beyond_the_clamp_no_gradient_is_left():
-    assert slopes(torch.tensor([0.124, 0.126, -0.126]), 400.0, 400.0, "exact")[1:].tolist() == [0, 0]
+    assert slopes(torch.tensor([0.124, 0.126, -0.126]), 400.0, 400.0, "exact")[1:].tolist() == [
+        0,
+        0,
+    ]
     assert slopes(torch.tensor([0.124]), 400.0, 400.0, "exact") > 0
 
 
@@ -206,7 +247,13 @@ def test_the_scale_rises_from_its_inverse(schedule: Any):
 
 
 def test_the_other_schedules_and_an_epoch_of_one_step():
-    assert [round(annealed(step, 5, 100.0, "cosine", 1.0), 1) for step in range(5)] == [100, 50.5, 1, 50.5, 100]
+    assert [round(annealed(step, 5, 100.0, "cosine", 1.0), 1) for step in range(5)] == [
+        100,
+        50.5,
+        1,
+        50.5,
+        100,
+    ]
     assert annealed(0, 3, 100.0, "linear", 1.0) == 1.0
     assert annealed(0, 1, 400.0) == annealed(0, 1, 400.0, "cosine") == 400.0
 
@@ -220,7 +267,9 @@ def test_where_embeddings_start():
     assert math.isclose(float(start("uniform").mean()), 1, abs_tol=0.01)
     assert math.isclose(float((start("normal") > 0).float().mean()), 0.5, abs_tol=0.01)
     for tasks in (2, 5, 20):  # T p (1 - p)^(T - 1) is largest at p = 1 / T
-        assert math.isclose(float((start("sparse", tasks) > 0).float().mean()), 1 / tasks, abs_tol=0.01)
+        assert math.isclose(
+            float((start("sparse", tasks) > 0).float().mean()), 1 / tasks, abs_tol=0.01
+        )
     assert math.isclose(float(start("sparse").std()), 1, abs_tol=0.01)
 
 
@@ -233,7 +282,9 @@ def test_r_of_the_worked_example():
 
 def test_r_is_one_ratio_over_all_sites_and_the_mean_of_the_masks_at_first():
     one, two = torch.rand(3, requires_grad=True), torch.rand(9)
-    found = newly_used([one, two], [torch.zeros(3, dtype=torch.bool), torch.zeros(9, dtype=torch.bool)])
+    found = newly_used(
+        [one, two], [torch.zeros(3, dtype=torch.bool), torch.zeros(9, dtype=torch.bool)]
+    )
     assert torch.isclose(found, torch.cat([one, two]).mean())
     found.backward()
     assert torch.allclose(one.grad, torch.full((3,), 1 / 12))  # type: ignore[arg-type]

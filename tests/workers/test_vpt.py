@@ -21,10 +21,18 @@ from workers.taskstate import TaskState
 
 DEPTHS = ("shallow", "deep")
 IMAGES = images(3)
-BACKBONES: dict[str, dict[str, Any]] = {  # whose answers prompts could get into by other ways than through attention
-    "class token": {}, "mean of patches": {"class_token": False, "global_pool": "avg"}, "mean beside a class token": {"global_pool": "avg"},
-    "registers": {"reg_tokens": 2}, "positions of patches alone": {"no_embed_class": True}, "norm before the blocks": {"pre_norm": True},
-    "mean of all": {"global_pool": "avg", "pool_include_prefix": True}, "attention pool": {"global_pool": "map"}}
+BACKBONES: dict[
+    str, dict[str, Any]
+] = {  # whose answers prompts could get into by other ways than through attention
+    "class token": {},
+    "mean of patches": {"class_token": False, "global_pool": "avg"},
+    "mean beside a class token": {"global_pool": "avg"},
+    "registers": {"reg_tokens": 2},
+    "positions of patches alone": {"no_embed_class": True},
+    "norm before the blocks": {"pre_norm": True},
+    "mean of all": {"global_pool": "avg", "pool_include_prefix": True},
+    "attention pool": {"global_pool": "map"},
+}
 
 
 def vpt(**settings: Any) -> Vpt:
@@ -35,7 +43,9 @@ def drawn(blocks: int, prompts: int = 3) -> Tensor:
     return torch.randn(blocks, prompts, 32, generator=torch.Generator().manual_seed(2))
 
 
-def by_hand(model: Any, prompts: Tensor, images: Tensor = IMAGES, passed_on: bool = False) -> Tensor:
+def by_hand(
+    model: Any, prompts: Tensor, images: Tensor = IMAGES, passed_on: bool = False
+) -> Tensor:
     """The forward written out. passed_on: deep prompts are not replaced, the first block's go through."""
     prefix, count = model.num_prefix_tokens, prompts.shape[1]
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
@@ -43,7 +53,9 @@ def by_hand(model: Any, prompts: Tensor, images: Tensor = IMAGES, passed_on: boo
     for i, block in enumerate(model.blocks):
         if i and len(prompts) > 1 and not passed_on:
             p = prompts[i].expand(len(x), -1, -1)
-        front, p, patches = block(torch.cat([front, p, patches], 1)).split([prefix, count, patches.shape[1]], 1)
+        front, p, patches = block(torch.cat([front, p, patches], 1)).split(
+            [prefix, count, patches.shape[1]], 1
+        )
     return model.forward_head(model.norm(torch.cat([front, patches], 1)))
 
 
@@ -57,7 +69,9 @@ def test_prompts_stand_behind_the_prefix_and_enter_no_pool(options: dict[str, An
         found, tokens = model(IMAGES), model.forward_features(IMAGES)
     assert torch.allclose(found, by_hand(model, prompts), atol=1e-6)
     assert not torch.allclose(found, plain, atol=1e-2)
-    assert tokens.shape == model.forward_features(IMAGES).shape == (3, model.num_prefix_tokens + 4, 32)
+    assert (
+        tokens.shape == model.forward_features(IMAGES).shape == (3, model.num_prefix_tokens + 4, 32)
+    )
     assert torch.equal(model(IMAGES), plain)
 
 
@@ -129,7 +143,12 @@ def test_the_size_is_the_published_one(depth: Any, count: int):
 def test_what_is_stored_is_the_prompts(depth: Any, blocks: int):
     method = vpt(depth=depth, prompts=7)
     begun(method)
-    assert method.finish()[0].sizes() == {"masks": 0, "tokens": 4 * blocks * 7 * 32, "copies": 0, "head": 4 * 2 * 33}
+    assert method.finish()[0].sizes() == {
+        "masks": 0,
+        "tokens": 4 * blocks * 7 * 32,
+        "copies": 0,
+        "head": 4 * 2 * 33,
+    }
 
 
 def test_the_work_per_image_counts_the_prompts():
@@ -148,7 +167,15 @@ def test_the_work_per_image_counts_the_prompts():
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_turning_from_task_to_task_is_exact(depth: Any):
     method = vpt(depth=depth)
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)}))
+    method.load(
+        TaskState(
+            "base",
+            BASE.classes,
+            "base",
+            method.backbone_digest,
+            head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
+        )
+    )
     plain = answers(method, BASE)
     assert torch.allclose(plain, vit()(images()) @ torch.ones(32, 2), atol=1e-5)
     for task in (ONE, TWO):
@@ -163,7 +190,9 @@ def test_turning_from_task_to_task_is_exact(depth: Any):
 @pytest.mark.parametrize("other", [{"prompts": 6}, {"depth": "deep"}])
 def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
     state = tabletop.trained(vpt())
-    with pytest.raises(UserError, match=r"its state has prompts of shapes .*\(5, 32\).*, these settings have"):
+    with pytest.raises(
+        UserError, match=r"its state has prompts of shapes .*\(5, 32\).*, these settings have"
+    ):
         vpt(**other).load(state)
 
 

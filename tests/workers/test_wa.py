@@ -24,7 +24,9 @@ NEW = torch.tensor([[6.0, 8.0], [0.0, 20.0]], dtype=torch.float64)
 def test_the_ratio_has_the_worked_value():
     gamma = weight_ratio(OLD, NEW)
     assert float(gamma) == pytest.approx(1 / 3, abs=1e-12)
-    assert torch.allclose(gamma * NEW, torch.tensor([[2.0, 8 / 3], [0.0, 20 / 3]], dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(
+        gamma * NEW, torch.tensor([[2.0, 8 / 3], [0.0, 20 / 3]], dtype=torch.float64), atol=1e-12
+    )
 
 
 def aligned(**settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -33,7 +35,9 @@ def aligned(**settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     moved(method)
     with torch.no_grad():
         method.heads["c"].weight.mul_(4.0)
-    before = {f"{name}.{part}": t for name in "abc" for part, t in method.heads.export(name).items()}
+    before = {
+        f"{name}.{part}": t for name in "abc" for part, t in method.heads.export(name).items()
+    }
     method.align(C)
     return method, before
 
@@ -45,11 +49,19 @@ def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed
     assert changed == {"c.weight"}
     old = torch.cat([after["a.weight"], after["b.weight"]]).norm(dim=1)
     assert torch.allclose(after["c.weight"].norm(dim=1).mean(), old.mean(), rtol=1e-6)
-    assert not torch.allclose(after["c.weight"].norm(dim=1), old.mean().expand(2), rtol=1e-3), "the mean, not each length"
-    assert torch.allclose(F.normalize(after["c.weight"], dim=1), F.normalize(before["c.weight"], dim=1), atol=1e-6)
-    assert method.measures()["gamma"] == pytest.approx(float(after["c.weight"].norm() / before["c.weight"].norm()), rel=1e-6)
+    assert not torch.allclose(after["c.weight"].norm(dim=1), old.mean().expand(2), rtol=1e-3), (
+        "the mean, not each length"
+    )
+    assert torch.allclose(
+        F.normalize(after["c.weight"], dim=1), F.normalize(before["c.weight"], dim=1), atol=1e-6
+    )
+    assert method.measures()["gamma"] == pytest.approx(
+        float(after["c.weight"].norm() / before["c.weight"].norm()), rel=1e-6
+    )
     features = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
-    assert torch.equal((features @ after["c.weight"].T).argmax(1), (features @ before["c.weight"].T).argmax(1)), "without biases nothing changes among the new"
+    assert torch.equal(
+        (features @ after["c.weight"].T).argmax(1), (features @ before["c.weight"].T).argmax(1)
+    ), "without biases nothing changes among the new"
 
 
 def test_aligned_a_second_time_nothing_changes():
@@ -86,15 +98,24 @@ def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_clas
     loss, terms = method.loss(b, START)
     logits = method.logits(b.images, None)
     ce, kd = F.cross_entropy(logits, wide(b, A, B, C)), kd_ce(logits[:, :5], taught, tau)
-    assert {name: float(t) for name, t in terms.items()} == pytest.approx({"ce": ce.item(), "kd": kd.item()}, abs=1e-5)
+    assert {name: float(t) for name, t in terms.items()} == pytest.approx(
+        {"ce": ce.item(), "kd": kd.item()}, abs=1e-5
+    )
     assert torch.allclose(loss, 2 / 7 * ce + 5 / 7 * kd, atol=1e-5)
 
 
 def test_soft_targets_are_met_over_all_classes():
-    method, soft = begun("wa", A, B), torch.rand(6, 5, generator=torch.Generator().manual_seed(2)).softmax(1)
+    method, soft = (
+        begun("wa", A, B),
+        torch.rand(6, 5, generator=torch.Generator().manual_seed(2)).softmax(1),
+    )
     moved(method)
     b = batch(A, B, targets=soft)
-    assert torch.allclose(method.loss(b, START)[1]["ce"], F.cross_entropy(method.logits(b.images, None), soft), atol=1e-5)
+    assert torch.allclose(
+        method.loss(b, START)[1]["ce"],
+        F.cross_entropy(method.logits(b.images, None), soft),
+        atol=1e-5,
+    )
 
 
 def test_the_first_task_of_all_is_plain_cross_entropy():
@@ -106,7 +127,10 @@ def test_the_first_task_of_all_is_plain_cross_entropy():
 
 @pytest.mark.parametrize("nonnegative", [False, True])
 def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(nonnegative: bool):
-    method, train = begun("wa", A, B, nonnegative=nonnegative), TrainSettings(optimizer="sgd", lr=0.1)
+    method, train = (
+        begun("wa", A, B, nonnegative=nonnegative),
+        TrainSettings(optimizer="sgd", lr=0.1),
+    )
     job: Any = type("Job", (), {"train": train})
     loop.train_step(method, optim.build(method.groups, train), [batch(A, B)], START, job, Group())
     least = [method.heads[name].weight.min().item() for name in "ab"]
@@ -117,19 +141,33 @@ def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(nonneg
 # ---- in a stream ---------------------------------------------------------------------------------------------------------
 def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab: Lab):
     run = stream(lab, "wa")
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["train", "herd"], ["train", "align", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["train", "herd"],
+        ["train", "align", "herd"],
+    ]
     train, align, herd = (run.artefact(job) for job in run.stages(1))
     (row,) = history(align)
     assert row.keys() == {"epoch", "gamma", "val_correct", "val_total"}
     assert row["gamma"] != 1
     assert align.manifest["epochs"] == 0
     new, carried = run.state(1).head["weight"], run.carried(1).tensors
-    assert torch.allclose(new.norm(dim=1).mean(), carried["heads/two/weight"].norm(dim=1).mean(), rtol=1e-5), "what is served, and what teaches next"
-    assert train.read("task.safetensors") != align.read("task.safetensors") == herd.read("task.safetensors")
+    assert torch.allclose(
+        new.norm(dim=1).mean(), carried["heads/two/weight"].norm(dim=1).mean(), rtol=1e-5
+    ), "what is served, and what teaches next"
+    assert (
+        train.read("task.safetensors")
+        != align.read("task.safetensors")
+        == herd.read("task.safetensors")
+    )
 
 
 def test_the_first_task_after_a_base_task_is_aligned_to_it(lab: Lab):
     run = stream(lab, "wa", base="two")
-    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["herd"], ["train", "align", "herd"]]
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
+        ["herd"],
+        ["train", "align", "herd"],
+    ]
     new, carried = run.state(1).head["weight"], run.carried(1).tensors
-    assert torch.allclose(new.norm(dim=1).mean(), carried["heads/two/weight"].norm(dim=1).mean(), rtol=1e-5)
+    assert torch.allclose(
+        new.norm(dim=1).mean(), carried["heads/two/weight"].norm(dim=1).mean(), rtol=1e-5
+    )

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from tabletop import ONE, THREE, TRAININGS, TWO, Left, answers, begun, each_step, in_turn, rates, serving, vit
+from tabletop import (
+    ONE,
+    THREE,
+    TRAININGS,
+    TWO,
+    Left,
+    answers,
+    begun,
+    each_step,
+    in_turn,
+    rates,
+    serving,
+    vit,
+)
 from torch import nn
 
 from workers import optim
@@ -31,7 +44,9 @@ def wsn(**settings: Any) -> Wsn:
     return Wsn(copy.deepcopy(BACKBONE), WsnSettings(**{"mask_lr": 2e-2, **settings}), seed=1)
 
 
-def training(method: Wsn, task: Task, carried: Carried | None, optimizer: str = "adamw") -> Iterator[int]:
+def training(
+    method: Wsn, task: Task, carried: Carried | None, optimizer: str = "adamw"
+) -> Iterator[int]:
     """See `each_step`."""
     train = TRAININGS[optimizer]
     groups = begun(method, task, carried, rates=rates(STEPS, train))
@@ -40,7 +55,9 @@ def training(method: Wsn, task: Task, carried: Carried | None, optimizer: str = 
     yield from each_step(method, optim.build(groups, train), task, STEPS)
 
 
-def stream(tasks: list[Task], optimizer: str = "adamw", **settings: Any) -> tuple[list[TaskState], list[Carried]]:
+def stream(
+    tasks: list[Task], optimizer: str = "adamw", **settings: Any
+) -> tuple[list[TaskState], list[Carried]]:
     def learn(task: Task, carried: Carried | None) -> Left:
         method = wsn(**settings)
         for _ in training(method, task, carried, optimizer):
@@ -120,7 +137,11 @@ def forgotten(optimizer: str) -> list[str]:
     """Tasks of a stream of three whose answers moved after any later task."""
     states, carried = stream(TASKS, optimizer)
     right = [answers(served(states[: at + 1], carried[at]), task) for at, task in enumerate(TASKS)]
-    late = [(at, answers(served(states[: after + 1], carried[after]), TASKS[at])) for after in (1, 2) for at in range(after)]
+    late = [
+        (at, answers(served(states[: after + 1], carried[after]), TASKS[at]))
+        for after in (1, 2)
+        for at in range(after)
+    ]
     return [TASKS[at].name for at, found in late if not torch.equal(found, right[at])]
 
 
@@ -130,7 +151,9 @@ def test_old_answers_stay_to_the_bit_after_every_later_task(optimizer: str):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_without_restoring_weight_decay_makes_it_forget(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_restoring_weight_decay_makes_it_forget(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     assert forgotten(optimizer)
 
@@ -145,8 +168,13 @@ def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyP
 def gradients_stay_outside(carried: Carried) -> bool:
     """Clipping sees no gradient of what an earlier task uses."""
     method = wsn()
-    return not any(bool(weight.grad[method.union[site]].any()) for at in training(method, TWO, carried) if at % 2 == 0
-                   for site, weight in method.sites.items() if weight.grad is not None)
+    return not any(
+        bool(weight.grad[method.union[site]].any())
+        for at in training(method, TWO, carried)
+        if at % 2 == 0
+        for site, weight in method.sites.items()
+        if weight.grad is not None
+    )
 
 
 def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPatch):
@@ -157,7 +185,9 @@ def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPat
 
 
 @OF_ANY
-def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_others(optimizer: str):
+def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_others(
+    optimizer: str,
+):
     (one,), (first,) = stream([ONE], optimizer)
     method = wsn()
     for at in training(method, TWO, first, optimizer):
@@ -176,7 +206,9 @@ def test_a_task_that_finds_nothing_free_to_use_is_told_of():
     method = wsn(mask_lr=1e-9)
     with torch.no_grad():
         for site, mask in one.masks.items():
-            first.tensors[f"weights/{site}"][~mask] = 0  # so that |W| chooses what the task before chose
+            first.tensors[f"weights/{site}"][~mask] = (
+                0  # so that |W| chooses what the task before chose
+            )
     for _ in training(method, TWO, first):
         pass
     assert "all weights that it uses belong to earlier tasks" in method.warnings()[0]
@@ -190,7 +222,10 @@ def test_a_task_that_finds_nothing_free_to_use_is_told_of():
 def test_the_union_grows_by_what_each_task_selects():
     states, carried = stream(TASKS)
     shapes = {site: tuple(weight.shape) for site, weight in wsn().sites.items()}
-    unions = [{site: unpack(handed.tensors[f"union/{site}"], shape) for site, shape in shapes.items()} for handed in carried]
+    unions = [
+        {site: unpack(handed.tensors[f"union/{site}"], shape) for site, shape in shapes.items()}
+        for handed in carried
+    ]
     for site in shapes:
         assert torch.equal(unions[0][site], states[0].masks[site])
         for (before, after), state in zip(pairwise(unions), states[1:], strict=True):
@@ -204,7 +239,9 @@ def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone():
     for _ in training(method, TWO, first):
         pass
     assert first.to_bytes() == before
-    assert torch.equal(answers(method, ONE), answers(served([one], first), ONE)), "it is even served from the middle of training"
+    assert torch.equal(answers(method, ONE), answers(served([one], first), ONE)), (
+        "it is even served from the middle of training"
+    )
 
 
 def test_serving_writes_nothing_into_the_weights():
@@ -221,5 +258,13 @@ def test_sizes_are_those_of_the_reference():
     method = Wsn(build(BackboneSettings(options={"weight_init": "skip"})), WsnSettings(), seed=0)
     method.begin(ONE, "train", None, Rates(1e-3, 0.05, 8, 10.0), (ONE,))
     state, carried = method.finish()
-    assert state.sizes() == {"masks": 5_455_872 // 8, "tokens": 0, "head": 4 * 2 * (192 + 1), "copies": 0}
-    assert sum(t.numel() * t.element_size() for t in carried.tensors.values()) == 5_455_872 * 4 + 5_455_872 // 8
+    assert state.sizes() == {
+        "masks": 5_455_872 // 8,
+        "tokens": 0,
+        "head": 4 * 2 * (192 + 1),
+        "copies": 0,
+    }
+    assert (
+        sum(t.numel() * t.element_size() for t in carried.tensors.values())
+        == 5_455_872 * 4 + 5_455_872 // 8
+    )

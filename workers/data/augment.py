@@ -23,7 +23,9 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 
 CPU = torch.device("cpu")
-ATTEMPTS = 10  # boxes tried before a random resized crop takes the whole image, or erasing leaves it alone
+ATTEMPTS = (
+    10  # boxes tried before a random resized crop takes the whole image, or erasing leaves it alone
+)
 ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 CROP_RATIO = (3 / 4, 4 / 3)
 
@@ -37,7 +39,9 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
     """pixels (b, C, S, S), corners (b,) and flips (b,) on the CPU -> (b, C, side, side); flips come after the crop."""
     if pixels.device.type == "cpu":  # a loop over slices: 2 to 4 times faster than the gather below
         source, out = pixels.numpy(), np.empty((*pixels.shape[:2], side, side), np.uint8)
-        for i, (y, x, mirrored) in enumerate(zip(top.tolist(), left.tolist(), flip.tolist(), strict=True)):
+        for i, (y, x, mirrored) in enumerate(
+            zip(top.tolist(), left.tolist(), flip.tolist(), strict=True)
+        ):
             window = source[i, :, y : y + side, x : x + side]
             out[i] = window[:, :, ::-1] if mirrored else window
         return torch.from_numpy(out)
@@ -46,8 +50,12 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
 
 def crop_at_once(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
     """`crop` by one gather, for devices where a loop over images would cost a kernel each."""
-    windows = pixels.unfold(2, side, 1).unfold(3, side, 1)  # a view (b, C, S-side+1, S-side+1, side, side)
-    rows, top, left, flip = (t.to(pixels.device) for t in (torch.arange(len(pixels)), top, left, flip))
+    windows = pixels.unfold(2, side, 1).unfold(
+        3, side, 1
+    )  # a view (b, C, S-side+1, S-side+1, side, side)
+    rows, top, left, flip = (
+        t.to(pixels.device) for t in (torch.arange(len(pixels)), top, left, flip)
+    )
     out = windows[rows, :, top, left]
     return torch.where(flip.view(-1, 1, 1, 1), out.flip(-1), out)
 
@@ -66,10 +74,14 @@ class Boxes:
         return Boxes(*(t[rows] for t in (self.top, self.left, self.height, self.width, self.found)))
 
 
-def draw_boxes(draw: Draw, tag: str, side: int, area: tuple[float, float], ratio: tuple[float, float]) -> Boxes:
+def draw_boxes(
+    draw: Draw, tag: str, side: int, area: tuple[float, float], ratio: tuple[float, float]
+) -> Boxes:
     """For each sample of the global batch the first of ATTEMPTS boxes that fits a square of the given side: its share
     of the area is uniform, its height / width uniform in the logarithm."""
-    u = torch.rand((draw.size, ATTEMPTS, 2), generator=draw.generator(f"{tag}.box", CPU), dtype=torch.float64)
+    u = torch.rand(
+        (draw.size, ATTEMPTS, 2), generator=draw.generator(f"{tag}.box", CPU), dtype=torch.float64
+    )
     share = (area[0] + (area[1] - area[0]) * u[..., 0]) * side * side
     tall = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[..., 1])
     height, width = (share * tall).sqrt().round().long(), (share / tall).sqrt().round().long()
@@ -77,8 +89,12 @@ def draw_boxes(draw: Draw, tag: str, side: int, area: tuple[float, float], ratio
     first = fits.int().argmax(1, keepdim=True)
     height, width, found = (t.gather(1, first).squeeze(1) for t in (height, width, fits))
     height, width = torch.where(found, height, side), torch.where(found, width, side)
-    corner = torch.rand((draw.size, 2), generator=draw.generator(f"{tag}.corner", CPU), dtype=torch.float64)
-    top, left = ((corner[:, i] * (side - extent + 1)).long() for i, extent in enumerate((height, width)))
+    corner = torch.rand(
+        (draw.size, 2), generator=draw.generator(f"{tag}.corner", CPU), dtype=torch.float64
+    )
+    top, left = (
+        (corner[:, i] * (side - extent + 1)).long() for i, extent in enumerate((height, width))
+    )
     return Boxes(top, left, height, width, found)
 
 
@@ -101,14 +117,18 @@ class Augment:
     def __init__(self, data: DataSettings, backbone: BackboneSettings, training: bool):
         low, high = data.crop_scale
         if not 0 < low <= high <= 1:
-            raise UserError(f"data.crop_scale: {list(data.crop_scale)} is no range of areas; "
-                            "give [low, high] with 0 < low <= high <= 1")
+            raise UserError(
+                f"data.crop_scale: {list(data.crop_scale)} is no range of areas; "
+                "give [low, high] with 0 < low <= high <= 1"
+            )
         self.data, self.training, self.side = data, training, backbone.img_size
         self.size_in = round(backbone.img_size / backbone.crop_pct)
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
         # (v / 255 - mean) / std as one product and one sum
         self.scale = torch.tensor([1 / (255 * s) for s in backbone.std]).view(3, 1, 1)
-        self.shift = torch.tensor([-m / s for m, s in zip(backbone.mean, backbone.std, strict=True)]).view(3, 1, 1)
+        self.shift = torch.tensor(
+            [-m / s for m, s in zip(backbone.mean, backbone.std, strict=True)]
+        ).view(3, 1, 1)
 
     @property
     def needs_partner(self) -> bool:
@@ -118,11 +138,20 @@ class Augment:
     def repeats_itself(self) -> bool:
         """Whether an image is the same whenever it comes: the one that is measured."""
         data = self.data
-        return not self.training or (data.crop == "none" and not (data.flip or data.randaugment or data.erase or self.needs_partner))
+        return not self.training or (
+            data.crop == "none"
+            and not (data.flip or data.randaugment or data.erase or self.needs_partner)
+        )
 
-    def __call__(self, pixels: Tensor, labels: Tensor, num_classes: int | None, draw: Draw,
-                 partner_pixels: Tensor | None = None, partner_labels: Tensor | None = None
-                 ) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self,
+        pixels: Tensor,
+        labels: Tensor,
+        num_classes: int | None,
+        draw: Draw,
+        partner_pixels: Tensor | None = None,
+        partner_labels: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or None if labels do.
 
         `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.rows]`. They are not needed (and not
@@ -130,12 +159,17 @@ class Augment:
         several tasks without a common output space) samples are neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
-            raise ValueError(f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {self.size_in}, {self.size_in})")
+            raise ValueError(
+                f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {self.size_in}, "
+                f"{self.size_in})"
+            )
         if not self.training:
             return self.normalise(self._centre(pixels)), None
         images, targets = self._augment(pixels, draw), self.targets(labels, num_classes)
         if targets is not None and num_classes is not None and self.needs_partner:
-            others, other_labels = self._partners(images, labels, draw, partner_pixels, partner_labels)
+            others, other_labels = self._partners(
+                images, labels, draw, partner_pixels, partner_labels
+            )
             mix = self._plan_mix(draw).of(draw.rows.cpu())
             images = self._mix(images, others, mix)
             share = mix.share.to(targets).unsqueeze(1)
@@ -180,7 +214,9 @@ class Augment:
             start = torch.full((len(rows),), (self.size_in - self.side) // 2)
             return crop(pixels, start, start, flip, self.side)
         reach, margin = self.side // 8, (self.size_in - self.side) // 2
-        pad = max(0, reach - margin)  # black, and only where the cached image has no pixels of its own
+        pad = max(
+            0, reach - margin
+        )  # black, and only where the cached image has no pixels of its own
         shift = torch.rand((draw.size, 2), generator=draw.generator("crop", CPU))[rows]
         top, left = (margin + pad - reach + (shift * (2 * reach + 1)).long()).unbind(1)
         return crop(F.pad(pixels, (pad,) * 4), top, left, flip, self.side)
@@ -189,12 +225,21 @@ class Augment:
         """Each box, resized to s x s: bilinear, without antialiasing."""
         full = self.size_in
         zoom_y, zoom_x = boxes.height / full, boxes.width / full
-        move_y, move_x = (2 * boxes.top + boxes.height) / full - 1, (2 * boxes.left + boxes.width) / full - 1
+        move_y, move_x = (
+            (2 * boxes.top + boxes.height) / full - 1,
+            (2 * boxes.left + boxes.width) / full - 1,
+        )
         zoom_x = torch.where(flip, -zoom_x, zoom_x)
         zero = torch.zeros_like(zoom_x)
-        theta = torch.stack((zoom_x, zero, move_x, zero, zoom_y, move_y), 1).view(-1, 2, 3).to(pixels.device)
+        theta = (
+            torch.stack((zoom_x, zero, move_x, zero, zoom_y, move_y), 1)
+            .view(-1, 2, 3)
+            .to(pixels.device)
+        )
         grid = F.affine_grid(theta, [len(pixels), 3, self.side, self.side], align_corners=False)
-        images = F.grid_sample(pixels.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+        images = F.grid_sample(
+            pixels.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
+        )
         return images.round_().clamp_(0, 255).to(torch.uint8)
 
     def _erase(self, images: Tensor, draw: Draw, rows: Tensor) -> Tensor:
@@ -203,7 +248,9 @@ class Augment:
         The noise is cut from one field per step, at a place of the sample's own: a field costs four images, noise for
         the whole global batch on each rank would cost the batch.
         """
-        chosen = torch.rand(draw.size, generator=draw.generator("erase", CPU))[rows] < self.data.erase
+        chosen = (
+            torch.rand(draw.size, generator=draw.generator("erase", CPU))[rows] < self.data.erase
+        )
         boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO).of(rows)
         places = torch.rand((draw.size, 2), generator=draw.generator("erase.place", CPU))[rows]
         places = (places * (self.side + 1)).long()
@@ -213,14 +260,24 @@ class Augment:
         span, noise = 2 * self.side, draw.generator("erase.noise", images.device)
         field = torch.randn((3, span, span), generator=noise, device=images.device)
         for i in hit.tolist():
-            top, left, high, wide = (int(t[i]) for t in (boxes.top, boxes.left, boxes.height, boxes.width))
+            top, left, high, wide = (
+                int(t[i]) for t in (boxes.top, boxes.left, boxes.height, boxes.width)
+            )
             y, x = places[i].tolist()
-            images[i, :, top : top + high, left : left + wide] = field[:, y : y + high, x : x + wide]
+            images[i, :, top : top + high, left : left + wide] = field[
+                :, y : y + high, x : x + wide
+            ]
         return images
 
     # ---- pairs of samples -----------------------------------------------------------------------------------------
-    def _partners(self, images: Tensor, labels: Tensor, draw: Draw, pixels: Tensor | None, pixel_labels: Tensor | None
-                  ) -> tuple[Tensor, Tensor]:
+    def _partners(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        draw: Draw,
+        pixels: Tensor | None,
+        pixel_labels: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """Each sample's partner, augmented as it is where it is a sample itself."""
         rows = draw.rows.cpu()
         partner = partner_of(draw)[rows]
@@ -231,7 +288,10 @@ class Augment:
             own = own.to(images.device)
             return images[own], labels[own]
         if pixels is None or pixel_labels is None:
-            raise ValueError("mixing needs partner_pixels and partner_labels where a rank holds a part of the batch")
+            raise ValueError(
+                "mixing needs partner_pixels and partner_labels where a rank holds a part of "
+                "the batch"
+            )
         return self._augment(pixels, replace(draw, rows=partner)), pixel_labels
 
     def _targets(self, labels: Tensor, num_classes: int) -> Tensor:
@@ -242,13 +302,20 @@ class Augment:
         """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the samples each where
         both are on. timm by default draws one weight and one box per batch; here each sample has its own."""
         size, side, data = draw.size, self.side, self.data
-        blend, cut = (self._beta(draw, tag, alpha) for tag, alpha in (("mixup", data.mixup), ("cutmix", data.cutmix)))
+        blend, cut = (
+            self._beta(draw, tag, alpha)
+            for tag, alpha in (("mixup", data.mixup), ("cutmix", data.cutmix))
+        )
         if data.mixup and data.cutmix:
             cuts = torch.rand(size, generator=draw.generator("mix", CPU)) < 0.5
         else:
             cuts = torch.full((size,), bool(data.cutmix))
-        half = (side * (1 - cut).sqrt()).long() // 2  # the box is 2 * half wide before the image's edge clips it
-        centre = (torch.rand((size, 2), generator=draw.generator("cutmix.centre", CPU)) * side).long()
+        half = (
+            side * (1 - cut).sqrt()
+        ).long() // 2  # the box is 2 * half wide before the image's edge clips it
+        centre = (
+            torch.rand((size, 2), generator=draw.generator("cutmix.centre", CPU)) * side
+        ).long()
         low, high = (centre - half[:, None]).clamp(min=0), (centre + half[:, None]).clamp(max=side)
         boxes = torch.stack((low[:, 0], high[:, 0], low[:, 1], high[:, 1]), 1) * cuts[:, None]
         kept = 1 - (high - low).prod(1) / side**2
@@ -259,7 +326,9 @@ class Augment:
         """(size,) numbers from Beta(alpha, alpha); ones where alpha is 0."""
         if not alpha:
             return torch.ones(draw.size)
-        numbers = np.random.default_rng(seed_of(draw.seed, draw.epoch, draw.step, tag)).beta(alpha, alpha, draw.size)
+        numbers = np.random.default_rng(seed_of(draw.seed, draw.epoch, draw.step, tag)).beta(
+            alpha, alpha, draw.size
+        )
         return torch.from_numpy(numbers).float()
 
     @staticmethod

@@ -26,7 +26,9 @@ from workers.errors import UserError
 Write = Callable[[BinaryIO], None]
 PIECE = 16 << 20  # bytes that are hashed at a time
 DIGEST = hashlib.sha256().digest_size
-_checked: set[tuple[int, int, int]] = set()  # files that this process found to be what they should be
+_checked: set[tuple[int, int, int]] = (
+    set()
+)  # files that this process found to be what they should be
 
 
 class Kept(io.FileIO):
@@ -58,19 +60,27 @@ class Cache:
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with _locked(f"{path}.lock"):
                     found = _in_use(path, size) or self._made(path, size, write)
-                os.utime(found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns))  # from now on it is the one that was used last
+                os.utime(
+                    found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns)
+                )  # from now on it is the one that was used last
                 if not sha256 or _is(found, sha256):
                     return found
             found.close()
-            filesystem.say(f"cache: {path} is not what was written there, and is made again; look after that disk if this "
-                           "comes again")
+            filesystem.say(
+                f"cache: {path} is not what was written there, and is made again; look after "
+                "that disk if this "
+                "comes again"
+            )
             self.forget(name)
         raise self.bad_disk()
 
     def bad_disk(self) -> UserError:
         """What is raised where a disk cannot be relied on."""
-        return UserError(f"the disk of {self.folder!r} gives back other bytes than were written; name another folder in "
-                         "cluster.cache")
+        return UserError(
+            f"the disk of {self.folder!r} gives back other bytes than were written; name "
+            "another folder in "
+            "cluster.cache"
+        )
 
     def forget(self, name: str) -> None:
         """Takes away a file that is not what it should be."""
@@ -82,7 +92,9 @@ class Cache:
         with _locked(os.path.join(self.folder, "room.lock")):
             self._make_room(size)
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # held until it is closed: also under its later name
+            fcntl.flock(
+                descriptor, fcntl.LOCK_SH
+            )  # held until it is closed: also under its later name
             os.truncate(descriptor, size)  # counted as a whole from now on
         found = Kept(descriptor)
         try:
@@ -92,7 +104,9 @@ class Cache:
                 if stream.tell() != size:
                     raise OSError(f"{stream.tell()} bytes were made of {size}")
                 stream.flush()
-                os.fsync(stream.fileno())  # its size was set before: after a machine went down nothing else tells that it is whole
+                os.fsync(
+                    stream.fileno()
+                )  # its size was set before: after a machine went down nothing else tells that it is whole
             os.replace(part, path)
         except BaseException:
             found.close()
@@ -124,16 +138,26 @@ class Cache:
         except OSError as error:
             if error.errno is None:  # not of the disk: of the storage that a shard comes from
                 raise
-            raise UserError(f"shards and decoded images cannot be kept in {self.folder!r} ({error}); {size / 2**30:.2f} GiB are needed there: free the space, "
-                            "name another folder in cluster.cache, or lower data.resident_mb so that images are not kept decoded") from None
+            raise UserError(
+                f"shards and decoded images cannot be kept in {self.folder!r} ({error}); "
+                f"{size / 2**30:.2f} GiB are needed there: free the space, "
+                "name another folder in cluster.cache, or lower data.resident_mb so that images "
+                "are not kept decoded"
+            ) from None
 
 
 class Blocks:
     """Rows of bytes in a file of the cache, behind them the sha256 of each. A row is checked when it is first read here; a
     damaged one is made again, and written into its place."""
 
-    def __init__(self, cache: Cache, file: Kept, start: int, shape: tuple[int, ...],
-                 make: Callable[[int], NDArray[np.uint8]]):
+    def __init__(
+        self,
+        cache: Cache,
+        file: Kept,
+        start: int,
+        shape: tuple[int, ...],
+        make: Callable[[int], NDArray[np.uint8]],
+    ):
         """start: where the first of shape[0] rows of shape[1:] bytes begins. make: gives what row i should be."""
         self.cache, self.file, self.start, self.make = cache, file, start, make
         self.rows = np.memmap(file, np.uint8, "r", start, shape)
@@ -161,10 +185,15 @@ class Blocks:
 
     def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """These rows, as they were written. Raises UserError where the disk does not keep them."""
-        bad = [row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)]
+        bad = [
+            row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)
+        ]
         if bad:
-            filesystem.say(f"cache: {len(bad)} decoded images in {self.cache.folder} are not what was written there, and are "
-                           "made again; look after that disk if this comes again")
+            filesystem.say(
+                f"cache: {len(bad)} decoded images in {self.cache.folder} are not what was "
+                "written there, and are "
+                "made again; look after that disk if this comes again"
+            )
         for row in bad:
             self._mend(row)
         self.checked[rows] = True
@@ -177,7 +206,11 @@ class Blocks:
         data = np.ascontiguousarray(self.make(row)).tobytes()
         try:
             os.pwrite(self.file.fileno(), data, self.start + row * len(data))
-            os.pwrite(self.file.fileno(), hashlib.sha256(data).digest(), self.start + self.nbytes + row * DIGEST)
+            os.pwrite(
+                self.file.fileno(),
+                hashlib.sha256(data).digest(),
+                self.start + self.nbytes + row * DIGEST,
+            )
         except OSError:
             raise self.cache.bad_disk() from None
         if self.rows[row].tobytes() != data or not self._is_whole(row):
@@ -222,7 +255,10 @@ def _in_use(path: str, size: int) -> Kept | None:
 
 def _deleted(path: str) -> bool:
     """Deletes a file unless somebody uses it."""
-    with suppress(FileNotFoundError, BlockingIOError), open(path, "r+b") as file:  # a network disk locks only what may be written
+    with (
+        suppress(FileNotFoundError, BlockingIOError),
+        open(path, "r+b") as file,
+    ):  # a network disk locks only what may be written
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
         return True

@@ -62,16 +62,24 @@ class PixelBudget:
                 self.changed.notify_all()
 
 
-def pixels_of(images: Sequence[Any], side: int, limits: Limits, budget: PixelBudget | None = None) -> NDArray[np.uint8]:
+def pixels_of(
+    images: Sequence[Any], side: int, limits: Limits, budget: PixelBudget | None = None
+) -> NDArray[np.uint8]:
     """Images of any kind -> uint8 (n, 3, side, side), as `decode` makes them of the bytes in shards. budget: shared by threads that decode.
     Raises UserError with the place of the first that cannot be used."""
     if isinstance(images, (str, bytes, bytearray)):
         raise UserError("images is a single one; give a list of images")
     if len(images) > limits.images:
-        raise UserError(f"{len(images)} images in one request are more than {limits.images}; send them in several requests")
+        raise UserError(
+            f"{len(images)} images in one request are more than {limits.images}; send them in "
+            "several requests"
+        )
     size = sum(map(size_of, images))
     if size > limits.body_bytes:
-        raise UserError(f"the images of this request take {size} bytes, more than {limits.body_bytes}; send them in several requests")
+        raise UserError(
+            f"the images of this request take {size} bytes, more than {limits.body_bytes}; send "
+            "them in several requests"
+        )
     areas = [0] * len(images)
     if limits.total_pixels is not None:
         for place, image in enumerate(images):
@@ -97,7 +105,10 @@ def _named(place: int, image: Any) -> Iterator[None]:
 def check_total(areas: Sequence[int], most: int) -> None:
     """Raises UserError where the images of a request have too many pixels together."""
     if sum(areas) > most:
-        raise UserError(f"the {len(areas)} images of this request have {sum(areas)} pixels together, more than {most}; send smaller ones, or fewer")
+        raise UserError(
+            f"the {len(areas)} images of this request have {sum(areas)} pixels together, more "
+            f"than {most}; send smaller ones, or fewer"
+        )
 
 
 def area(image: Any, limits: Limits) -> int:
@@ -113,7 +124,13 @@ def area(image: Any, limits: Limits) -> int:
 
 def size_of(image: Any) -> int:
     """Bytes of one image as it was sent; lists are counted once they are arrays."""
-    return len(image) if isinstance(image, (str, bytes, bytearray)) else image.nbytes if isinstance(image, np.ndarray) else 0
+    return (
+        len(image)
+        if isinstance(image, (str, bytes, bytearray))
+        else image.nbytes
+        if isinstance(image, np.ndarray)
+        else 0
+    )
 
 
 def upright(image: Any, limits: Limits) -> Image.Image:
@@ -133,9 +150,14 @@ def encoded(image: Any, limits: Limits) -> bytes:
     if isinstance(image, str):
         image = from_text(image, limits)
     if not isinstance(image, (bytes, bytearray)):
-        raise UserError(f"is a {type(image).__name__}; give the bytes of a JPEG, PNG or WebP file, its base64, or a uint8 array (height, width, 3)")
+        raise UserError(
+            f"is a {type(image).__name__}; give the bytes of a JPEG, PNG or WebP file, its "
+            "base64, or a uint8 array (height, width, 3)"
+        )
     if len(image) > limits.image_bytes:
-        raise UserError(f"takes {len(image)} bytes, more than {limits.image_bytes}; send a smaller one")
+        raise UserError(
+            f"takes {len(image)} bytes, more than {limits.image_bytes}; send a smaller one"
+        )
     return bytes(image)
 
 
@@ -152,7 +174,10 @@ def opened(data: bytes, limits: Limits) -> Image.Image:
     except ValueError as error:
         raise UserError(f"is too large: {error}; send a smaller one") from None
     except Exception:  # Pillow's plugins raise almost anything
-        raise UserError(f"is not an image that can be read here ({len(data)} bytes); give a JPEG, PNG or WebP file") from None
+        raise UserError(
+            f"is not an image that can be read here ({len(data)} bytes); give a JPEG, PNG or "
+            "WebP file"
+        ) from None
     check_pixels(image.width, image.height, limits)
     return image
 
@@ -172,29 +197,46 @@ def array_of(image: Any, limits: Limits) -> NDArray[np.uint8]:
     try:
         array = np.asarray(image)
     except ValueError:
-        raise UserError("is a list whose rows differ in length; give (height, width, 3) whole numbers from 0 to 255") from None
+        raise UserError(
+            "is a list whose rows differ in length; give (height, width, 3) whole numbers from "
+            "0 to 255"
+        ) from None
     if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        raise UserError(f"has shape {tuple(array.shape)}; give (height, width, 3), with at least one pixel")
+        raise UserError(
+            f"has shape {tuple(array.shape)}; give (height, width, 3), with at least one pixel"
+        )
     check_pixels(array.shape[1], array.shape[0], limits)
     if isinstance(image, np.ndarray) and array.dtype != np.uint8:
         raise UserError(f"has dtype {array.dtype}; give uint8, values from 0 to 255")
-    if array.dtype != np.uint8 and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255):
-        raise UserError(f"holds {array.dtype} values, not all of them whole numbers from 0 to 255; give such")
+    if array.dtype != np.uint8 and (
+        array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255
+    ):
+        raise UserError(
+            f"holds {array.dtype} values, not all of them whole numbers from 0 to 255; give such"
+        )
     return np.ascontiguousarray(array, np.uint8)
 
 
 def check_pixels(width: int, height: int, limits: Limits) -> None:
     if max(width, height) > LONGEST_SIDE:
-        raise UserError(f"is too long: {width} x {height}, and a side may have {LONGEST_SIDE} pixels; send a smaller one")
+        raise UserError(
+            f"is too long: {width} x {height}, and a side may have {LONGEST_SIDE} pixels; send "
+            "a smaller one"
+        )
     if width * height > limits.max_pixels:
-        raise UserError(f"is too large: {width} x {height} is more than max_pixels = {limits.max_pixels}; send a smaller one")
+        raise UserError(
+            f"is too large: {width} x {height} is more than max_pixels = {limits.max_pixels}; "
+            "send a smaller one"
+        )
 
 
 def from_text(text: str, limits: Limits) -> bytes:
     """Base64 (also as a `data:` URL), or where that is allowed the path of a file."""
     body = text.partition(",")[2] if text.startswith("data:") else text
     if len(body) * 3 // 4 > limits.image_bytes + 3:
-        raise UserError(f"takes {len(body) * 3 // 4} bytes, more than {limits.image_bytes}; send a smaller one")
+        raise UserError(
+            f"takes {len(body) * 3 // 4} bytes, more than {limits.image_bytes}; send a smaller one"
+        )
     try:
         data = base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError):
@@ -202,9 +244,13 @@ def from_text(text: str, limits: Limits) -> bytes:
     if limits.paths and len(text) <= LONGEST_PATH and (data is None or os.path.exists(text)):
         return _read(text, limits)
     if data is None and is_path(text):
-        raise UserError("names a file, and no files are read here; send the bytes of the image as base64")
+        raise UserError(
+            "names a file, and no files are read here; send the bytes of the image as base64"
+        )
     if data is None:
-        raise UserError("is text that is not base64; give the bytes of a JPEG, PNG or WebP file as base64")
+        raise UserError(
+            "is text that is not base64; give the bytes of a JPEG, PNG or WebP file as base64"
+        )
     return data
 
 
@@ -214,7 +260,12 @@ def is_path(image: Any) -> bool:
         return True
     if not isinstance(image, str) or not 0 < len(image) <= 256 or not image.isprintable():
         return False
-    return image.lower().endswith(ENDINGS) or "://" in image or image.startswith(("./", "../", "~")) or (image.startswith("/") and "=" not in image)
+    return (
+        image.lower().endswith(ENDINGS)
+        or "://" in image
+        or image.startswith(("./", "../", "~"))
+        or (image.startswith("/") and "=" not in image)
+    )
 
 
 def _read(path: str, limits: Limits) -> bytes:
@@ -222,5 +273,9 @@ def _read(path: str, limits: Limits) -> bytes:
         return read_regular(path, limits.image_bytes)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise UserError(f"takes more than {limits.image_bytes} bytes; send a smaller one") from None
-        raise UserError(f"cannot be read ({error.strerror or error}); give the path of a JPEG, PNG or WebP file") from None
+            raise UserError(
+                f"takes more than {limits.image_bytes} bytes; send a smaller one"
+            ) from None
+        raise UserError(
+            f"cannot be read ({error.strerror or error}); give the path of a JPEG, PNG or WebP file"
+        ) from None

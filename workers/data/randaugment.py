@@ -39,7 +39,9 @@ class Policy:
 def plan(draw: Draw, n: int, magnitude: float) -> Policy:
     """The policy of the whole global batch: n operations per image."""
     cpu = torch.device("cpu")
-    choice, chance, sign = torch.rand((draw.size, n, 3), generator=draw.generator("randaugment", cpu)).unbind(-1)
+    choice, chance, sign = torch.rand(
+        (draw.size, n, 3), generator=draw.generator("randaugment", cpu)
+    ).unbind(-1)
     spread = torch.randn((draw.size, n), generator=draw.generator("randaugment.level", cpu))
     strength = magnitude + STRENGTH_STD * spread
     ops = torch.where(chance < PROBABILITY, (choice * len(OPS)).long(), -1)
@@ -85,7 +87,9 @@ def _per_image(level: Tensor, pixels: Tensor) -> Tensor:
 def _autocontrast(pixels: Tensor, level: Tensor) -> Tensor:
     flat = pixels.flatten(2)
     low, high = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
-    scale = torch.full_like(high, 255.0) / (high - low)  # `255.0 / tensor` would multiply by a rounded reciprocal
+    scale = torch.full_like(high, 255.0) / (
+        high - low
+    )  # `255.0 / tensor` would multiply by a rounded reciprocal
     stretched = (_values(pixels) * scale + -low * scale).nan_to_num(0.0)
     return _table(torch.where(high > low, stretched, _values(pixels).double()))
 
@@ -109,7 +113,10 @@ def _posterize(pixels: Tensor, level: Tensor) -> Tensor:
 
 
 def _solarize(pixels: Tensor, level: Tensor) -> Tensor:
-    values, threshold = _values(pixels), _per_image(256 - (level.abs() / STRONGEST * 256).long(), pixels)
+    values, threshold = (
+        _values(pixels),
+        _per_image(256 - (level.abs() / STRONGEST * 256).long(), pixels),
+    )
     return _table(torch.where(values < threshold, values, 255 - values))
 
 
@@ -120,7 +127,9 @@ def _solarize_add(pixels: Tensor, level: Tensor) -> Tensor:
 
 def _contrast(pixels: Tensor, level: Tensor) -> Tensor:
     count = pixels[0, 0].numel()
-    mean = (2 * _grey(pixels).long().sum((1, 2, 3)) + count) // (2 * count)  # rounded, as Pillow does
+    mean = (2 * _grey(pixels).long().sum((1, 2, 3)) + count) // (
+        2 * count
+    )  # rounded, as Pillow does
     mean = mean[:, None, None]
     return _table(mean + (_values(pixels) - mean) * _per_image(_factor(level), pixels))
 
@@ -171,7 +180,9 @@ def _warp(pixels: Tensor, theta: Tensor, fill: tuple[int, ...]) -> Tensor:
     """theta: (n, 2, 3) from output to input coordinates, both in [-1, 1]. Outside the image there is `fill`."""
     colour = torch.tensor(fill, dtype=torch.float32, device=pixels.device).view(3, 1, 1)
     grid = F.affine_grid(theta, list(pixels.shape), align_corners=False)
-    moved = F.grid_sample(pixels.float() - colour, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    moved = F.grid_sample(
+        pixels.float() - colour, grid, mode="bilinear", padding_mode="zeros", align_corners=False
+    )
     return (moved + colour).round_().clamp_(0, 255).to(torch.uint8)
 
 
@@ -186,11 +197,15 @@ def _rotate(pixels: Tensor, level: Tensor) -> Tensor:
 
 
 def _shear_x(pixels: Tensor, level: Tensor) -> Tensor:
-    return _theta([[1, s, s, 0, 1, 0] for s in (0.3 * level / STRONGEST).tolist()])  # about the top edge
+    return _theta(
+        [[1, s, s, 0, 1, 0] for s in (0.3 * level / STRONGEST).tolist()]
+    )  # about the top edge
 
 
 def _shear_y(pixels: Tensor, level: Tensor) -> Tensor:
-    return _theta([[1, 0, 0, s, 1, s] for s in (0.3 * level / STRONGEST).tolist()])  # about the left edge
+    return _theta(
+        [[1, 0, 0, s, 1, s] for s in (0.3 * level / STRONGEST).tolist()]
+    )  # about the left edge
 
 
 def _translate_x(pixels: Tensor, level: Tensor) -> Tensor:
@@ -202,15 +217,27 @@ def _translate_y(pixels: Tensor, level: Tensor) -> Tensor:
 
 
 # family -> {operation: (its pixels (n, 3, S, S), its levels (n,)) -> what the family needs to apply it}
-FAMILIES: dict[Callable[[Tensor, Tensor, tuple[int, ...]], Tensor], dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+FAMILIES: dict[
+    Callable[[Tensor, Tensor, tuple[int, ...]], Tensor],
+    dict[str, Callable[[Tensor, Tensor], Tensor]],
+] = {
     _look_up: {
-        "autocontrast": _autocontrast, "equalize": _equalize, "invert": _invert, "posterize": _posterize,
-        "solarize": _solarize, "solarize_add": _solarize_add, "contrast": _contrast, "brightness": _brightness,
+        "autocontrast": _autocontrast,
+        "equalize": _equalize,
+        "invert": _invert,
+        "posterize": _posterize,
+        "solarize": _solarize,
+        "solarize_add": _solarize_add,
+        "contrast": _contrast,
+        "brightness": _brightness,
     },
     _blend: {"color": _color, "sharpness": _sharpness},
     _warp: {
-        "rotate": _rotate, "shear_x": _shear_x, "shear_y": _shear_y,
-        "translate_x": _translate_x, "translate_y": _translate_y,
+        "rotate": _rotate,
+        "shear_x": _shear_x,
+        "shear_y": _shear_y,
+        "translate_x": _translate_x,
+        "translate_y": _translate_y,
     },
 }
 OPS = tuple(name for names in FAMILIES.values() for name in names)

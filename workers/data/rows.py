@@ -39,7 +39,10 @@ class Rows:
 
     def bytes_of(self, row: int) -> bytes:
         """The bytes of one image by random access, verified."""
-        record = {name: self.table[name][row].as_py() for name in ("data", "shard", "offset", "bytes", "key", "sha256")}
+        record = {
+            name: self.table[name][row].as_py()
+            for name in ("data", "shard", "offset", "bytes", "key", "sha256")
+        }
         shards = self.shards[record["data"]]
         data = shards.read(record["shard"], record["offset"], record["bytes"])
         return shards.verify(record["key"], data, record["sha256"])
@@ -56,7 +59,9 @@ def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
     """(train, val). Of each class, the round(fraction * n) rows whose key has the lowest sha256 are val: at least one
     where there are two or more, and never all. Depends neither on the order of rows nor on the other classes."""
     members: dict[str, list[tuple[bytes, int]]] = {}
-    for row, (name, key) in enumerate(zip(table["class"].to_pylist(), table["key"].to_pylist(), strict=True)):
+    for row, (name, key) in enumerate(
+        zip(table["class"].to_pylist(), table["key"].to_pylist(), strict=True)
+    ):
         members.setdefault(name, []).append((hashlib.sha256(key.encode()).digest(), row))
     held = np.zeros(table.num_rows, bool)
     for ranked in members.values():
@@ -65,8 +70,14 @@ def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
     return table.filter(pa.array(~held)), table.filter(pa.array(held))
 
 
-def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float,
-           memory: Mapping[str, Collection[str]] | None = None, cache: Cache | None = None) -> Rows:
+def select(
+    root: str,
+    tasks: tuple[Task, ...],
+    split: str,
+    val_fraction: float,
+    memory: Mapping[str, Collection[str]] | None = None,
+    cache: Cache | None = None,
+) -> Rows:
     """The rows of `tasks` in `split` (`train`, `val`, `test`); of a task in `memory`, those of the named keys alone. cache: see `Shards.open`.
     Raises UserError where a split is empty, or a class in train, or where a remembered key is not in the split."""
     keys = list(dict.fromkeys(task.data for task in tasks))
@@ -82,11 +93,19 @@ def select(root: str, tasks: tuple[Task, ...], split: str, val_fraction: float,
             part = _remembered(task, split, part, memory[task.name])
         label_of = {name: label for label, name in enumerate(task.classes)}
         labels = [label_of[name] for name in part["class"].to_pylist()]
-        for name, values in (("label", labels), ("task", [index] * len(part)), ("data", [data] * len(part))):
+        for name, values in (
+            ("label", labels),
+            ("task", [index] * len(part)),
+            ("data", [data] * len(part)),
+        ):
             part = part.append_column(name, pa.array(values, pa.int64()))
         parts.append(part)
-    table = pa.concat_tables(parts).sort_by([("data", "ascending"), ("position", "ascending"), ("task", "ascending")])
-    labels_of, tasks_of = (torch.from_numpy(table[name].to_numpy().copy()) for name in ("label", "task"))
+    table = pa.concat_tables(parts).sort_by(
+        [("data", "ascending"), ("position", "ascending"), ("task", "ascending")]
+    )
+    labels_of, tasks_of = (
+        torch.from_numpy(table[name].to_numpy().copy()) for name in ("label", "task")
+    )
     return Rows(shards, table.combine_chunks(), labels_of, tasks_of)
 
 
@@ -103,16 +122,29 @@ def _remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -
     found = part.filter(pc.is_in(part["key"], pa.array(sorted(set(keys)), pa.string())))
     if len(found) < len(set(keys)):
         lost = min(set(keys) - set(found["key"].to_pylist()))
-        raise UserError(f"task {task.name!r}: sample {lost!r} is in the memory and not in its {split} split; memory holds keys of the "
-                        "same card and the same data.val_fraction, so give all stages of the method the same")
+        raise UserError(
+            f"task {task.name!r}: sample {lost!r} is in the memory and not in its {split} "
+            "split; memory holds keys of the "
+            "same card and the same data.val_fraction, so give all stages of the method the same"
+        )
     return found
 
 
 def _refuse_empty(task: Task, split: str, part: pa.Table, val_fraction: float) -> None:
     if split == "val" and not len(part):
-        raise UserError(f"task {task.name!r} has no validation images with data.val_fraction = {val_fraction}, as no class has more than one "
-                        "train image; set it to 0, or add images to the source")
+        raise UserError(
+            f"task {task.name!r} has no validation images with data.val_fraction = "
+            f"{val_fraction}, as no class has more than one "
+            "train image; set it to 0, or add images to the source"
+        )
     missing = sorted(set(task.classes) - set(part["class"].to_pylist())) if split == "train" else []
     if missing or not len(part):
-        what = f"class {missing[0]!r} of task {task.name!r} has" if missing else f"task {task.name!r} has"
-        raise UserError(f"{what} no {split} images in card {task.card!r}; take it out of the stream or add images to the source")
+        what = (
+            f"class {missing[0]!r} of task {task.name!r} has"
+            if missing
+            else f"task {task.name!r} has"
+        )
+        raise UserError(
+            f"{what} no {split} images in card {task.card!r}; take it out of the stream or add "
+            "images to the source"
+        )

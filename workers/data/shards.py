@@ -24,12 +24,26 @@ from workers.errors import DamagedArtefact, UserError
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
-READ = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of all that Pillow knows: PostScript is a program, and others are seldom looked after
+READ = (
+    "BMP",
+    "GIF",
+    "JPEG",
+    "PNG",
+    "PPM",
+    "TIFF",
+    "WEBP",
+)  # of all that Pillow knows: PostScript is a program, and others are seldom looked after
 TILE = (322, 323)  # TIFF's tags of a tile's sides
 PIECE = 16 << 20  # bytes of a shard that are asked for at a time
-SCHEMA = pa.schema([(name, pa.int64() if name in ("offset", "bytes") else pa.string())
-                    for name in ("split", "key", "class", "shard", "offset", "bytes", "sha256", "ext")])
-Image.MAX_IMAGE_PIXELS = None  # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
+SCHEMA = pa.schema(
+    [
+        (name, pa.int64() if name in ("offset", "bytes") else pa.string())
+        for name in ("split", "key", "class", "shard", "offset", "bytes", "sha256", "ext")
+    ]
+)
+Image.MAX_IMAGE_PIXELS = (
+    None  # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
+)
 
 
 class Shards:
@@ -42,10 +56,14 @@ class Shards:
     def __init__(self, artefact: Artefact, index: pa.Table, cache: Cache | None = None):
         self.artefact = artefact
         self.index = index
-        self.cache = cache if "://" in artefact.root and not artefact.root.startswith("file://") else None
+        self.cache = (
+            cache if "://" in artefact.root and not artefact.root.startswith("file://") else None
+        )
         self.max_pixels = int(artefact.manifest.get("max_pixels", MAX_PIXELS))
         self._mending = Lock()
-        self._file = lru_cache(maxsize=8)(self._open)  # rows are read shard after shard; of those that are open none can leave the cache
+        self._file = lru_cache(maxsize=8)(
+            self._open
+        )  # rows are read shard after shard; of those that are open none can leave the cache
 
     @classmethod
     def open(cls, root: str, key: str, cache: Cache | None = None) -> Shards:
@@ -61,7 +79,10 @@ class Shards:
     def select(self, split: str, classes: Sequence[str]) -> pa.Table:
         """The rows of a split that belong to `classes`, in index order, with their place in the index as `position`."""
         table = self.index.append_column("position", pa.array(np.arange(self.index.num_rows)))
-        wanted = pc.and_(pc.equal(table["split"], split), pc.is_in(table["class"], pa.array(classes, pa.string())))
+        wanted = pc.and_(
+            pc.equal(table["split"], split),
+            pc.is_in(table["class"], pa.array(classes, pa.string())),
+        )
         return table.filter(wanted)
 
     def uri(self, shard: str) -> str:
@@ -76,8 +97,11 @@ class Shards:
         if hashlib.sha256(data).hexdigest() != sha256 and self.cache is not None:
             data = self._fetched_again(record)
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise DamagedArtefact(self.key, f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
-                                            "(sha256 differs from the index); run the same command again to ingest anew")
+            raise DamagedArtefact(
+                self.key,
+                f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
+                "(sha256 differs from the index); run the same command again to ingest anew",
+            )
         return data
 
     def stream(self, shards: Sequence[str], seed: int | None = None) -> Iterator[tuple[str, bytes]]:
@@ -86,13 +110,24 @@ class Shards:
         import webdataset as wds
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
-        pipeline = wds.DataPipeline(wds.SimpleShardList([*shards], seed=seed), self._opened, tar_file_expander, group_by_keys)
+        pipeline = wds.DataPipeline(
+            wds.SimpleShardList([*shards], seed=seed),
+            self._opened,
+            tar_file_expander,
+            group_by_keys,
+        )
         try:
             for sample in pipeline:
-                yield sample["__key__"], next(v for k, v in sample.items() if k != "cls" and not k.startswith("__"))
+                yield (
+                    sample["__key__"],
+                    next(v for k, v in sample.items() if k != "cls" and not k.startswith("__")),
+                )
         except (tarfile.TarError, EOFError) as error:
-            raise DamagedArtefact(self.key, f"a shard in {self.uri('')} is damaged ({error.args[0]}); run the same command "
-                                            "again to ingest anew") from None
+            raise DamagedArtefact(
+                self.key,
+                f"a shard in {self.uri('')} is damaged ({error.args[0]}); run the same command "
+                "again to ingest anew",
+            ) from None
 
     def _opened(self, sources: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         # WebDataset's own opener knows neither s3:// nor our credentials: every shard is opened through pyarrow.
@@ -105,11 +140,18 @@ class Shards:
         try:
             if self.cache is not None:
                 info = self.artefact.manifest["files"][shard]
-                return self.cache.kept(_kept_as(info), info["bytes"], lambda stream: self._download(shard, info, stream), info["sha256"])
+                return self.cache.kept(
+                    _kept_as(info),
+                    info["bytes"],
+                    lambda stream: self._download(shard, info, stream),
+                    info["sha256"],
+                )
             system, path = resolve(self.uri(shard))
             return system.open_input_file(path)
         except FileNotFoundError:
-            raise DamagedArtefact(self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew") from None
+            raise DamagedArtefact(
+                self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
+            ) from None
 
     def _download(self, shard: str, info: dict[str, Any], stream: BinaryIO) -> None:
         """A whole shard. Raises DamagedArtefact where it is not what ingest wrote."""
@@ -121,10 +163,16 @@ class Shards:
                     found.update(piece)
                     stream.write(piece)
         except FileNotFoundError:
-            raise DamagedArtefact(self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew") from None
+            raise DamagedArtefact(
+                self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
+            ) from None
         if found.hexdigest() != info["sha256"]:
-            raise DamagedArtefact(self.key, f"{self.uri(shard)} is not what ingest wrote (its sha256 differs from the manifest); run the same command again "
-                                            "to ingest anew")
+            raise DamagedArtefact(
+                self.key,
+                f"{self.uri(shard)} is not what ingest wrote (its sha256 differs from the "
+                "manifest); run the same command again "
+                "to ingest anew",
+            )
 
     def _fetched_again(self, record: str) -> bytes:
         """A damaged record from the storage, whose shard may be whole: the copy in the cache is dropped. One thread does it for all."""
@@ -137,8 +185,11 @@ class Shards:
     def _dropped(self, row: dict[str, Any]) -> bytes:
         """The bytes of a record, its shard fetched anew."""
         assert self.cache is not None
-        filesystem.say(f"cache: image {row['key']!r} in {self.cache.folder} is not what was written there; its shard is fetched "
-                       "again")
+        filesystem.say(
+            f"cache: image {row['key']!r} in {self.cache.folder} is not what was written there; "
+            "its shard is fetched "
+            "again"
+        )
         self.cache.forget(_kept_as(self.artefact.manifest["files"][row["shard"]]))
         self._file.cache_clear()
         return self.read(row["shard"], row["offset"], row["bytes"])
@@ -153,21 +204,40 @@ def sound(artefact: Artefact) -> pa.Table:
     try:
         table = pq.read_table(io.BytesIO(artefact.read(INDEX)))
         if table.schema != SCHEMA:
-            raise pa.ArrowInvalid(f"its columns are {', '.join(f'{c.name}: {c.type}' for c in table.schema)[:200]}")
+            raise pa.ArrowInvalid(
+                f"its columns are {', '.join(f'{c.name}: {c.type}' for c in table.schema)[:200]}"
+            )
         shards = table["shard"].combine_chunks().dictionary_encode()
-        if any(column.null_count for column in table.columns) or not {*shards.dictionary.to_pylist()} <= artefact.manifest["files"].keys():
+        if (
+            any(column.null_count for column in table.columns)
+            or not {*shards.dictionary.to_pylist()} <= artefact.manifest["files"].keys()
+        ):
             raise pa.ArrowInvalid("it leaves out values, or names shards that are not there")
-        sizes = pa.array([artefact.manifest["files"][name]["bytes"] for name in shards.dictionary.to_pylist()], pa.int64())
-        after = pc.subtract(sizes.take(shards.indices), pc.add_checked(table["offset"], table["bytes"]))  # bytes of the shard behind the image
-        if min(pc.min(column).as_py() or 0 for column in (table["offset"], table["bytes"], after)) < 0:
+        sizes = pa.array(
+            [artefact.manifest["files"][name]["bytes"] for name in shards.dictionary.to_pylist()],
+            pa.int64(),
+        )
+        after = pc.subtract(
+            sizes.take(shards.indices), pc.add_checked(table["offset"], table["bytes"])
+        )  # bytes of the shard behind the image
+        if (
+            min(pc.min(column).as_py() or 0 for column in (table["offset"], table["bytes"], after))
+            < 0
+        ):
             raise pa.ArrowInvalid("it points outside its shards")
     except (pa.ArrowException, OSError) as error:
-        raise DamagedArtefact(artefact.key, f"{artefact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); run the same command again "
-                                            "to ingest anew") from None
+        raise DamagedArtefact(
+            artefact.key,
+            f"{artefact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); "
+            "run the same command again "
+            "to ingest anew",
+        ) from None
     return table
 
 
-def open_image(data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = READ) -> Image.Image:
+def open_image(
+    data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = READ
+) -> Image.Image:
     """An image whose header was read and whose pixels were not. Raises ValueError or OSError where it is none, or too big. A small TIFF may be a
     corner of one huge tile, which is decoded whole."""
     image = Image.open(io.BytesIO(data), formats=formats)
@@ -197,8 +267,10 @@ def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.u
     try:
         image = rgb(open_image(data, max_pixels))
     except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
-                        "use the same version of Pillow on all machines") from None
+        raise UserError(
+            f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
+            "use the same version of Pillow on all machines"
+        ) from None
     return squared(image, side)
 
 
@@ -206,4 +278,8 @@ def squared(image: Image.Image, side: int) -> NDArray[np.uint8]:
     """What `decode` makes of an image in RGB."""
     square = min(image.size)
     left, top = (image.width - square) / 2, (image.height - square) / 2
-    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box=(left, top, left + square, top + square)))
+    return np.asarray(
+        image.resize(
+            (side, side), Image.Resampling.BICUBIC, box=(left, top, left + square, top + square)
+        )
+    )

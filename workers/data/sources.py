@@ -32,8 +32,12 @@ AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
 DECODING = 1  # raise it when `decode` gives other pixels: older caches are then not used, and results are made anew
 
 T = TypeVar("T")
-Pixels = Callable[[Tensor], Tensor]  # positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
-Wanted = Callable[[int, int], Iterable[int]]  # (step, size of its global batch) -> positions that this rank will ask for
+Pixels = Callable[
+    [Tensor], Tensor
+]  # positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
+Wanted = Callable[
+    [int, int], Iterable[int]
+]  # (step, size of its global batch) -> positions that this rank will ask for
 Decoding = Future[NDArray[np.uint8]]
 Steps = Iterator[tuple[NDArray[np.int64], Pixels]]
 
@@ -48,18 +52,39 @@ class Resident:
     """All pixels decoded once to uint8 (n, side, side, 3): on the GPU where there is one with room, else a memory map
     that the ranks of a node share, else (no `cache` folder) plain memory."""
 
-    def __init__(self, rows: Rows, side: int, seed: int, workers: int, cache: Cache | None, device: torch.device, repeats: int = 1):
-        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = rows, side, seed, workers, device, repeats
+    def __init__(
+        self,
+        rows: Rows,
+        side: int,
+        seed: int,
+        workers: int,
+        cache: Cache | None,
+        device: torch.device,
+        repeats: int = 1,
+    ):
+        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = (
+            rows,
+            side,
+            seed,
+            workers,
+            device,
+            repeats,
+        )
         self.shape = (len(rows), side, side, 3)
         self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
-        if device.type != "cpu" and 2 * self.pixels.nbytes < torch.get_device_module(device).mem_get_info(device)[0]:
+        if (
+            device.type != "cpu"
+            and 2 * self.pixels.nbytes < torch.get_device_module(device).mem_get_info(device)[0]
+        ):
             self.pixels = torch.from_numpy(self.pixels[np.arange(len(rows))]).to(device)
 
     def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
         n = len(self.rows)
         order = torch.arange(n)
         if epoch is not None:
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(self.seed, "order", epoch)))
+            order = torch.randperm(
+                n, generator=torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
+            )
             order = order[: -(-n // self.repeats)].repeat_interleave(self.repeats)[:n]
         for first in range(start * batch, n, batch):
             rows = order[first : first + batch]
@@ -70,7 +95,9 @@ class Resident:
         if isinstance(self.pixels, Tensor):
             found = self.pixels[rows.to(self.device)]
         else:
-            found = torch.from_numpy(self.pixels[rows.numpy()]).to(self.device)  # a copy, checked where it comes from a disk
+            found = torch.from_numpy(self.pixels[rows.numpy()]).to(
+                self.device
+            )  # a copy, checked where it comes from a disk
         return found.permute(0, 3, 1, 2).contiguous()
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
@@ -94,13 +121,17 @@ class Resident:
         what = f"{DECODING}|{self.rows.digest()}|{self.side}|digests"
         name = hashlib.sha256(what.encode()).hexdigest()[:32] + ".npy"
         header = io.BytesIO()
-        np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": self.shape})
+        np.lib.format.write_array_header_1_0(
+            header, {"descr": "|u1", "fortran_order": False, "shape": self.shape}
+        )
 
         def write(stream: BinaryIO) -> None:
             stream.write(header.getvalue())
             Blocks.write(stream, self._decoded())
 
-        file = cache.kept(name, header.tell() + Blocks.size(self.shape), write)  # in use for as long as this source is
+        file = cache.kept(
+            name, header.tell() + Blocks.size(self.shape), write
+        )  # in use for as long as this source is
         return Blocks(cache, file, header.tell(), self.shape, self._decode)
 
 
@@ -111,12 +142,27 @@ class Streamed:
     data sets mixed in proportion to what is left of each, records shuffled in a window.
     """
 
-    def __init__(self, rows: Rows, side: int, seed: int, workers: int, device: torch.device, repeats: int = 1):
-        require_package("webdataset", "a task whose decoded images exceed data.resident_mb", "raise data.resident_mb")
-        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = rows, side, seed, workers, device, repeats
+    def __init__(
+        self, rows: Rows, side: int, seed: int, workers: int, device: torch.device, repeats: int = 1
+    ):
+        require_package(
+            "webdataset",
+            "a task whose decoded images exceed data.resident_mb",
+            "raise data.resident_mb",
+        )
+        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = (
+            rows,
+            side,
+            seed,
+            workers,
+            device,
+            repeats,
+        )
         # One record serves several rows where two tasks share a class.
         self.rows_of: list[dict[str, list[int]]] = [{} for _ in rows.shards]
-        self.names: list[dict[str, None]] = [{} for _ in rows.shards]  # shards that hold any of the rows, in order
+        self.names: list[dict[str, None]] = [
+            {} for _ in rows.shards
+        ]  # shards that hold any of the rows, in order
         columns = (rows.table[name].to_pylist() for name in ("data", "key", "shard"))
         for row, (data, key, shard) in enumerate(zip(*columns, strict=True)):
             self.rows_of[data].setdefault(key, []).append(row)
@@ -126,17 +172,27 @@ class Streamed:
         def submitted() -> Iterator[tuple[NDArray[np.int64], dict[int, Decoding]]]:
             records: Iterator[tuple[int, bytes]] = self._records(epoch)
             if epoch is not None and self.repeats > 1:
-                records = islice(chain.from_iterable(repeat(record, self.repeats) for record in records), len(self.rows))
+                records = islice(
+                    chain.from_iterable(repeat(record, self.repeats) for record in records),
+                    len(self.rows),
+                )
             for step, group in enumerate(iter(lambda: list(islice(records, batch)), [])):
                 if step >= start:
-                    mine = dict(group[position] for position in wanted(step, len(group)))  # copies of an image are decoded once
-                    yield np.array([row for row, _ in group]), {row: pool.submit(self._decode, row, data) for row, data in mine.items()}
+                    mine = dict(
+                        group[position] for position in wanted(step, len(group))
+                    )  # copies of an image are decoded once
+                    yield (
+                        np.array([row for row, _ in group]),
+                        {row: pool.submit(self._decode, row, data) for row, data in mine.items()},
+                    )
 
         with ThreadPoolExecutor(max(1, self.workers)) as pool:
             for rows, decoding in _ahead(submitted(), AHEAD):
                 yield rows, partial(self._stack, rows, decoding)
 
-    def _stack(self, rows: NDArray[np.int64], decoding: dict[int, Decoding], positions: Tensor) -> Tensor:
+    def _stack(
+        self, rows: NDArray[np.int64], decoding: dict[int, Decoding], positions: Tensor
+    ) -> Tensor:
         pixels = np.stack([decoding[row].result() for row in rows[positions.numpy()].tolist()])
         return torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).contiguous()
 
@@ -154,8 +210,12 @@ class Streamed:
             return
         import webdataset as wds
 
-        yield from wds.DataPipeline(partial(self._mixed, epoch), wds.detshuffle(
-            bufsize=WINDOW, initial=WINDOW, seed=seed_of(self.seed, "window", epoch), epoch=-1))
+        yield from wds.DataPipeline(
+            partial(self._mixed, epoch),
+            wds.detshuffle(
+                bufsize=WINDOW, initial=WINDOW, seed=seed_of(self.seed, "window", epoch), epoch=-1
+            ),
+        )
 
     def _mixed(self, epoch: int) -> Iterator[tuple[int, bytes]]:
         left = [sum(map(len, rows_of.values())) for rows_of in self.rows_of]
@@ -176,8 +236,11 @@ class Streamed:
                 missing -= 1
                 yield row, image
         if missing:
-            raise DamagedArtefact(shards.key, f"the shards in {shards.uri('')} lack {missing} of the images in their index; "
-                                              "run the same command again to ingest anew")
+            raise DamagedArtefact(
+                shards.key,
+                f"the shards in {shards.uri('')} lack {missing} of the images in their index; "
+                "run the same command again to ingest anew",
+            )
 
 
 def _ahead(items: Iterator[T], depth: int) -> Iterator[T]:

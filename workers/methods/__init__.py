@@ -35,6 +35,43 @@ from workers.methods.vpt import Vpt
 from workers.methods.wa import Wa
 from workers.methods.wsn import Wsn
 
-METHODS: dict[str, type[Method]] = {m.name: m for m in (
-    AdaHat, Adapter, Apd, Bic, CtrFull, CtrTsm, Der, DerP, DyTox, E2e, FineTune, Hat, Icarl, Individual, Joint, Ksm, Linear, Lora, Lwf, Meat, PackNet,
-    Piggyback, PodNet, Replay, Rpsnet, SimpleDer, SupSup, SupSupNN, Tfm, Toast, ToastLite, Ucir, Vpt, Wa, Wsn)}
+METHODS: dict[str, type[Method]] = {
+    m.name: m
+    for m in (
+        AdaHat,
+        Adapter,
+        Apd,
+        Bic,
+        CtrFull,
+        CtrTsm,
+        Der,
+        DerP,
+        DyTox,
+        E2e,
+        FineTune,
+        Hat,
+        Icarl,
+        Individual,
+        Joint,
+        Ksm,
+        Linear,
+        Lora,
+        Lwf,
+        Meat,
+        PackNet,
+        Piggyback,
+        PodNet,
+        Replay,
+        Rpsnet,
+        SimpleDer,
+        SupSup,
+        SupSupNN,
+        Tfm,
+        Toast,
+        ToastLite,
+        Ucir,
+        Vpt,
+        Wa,
+        Wsn,
+    )
+}

@@ -24,11 +24,21 @@ Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
 
 
 class AdapterSettings(MethodSettings):
-    width: PositiveInt = Field(24, description="m, units of a bottleneck; AdaptFormer's paper has 64")
-    kind: Annotated[Kind, Neutral("houlsby")] = Field("houlsby", description="`houlsby`: behind attention and behind the FFN; `pfeiffer`: behind the FFN; "
-                                                      "`adaptformer`: beside the FFN")
-    dropout: Annotated[float, Neutral(0.0)] = Field(0.0, ge=0, lt=1, description="of a bottleneck's units while training, for `adaptformer`, whose paper "
-                                                    "has 0.1")
+    width: PositiveInt = Field(
+        24, description="m, units of a bottleneck; AdaptFormer's paper has 64"
+    )
+    kind: Annotated[Kind, Neutral("houlsby")] = Field(
+        "houlsby",
+        description="`houlsby`: behind attention and behind the FFN; `pfeiffer`: behind the FFN; "
+        "`adaptformer`: beside the FFN",
+    )
+    dropout: Annotated[float, Neutral(0.0)] = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="of a bottleneck's units while training, for `adaptformer`, whose paper "
+        "has 0.1",
+    )
 
 
 class Adapter(Method):
@@ -48,13 +58,20 @@ class Adapter(Method):
     settings: AdapterSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, AdapterSettings)
         if settings.dropout and settings.kind != "adaptformer":
-            raise UserError(f"dropout is {settings.dropout} with kind {settings.kind!r}, which has none; leave it out, or set kind=adaptformer")
+            raise UserError(
+                f"dropout is {settings.dropout} with kind {settings.kind!r}, which has none; "
+                "leave it out, or set kind=adaptformer"
+            )
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         assert isinstance(settings, AdapterSettings)
         super().fits(settings, backbone, tasks)
         sites_of(backbone, settings.kind)
@@ -64,11 +81,15 @@ class Adapter(Method):
         self.sites = sites_of(backbone, settings.kind)
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> its adapters' tensors
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device = self.device
-        self.adapters = Bottlenecks(len(self.sites), self.sites.width, self.settings.width, device=device)
+        self.adapters = Bottlenecks(
+            len(self.sites), self.sites.width, self.settings.width, device=device
+        )
         return groups + self.adapters.groups(rates.weight_decay)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
@@ -79,8 +100,13 @@ class Adapter(Method):
         """Dropout's factors, 0 or 1 / (1 - rate): (S, b, N, m), drawn for each sample."""
         if not self.settings.dropout:
             return {}
-        uniform = batch.draw.per_sample("adapter.dropout", tokens_of(self.backbone), len(self.sites), self.settings.width)
-        return {"kept": (uniform >= self.settings.dropout).float().permute(2, 0, 1, 3) / (1 - self.settings.dropout)}
+        uniform = batch.draw.per_sample(
+            "adapter.dropout", tokens_of(self.backbone), len(self.sites), self.settings.width
+        )
+        return {
+            "kept": (uniform >= self.settings.dropout).float().permute(2, 0, 1, 3)
+            / (1 - self.settings.dropout)
+        }
 
     def features(self, images: Tensor) -> Tensor:
         with self.sites.using(self.effective):
@@ -94,19 +120,33 @@ class Adapter(Method):
     def load(self, state: TaskState) -> None:
         """Keeps the task's adapters beside those of other tasks. A base task has none."""
         super().load(state)
-        found, sites = state.copies.get("down"), (len(self.sites), self.settings.width, self.sites.width)
+        found, sites = (
+            state.copies.get("down"),
+            (len(self.sites), self.settings.width, self.sites.width),
+        )
         if found is not None and tuple(found.shape) != sites:
-            raise UserError(f"task {state.task!r}: its state has adapters of shape {tuple(found.shape)}, these settings have {sites}; use the backbone "
-                            "and the method's settings of its run")
+            raise UserError(
+                f"task {state.task!r}: its state has adapters of shape {tuple(found.shape)}, "
+                f"these settings have {sites}; use the backbone "
+                "and the method's settings of its run"
+            )
         kind = state.meta.get("kind", "houlsby")
         if found is not None and kind != self.settings.kind:
-            raise UserError(f"task {state.task!r}: its state has adapters of kind {kind!r}, these settings have {self.settings.kind!r}; use the method's "
-                            "settings of its run")
+            raise UserError(
+                f"task {state.task!r}: its state has adapters of kind {kind!r}, these settings "
+                f"have {self.settings.kind!r}; use the method's "
+                "settings of its run"
+            )
         self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         device = self.device
-        return {name: t.to(device) for name, t in (self.loaded[task] if task in self.loaded else self.adapters.tensors()).items()}
+        return {
+            name: t.to(device)
+            for name, t in (
+                self.loaded[task] if task in self.loaded else self.adapters.tensors()
+            ).items()
+        }
 
     def flops_share(self, state: TaskState) -> float:
         return 1 + added_share(self.backbone, 2 * state.copies["down"].numel())
@@ -117,8 +157,11 @@ def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
     if kind != "adaptformer":
         return AdapterSites(backbone, houlsby, HOULSBY if kind == "houlsby" else ("mlp",))
     if any(isinstance(block, ResPostBlock) for block in backbone.blocks):
-        raise UserError("kind is 'adaptformer' on blocks that have their norms behind attention and FFN, where nothing shows the residual stream before "
-                        "the FFN; choose kind=pfeiffer, or a ViT with plain blocks such as vit_tiny_patch16_224")
+        raise UserError(
+            "kind is 'adaptformer' on blocks that have their norms behind attention and FFN, "
+            "where nothing shows the residual stream before "
+            "the FFN; choose kind=pfeiffer, or a ViT with plain blocks such as vit_tiny_patch16_224"
+        )
     return AdapterSites(backbone, parallel, ("",), beside="norm2")
 
 
@@ -129,4 +172,8 @@ def tokens_of(backbone: Any) -> int:
 
 def added_share(backbone: Any, weights: int) -> float:
     """Multiply-adds of layers with `weights` entries in all that see every token, relative to those of the plain backbone."""
-    return tokens_of(backbone) * weights / flops(backbone, plan(backbone, [BlockMasks()] * len(backbone.blocks)))
+    return (
+        tokens_of(backbone)
+        * weights
+        / flops(backbone, plan(backbone, [BlockMasks()] * len(backbone.blocks)))
+    )

@@ -25,17 +25,37 @@ MUCH = 0.5  # share of a task's own entries from which on a consolidation that r
 
 
 class ApdSettings(MethodSettings):
-    lambda1: NonNegativeFloat = Field(4e-4, description="price of |tau|; also the size up to which an entry of tau becomes zero")
-    lambda2: PositiveFloat = Field(100.0, description="weight of what holds the earlier tasks' weights where they are")
-    retro: Literal["train", "frozen_tau"] = Field("train", description="whether the tau of earlier tasks follow when sigma moves, or stay")
-    zeros: Literal["threshold", "proximal"] = Field("threshold", description="where zeros of tau come from: cut at the end of a task, or kept in every step")
-    tau_start: Literal["zero", "sigma"] = Field("zero", description="where tau starts; sigma: as the released code")
+    lambda1: NonNegativeFloat = Field(
+        4e-4, description="price of |tau|; also the size up to which an entry of tau becomes zero"
+    )
+    lambda2: PositiveFloat = Field(
+        100.0, description="weight of what holds the earlier tasks' weights where they are"
+    )
+    retro: Literal["train", "frozen_tau"] = Field(
+        "train", description="whether the tau of earlier tasks follow when sigma moves, or stay"
+    )
+    zeros: Literal["threshold", "proximal"] = Field(
+        "threshold",
+        description="where zeros of tau come from: cut at the end of a task, or kept in every step",
+    )
+    tau_start: Literal["zero", "sigma"] = Field(
+        "zero", description="where tau starts; sigma: as the released code"
+    )
     v_start: float = Field(4.0, description="where v starts: M = sigmoid(v)")
     copies: bool = Field(True, description="train norms and biases, in a copy for each task")
-    consolidate_every: NonNegativeInt = Field(5, description="K: tasks from one consolidation to the next; 0 for none")
-    clusters: PositiveInt = Field(2, description="k0: clusters of tasks at the first consolidation; each later one has k0 more")
-    gap: NonNegativeFloat = Field(0.1, description="entries of tau that differ within a cluster by at most this many times the mean size of its entries "
-                                  "become one shared value")
+    consolidate_every: NonNegativeInt = Field(
+        5, description="K: tasks from one consolidation to the next; 0 for none"
+    )
+    clusters: PositiveInt = Field(
+        2,
+        description="k0: clusters of tasks at the first consolidation; each later one has k0 more",
+    )
+    gap: NonNegativeFloat = Field(
+        0.1,
+        description="entries of tau that differ within a cluster by at most this many times the mean "
+        "size of its entries "
+        "become one shared value",
+    )
 
 
 @dataclass(frozen=True)
@@ -53,22 +73,36 @@ class Sparse:
         used = flat != 0
         at = used.nonzero().squeeze(1)
         dense = 4 * len(at) >= (flat.numel() + 7) // 8
-        return cls(flat[at].cpu(), pack(used) if dense else at.to(torch.int32).cpu(), "bits" if dense else "at")
+        return cls(
+            flat[at].cpu(),
+            pack(used) if dense else at.to(torch.int32).cpu(),
+            "bits" if dense else "at",
+        )
 
     def support(self, shape: tuple[int, ...]) -> Tensor:
         """Boolean: True where the tensor is not zero."""
         if self.kind == "bits":
             return unpack(self.where, shape)
-        return torch.zeros(shape, dtype=torch.bool).flatten().index_fill_(0, self.where.long(), True).view(shape)
+        return (
+            torch.zeros(shape, dtype=torch.bool)
+            .flatten()
+            .index_fill_(0, self.where.long(), True)
+            .view(shape)
+        )
 
     def dense(self, like: Tensor) -> Tensor:
         """The tensor again, of the shape and on the device of `like`."""
         support = self.support(tuple(like.shape)).to(like.device)
-        return torch.zeros_like(like, dtype=torch.float32).masked_scatter_(support, self.values.to(like.device))
+        return torch.zeros_like(like, dtype=torch.float32).masked_scatter_(
+            support, self.values.to(like.device)
+        )
 
     def named(self, prefix: str) -> dict[str, Tensor]:
         """Copies of the parts, by name; the inverse of `sparse_parts`."""
-        return {f"{prefix}/values": self.values.clone(), f"{prefix}/{self.kind}": self.where.clone()}
+        return {
+            f"{prefix}/values": self.values.clone(),
+            f"{prefix}/{self.kind}": self.where.clone(),
+        }
 
 
 def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
@@ -109,29 +143,56 @@ class Apd(Method):
 
     name = "apd"
     revision = 2
-    paper = "Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, ICLR 2020"
+    paper = (
+        "Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, "
+        "ICLR 2020"
+    )
     needs_vit = True
     carries = ("sigma", "tau")
     steps = (Step("train"), Step("consolidate", trains=False, measured=True))
     needs_states = True  # the v of earlier tasks
     forgets = True
     Settings = ApdSettings
-    per_task = frozenset({"lambda1", "lambda2", "retro", "zeros", "tau_start", "v_start", "copies", "clusters", "gap"})
+    per_task = frozenset(
+        {
+            "lambda1",
+            "lambda2",
+            "retro",
+            "zeros",
+            "tau_start",
+            "v_start",
+            "copies",
+            "clusters",
+            "gap",
+        }
+    )
     settings: ApdSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, ApdSettings)
-        if settings.retro == "frozen_tau" and train.optimizer == "sgd" and train.lr * settings.lambda2 >= 2:
-            raise UserError(f"retro is 'frozen_tau' with train.optimizer 'sgd' and train.lr * lambda2 = {train.lr * settings.lambda2:g}: a step would "
-                            "overshoot what holds sigma; keep the product below 2, or use adamw or retro 'train'")
+        if (
+            settings.retro == "frozen_tau"
+            and train.optimizer == "sgd"
+            and train.lr * settings.lambda2 >= 2
+        ):
+            raise UserError(
+                "retro is 'frozen_tau' with train.optimizer 'sgd' and train.lr * lambda2 = "
+                f"{train.lr * settings.lambda2:g}: a step would "
+                "overshoot what holds sigma; keep the product below 2, or use adamw or retro "
+                "'train'"
+            )
 
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         """Every K-th task ends with a consolidation; the base task stays with the backbone as it is."""
         assert isinstance(settings, ApdSettings)
         every = settings.consolidate_every
-        return cls.steps[: 2 if every and (position + 1) % every == 0 else 1] if position >= 0 else ()
+        return (
+            cls.steps[: 2 if every and (position + 1) % every == 0 else 1] if position >= 0 else ()
+        )
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
@@ -139,16 +200,30 @@ class Apd(Method):
 
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = {site: weight for site, weight in weight_sites(backbone).items() if site.startswith("blocks.")}
+        self.sites = {
+            site: weight
+            for site, weight in weight_sites(backbone).items()
+            if site.startswith("blocks.")
+        }
         self.sigma: dict[str, Tensor] = {}  # by site: attached, or the parameters in training
-        self.tau: dict[str, dict[str, Sparse]] = {}  # task -> site -> tau as the last stage left it, in stream order
-        self.shared: dict[str, dict[tuple[str, ...], Sparse]] = {}  # site -> tasks of a cluster -> their shared values
-        self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> v by site, copies by parameter name
+        self.tau: dict[
+            str, dict[str, Sparse]
+        ] = {}  # task -> site -> tau as the last stage left it, in stream order
+        self.shared: dict[
+            str, dict[tuple[str, ...], Sparse]
+        ] = {}  # site -> tasks of a cluster -> their shared values
+        self.loaded: dict[
+            str, dict[str, Tensor]
+        ] = {}  # task -> v by site, copies by parameter name
         self.step = ""  # in which the method is; none while it only serves
-        self.replaced: dict[str, tuple[int, int]] = {}  # by a consolidation: task -> entries of its tau, and of those that were
+        self.replaced: dict[
+            str, tuple[int, int]
+        ] = {}  # by a consolidation: task -> entries of its tau, and of those that were
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         if step == "consolidate":
@@ -165,30 +240,75 @@ class Apd(Method):
         first = not self.sigma
         scale = torch.tensor(s.v_start).sigmoid()
         # What does not change in this task: sigma*, and of each earlier task tau* and M as a column. Carried or loaded, so no checkpoint needs them.
-        self.start = {site: (w.detach() / scale if first else self.sigma[site]).to(device) for site, w in self.sites.items()}
-        self.before = {old: {site: tau.dense(self.start[site]) for site, tau in taus.items()} for old, taus in self.tau.items()}
-        self.rows = {old: {site: self.loaded[old][f"{site}.v"].to(device).sigmoid()[:, None] for site in self.sites} for old in self.tau}
+        self.start = {
+            site: (w.detach() / scale if first else self.sigma[site]).to(device)
+            for site, w in self.sites.items()
+        }
+        self.before = {
+            old: {site: tau.dense(self.start[site]) for site, tau in taus.items()}
+            for old, taus in self.tau.items()
+        }
+        self.rows = {
+            old: {
+                site: self.loaded[old][f"{site}.v"].to(device).sigmoid()[:, None]
+                for site in self.sites
+            }
+            for old in self.tau
+        }
         sigma = {site: nn.Parameter(t.clone()) for site, t in self.start.items()}
-        self.own_v = {site: nn.Parameter(torch.full((len(t),), s.v_start, device=device)) for site, t in self.start.items()}
-        self.own_tau = {site: nn.Parameter(t.clone() if s.tau_start == "sigma" else torch.zeros_like(t)) for site, t in self.start.items()}
-        self.orthant: dict[str, Tensor] = {}  # between `after_backward` and `after_step`: the sign that an entry may have
-        self.own_copies = Copies(self.backbone, copied_names(self.backbone, list(self.sites)) if s.copies else [])
-        self.parts = nn.ParameterList([*sigma.values(), *self.own_v.values(), *self.own_tau.values()])  # dicts are not registered
+        self.own_v = {
+            site: nn.Parameter(torch.full((len(t),), s.v_start, device=device))
+            for site, t in self.start.items()
+        }
+        self.own_tau = {
+            site: nn.Parameter(t.clone() if s.tau_start == "sigma" else torch.zeros_like(t))
+            for site, t in self.start.items()
+        }
+        self.orthant: dict[
+            str, Tensor
+        ] = {}  # between `after_backward` and `after_step`: the sign that an entry may have
+        self.own_copies = Copies(
+            self.backbone, copied_names(self.backbone, list(self.sites)) if s.copies else []
+        )
+        self.parts = nn.ParameterList(
+            [*sigma.values(), *self.own_v.values(), *self.own_tau.values()]
+        )  # dicts are not registered
         self.sigma = dict(sigma)
-        return [*groups, {"name": "sigma", "params": [*sigma.values()], "weight_decay": rates.weight_decay if first else 0.0},
-                {"name": "v", "params": [*self.own_v.values()]}, {"name": "tau", "params": [*self.own_tau.values()]},
-                {"name": "copies", "params": [*self.own_copies.values], "weight_decay": 0.0}]
+        return [
+            *groups,
+            {
+                "name": "sigma",
+                "params": [*sigma.values()],
+                "weight_decay": rates.weight_decay if first else 0.0,
+            },
+            {"name": "v", "params": [*self.own_v.values()]},
+            {"name": "tau", "params": [*self.own_tau.values()]},
+            {"name": "copies", "params": [*self.own_copies.values], "weight_decay": 0.0},
+        ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        found = [Decomposed.apply(self.sigma[site], self.own_v[site], self.own_tau[site], *self.anchor(site)) for site in self.sites]
+        found = [
+            Decomposed.apply(
+                self.sigma[site], self.own_v[site], self.own_tau[site], *self.anchor(site)
+            )
+            for site in self.sites
+        ]
         theta, sizes, anchors = zip(*found, strict=True)
-        self.penalties = {"sparsity": self.settings.lambda1 * torch.stack(sizes).sum(), "anchor": torch.stack(anchors).sum()}
-        return dict(zip((f"{site}.weight" for site in self.sites), theta, strict=True)) | self.own_copies.tensors()
+        self.penalties = {
+            "sparsity": self.settings.lambda1 * torch.stack(sizes).sum(),
+            "anchor": torch.stack(anchors).sum(),
+        }
+        return (
+            dict(zip((f"{site}.weight" for site in self.sites), theta, strict=True))
+            | self.own_copies.tensors()
+        )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """CE + lambda1 |tau_t|_1 + what `anchor` says of earlier tasks."""
         ce, terms = super().loss(batch, progress)
-        return ce + sum(self.penalties.values()), terms | {name: p.detach() for name, p in self.penalties.items()}
+        return ce + sum(self.penalties.values()), terms | {
+            name: p.detach() for name, p in self.penalties.items()
+        }
 
     @torch.no_grad()
     def anchor(self, site: str) -> tuple[Tensor, Tensor | None]:
@@ -200,14 +320,19 @@ class Apd(Method):
             return self.start[site].new_zeros(()), None
         drift = torch.sub(self.sigma[site], self.start[site])
         if self.settings.retro == "frozen_tau":
-            rows = sum((m[site].square() for m in self.rows.values()), torch.zeros_like(drift[:, :1]))
+            rows = sum(
+                (m[site].square() for m in self.rows.values()), torch.zeros_like(drift[:, :1])
+            )
             gradient = drift * (weight * rows)
             return torch.dot(gradient.flatten(), drift.flatten()) / 2, gradient
         value, gradient = drift.new_zeros(()), torch.zeros_like(drift)
         for old, m in self.rows.items():
             needed = torch.addcmul(self.before[old][site], drift, m[site], value=-1)
             clipped = needed.clamp(-limit, limit)
-            value += torch.dot(clipped.flatten(), needed.flatten()) - torch.dot(clipped.flatten(), clipped.flatten()) / 2
+            value += (
+                torch.dot(clipped.flatten(), needed.flatten())
+                - torch.dot(clipped.flatten(), clipped.flatten()) / 2
+            )
             gradient.addcmul_(clipped, m[site], value=-weight)
         return value * weight, gradient
 
@@ -216,7 +341,9 @@ class Apd(Method):
             for site, tau in self.own_tau.items():
                 assert tau.grad is not None
                 still = tau.detach() == 0
-                torch.where(still, F.softshrink(tau.grad, self.settings.lambda1), tau.grad, out=tau.grad)
+                torch.where(
+                    still, F.softshrink(tau.grad, self.settings.lambda1), tau.grad, out=tau.grad
+                )
                 self.orthant[site] = torch.where(still, -tau.grad, tau.detach()).sign()
 
     @torch.no_grad()
@@ -232,11 +359,20 @@ class Apd(Method):
             return self.tau[task][site].dense(self.sites[site])
         if task == self.task_name:
             return self.with_zeros(self.own_tau[site].detach())
-        needed = torch.addcmul(self.before[task][site], self.sigma[site] - self.start[site], self.rows[task][site], value=-1)
+        needed = torch.addcmul(
+            self.before[task][site],
+            self.sigma[site] - self.start[site],
+            self.rows[task][site],
+            value=-1,
+        )
         return self.with_zeros(F.softshrink(needed, self.settings.lambda1 / self.settings.lambda2))
 
     def with_zeros(self, tau: Tensor) -> Tensor:
-        return tau.masked_fill(tau.abs() <= self.settings.lambda1, 0.0) if self.settings.zeros == "threshold" else tau
+        return (
+            tau.masked_fill(tau.abs() <= self.settings.lambda1, 0.0)
+            if self.settings.zeros == "threshold"
+            else tau
+        )
 
     @property
     def task_name(self) -> str | None:
@@ -247,15 +383,27 @@ class Apd(Method):
         """The share of zeros in tau. While training, how far all earlier tasks' weights have moved in this task, relative
         to their size; after a consolidation, the share of all tasks' entries that shared values replaced."""
         taus = [self.tau_of(str(self.task_name), site) for site in self.sites]
-        found = {"tau_zeros": 1 - sum(int(t.count_nonzero()) for t in taus) / sum(t.numel() for t in taus)}
+        found = {
+            "tau_zeros": 1
+            - sum(int(t.count_nonzero()) for t in taus) / sum(t.numel() for t in taus)
+        }
         if not self.step:
-            entries, replaced = (sum(counts) for counts in zip(*self.replaced.values(), strict=True))
+            entries, replaced = (
+                sum(counts) for counts in zip(*self.replaced.values(), strict=True)
+            )
             return found | {"replaced": replaced / max(1, entries)}
         moved = size = torch.zeros((), dtype=torch.float64)
         for old, site in ((old, site) for old in self.before for site in self.sites):
             m = self.rows[old][site]
             then = torch.addcmul(self.before[old][site], self.start[site], m)
-            moved = moved + (torch.addcmul(self.tau_of(old, site), self.sigma[site], m) - then).square().sum().double().cpu()
+            moved = (
+                moved
+                + (torch.addcmul(self.tau_of(old, site), self.sigma[site], m) - then)
+                .square()
+                .sum()
+                .double()
+                .cpu()
+            )
             size = size + then.square().sum().double().cpu()
         return found | ({"drift": float((moved / size).sqrt())} if self.before else {})
 
@@ -263,20 +411,29 @@ class Apd(Method):
         if not self.step:
             return self.losses_of_consolidation()
         if self.measures()["tau_zeros"] == 1:
-            return [f"task {self.task_name!r}: its tau is zero everywhere, so that it has only scales and copies of its own; lower lambda1, or train "
-                    "for more steps"]
+            return [
+                f"task {self.task_name!r}: its tau is zero everywhere, so that it has only "
+                "scales and copies of its own; lower lambda1, or train "
+                "for more steps"
+            ]
         return []
 
     def losses_of_consolidation(self) -> list[str]:
         """A sentence where a consolidation replaced most of what a task had of its own."""
-        shares = {task: replaced / max(1, entries) for task, (entries, replaced) in self.replaced.items()}
+        shares = {
+            task: replaced / max(1, entries) for task, (entries, replaced) in self.replaced.items()
+        }
         most = max(shares, key=lambda task: shares[task], default="")
         if not most or shares[most] <= MUCH:
             return []
         dense = self.replaced[most][0] / sum(w.numel() for w in self.sites.values())
-        return [f"task {self.task_name!r}: consolidation replaced {shares[most]:.0%} of the entries of tau of task {most!r}, "
-                f"whose tau is {dense:.0%} dense, by values that it shares; where tasks have little in common this costs "
-                "accuracy: lower gap, raise lambda1 for a sparser tau, or set consolidate_every to 0"]
+        return [
+            f"task {self.task_name!r}: consolidation replaced {shares[most]:.0%} of the entries "
+            f"of tau of task {most!r}, "
+            f"whose tau is {dense:.0%} dense, by values that it shares; where tasks have little "
+            "in common this costs "
+            "accuracy: lower gap, raise lambda1 for a sparser tau, or set consolidate_every to 0"
+        ]
 
     def finish(self) -> tuple[TaskState, Carried]:
         """Before a consolidation, the task's own state goes along: that step leaves it behind."""
@@ -285,9 +442,16 @@ class Apd(Method):
             return self.state(copies=dict(self.loaded[self.task.name])), self.carried()
         for task in [*self.tau, self.task.name]:
             self.tau[task] = {site: Sparse.of(self.tau_of(task, site)) for site in self.sites}
-        state, carried = self.state(copies={name: t.clone() for name, t in self.own_parts().items()}), self.carried()
+        state, carried = (
+            self.state(copies={name: t.clone() for name, t in self.own_parts().items()}),
+            self.carried(),
+        )
         if len(self.planned(self.settings, sum(t.role != "base" for t in self.stream) - 1)) > 1:
-            carried.tensors |= {f"own/{kind}/{name}": t.clone() for kind in ("head", "copies") for name, t in getattr(state, kind).items()}
+            carried.tensors |= {
+                f"own/{kind}/{name}": t.clone()
+                for kind in ("head", "copies")
+                for name, t in getattr(state, kind).items()
+            }
         return state, carried
 
     def own_parts(self) -> dict[str, Tensor]:
@@ -304,7 +468,15 @@ class Apd(Method):
         for site, clusters in self.shared.items():
             for number, values in enumerate(clusters.values()):
                 tensors |= values.named(f"shared/{number}/{site}")
-        return Carried(tensors, {"tasks": [*self.tau], "clusters": {site: [[*tasks] for tasks in clusters] for site, clusters in self.shared.items()}})
+        return Carried(
+            tensors,
+            {
+                "tasks": [*self.tau],
+                "clusters": {
+                    site: [[*tasks] for tasks in clusters] for site, clusters in self.shared.items()
+                },
+            },
+        )
 
     # ---- consolidation -----------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -315,8 +487,14 @@ class Apd(Method):
         count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
         self.replaced = dict.fromkeys(self.tau, (0, 0))
         for site in self.sites:
-            full = torch.stack([self.tau_of(task, site) + self.shared_of(task, site) for task in self.tau])
-            labels, tasks, self.shared[site] = cluster(full.flatten(1).double(), count), [*self.tau], {}
+            full = torch.stack(
+                [self.tau_of(task, site) + self.shared_of(task, site) for task in self.tau]
+            )
+            labels, tasks, self.shared[site] = (
+                cluster(full.flatten(1).double(), count),
+                [*self.tau],
+                {},
+            )
             for label in sorted(set(labels)):
                 members = [i for i, found in enumerate(labels) if found == label]
                 mine = full[members]
@@ -324,7 +502,9 @@ class Apd(Method):
                 near = high - low <= self.settings.gap * mean_size(mine)
                 same = near & (mine.count_nonzero(0) > 1)
                 if bool(same.any()):
-                    self.shared[site][tuple(tasks[i] for i in members)] = Sparse.of(torch.where(same, (high + low) / 2, 0.0))
+                    self.shared[site][tuple(tasks[i] for i in members)] = Sparse.of(
+                        torch.where(same, (high + low) / 2, 0.0)
+                    )
                 for i in members:
                     self.tau[tasks[i]][site] = Sparse.of(full[i].masked_fill(same, 0.0))
                     entries, replaced = self.replaced[tasks[i]]
@@ -334,7 +514,11 @@ class Apd(Method):
 
     def shared_of(self, task: str, site: str) -> Tensor:
         """What a task has at a site from its cluster."""
-        parts = (values.dense(self.sites[site]) for tasks, values in self.shared.get(site, {}).items() if task in tasks)
+        parts = (
+            values.dense(self.sites[site])
+            for tasks, values in self.shared.get(site, {}).items()
+            if task in tasks
+        )
         return next(parts, torch.zeros_like(self.sites[site]))
 
     # ---- serving -----------------------------------------------------------------------------------------------------
@@ -344,9 +528,14 @@ class Apd(Method):
         self.tau = {task: {} for task in carried.meta["tasks"]}
         for task, site, tau in sparse_parts(carried.tensors, "tau"):
             self.tau[task][site] = tau
-        shared = {(site, int(number)): values for number, site, values in sparse_parts(carried.tensors, "shared")}
-        self.shared = {site: {tuple(tasks): shared[site, number] for number, tasks in enumerate(clusters)}
-                       for site, clusters in carried.meta["clusters"].items()}
+        shared = {
+            (site, int(number)): values
+            for number, site, values in sparse_parts(carried.tensors, "shared")
+        }
+        self.shared = {
+            site: {tuple(tasks): shared[site, number] for number, tasks in enumerate(clusters)}
+            for site, clusters in carried.meta["clusters"].items()
+        }
 
     def load(self, state: TaskState) -> None:
         """Keeps v and copies of the task. A base task has none: it is served by the backbone."""
@@ -354,8 +543,11 @@ class Apd(Method):
         for site, weight in self.sites.items() if state.copies else ():
             found = tuple(state.copies[f"{site}.v"].shape) if f"{site}.v" in state.copies else None
             if found != (len(weight),):
-                raise UserError(f"task {state.task!r}: its state has scales {site}.v of shape {found}, this backbone has {len(weight)} output features "
-                                "there; use the backbone of its run")
+                raise UserError(
+                    f"task {state.task!r}: its state has scales {site}.v of shape {found}, this "
+                    f"backbone has {len(weight)} output features "
+                    "there; use the backbone of its run"
+                )
         self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
@@ -374,8 +566,11 @@ class Apd(Method):
     @classmethod
     def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """Where the task's own tau is not zero."""
-        return {site: tau.support(tuple(carried.tensors[f"sigma/{site}"].shape))
-                for task, site, tau in sparse_parts(carried.tensors, "tau") if task == state.task}
+        return {
+            site: tau.support(tuple(carried.tensors[f"sigma/{site}"].shape))
+            for task, site, tau in sparse_parts(carried.tensors, "tau")
+            if task == state.task
+        }
 
 
 class Decomposed(torch.autograd.Function):
@@ -383,15 +578,23 @@ class Decomposed(torch.autograd.Function):
     (None: none) are known already. All in one, since every pass over (o, i) costs about as much as the optimizer does."""
 
     @staticmethod
-    def forward(ctx: Any, sigma: Tensor, v: Tensor, tau: Tensor, value: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, sigma: Tensor, v: Tensor, tau: Tensor, value: Tensor, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         m = v.sigmoid()[:, None]
         ctx.save_for_backward(sigma, m, tau, gradient)
         return torch.addcmul(tau, sigma, m), tau.abs().sum(), value.clone()
 
     @staticmethod
-    def backward(ctx: Any, into_theta: Tensor, into_size: Tensor, into_value: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, into_theta: Tensor, into_size: Tensor, into_value: Tensor
+    ) -> tuple[Tensor | None, ...]:
         sigma, m, tau, gradient = ctx.saved_tensors
-        into_sigma = into_theta * m if gradient is None else torch.addcmul(gradient * into_value, into_theta, m)
+        into_sigma = (
+            into_theta * m
+            if gradient is None
+            else torch.addcmul(gradient * into_value, into_theta, m)
+        )
         into_m = torch.linalg.vecdot(into_theta, sigma)
         into_tau = tau.sign().mul_(into_size).add_(into_theta)
         return into_sigma, into_m * (m * (1 - m)).squeeze(1), into_tau, None, None
@@ -405,6 +608,7 @@ def mean_size(values: Tensor) -> Tensor:
 def cluster(points: Tensor, count: int) -> list[int]:
     """k-means of points (n, d) -> the cluster of each. The first point is the first centre, each further one is the point farthest
     from those before; among equals the first is taken, so that the same points always give the same clusters."""
+
     def distances(centres: Tensor) -> Tensor:
         return torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")
 
@@ -417,7 +621,12 @@ def cluster(points: Tensor, count: int) -> list[int]:
         if torch.equal(nearest, labels):
             break
         labels = nearest
-        centres = torch.stack([points[labels == j].mean(0) if bool((labels == j).any()) else c for j, c in enumerate(centres)])
+        centres = torch.stack(
+            [
+                points[labels == j].mean(0) if bool((labels == j).any()) else c
+                for j, c in enumerate(centres)
+            ]
+        )
     return labels.tolist()
 
 

@@ -122,7 +122,10 @@ class MethodSettings(Frozen):
 def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
     """Raises UserError for `mask_lr: auto` under SGD: how far that goes in a step depends on the gradients, Adam's way does not."""
     if mask_lr == "auto" and train.optimizer != "adamw":
-        raise UserError(f"mask_lr is 'auto' with train.optimizer {train.optimizer!r}: the rate is derived for adamw; use that, or give mask_lr a number")
+        raise UserError(
+            f"mask_lr is 'auto' with train.optimizer {train.optimizer!r}: the rate is derived "
+            "for adamw; use that, or give mask_lr a number"
+        )
 
 
 class Method(nn.Module):
@@ -132,32 +135,53 @@ class Method(nn.Module):
     paper: ClassVar[str] = ""
     carries: ClassVar[tuple[str, ...]] = ()  # nothing carried: the tasks form a star
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
-    starts_from: ClassVar[tuple[str, ...]] = ()  # of a star: steps on the base task, or on images without labels, whose carried states all tasks start from and
+    starts_from: ClassVar[
+        tuple[str, ...]
+    ] = ()  # of a star: steps on the base task, or on images without labels, whose carried states all tasks start from and
     # are served with
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
     revision: ClassVar[int] = 1  # raise it when results change
-    trains_on: ClassVar[Literal["task", "seen"]] = "task"  # "seen": all tasks so far, as joint training does
-    reads: ClassVar[Literal["task", "seen"] | None] = None  # whose data the stages wait for; None: what it trains on; memory needs "seen"
-    needs_states: ClassVar[bool] = False  # a chain that loads the states of all earlier tasks before `begin`
-    needs_vit: ClassVar[bool] = False  # it works on the blocks or tokens of a VisionTransformer; False: on parameters by name
+    trains_on: ClassVar[Literal["task", "seen"]] = (
+        "task"  # "seen": all tasks so far, as joint training does
+    )
+    reads: ClassVar[Literal["task", "seen"] | None] = (
+        None  # whose data the stages wait for; None: what it trains on; memory needs "seen"
+    )
+    needs_states: ClassVar[bool] = (
+        False  # a chain that loads the states of all earlier tasks before `begin`
+    )
+    needs_vit: ClassVar[bool] = (
+        False  # it works on the blocks or tokens of a VisionTransformer; False: on parameters by name
+    )
     freezes_backbone: ClassVar[bool] = True
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
-    starts_as_backbone: ClassVar[bool] = True  # before its first step a task's features are those of the backbone
+    starts_as_backbone: ClassVar[bool] = (
+        True  # before its first step a task's features are those of the backbone
+    )
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
-    per_task: ClassVar[frozenset[str]] = frozenset()  # settings, by their names in a config, that a task may have of its own: no other task's steps,
+    per_task: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # settings, by their names in a config, that a task may have of its own: no other task's steps,
     # no serving and no `fits` needs to know with which value a state was trained
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         """Raises UserError where these settings cannot work together; asked before anything runs."""
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         """Raises UserError where the method cannot work on this backbone, which has shapes but no weights (device `meta`), or on
         these tasks; asked before anything runs."""
         if cls.needs_vit and not isinstance(backbone, VisionTransformer):
-            raise UserError(f"{cls.name!r} works on the blocks of a vision transformer, and the backbone is a {type(backbone).__name__}; choose another "
-                            "method, or a backbone such as vit_tiny_patch16_224")
+            raise UserError(
+                f"{cls.name!r} works on the blocks of a vision transformer, and the backbone is "
+                f"a {type(backbone).__name__}; choose another "
+                "method, or a backbone such as vit_tiny_patch16_224"
+            )
 
     @classmethod
     def rewrites(cls, scenario: str) -> bool:
@@ -193,14 +217,26 @@ class Method(nn.Module):
         self.seed = seed
         self.backbone_digest = digest_of(backbone)
         self.heads = Heads(backbone.num_features)  # type: ignore[arg-type]
-        self.effective: dict[str, Tensor] = {}  # parameter of the backbone -> the tensor that stands in for it
-        self.serving: tuple[str, torch.device] | None = None  # whose `serving_weights` are in effect
-        self.folded: Callable[[str], dict[str, Tensor]] | None = None  # set by whoever serves many tasks: a cache of `serving_weights`
+        self.effective: dict[
+            str, Tensor
+        ] = {}  # parameter of the backbone -> the tensor that stands in for it
+        self.serving: tuple[str, torch.device] | None = (
+            None  # whose `serving_weights` are in effect
+        )
+        self.folded: Callable[[str], dict[str, Tensor]] | None = (
+            None  # set by whoever serves many tasks: a cache of `serving_weights`
+        )
         self.task: Task | None = None
         self.scenario = "task"  # set by the loop, before anything else is called
-        self.stream: tuple[Task, ...] = ()  # set by the loop: the tasks so far in stream order, with the one in training
-        self.feed_of: Callable[[str, bool], Any]  # set by the loop: (split, training) -> Feed over what this step trains on
-        self.keys_of: Callable[[Task], dict[str, list[str]]]  # set by the loop, for `memory` too: class -> its keys in the task's train split
+        self.stream: tuple[
+            Task, ...
+        ] = ()  # set by the loop: the tasks so far in stream order, with the one in training
+        self.feed_of: Callable[
+            [str, bool], Any
+        ]  # set by the loop: (split, training) -> Feed over what this step trains on
+        self.keys_of: Callable[
+            [Task], dict[str, list[str]]
+        ]  # set by the loop, for `memory` too: class -> its keys in the task's train split
         self.holds_out = False  # set by the loop: whether the feed has a `val` split
         if self.freezes_backbone:
             self.backbone.requires_grad_(False)
@@ -216,19 +252,27 @@ class Method(nn.Module):
         to the feed; where `task` itself is named, of it too the feed gives these keys alone. Needs `reads = "seen"`."""
         return {}
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         """Prepares for `step` of `task` and returns the optimizer's parameter groups (`params`, optional `lr`,
         `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in the order of `Batch.tasks`. In scenario
         `class` all heads are trained, since they answer together."""
         self.task, self.training_tasks, self.serving, self.effective = task, tasks, None, {}
         for each in tasks:
             self.heads.add(each.name, each.num_classes, self.seed)
-        return self.head_groups(rates, list(self.columns()) if self.scenario == "class" else [t.name for t in tasks])
+        return self.head_groups(
+            rates, list(self.columns()) if self.scenario == "class" else [t.name for t in tasks]
+        )
 
     def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
         heads = [self.heads[name] for name in names]
         return [
-            {"name": "head.weight", "params": [h.weight for h in heads], "weight_decay": rates.weight_decay},
+            {
+                "name": "head.weight",
+                "params": [h.weight for h in heads],
+                "weight_decay": rates.weight_decay,
+            },
             {"name": "head.bias", "params": [h.bias for h in heads], "weight_decay": 0.0},
         ]
 
@@ -250,7 +294,11 @@ class Method(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """images (b, 3, H, W) -> the backbone's features (b, d) (of a ViT those of the class token after the final norm), with
         `effective` in place."""
-        return functional_call(self.backbone, self.effective, (images,)) if self.effective else self.backbone(images)
+        return (
+            functional_call(self.backbone, self.effective, (images,))
+            if self.effective
+            else self.backbone(images)
+        )
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of each sample, a mean over the batch: under the head of its own task, or in scenario `class` over
@@ -259,7 +307,9 @@ class Method(nn.Module):
             return self._cross_entropy_over_all(features, batch)
         if len(self.training_tasks) == 1:
             logits = self.heads[self.training_tasks[0].name](features)
-            return F.cross_entropy(logits.float(), batch.labels if batch.targets is None else batch.targets)
+            return F.cross_entropy(
+                logits.float(), batch.labels if batch.targets is None else batch.targets
+            )
         total = features.new_zeros((), dtype=torch.float32)
         for index, task in enumerate(self.training_tasks):
             rows = (batch.tasks == index).nonzero().squeeze(1)
@@ -269,12 +319,17 @@ class Method(nn.Module):
         return total / len(batch)
 
     def _cross_entropy_over_all(self, features: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(self.all_logits(features).float(), self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch))
+        return F.cross_entropy(
+            self.all_logits(features).float(),
+            self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch),
+        )
 
     def wide_labels(self, batch: Batch) -> Tensor:
         """(b,) scenario `class`: each sample's class among all so far, in the order of `columns`."""
         columns = self.columns()
-        first = torch.tensor([columns[t.name].start for t in self.training_tasks], device=batch.tasks.device)
+        first = torch.tensor(
+            [columns[t.name].start for t in self.training_tasks], device=batch.tasks.device
+        )
         return batch.labels + first[batch.tasks]
 
     def wide_targets(self, batch: Batch) -> Tensor:
@@ -283,8 +338,14 @@ class Method(nn.Module):
         classes = max(own.stop for own in columns.values())
         if batch.targets is None:
             return F.one_hot(self.wide_labels(batch), classes).float()
-        own = columns[self.training_tasks[0].name]  # targets over one task's classes leave the others at 0
-        return F.pad(batch.targets, (own.start, classes - own.stop)) if len(self.training_tasks) == 1 else batch.targets
+        own = columns[
+            self.training_tasks[0].name
+        ]  # targets over one task's classes leave the others at 0
+        return (
+            F.pad(batch.targets, (own.start, classes - own.stop))
+            if len(self.training_tasks) == 1
+            else batch.targets
+        )
 
     def sharpness(self) -> float:
         """rho of adaptive sharpness-aware steps (`optim.ascended`): the gradient is taken a way uphill of where a step starts. 0: none."""
@@ -310,8 +371,14 @@ class Method(nn.Module):
 
     def state(self, **parts: Any) -> TaskState:
         assert self.task is not None
-        return TaskState(self.task.name, self.task.classes, self.name, self.backbone_digest,
-                         head=self.heads.export(self.task.name), **parts)
+        return TaskState(
+            self.task.name,
+            self.task.classes,
+            self.name,
+            self.backbone_digest,
+            head=self.heads.export(self.task.name),
+            **parts,
+        )
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
@@ -321,11 +388,18 @@ class Method(nn.Module):
     def load(self, state: TaskState) -> None:
         """Makes a finished task servable. Raises UserError where the state belongs to another method or backbone."""
         if state.method not in (self.name, "base"):
-            raise UserError(f"task {state.task!r}: its state was written by method {state.method!r}, this is {self.name!r}; "
-                            "load it with the method that wrote it")
+            raise UserError(
+                f"task {state.task!r}: its state was written by method {state.method!r}, this "
+                f"is {self.name!r}; "
+                "load it with the method that wrote it"
+            )
         if state.backbone_digest != self.backbone_digest:
-            raise UserError(f"task {state.task!r}: its state belongs to backbone {state.backbone_digest[:12]}, this backbone is "
-                            f"{self.backbone_digest[:12]}; masks mean nothing on other weights, use the backbone of its run")
+            raise UserError(
+                f"task {state.task!r}: its state belongs to backbone "
+                f"{state.backbone_digest[:12]}, this backbone is "
+                f"{self.backbone_digest[:12]}; masks mean nothing on other weights, use the "
+                "backbone of its run"
+            )
         self.heads.restore(state.task, state.head)
         self.serving = None
 
@@ -351,13 +425,21 @@ class Method(nn.Module):
             self.serve(task)
             return head(self.features(images))
         if "class" not in self.scenarios:
-            raise UserError(f"method {self.name!r} needs to be told the task; give one of {sorted(self.heads.names)}")
+            raise UserError(
+                f"method {self.name!r} needs to be told the task; give one of "
+                f"{sorted(self.heads.names)}"
+            )
         return self.all_logits(self.features(images))
 
-    def grouped_logits(self, images: Tensor, rows: Mapping[str, Tensor | slice]) -> dict[str, Tensor]:
+    def grouped_logits(
+        self, images: Tensor, rows: Mapping[str, Tensor | slice]
+    ) -> dict[str, Tensor]:
         """Task -> what `logits` gives for it and its rows of images (b, 3, H, W); the same up to the order of summation, with what tasks
         share computed once."""
-        if (type(self).logits, type(self).serving_weights) == (Method.logits, Method.serving_weights):  # tasks differ in heads alone
+        if (type(self).logits, type(self).serving_weights) == (
+            Method.logits,
+            Method.serving_weights,
+        ):  # tasks differ in heads alone
             features = self.features(images)
             return {task: self.heads[task](features[mine]) for task, mine in rows.items()}
         return {task: self.logits(images[mine], task) for task, mine in rows.items()}
@@ -371,7 +453,10 @@ class Method(nn.Module):
         loaded or in training."""
         names = [t.name for t in self.stream if t.name in self.heads.names] or self.heads.names
         ends = list(accumulate(self.heads[name].out_features for name in names))
-        return {name: slice(end - self.heads[name].out_features, end) for name, end in zip(names, ends, strict=True)}
+        return {
+            name: slice(end - self.heads[name].out_features, end)
+            for name, end in zip(names, ends, strict=True)
+        }
 
     @classmethod
     def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:

@@ -26,10 +26,22 @@ VALIDATION, BIAS = "validation", "bias/"
 
 
 class BicSettings(RehearsalSettings):
-    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
-    val_share: float = Field(0.1, gt=0, le=0.5, description="share of a class's exemplars that are never trained on and fit the bias")
-    beta_decay: NonNegativeFloat = Field(0.1, description="weight of beta^2 / 2 beside the cross-entropy that fits the bias")
-    bias_mode: Literal["newest", "all"] = Field("newest", description="whose outputs are corrected: of the last task, or of every task by its own bias")
+    tau: PositiveFloat = Field(
+        2.0, description="temperature of both softmaxes in the distillation loss"
+    )
+    val_share: float = Field(
+        0.1,
+        gt=0,
+        le=0.5,
+        description="share of a class's exemplars that are never trained on and fit the bias",
+    )
+    beta_decay: NonNegativeFloat = Field(
+        0.1, description="weight of beta^2 / 2 beside the cross-entropy that fits the bias"
+    )
+    bias_mode: Literal["newest", "all"] = Field(
+        "newest",
+        description="whose outputs are corrected: of the last task, or of every task by its own bias",
+    )
 
 
 class Bic(Rehearsal):
@@ -49,20 +61,29 @@ class Bic(Rehearsal):
 
     name = "bic"
     paper = "Large Scale Incremental Learning, CVPR 2019"
-    steps = (Step("train"), Step("calibrate", trains=False, measured=True, after=("train",), later=True), Step("herd", trains=False, after=("train",)))
+    steps = (
+        Step("train"),
+        Step("calibrate", trains=False, measured=True, after=("train",), later=True),
+        Step("herd", trains=False, after=("train",)),
+    )
     taught = True
     Settings = BicSettings
     per_task = Rehearsal.per_task | {"tau", "val_share", "beta_decay"}
     settings: BicSettings
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         super().fits(settings, backbone, tasks)
         assert isinstance(settings, BicSettings)
         classes = sum(task.num_classes for task in tasks)
         if classes and quota(settings.memory, settings.per_class, classes) < 2:
-            raise UserError(f"bic keeps two exemplars of each class or more, one to train on and one to fit the bias on, and the stream has {classes} classes; "
-                            f"give it memory {2 * classes} or more, or per_class 2 or more")
+            raise UserError(
+                "bic keeps two exemplars of each class or more, one to train on and one to fit "
+                f"the bias on, and the stream has {classes} classes; "
+                f"give it memory {2 * classes} or more, or per_class 2 or more"
+            )
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
@@ -81,15 +102,26 @@ class Bic(Rehearsal):
         held = self.held_out(task, keys)
         if step == "calibrate":
             kept: Memory = carried.meta[VALIDATION] if carried is not None else {}
-            return {name: [key for keys in classes.values() for key in keys] for name, classes in (kept | {task.name: held}).items()}
-        return super().memory(task, step, carried) | {task.name: [key for name in keys for key in keys[name] if key not in held[name]]}
+            return {
+                name: [key for keys in classes.values() for key in keys]
+                for name, classes in (kept | {task.name: held}).items()
+            }
+        return super().memory(task, step, carried) | {
+            task.name: [key for name in keys for key in keys[name] if key not in held[name]]
+        }
 
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
         """Class -> keys that only fit the bias, as many as old classes have by then (under the first task: as it keeps itself)."""
         old = sum(t.num_classes for t in self.stream[: self.stream.index(task)])
         most = super().share(old or task.num_classes)
-        counts = {name: min(self.reserved(min(most, len(own))), len(own) - 1) for name, own in keys.items()}
-        return {name: sorted(own, key=lambda key: seed_of(self.seed, "validation", key))[: counts[name]] for name, own in keys.items()}
+        counts = {
+            name: min(self.reserved(min(most, len(own))), len(own) - 1)
+            for name, own in keys.items()
+        }
+        return {
+            name: sorted(own, key=lambda key: seed_of(self.seed, "validation", key))[: counts[name]]
+            for name, own in keys.items()
+        }
 
     def reserved(self, share: int) -> int:
         """How many of so many exemplars of a class fit the bias."""
@@ -100,7 +132,9 @@ class Bic(Rehearsal):
         return whole - self.reserved(whole)
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "calibrate":
             self.calibrate(task)
@@ -122,17 +156,27 @@ class Bic(Rehearsal):
         columns = self.columns()
         first = torch.tensor([columns[t.name].start for t in self.training_tasks])
         logits = self.all_logits(features.to(self.heads[task.name].weight.device)).cpu()
-        self.biases[task.name] = fit_bias(logits, labels + first[tasks], columns[task.name], self.settings.beta_decay)
+        self.biases[task.name] = fit_bias(
+            logits, labels + first[tasks], columns[task.name], self.settings.beta_decay
+        )
 
     def herd(self, task: Task, sharers: int = 0) -> None:
         super().herd(task, sharers)
-        count = self.reserved(super().share(sharers or max(own.stop for own in self.columns().values())))
+        count = self.reserved(
+            super().share(sharers or max(own.stop for own in self.columns().values()))
+        )
         held = self.validation | {task.name: self.held_out(task, self.keys_of(task))}
-        self.validation = {name: {c: keys[:count] for c, keys in classes.items()} for name, classes in held.items()}
+        self.validation = {
+            name: {c: keys[:count] for c, keys in classes.items()} for name, classes in held.items()
+        }
 
     def measures(self) -> dict[str, float]:
         """alpha, beta: below 1 and 0, outputs of the new classes had grown above those of old ones."""
-        found = self.biases[self.task.name].tolist() if self.task is not None and self.task.name in self.biases else ()
+        found = (
+            self.biases[self.task.name].tolist()
+            if self.task is not None and self.task.name in self.biases
+            else ()
+        )
         return dict(zip(("alpha", "beta"), found, strict=False))
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -151,7 +195,11 @@ class Bic(Rehearsal):
         columns = self.columns()
         for name in names if self.settings.bias_mode == "all" else names[-1:]:
             if name in self.biases:
-                logits = biased(logits.float(), columns[name], self.biases[name].to(logits.device, torch.float32))
+                logits = biased(
+                    logits.float(),
+                    columns[name],
+                    self.biases[name].to(logits.device, torch.float32),
+                )
         return logits
 
     def all_logits(self, features: Tensor) -> Tensor:
@@ -160,5 +208,9 @@ class Bic(Rehearsal):
     def attach(self, carried: Carried) -> None:
         tensors = {name: t for name, t in carried.tensors.items() if not name.startswith(BIAS)}
         super().attach(Carried(tensors, carried.meta))
-        self.biases = {name.removeprefix(BIAS): t for name, t in carried.tensors.items() if name.startswith(BIAS)}
+        self.biases = {
+            name.removeprefix(BIAS): t
+            for name, t in carried.tensors.items()
+            if name.startswith(BIAS)
+        }
         self.validation = carried.meta.get(VALIDATION, {})

@@ -17,9 +17,19 @@ from workers.taskstate import Carried
 
 
 class CosineSettings(RehearsalSettings):
-    per_class: NonNegativeInt = Field(20, description="exemplars of each class, whatever their number; 0: `memory` counts")
-    scale: PositiveFloat = Field(10.0, description="where eta starts, the learnt scale of similarities; 1 in the papers, which train with SGD at large rates")
-    finetune: bool = Field(False, description="train the classifier alone once more, on as many exemplars of each class, new and old")
+    per_class: NonNegativeInt = Field(
+        20, description="exemplars of each class, whatever their number; 0: `memory` counts"
+    )
+    scale: PositiveFloat = Field(
+        10.0,
+        description="where eta starts, the learnt scale of similarities; 1 in the papers, which train "
+        "with SGD at large rates",
+    )
+    finetune: bool = Field(
+        False,
+        description="train the classifier alone once more, on as many exemplars of each class, new and "
+        "old",
+    )
 
 
 class CosineRehearsal(Rehearsal):
@@ -44,25 +54,39 @@ class CosineRehearsal(Rehearsal):
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         assert isinstance(settings, CosineSettings)
-        return tuple(step for step in super().planned(settings, position) if step.name != "finetune" or settings.finetune)
+        return tuple(
+            step
+            for step in super().planned(settings, position)
+            if step.name != "finetune" or settings.finetune
+        )
 
     def __init__(self, backbone: nn.Module, settings: CosineSettings, seed: int, proxies: int = 1):
         super().__init__(backbone, settings, seed)
         self.heads = CosineHeads(backbone.num_features, proxies, settings.scale)  # type: ignore[arg-type]
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if (step == "train" and self.old) or (step == "herd" and task.role == "base"):
             self.imprint(task)
-        return [group for group in groups if step != "finetune" or group["name"].startswith("head.")]
+        return [
+            group for group in groups if step != "finetune" or group["name"].startswith("head.")
+        ]
 
     def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
         """The task's own vectors, in `finetune` those of all, and eta."""
         assert self.task is not None
-        weights = [self.heads[name].weight for name in names if self.step == "finetune" or name == self.task.name]
-        return [{"name": "head.weight", "params": weights, "weight_decay": rates.weight_decay},
-                {"name": "head.scale", "params": [self.heads.scale], "weight_decay": 0.0}]
+        weights = [
+            self.heads[name].weight
+            for name in names
+            if self.step == "finetune" or name == self.task.name
+        ]
+        return [
+            {"name": "head.weight", "params": weights, "weight_decay": rates.weight_decay},
+            {"name": "head.scale", "params": [self.heads.scale], "weight_decay": 0.0},
+        ]
 
     @torch.no_grad()
     def imprint(self, task: Task) -> None:
@@ -72,7 +96,11 @@ class CosineRehearsal(Rehearsal):
         lengths = [self.heads[name].weight.norm(dim=2).flatten() for name in self.old]
         length = float(torch.cat(lengths).mean()) if lengths else 1.0
         noise = seed_of(self.seed, "imprint", task.name)
-        self.heads[task.name].weight.copy_(imprinted(features[mine], labels[mine], task.num_classes, self.heads.proxies, length, noise))
+        self.heads[task.name].weight.copy_(
+            imprinted(
+                features[mine], labels[mine], task.num_classes, self.heads.proxies, length, noise
+            )
+        )
 
     def similarity(self, features: Tensor) -> Tensor:
         """features (b, d) -> s (b, classes so far), without eta."""

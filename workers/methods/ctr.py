@@ -31,14 +31,29 @@ FEW = 0.01  # share of free units below which a task learns little but its head
 class CtrSettings(MethodSettings):
     width: PositiveInt = Field(64, description="A, units of a bottleneck, for all tasks together")
     s_max: float = Field(400.0, gt=1, description="scale of the masks when they are hardest")
-    c: NonNegativeFloat = Field(0.75, description="weight of R, the price of units that no earlier task uses")
-    start: Start = Field("normal", description="where embeddings start; normal, the paper's, has half of the units on")
-    expected_tasks: int = Field(10, ge=2, description="for start sparse: of how many tasks one should use a unit")
-    mask_lr: PositiveFloat | Literal["auto"] = Field("auto", description="peak learning rate of the embeddings; auto: by mask_travel")
-    mask_travel: PositiveFloat = Field(4.0, description="for mask_lr auto: how far an embedding can go over all steps; half of them start within 0.7 of 0")
+    c: NonNegativeFloat = Field(
+        0.75, description="weight of R, the price of units that no earlier task uses"
+    )
+    start: Start = Field(
+        "normal",
+        description="where embeddings start; normal, the paper's, has half of the units on",
+    )
+    expected_tasks: int = Field(
+        10, ge=2, description="for start sparse: of how many tasks one should use a unit"
+    )
+    mask_lr: PositiveFloat | Literal["auto"] = Field(
+        "auto", description="peak learning rate of the embeddings; auto: by mask_travel"
+    )
+    mask_travel: PositiveFloat = Field(
+        4.0,
+        description="for mask_lr auto: how far an embedding can go over all steps; half of them start "
+        "within 0.7 of 0",
+    )
 
 
-def masked_bottleneck(x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor) -> Tensor:
+def masked_bottleneck(
+    x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor
+) -> Tensor:
     """x + z2 with z1 = relu(fc1 x) and z2 = relu(fc2 z1). The masks are in the weights: m relu(v) = relu(m v) for m >= 0."""
     return x + F.linear(F.linear(x, down, down_bias).relu_(), up, up_bias).relu_()
 
@@ -54,7 +69,9 @@ class CtrTsm(Method):
     """
 
     name = "ctr_tsm"
-    paper = "Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning, NeurIPS 2021"
+    paper = (
+        "Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning, NeurIPS 2021"
+    )
     needs_vit = True
     carries: ClassVar[tuple[str, ...]] = ("adapters", "used")
     starts_as_backbone = False
@@ -64,7 +81,9 @@ class CtrTsm(Method):
     settings: CtrSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, CtrSettings)
         needs_adamw(settings.mask_lr, train)
 
@@ -76,9 +95,16 @@ class CtrTsm(Method):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, self.form)
         # The up-projection starts as PyTorch's Linear does. Not at zero: there relu has no gradient.
-        self.adapters = Bottlenecks(len(self.sites), self.sites.width, settings.width, up_std=1 / math.sqrt(3 * settings.width))
+        self.adapters = Bottlenecks(
+            len(self.sites),
+            self.sites.width,
+            settings.width,
+            up_std=1 / math.sqrt(3 * settings.width),
+        )
         self.shared = nn.ModuleDict({"adapters": self.adapters})  # what tasks hand on
-        self.used = torch.zeros(len(self.sites), settings.width + self.sites.width, dtype=torch.bool)  # (S, A + d), by earlier tasks
+        self.used = torch.zeros(
+            len(self.sites), settings.width + self.sites.width, dtype=torch.bool
+        )  # (S, A + d), by earlier tasks
         self.position = 0  # number of earlier tasks
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> masks by kind
 
@@ -88,19 +114,30 @@ class CtrTsm(Method):
         return inner, outer
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device, s = self.device, self.settings
         generator = torch.Generator().manual_seed(seed_of(self.seed, "ctr", task.name))
-        self.mask = AnnealedSigmoid(start_of(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(device), s.s_max)
+        self.mask = AnnealedSigmoid(
+            start_of(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(device),
+            s.s_max,
+        )
         self.shared.to(device)
         self.used = self.used.to(device)
         self.protector = Protector(self.locks())
-        mask_lr = s.mask_travel / max(rates.mean_rate_steps, 1e-9) if s.mask_lr == "auto" else s.mask_lr
-        return [*groups, *self.shared_groups(rates), {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0}]
+        mask_lr = (
+            s.mask_travel / max(rates.mean_rate_steps, 1e-9) if s.mask_lr == "auto" else s.mask_lr
+        )
+        return [
+            *groups,
+            *self.shared_groups(rates),
+            {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
+        ]
 
     def shared_groups(self, rates: Rates) -> list[dict[str, Any]]:
         return self.adapters.groups(rates.weight_decay)
@@ -109,19 +146,33 @@ class CtrTsm(Method):
         """Entries that an earlier task may use, by HAT's rule: both its output and its input are used; inputs of fc1 always are."""
         inner, outer = self.split(self.used)
         a = self.adapters
-        return {"down": (a.down, inner[:, :, None]), "down_bias": (a.down_bias, inner),
-                "up": (a.up, outer[:, :, None] & inner[:, None, :]), "up_bias": (a.up_bias, outer)}
+        return {
+            "down": (a.down, inner[:, :, None]),
+            "down_bias": (a.down_bias, inner),
+            "up": (a.up, outer[:, :, None] & inner[:, None, :]),
+            "up_bias": (a.up_bias, outer),
+        }
 
     def masked(self, inner: Tensor, outer: Tensor) -> dict[str, Tensor]:
         """The adapters' tensors with m1 (S, A) and m2 (S, d) multiplied in, boolean or in [0, 1]."""
         a = self.adapters
-        return {"down": a.down * inner[:, :, None], "down_bias": a.down_bias * inner, "up": a.up * outer[:, :, None], "up_bias": a.up_bias * outer}
+        return {
+            "down": a.down * inner[:, :, None],
+            "down_bias": a.down_bias * inner,
+            "up": a.up * outer[:, :, None],
+            "up_bias": a.up_bias * outer,
+        }
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         if progress.steps_per_epoch == 1:
-            raise UserError(f"task {self.training_tasks[0].name!r} has one step per epoch, and masks are hardened from step to step of an epoch; lower "
-                            "train.batch_size until an epoch has several")
-        self.soft = self.mask.sample(annealed(progress.step, progress.steps_per_epoch, self.settings.s_max))
+            raise UserError(
+                f"task {self.training_tasks[0].name!r} has one step per epoch, and masks are "
+                "hardened from step to step of an epoch; lower "
+                "train.batch_size until an epoch has several"
+            )
+        self.soft = self.mask.sample(
+            annealed(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        )
         return self.masked(*self.split(self.soft))
 
     def features(self, images: Tensor) -> Tensor:
@@ -144,28 +195,41 @@ class CtrTsm(Method):
     def measures(self) -> dict[str, float]:
         """Shares of units: this task's, and those that no task uses so far."""
         own = self.mask.hard()
-        return {"density": float(own.float().mean()), "free": 1 - float((own | self.used).float().mean())}
+        return {
+            "density": float(own.float().mean()),
+            "free": 1 - float((own | self.used).float().mean()),
+        }
 
     def warnings(self) -> list[str]:
         assert self.task is not None
         free, left = 1 - float(self.used.float().mean()), self.measures()["free"]
         if free < FEW:
-            return [f"task {self.task.name!r}: only {free:.2%} of the adapters' units were free, so it learned little but its head and the choice of "
-                    "units; raise width, or c so that tasks use fewer units"]
+            return [
+                f"task {self.task.name!r}: only {free:.2%} of the adapters' units were free, so "
+                "it learned little but its head and the choice of "
+                "units; raise width, or c so that tasks use fewer units"
+            ]
         if left < FEW:
-            return [f"task {self.task.name!r}: {left:.2%} of the adapters' units are left for later tasks; raise width or c, or set start: sparse"]
+            return [
+                f"task {self.task.name!r}: {left:.2%} of the adapters' units are left for later "
+                "tasks; raise width or c, or set start: sparse"
+            ]
         return []
 
     def finish(self) -> tuple[TaskState, Carried]:
         own = self.mask.hard()
         shared = {name: t.detach().clone() for name, t in self.shared.named_parameters()}
         inner, outer = (m.cpu().clone() for m in self.split(own))
-        return self.state(masks={"inner": inner, "outer": outer}), Carried(shared | {"used": self.used | own}, {"tasks": self.position + 1})
+        return self.state(masks={"inner": inner, "outer": outer}), Carried(
+            shared | {"used": self.used | own}, {"tasks": self.position + 1}
+        )
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
-        self.shared.load_state_dict({name: t for name, t in carried.tensors.items() if name != "used"})
+        self.shared.load_state_dict(
+            {name: t for name, t in carried.tensors.items() if name != "used"}
+        )
         self.used = carried.tensors["used"].to(self.used.device, copy=True)
         self.position = carried.meta["tasks"]
 
@@ -175,8 +239,11 @@ class CtrTsm(Method):
         for name, size in (("inner", self.settings.width), ("outer", self.sites.width)):
             found, fits = state.masks.get(name), (len(self.sites), size)
             if state.masks and (found is None or tuple(found.shape) != fits):
-                raise UserError(f"task {state.task!r}: its state has {name} masks of shape {None if found is None else tuple(found.shape)}, these settings "
-                                f"have {fits}; use the backbone and the method's settings of its run")
+                raise UserError(
+                    f"task {state.task!r}: its state has {name} masks of shape "
+                    f"{None if found is None else tuple(found.shape)}, these settings "
+                    f"have {fits}; use the backbone and the method's settings of its run"
+                )
         self.loaded[state.task] = dict(state.masks)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:

@@ -31,7 +31,9 @@ PER_TASK = ("p", "p_bias", "transfer")
 
 
 class CtrFullSettings(CtrSettings):
-    max_tasks: PositiveInt = Field(10, description="longest stream that there are capsules for; cannot be raised later")
+    max_tasks: PositiveInt = Field(
+        10, description="longest stream that there are capsules for; cannot be raised later"
+    )
     capsule: PositiveInt = Field(3, description="P, size of a capsule")
     filters: PositiveInt = Field(100, description="R, routing filters of each kernel size")
 
@@ -50,8 +52,14 @@ def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     flat = weight.flatten(1)
     with torch.no_grad():
         windows = u.unfold(1, size, 1).transpose(2, 3).flatten(2)  # (b, N - K + 1, K channels)
-        first = torch.bmm(flat.expand(batch, -1, -1), windows.transpose(1, 2)).max(2).indices  # (b, R)
-        at = first[:, :, None] + torch.arange(size, device=u.device) + tokens * torch.arange(batch, device=u.device)[:, None, None]
+        first = (
+            torch.bmm(flat.expand(batch, -1, -1), windows.transpose(1, 2)).max(2).indices
+        )  # (b, R)
+        at = (
+            first[:, :, None]
+            + torch.arange(size, device=u.device)
+            + tokens * torch.arange(batch, device=u.device)[:, None, None]
+        )
     winners = u.flatten(0, 1).index_select(0, at.flatten()).view(batch, count, size * channels)
     return (winners * flat).sum(2) + bias
 
@@ -64,26 +72,52 @@ def capsules(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor) -> Tensor:
     return votes.transpose(1, 2) @ transfer.transpose(1, 2)
 
 
-def knowledge(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor, similar: Tensor, similar_bias: Tensor, gate: Tensor, gate_bias: Tensor,
-              mix: Tensor, mix_bias: Tensor, spread: Tensor, spread_bias: Tensor, noise: Tensor | None = None, **filters: Tensor) -> Tensor:
+def knowledge(
+    x: Tensor,
+    p: Tensor,
+    p_bias: Tensor,
+    transfer: Tensor,
+    similar: Tensor,
+    similar_bias: Tensor,
+    gate: Tensor,
+    gate_bias: Tensor,
+    mix: Tensor,
+    mix_bias: Tensor,
+    spread: Tensor,
+    spread_bias: Tensor,
+    noise: Tensor | None = None,
+    **filters: Tensor,
+) -> Tensor:
     """h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j: what the capsules of tasks so far say about x (B, N, d).
 
     noise: (B, T) uniform numbers, while training: delta is then sampled, with the gradient of a Gumbel softmax; else its mode."""
     u = capsules(x, p, p_bias, transfer)  # (B, T, N, J P)
     tasks = u.shape[1]
-    query = torch.cat([strongest(u[:, -1], filters[f"query{k}"], filters[f"query{k}_bias"]) for k in KERNELS], 1).relu()
+    query = torch.cat(
+        [strongest(u[:, -1], filters[f"query{k}"], filters[f"query{k}_bias"]) for k in KERNELS], 1
+    ).relu()
     asked = F.linear(query, mix, mix_bias).repeat_interleave(tasks, 0)  # (B T, R)
     # The maximum over tokens of relu(conv + asked) is relu(maximum of conv + asked): asked is the same for all tokens.
-    routes = torch.cat([(strongest(u.flatten(0, 1), filters[f"key{k}"], filters[f"key{k}_bias"]) + asked).relu() for k in KERNELS], 1)
+    routes = torch.cat(
+        [
+            (strongest(u.flatten(0, 1), filters[f"key{k}"], filters[f"key{k}_bias"]) + asked).relu()
+            for k in KERNELS
+        ],
+        1,
+    )
     routes = routes.unflatten(0, (-1, tasks))  # (B, T, 3 R)
-    score = F.linear(routes, gate, gate_bias).squeeze(2).float()  # (B, T), the difference of the two logits of a gate
+    score = (
+        F.linear(routes, gate, gate_bias).squeeze(2).float()
+    )  # (B, T), the difference of the two logits of a gate
     delta = (score > 0).to(score.dtype) if noise is None else HardSample.apply(score, noise, 1.0)
     share = F.linear(routes, similar, similar_bias) * delta[:, :, None]  # delta a: (B, T, J P)
     v = (share[:, :, None] * u).sum(1)  # (B, N, J P)
     return x + F.linear(v, spread, spread_bias)
 
 
-def capsule_bottleneck(x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor, **shared: Tensor) -> Tensor:
+def capsule_bottleneck(
+    x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor, **shared: Tensor
+) -> Tensor:
     """x + z2, where z1 = relu(fc1 h) sees what is known, h, and z2 = relu(fc2 z1); the masks are in the weights."""
     h = knowledge(x, **shared)
     return x + F.linear(F.linear(h, down, down_bias).relu_(), up, up_bias).relu_()
@@ -106,19 +140,30 @@ class Capsules(nn.Module):
         self.layer("gate", (1, routes), routes)
         self.layer("spread", (width, channels), channels)
 
-    def layer(self, name: str, shape: tuple[int, ...], inputs: int, bias: tuple[int, ...] | None = None) -> None:
+    def layer(
+        self, name: str, shape: tuple[int, ...], inputs: int, bias: tuple[int, ...] | None = None
+    ) -> None:
         """A weight of `shape` per site, and its bias, by default one per output."""
         for full, dims in ((name, shape), (f"{name}_bias", bias or shape[:1])):
-            self.register_parameter(full, nn.Parameter(torch.empty(self.sites, *dims).uniform_(-1, 1) / math.sqrt(inputs)))
+            self.register_parameter(
+                full,
+                nn.Parameter(torch.empty(self.sites, *dims).uniform_(-1, 1) / math.sqrt(inputs)),
+            )
 
     def tensors(self, tasks: int) -> dict[str, Tensor]:
         """All tensors by name; of those per task only the first `tasks`: later ones take no part, and get no gradient."""
-        return {name: t[:, :tasks] if name in PER_TASK else t for name, t in self.named_parameters()}
+        return {
+            name: t[:, :tasks] if name in PER_TASK else t for name, t in self.named_parameters()
+        }
 
     def locks(self, tasks: int) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Capsules of tasks after the first `tasks`: decay must not move them before their task comes."""
         later = torch.arange(self.transfer.shape[1], device=self.transfer.device) >= tasks
-        return {name: (t, later.view(1, -1, *[1] * (t.ndim - 2))) for name, t in self.named_parameters() if name in PER_TASK}
+        return {
+            name: (t, later.view(1, -1, *[1] * (t.ndim - 2)))
+            for name, t in self.named_parameters()
+            if name in PER_TASK
+        }
 
 
 class CtrFull(CtrTsm):
@@ -142,8 +187,11 @@ class CtrFull(CtrTsm):
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         assert isinstance(settings, CtrFullSettings)
         if position >= settings.max_tasks:
-            raise UserError(f"method {cls.name!r} has capsules for max_tasks={settings.max_tasks} tasks, and the stream has more; raise max_tasks, "
-                            "which trains the stream anew")
+            raise UserError(
+                f"method {cls.name!r} has capsules for max_tasks={settings.max_tasks} tasks, "
+                "and the stream has more; raise max_tasks, "
+                "which trains the stream anew"
+            )
         return super().planned(settings, position)
 
     def __init__(self, backbone: nn.Module, settings: CtrFullSettings, seed: int):
@@ -151,13 +199,24 @@ class CtrFull(CtrTsm):
         shape = geometry(backbone)
         tokens = shape["tokens"] + shape["prefix"]
         if tokens < max(KERNELS):
-            raise UserError(f"the backbone sees {tokens} tokens, and {self.name} routes by windows of up to {max(KERNELS)}; choose a larger img_size or "
-                            "smaller patches")
-        self.capsules = Capsules(len(self.sites), self.sites.width, settings.max_tasks, settings.capsule, settings.filters)
+            raise UserError(
+                f"the backbone sees {tokens} tokens, and {self.name} routes by windows of up to "
+                f"{max(KERNELS)}; choose a larger img_size or "
+                "smaller patches"
+            )
+        self.capsules = Capsules(
+            len(self.sites),
+            self.sites.width,
+            settings.max_tasks,
+            settings.capsule,
+            settings.filters,
+        )
         self.shared["capsules"] = self.capsules
         self.positions: dict[str, int] = {}  # task -> its place among the capsules
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.planned(self.settings, self.position)  # raises where there is no capsule left
         self.positions[task.name] = self.position
@@ -165,16 +224,32 @@ class CtrFull(CtrTsm):
 
     def shared_groups(self, rates: Rates) -> list[dict[str, Any]]:
         named = list(self.capsules.named_parameters())
-        return [*super().shared_groups(rates),
-                {"name": "capsules", "params": [p for n, p in named if not n.endswith("bias")], "weight_decay": rates.weight_decay},
-                {"name": "capsules.bias", "params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0}]
+        return [
+            *super().shared_groups(rates),
+            {
+                "name": "capsules",
+                "params": [p for n, p in named if not n.endswith("bias")],
+                "weight_decay": rates.weight_decay,
+            },
+            {
+                "name": "capsules.bias",
+                "params": [p for n, p in named if n.endswith("bias")],
+                "weight_decay": 0.0,
+            },
+        ]
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         return super().locks() | self.capsules.locks(self.position + 1)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        uniform = batch.draw.per_sample("ctr.gates", len(self.sites), self.position + 1)  # (B, S, T)
-        return super().training_weights(batch, progress) | self.capsules.tensors(self.position + 1) | {"noise": uniform.transpose(0, 1)}
+        uniform = batch.draw.per_sample(
+            "ctr.gates", len(self.sites), self.position + 1
+        )  # (B, S, T)
+        return (
+            super().training_weights(batch, progress)
+            | self.capsules.tensors(self.position + 1)
+            | {"noise": uniform.transpose(0, 1)}
+        )
 
     def state(self, **parts: Any) -> TaskState:
         return super().state(**parts, meta={"position": self.position})
@@ -190,6 +265,10 @@ class CtrFull(CtrTsm):
 
     def flops_share(self, state: TaskState) -> float:
         tasks, channels = state.meta["position"] + 1, self.capsules.transfer.shape[2]
-        each = tasks * self.capsules.transfer[0, 0].numel() + self.sites.width * (tasks * self.settings.capsule + channels)
+        each = tasks * self.capsules.transfer[0, 0].numel() + self.sites.width * (
+            tasks * self.settings.capsule + channels
+        )
         routing = (tasks + 1) * self.settings.filters * sum(KERNELS) * channels
-        return super().flops_share(state) + added_share(self.backbone, len(self.sites) * (each + routing))
+        return super().flops_share(state) + added_share(
+            self.backbone, len(self.sites) * (each + routing)
+        )

@@ -22,17 +22,35 @@ from workers.methods.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettin
 from workers.model.heads import JointHeads, one_for_all_old
 from workers.taskstate import Carried, TaskState
 
-Parts = dict[str, dict[str, Tensor]]  # what an extractor is stored as: `copies` of parameters, `masks` where it was pruned
+Parts = dict[
+    str, dict[str, Tensor]
+]  # what an extractor is stored as: `copies` of parameters, `masks` where it was pruned
 
 
 class DerSettings(RehearsalSettings):
-    auxiliary: NonNegativeFloat = Field(1.0, description="weight of the auxiliary loss on the new extractor alone")
-    restart: float = Field(0.0, ge=0, lt=1, description="share of the training after which classifier and auxiliary head start anew; the authors' code: 10 of "
-                           "170 epochs; 0: never")
-    temperature: PositiveFloat = Field(5.0, description="that outputs are divided by while `finetune` trains the classifier; 1 for ImageNet-100")
+    auxiliary: NonNegativeFloat = Field(
+        1.0, description="weight of the auxiliary loss on the new extractor alone"
+    )
+    restart: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the training after which classifier and auxiliary head start anew; the "
+        "authors' code: 10 of "
+        "170 epochs; 0: never",
+    )
+    temperature: PositiveFloat = Field(
+        5.0,
+        description="that outputs are divided by while `finetune` trains the classifier; 1 for "
+        "ImageNet-100",
+    )
 
 
-READ = {"train": {"auxiliary", "restart"}, "finetune": {"temperature"}, "herd": {"memory", "per_class", "selection"}}  # settings, by step
+READ = {
+    "train": {"auxiliary", "restart"},
+    "finetune": {"temperature"},
+    "herd": {"memory", "per_class", "selection"},
+}  # settings, by step
 
 
 class Der(Rehearsal):
@@ -61,7 +79,11 @@ class Der(Rehearsal):
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
-        return frozenset(name for settings in READ.values() for name in settings) - READ[step] if step in READ else frozenset()
+        return (
+            frozenset(name for settings in READ.values() for name in settings) - READ[step]
+            if step in READ
+            else frozenset()
+        )
 
     def __init__(self, backbone: nn.Module, settings: DerSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -81,12 +103,19 @@ class Der(Rehearsal):
         count = min(len(keys) for classes in pool.values() for keys in classes.values())
 
         def drawn(keys: list[str]) -> list[str]:
-            return sorted(keys, key=lambda key: seed_of(self.seed, "balanced", task.name, key))[:count]
+            return sorted(keys, key=lambda key: seed_of(self.seed, "balanced", task.name, key))[
+                :count
+            ]
 
-        return {name: [key for keys in classes.values() for key in drawn(keys)] for name, classes in pool.items()}
+        return {
+            name: [key for keys in classes.values() for key in drawn(keys)]
+            for name, classes in pool.items()
+        }
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "herd":
             return groups
@@ -96,13 +125,25 @@ class Der(Rehearsal):
             self.inherit()
             if self.old:
                 self.auxiliary = nn.Linear(self.dim, 1 + task.num_classes, bias=False)
-                groups.append({"name": "auxiliary", "params": [self.auxiliary.weight], "weight_decay": rates.weight_decay})
+                groups.append(
+                    {
+                        "name": "auxiliary",
+                        "params": [self.auxiliary.weight],
+                        "weight_decay": rates.weight_decay,
+                    }
+                )
             groups += weight_groups(self.backbone, rates)
         self.start_classifier(step)
         return [*self.head_groups(rates, list(self.columns())), *groups]
 
     def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
-        return [{"name": "head.weight", "params": [self.heads[name].weight for name in names], "weight_decay": rates.weight_decay}]
+        return [
+            {
+                "name": "head.weight",
+                "params": [self.heads[name].weight for name in names],
+                "weight_decay": rates.weight_decay,
+            }
+        ]
 
     def inherit(self) -> None:
         """The backbone becomes what the newest extractor is."""
@@ -111,8 +152,16 @@ class Der(Rehearsal):
     def start_classifier(self, *when: object) -> None:
         """Values of W and of the auxiliary head, the same on all ranks."""
         assert self.task is not None
-        for layer, name in [*((self.heads[name], name) for name in self.columns()), *([(self.auxiliary, "")] if self.auxiliary else [])]:
-            self.heads.start(layer, torch.Generator().manual_seed(seed_of(self.seed, "classifier", self.task.name, name, *when)))
+        for layer, name in [
+            *((self.heads[name], name) for name in self.columns()),
+            *([(self.auxiliary, "")] if self.auxiliary else []),
+        ]:
+            self.heads.start(
+                layer,
+                torch.Generator().manual_seed(
+                    seed_of(self.seed, "classifier", self.task.name, name, *when)
+                ),
+            )
 
     def train(self, mode: bool = True) -> Der:
         super().train(mode)
@@ -130,15 +179,26 @@ class Der(Rehearsal):
     def finished(self) -> list[nn.Module]:
         """Extractors of all tasks but the one in training, in the order of `columns`."""
         training = None if self.task is None else self.task.name
-        return [self.extractors[self.extracted.index(name)] for name in self.columns() if name != training]
+        return [
+            self.extractors[self.extracted.index(name)]
+            for name in self.columns()
+            if name != training
+        ]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         self.serving, self.effective = None, self.training_weights(batch, progress)
         u = self.features(batch.images)
-        z = self.all_logits(u).float() / (self.settings.temperature if self.step == "finetune" else 1.0)
-        ce = F.cross_entropy(z, self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch))
+        z = self.all_logits(u).float() / (
+            self.settings.temperature if self.step == "finetune" else 1.0
+        )
+        ce = F.cross_entropy(
+            z, self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch)
+        )
         terms = self.terms(u, z, batch) if self.step == "train" else {}
-        return sum((weight * term for weight, term in terms.values()), ce), {"ce": ce.detach(), **{name: term.detach() for name, (_, term) in terms.items()}}
+        return sum((weight * term for weight, term in terms.values()), ce), {
+            "ce": ce.detach(),
+            **{name: term.detach() for name, (_, term) in terms.items()},
+        }
 
     def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:
         """What `train` adds to the cross-entropy, by name: weights and scalars. u (b, (t + 1) D), z (b, classes so far)."""
@@ -146,17 +206,27 @@ class Der(Rehearsal):
             return {}
         assert self.task is not None
         targets = one_for_all_old(self.wide_targets(batch), self.columns()[self.task.name].start)
-        return {"auxiliary": (self.settings.auxiliary, F.cross_entropy(self.auxiliary(u[:, -self.dim :]).float(), targets))}
+        return {
+            "auxiliary": (
+                self.settings.auxiliary,
+                F.cross_entropy(self.auxiliary(u[:, -self.dim :]).float(), targets),
+            )
+        }
 
     def after_step(self, progress: Progress) -> None:
-        if self.step == "train" and progress.done + 1 == int(self.settings.restart * progress.total):
+        if self.step == "train" and progress.done + 1 == int(
+            self.settings.restart * progress.total
+        ):
             self.start_classifier("again")
 
     # ---- what is kept ------------------------------------------------------------------------------------------------
     def parts(self) -> Parts:
         """The extractor of the task in training, to be stored: as `train` leaves it, later as it was handed on."""
         parts = self.trained() if self.step == "train" else self.stored
-        return {kind: {name: t.detach().cpu().clone() for name, t in tensors.items()} for kind, tensors in parts.items()}
+        return {
+            kind: {name: t.detach().cpu().clone() for name, t in tensors.items()}
+            for kind, tensors in parts.items()
+        }
 
     def trained(self) -> Parts:
         return {"copies": dict(self.backbone.named_parameters())}
@@ -168,18 +238,33 @@ class Der(Rehearsal):
         if self.ends:
             state.copies, state.masks = parts.get("copies", {}), parts.get("masks", {})
         else:
-            carried.tensors |= {f"{kind}/{name}": t for kind, tensors in parts.items() for name, t in tensors.items()}
+            carried.tensors |= {
+                f"{kind}/{name}": t
+                for kind, tensors in parts.items()
+                for name, t in tensors.items()
+            }
         return state, carried
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         return heads_of(self, heads)
 
     def attach(self, carried: Carried) -> None:
-        handed = {kind: {n.removeprefix(f"{kind}/"): t for n, t in carried.tensors.items() if n.startswith(f"{kind}/")} for kind in ("copies", "masks")}
+        handed = {
+            kind: {
+                n.removeprefix(f"{kind}/"): t
+                for n, t in carried.tensors.items()
+                if n.startswith(f"{kind}/")
+            }
+            for kind in ("copies", "masks")
+        }
         if handed["copies"]:
             self.stored = handed
             self.backbone = self.extractor("in training", handed).to(self.device)
-        super().attach(Carried({n: t for n, t in carried.tensors.items() if n.startswith("heads/")}, carried.meta))
+        super().attach(
+            Carried(
+                {n: t for n, t in carried.tensors.items() if n.startswith("heads/")}, carried.meta
+            )
+        )
 
     def load(self, state: TaskState) -> None:
         """Also the task's extractor. Loaded before anything is trained: a base task's is the backbone as it is."""
@@ -196,9 +281,15 @@ class Der(Rehearsal):
         """The network that is stored as `parts`; of no parts the backbone. Raises UserError where they are of another architecture."""
         network = copy.deepcopy(self.backbone)
         if parts["copies"]:
-            wanted, found = ({name: tuple(t.shape) for name, t in tensors} for tensors in (network.named_parameters(), parts["copies"].items()))
+            wanted, found = (
+                {name: tuple(t.shape) for name, t in tensors}
+                for tensors in (network.named_parameters(), parts["copies"].items())
+            )
             if wanted != found:
-                raise UserError(f"task {task!r}: the parameters of its extractor are not those of this backbone; use the backbone of its run")
+                raise UserError(
+                    f"task {task!r}: the parameters of its extractor are not those of this "
+                    "backbone; use the backbone of its run"
+                )
             network.load_state_dict(parts["copies"], strict=False)
         return network
 

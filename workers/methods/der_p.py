@@ -57,7 +57,9 @@ class PrunedDer(Der):
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         """Those of the extractor in training under its hard masks; what was trained before is cut already."""
-        return masked_weights(self.backbone, self.by_site(self.hard())) if self.step == "train" else {}
+        return (
+            masked_weights(self.backbone, self.by_site(self.hard())) if self.step == "train" else {}
+        )
 
     def measures(self) -> dict[str, float]:
         """Share of units that are kept."""
@@ -66,7 +68,10 @@ class PrunedDer(Der):
     # ---- what is kept ------------------------------------------------------------------------------------------------
     def inherit(self) -> None:
         if self.stored.get("copies"):
-            self.backbone.load_state_dict(unpacked(self.backbone, self.stored["copies"], self.stored["masks"], fill=True), strict=False)
+            self.backbone.load_state_dict(
+                unpacked(self.backbone, self.stored["copies"], self.stored["masks"], fill=True),
+                strict=False,
+            )
 
     def trained(self) -> Parts:
         masks = self.by_site(self.hard())
@@ -77,7 +82,9 @@ class PrunedDer(Der):
             return super().extractor(task, parts)
         network = super().extractor(task, {"copies": {}, "masks": {}})
         try:
-            network.load_state_dict(unpacked(network, parts["copies"], parts["masks"], fill=False), strict=False)
+            network.load_state_dict(
+                unpacked(network, parts["copies"], parts["masks"], fill=False), strict=False
+            )
         except UserError as error:
             raise UserError(f"task {task!r}: {error}") from None
         thin(network, parts["masks"])
@@ -85,14 +92,31 @@ class PrunedDer(Der):
 
     def flops_share(self, state: TaskState) -> float:
         """Every image passes through all extractors, as far as they are left."""
-        return sum(multiply_adds(network, *self.shape) for network in [*self.finished(), self.backbone]) / self.whole
+        return (
+            sum(
+                multiply_adds(network, *self.shape) for network in [*self.finished(), self.backbone]
+            )
+            / self.whole
+        )
 
 
 class DerPSettings(DerSettings):
-    s_max: float = Field(100.0, gt=1, description="scale of the masks when they are hardest, at the end of each epoch")
-    sparsity: NonNegativeFloat = Field(0.1, description="weight of L_S, the share of weights that the masks leave")
-    mask_lr: PositiveFloat | Literal["auto"] = Field("auto", description="peak learning rate of the embeddings; auto: by mask_travel")
-    mask_travel: PositiveFloat = Field(4.0, description="for mask_lr auto: how far an embedding can go over all steps; they start up to 2 from 0")
+    s_max: float = Field(
+        100.0,
+        gt=1,
+        description="scale of the masks when they are hardest, at the end of each epoch",
+    )
+    sparsity: NonNegativeFloat = Field(
+        0.1, description="weight of L_S, the share of weights that the masks leave"
+    )
+    mask_lr: PositiveFloat | Literal["auto"] = Field(
+        "auto", description="peak learning rate of the embeddings; auto: by mask_travel"
+    )
+    mask_travel: PositiveFloat = Field(
+        4.0,
+        description="for mask_lr auto: how far an embedding can go over all steps; they start up to 2 "
+        "from 0",
+    )
 
 
 class DerP(PrunedDer):
@@ -108,14 +132,19 @@ class DerP(PrunedDer):
     """
 
     name = "der_p"
-    paper = "DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021 (with pruning: a reconstruction)"
+    paper = (
+        "DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021 "
+        "(with pruning: a reconstruction)"
+    )
     Settings = DerPSettings
     per_task = PrunedDer.per_task | {"s_max", "sparsity", "mask_lr", "mask_travel"}
     settings: DerPSettings
     mask: AnnealedSigmoid
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, DerPSettings)
         needs_adamw(settings.mask_lr, train)
 
@@ -125,14 +154,27 @@ class DerP(PrunedDer):
         return super().unread(step) | (own if step in ("finetune", "herd") else frozenset())
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step != "train":
             return groups
-        start = start_of((sum(self.sites.values()),), "uniform", torch.Generator().manual_seed(seed_of(self.seed, "der", task.name)))
+        start = start_of(
+            (sum(self.sites.values()),),
+            "uniform",
+            torch.Generator().manual_seed(seed_of(self.seed, "der", task.name)),
+        )
         self.mask = AnnealedSigmoid(start, self.settings.s_max)
-        mask_lr = self.settings.mask_travel / max(rates.mean_rate_steps, 1e-9) if self.settings.mask_lr == "auto" else self.settings.mask_lr
-        return [*groups, {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0}]
+        mask_lr = (
+            self.settings.mask_travel / max(rates.mean_rate_steps, 1e-9)
+            if self.settings.mask_lr == "auto"
+            else self.settings.mask_lr
+        )
+        return [
+            *groups,
+            {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
+        ]
 
     def hard(self) -> Tensor:
         return self.mask.hard()
@@ -141,9 +183,14 @@ class DerP(PrunedDer):
         if self.step != "train":
             return {}
         if progress.steps_per_epoch == 1:
-            raise UserError(f"task {self.training_tasks[0].name!r} has one step per epoch, and der_p hardens its masks from step to step of an epoch; lower "
-                            "train.batch_size until an epoch has several")
-        self.soft = self.mask.sample(annealed(progress.step, progress.steps_per_epoch, self.settings.s_max))
+            raise UserError(
+                f"task {self.training_tasks[0].name!r} has one step per epoch, and der_p "
+                "hardens its masks from step to step of an epoch; lower "
+                "train.batch_size until an epoch has several"
+            )
+        self.soft = self.mask.sample(
+            annealed(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        )
         return masked_weights(self.backbone, self.by_site(self.soft))
 
     def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:

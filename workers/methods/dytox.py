@@ -29,11 +29,24 @@ DECODER = "decoder/"  # of the names of carried tensors
 
 
 class DyToxSettings(RehearsalSettings):
-    selection: Literal["herding", "rebuffi", "closest", "random"] = Field("rebuffi", description="which images become exemplars")
+    selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
+        "rebuffi", description="which images become exemplars"
+    )
     divergence: NonNegativeFloat = Field(0.1, description="weight of the divergence loss")
-    tau: PositiveFloat = Field(1.0, description="temperature of both softmaxes in the distillation loss")
-    drop_path: float = Field(0.1, ge=0, lt=1, description="stochastic depth of the decoder block, of each token on its own")
-    rho: NonNegativeFloat = Field(0.0, description="DyTox++: radius of adaptive sharpness-aware steps from the second task on; 0: none, the paper has 3")
+    tau: PositiveFloat = Field(
+        1.0, description="temperature of both softmaxes in the distillation loss"
+    )
+    drop_path: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="stochastic depth of the decoder block, of each token on its own",
+    )
+    rho: NonNegativeFloat = Field(
+        0.0,
+        description="DyTox++: radius of adaptive sharpness-aware steps from the second task on; 0: "
+        "none, the paper has 3",
+    )
 
 
 class DyTox(Rehearsal):
@@ -68,14 +81,22 @@ class DyTox(Rehearsal):
     heads: TokenHeads
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         super().fits(settings, backbone, tasks)
         base = next((task.name for task in tasks if task.role == "base"), None)
         if base is not None:
-            raise UserError(f"task {base!r} has role `base`, and {cls.name!r} trains its encoder on the stream itself, with a token for each task; leave "
-                            "the role out")
+            raise UserError(
+                f"task {base!r} has role `base`, and {cls.name!r} trains its encoder on the "
+                "stream itself, with a token for each task; leave "
+                "the role out"
+            )
         if not isinstance(backbone, ConViT) and len(backbone.blocks) < 2:  # type: ignore[arg-type]
-            raise UserError(f"{cls.name!r} puts its decoder in the place of the backbone's last block, and there is no other; give it two blocks or more")
+            raise UserError(
+                f"{cls.name!r} puts its decoder in the place of the backbone's last block, and "
+                "there is no other; give it two blocks or more"
+            )
 
     def __init__(self, backbone: Any, settings: DyToxSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -85,14 +106,21 @@ class DyTox(Rehearsal):
         block = backbone.blocks[0]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(seed, "decoder"))
-            self.decoder = TaskAttention(self.heads.width, block.attn.num_heads, block.mlp.fc1.out_features / self.heads.width, settings.drop_path)
+            self.decoder = TaskAttention(
+                self.heads.width,
+                block.attn.num_heads,
+                block.mlp.fc1.out_features / self.heads.width,
+                settings.drop_path,
+            )
             for module in self.decoder.modules():
                 if isinstance(module, nn.Linear):
                     nn.init.trunc_normal_(module.weight, std=0.02)
                     if module.bias is not None:
                         nn.init.zeros_(module.bias)
         self.heads = TokenHeads(self.heads.width)
-        self.before: Any = None  # in a tuple, so that it is no part of this module: the network before the task
+        self.before: Any = (
+            None  # in a tuple, so that it is no part of this module: the network before the task
+        )
         self.auxiliary: TokenHead | None = None
 
     def sharpness(self) -> float:
@@ -100,10 +128,14 @@ class DyTox(Rehearsal):
 
     def network(self) -> TokenNetwork:
         """What there is by now, tasks in the order of `columns`; shares all tensors."""
-        return TokenNetwork(self.backbone, self.decoder, [self.heads[name] for name in self.columns()])  # type: ignore[misc]
+        return TokenNetwork(
+            self.backbone, self.decoder, [self.heads[name] for name in self.columns()]
+        )  # type: ignore[misc]
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         old = [name for name in self.columns() if name != task.name]
@@ -112,14 +144,29 @@ class DyTox(Rehearsal):
         super().begin(task, step, carried, rates, tasks)
         self.decoder.expect(len(self.columns()))
         self.encoder_rests = step == "finetune"
-        learning: list[nn.Module] = [self.decoder, *(self.heads[name] for name in (self.columns() if self.encoder_rests else [task.name]))]
+        learning: list[nn.Module] = [
+            self.decoder,
+            *(self.heads[name] for name in (self.columns() if self.encoder_rests else [task.name])),
+        ]
         if not self.encoder_rests:
             learning.append(self.backbone)
         if self.before:
-            self.auxiliary = TokenHeads(self.heads.width).add("auxiliary", 1 + task.num_classes, seed_of(self.seed, task.name))  # type: ignore[assignment]
+            self.auxiliary = TokenHeads(self.heads.width).add(
+                "auxiliary", 1 + task.num_classes, seed_of(self.seed, task.name)
+            )  # type: ignore[assignment]
             learning.append(self.auxiliary)  # type: ignore[arg-type]
         groups = [group for module in learning for group in weight_groups(module, rates)]
-        return [{**group, "params": [p for p in group["params"] if self.auxiliary is None or p is not self.auxiliary.token]} for group in groups]
+        return [
+            {
+                **group,
+                "params": [
+                    p
+                    for p in group["params"]
+                    if self.auxiliary is None or p is not self.auxiliary.token
+                ],
+            }
+            for group in groups
+        ]
 
     def train(self, mode: bool = True) -> DyTox:
         super().train(mode)
@@ -151,7 +198,11 @@ class DyTox(Rehearsal):
         kd = kd_kl(z[:, :old], taught, self.settings.tau)
         auxiliary = self.auxiliary(e[:, -self.heads.width :]).float()
         div = F.binary_cross_entropy_with_logits(auxiliary, one_for_all_old(y, old))
-        return (1 - a) * clf + a * kd + self.settings.divergence * div, {"bce": clf.detach(), "kd": kd.detach(), "div": div.detach()}
+        return (1 - a) * clf + a * kd + self.settings.divergence * div, {
+            "bce": clf.detach(),
+            "kd": kd.detach(),
+            "div": div.detach(),
+        }
 
     # ---- what is kept --------------------------------------------------------------------------------------------------
     def state(self, **parts: Any) -> TaskState:
@@ -161,12 +212,34 @@ class DyTox(Rehearsal):
 
     def finish(self) -> tuple[TaskState, Carried]:
         state, carried = super().finish()
-        return state, Carried(carried.tensors | {DECODER + name: t.detach().clone() for name, t in self.decoder.state_dict().items()}, carried.meta)
+        return state, Carried(
+            carried.tensors
+            | {DECODER + name: t.detach().clone() for name, t in self.decoder.state_dict().items()},
+            carried.meta,
+        )
 
     def attach(self, carried: Carried) -> None:
-        decoder = {name.removeprefix(DECODER): t for name, t in carried.tensors.items() if name.startswith(DECODER)}
+        decoder = {
+            name.removeprefix(DECODER): t
+            for name, t in carried.tensors.items()
+            if name.startswith(DECODER)
+        }
         self.decoder.load_state_dict(decoder)
-        super().attach(Carried({name: t for name, t in carried.tensors.items() if not name.startswith(DECODER)}, carried.meta))
+        super().attach(
+            Carried(
+                {name: t for name, t in carried.tensors.items() if not name.startswith(DECODER)},
+                carried.meta,
+            )
+        )
 
     def load(self, state: TaskState) -> None:
-        super().load(TaskState(state.task, state.classes, state.method, state.backbone_digest, head=state.head | state.tokens, meta=state.meta))
+        super().load(
+            TaskState(
+                state.task,
+                state.classes,
+                state.method,
+                state.backbone_digest,
+                head=state.head | state.tokens,
+                meta=state.meta,
+            )
+        )

@@ -19,10 +19,21 @@ from workers.taskstate import Carried
 
 
 class E2eSettings(RehearsalSettings):
-    selection: Literal["herding", "rebuffi", "closest", "random"] = Field("closest", description="which images become exemplars")
-    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
-    kd: Literal["bce", "ce"] = Field("bce", description="how a task's softmax is held to its teacher's: `bce` for each class, or `ce` over them")
-    noise: bool = Field(False, description="add Gaussian noise to all gradients, of variance 0.3 / (1 + iteration)^0.55")
+    selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
+        "closest", description="which images become exemplars"
+    )
+    tau: PositiveFloat = Field(
+        2.0, description="temperature of both softmaxes in the distillation loss"
+    )
+    kd: Literal["bce", "ce"] = Field(
+        "bce",
+        description="how a task's softmax is held to its teacher's: `bce` for each class, or `ce` over "
+        "them",
+    )
+    noise: bool = Field(
+        False,
+        description="add Gaussian noise to all gradients, of variance 0.3 / (1 + iteration)^0.55",
+    )
 
 
 class E2e(Rehearsal):
@@ -41,7 +52,12 @@ class E2e(Rehearsal):
 
     name = "e2e"
     paper = "End-to-End Incremental Learning, ECCV 2018"
-    steps = (Step("train"), Step("balance", trains=False, later=True), Step("finetune", later=True), Step("herd", trains=False))
+    steps = (
+        Step("train"),
+        Step("balance", trains=False, later=True),
+        Step("finetune", later=True),
+        Step("herd", trains=False),
+    )
     taught = True
     Settings = E2eSettings
     per_task = Rehearsal.per_task | {"tau", "kd", "noise"}
@@ -50,12 +66,16 @@ class E2e(Rehearsal):
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
         return {} if step == "balance" else super().memory(task, step, carried)
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "balance":
             self.herd(task, sharers=self.columns()[task.name].start)
         if step == "finetune":
-            self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.columns()})
+            self.teacher = Teacher(
+                self.backbone, {name: self.heads[name] for name in self.columns()}
+            )
         return groups
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -65,7 +85,12 @@ class E2e(Rehearsal):
         if self.teacher is None:
             return ce, {"ce": ce.detach()}
         held = kd_bce if self.settings.kd == "bce" else kd_ce
-        kd = torch.stack([held(self.heads[name](features), taught, self.settings.tau) for name, taught in self.teacher.logits(batch.images).items()]).mean()
+        kd = torch.stack(
+            [
+                held(self.heads[name](features), taught, self.settings.tau)
+                for name, taught in self.teacher.logits(batch.images).items()
+            ]
+        ).mean()
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:
@@ -75,4 +100,11 @@ class E2e(Rehearsal):
             deviation = (0.3 / (1 + iteration) ** 0.55) ** 0.5
             for name, p in self.named_parameters():
                 if p.grad is not None:
-                    p.grad.add_(torch.randn(p.shape, generator=draw.generator(f"gradient.{name}", p.device), device=p.device), alpha=deviation)
+                    p.grad.add_(
+                        torch.randn(
+                            p.shape,
+                            generator=draw.generator(f"gradient.{name}", p.device),
+                            device=p.device,
+                        ),
+                        alpha=deviation,
+                    )

@@ -20,13 +20,21 @@ class FineTune(Method):
     forgets = True
     scenarios = frozenset({"task", "class"})
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
-        return super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
+        return super().begin(task, step, carried, rates, tasks) + weight_groups(
+            self.backbone, rates
+        )
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(), Carried(network_of(self, list(self.columns())) if self.scenario == "class" else tensors_of(self.backbone))
+        return self.state(), Carried(
+            network_of(self, list(self.columns()))
+            if self.scenario == "class"
+            else tensors_of(self.backbone)
+        )
 
     def attach(self, carried: Carried) -> None:
         if self.scenario == "class":
@@ -37,10 +45,18 @@ class FineTune(Method):
 
 def weight_groups(module: Any, rates: Rates) -> list[dict[str, Any]]:
     """Parameter groups as DeiT has them: no weight decay on biases, norms, class token and position embedding."""
-    plain = [p for n, p in module.named_parameters() if p.ndim > 1 and n not in ("cls_token", "pos_embed")]
-    exempt = [p for n, p in module.named_parameters() if p.ndim <= 1 or n in ("cls_token", "pos_embed")]
-    return [{"name": "backbone", "params": plain, "weight_decay": rates.weight_decay},
-            {"name": "backbone.exempt", "params": exempt, "weight_decay": 0.0}]
+    plain = [
+        p
+        for n, p in module.named_parameters()
+        if p.ndim > 1 and n not in ("cls_token", "pos_embed")
+    ]
+    exempt = [
+        p for n, p in module.named_parameters() if p.ndim <= 1 or n in ("cls_token", "pos_embed")
+    ]
+    return [
+        {"name": "backbone", "params": plain, "weight_decay": rates.weight_decay},
+        {"name": "backbone.exempt", "params": exempt, "weight_decay": 0.0},
+    ]
 
 
 def tensors_of(module: Any) -> dict[str, Any]:
@@ -49,11 +65,15 @@ def tensors_of(module: Any) -> dict[str, Any]:
 
 def network_of(method: Method, tasks: list[str]) -> dict[str, Any]:
     """Copies of the backbone's tensors and of the heads of `tasks`: `backbone/NAME`, `heads/TASK/NAME`."""
-    return {f"backbone/{name}": t for name, t in tensors_of(method.backbone).items()} | heads_of(method, tasks)
+    return {f"backbone/{name}": t for name, t in tensors_of(method.backbone).items()} | heads_of(
+        method, tasks
+    )
 
 
 def heads_of(method: Method, tasks: list[str]) -> dict[str, Any]:
-    return {f"heads/{task}/{name}": t for task in tasks for name, t in method.heads.export(task).items()}
+    return {
+        f"heads/{task}/{name}": t for task in tasks for name, t in method.heads.export(task).items()
+    }
 
 
 def restore_network(method: Method, tensors: dict[str, Any]) -> None:

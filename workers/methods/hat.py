@@ -32,17 +32,47 @@ class HatSettings(MethodSettings):
     """Defaults are for a pretrained ViT and few epochs. The paper's, for 200 epochs of plain SGD from random weights: s_max 400, c 0.75,
     price absolute, schedule linear, s_min null, start normal, mask_lr that of the weights (0.05)."""
 
-    s_max: float = Field(100.0, gt=1, description="scale of the masks when they are hardest; useful from 25 to 800")
-    c: NonNegativeFloat = Field(0.1, description="weight of R, what units cost that no earlier task uses (Eq. 5); useful: 0.03 to 1, absolute: 0.1 to 2.5")
-    price: Literal["relative", "absolute"] = Field("relative", description="relative: c counts in what a typical unit is worth to CE; absolute: as the paper")
-    schedule: Literal["linear", "official", "cosine"] = Field("cosine", description="of the scale within an epoch; see `annealed`")
-    s_min: PositiveFloat | None = Field(1.0, description="scale of the masks when they are softest; null: 1 / s_max, where all masks are 0.5")
-    compensation: Literal["exact", "official"] = Field("exact", description="of the embeddings' gradient; see `AnnealedSigmoid`")
-    start: Start = Field("uniform", description="where embeddings start; uniform and dense have all units on, so that training starts from the backbone")
-    expected_tasks: int = Field(10, ge=2, description="for start sparse: of how many tasks one should use a unit")
-    mask_lr: PositiveFloat | Literal["auto"] = Field("auto", description="peak learning rate of the embeddings; auto: by mask_travel")
-    mask_travel: PositiveFloat = Field(4.0, description="for mask_lr auto: how far an embedding can go over all steps; they start up to 2 from 0")
-    per_task_affine: bool = Field(False, description="each task trains its own norms, class token and biases of proj and fc2")
+    s_max: float = Field(
+        100.0, gt=1, description="scale of the masks when they are hardest; useful from 25 to 800"
+    )
+    c: NonNegativeFloat = Field(
+        0.1,
+        description="weight of R, what units cost that no earlier task uses (Eq. 5); useful: 0.03 to 1, "
+        "absolute: 0.1 to 2.5",
+    )
+    price: Literal["relative", "absolute"] = Field(
+        "relative",
+        description="relative: c counts in what a typical unit is worth to CE; absolute: as the paper",
+    )
+    schedule: Literal["linear", "official", "cosine"] = Field(
+        "cosine", description="of the scale within an epoch; see `annealed`"
+    )
+    s_min: PositiveFloat | None = Field(
+        1.0,
+        description="scale of the masks when they are softest; null: 1 / s_max, where all masks are 0.5",
+    )
+    compensation: Literal["exact", "official"] = Field(
+        "exact", description="of the embeddings' gradient; see `AnnealedSigmoid`"
+    )
+    start: Start = Field(
+        "uniform",
+        description="where embeddings start; uniform and dense have all units on, so that training "
+        "starts from the backbone",
+    )
+    expected_tasks: int = Field(
+        10, ge=2, description="for start sparse: of how many tasks one should use a unit"
+    )
+    mask_lr: PositiveFloat | Literal["auto"] = Field(
+        "auto", description="peak learning rate of the embeddings; auto: by mask_travel"
+    )
+    mask_travel: PositiveFloat = Field(
+        4.0,
+        description="for mask_lr auto: how far an embedding can go over all steps; they start up to 2 "
+        "from 0",
+    )
+    per_task_affine: bool = Field(
+        False, description="each task trains its own norms, class token and biases of proj and fc2"
+    )
 
 
 class Hat(Method):
@@ -64,16 +94,35 @@ class Hat(Method):
     carries = ("weights", "uses")
     freezes_backbone = False
     Settings = HatSettings
-    per_task = frozenset({"s_max", "c", "price", "schedule", "s_min", "compensation", "start", "expected_tasks", "mask_lr", "mask_travel", "per_task_affine"})
+    per_task = frozenset(
+        {
+            "s_max",
+            "c",
+            "price",
+            "schedule",
+            "s_min",
+            "compensation",
+            "start",
+            "expected_tasks",
+            "mask_lr",
+            "mask_travel",
+            "per_task_affine",
+        }
+    )
     settings: HatSettings
     price: Tensor
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, HatSettings)
         needs_adamw(settings.mask_lr, train)
         if settings.s_min is not None and settings.s_min >= settings.s_max:
-            raise UserError(f"s_min is {settings.s_min}, and s_max {settings.s_max}; masks harden from s_min to s_max, so s_min must be the smaller")
+            raise UserError(
+                f"s_min is {settings.s_min}, and s_max {settings.s_max}; masks harden from "
+                "s_min to s_max, so s_min must be the smaller"
+            )
 
     @classmethod
     def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
@@ -92,40 +141,72 @@ class Hat(Method):
         super().__init__(backbone, settings, seed)
         self.sites = unit_sites(backbone)
         self.shared = dict(backbone.named_parameters())
-        self.uses = torch.zeros(sum(self.sites.values()), dtype=torch.int16)  # unit, in order of sites -> tasks that use it
+        self.uses = torch.zeros(
+            sum(self.sites.values()), dtype=torch.int16
+        )  # unit, in order of sites -> tasks that use it
         self.register_buffer("price", torch.ones(()))  # what c is multiplied by in the next step
-        self.loaded: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}  # task -> masks by site, copies
+        self.loaded: dict[
+            str, tuple[dict[str, Tensor], dict[str, Tensor]]
+        ] = {}  # task -> masks by site, copies
 
     def by_site(self, units: Tensor) -> dict[str, Tensor]:
         """(all units,) -> site -> (units of the site,)."""
         return dict(zip(self.sites, units.split(list(self.sites.values())), strict=True))
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device = self.device
         generator = torch.Generator().manual_seed(seed_of(self.seed, "hat", task.name))
-        start = start_of(tuple(self.uses.shape), self.settings.start, generator, self.settings.expected_tasks)
-        self.mask = AnnealedSigmoid(start.to(device), self.settings.s_max, self.settings.compensation)
+        start = start_of(
+            tuple(self.uses.shape), self.settings.start, generator, self.settings.expected_tasks
+        )
+        self.mask = AnnealedSigmoid(
+            start.to(device), self.settings.s_max, self.settings.compensation
+        )
         self.uses = self.uses.to(device)
         self.price.fill_(self.settings.price == "absolute")
-        self.copies = Copies(self.backbone, affine_names(self.backbone) if self.settings.per_task_affine else [])
+        self.copies = Copies(
+            self.backbone, affine_names(self.backbone) if self.settings.per_task_affine else []
+        )
         units = owned(self.backbone, self.by_site(self.uses))
-        self.protector = Protector({name: (self.shared[name], n > 0) for name, n in units.items() if bool(n.any())})
-        mask_lr = self.settings.mask_travel / max(rates.mean_rate_steps, 1e-9) if self.settings.mask_lr == "auto" else self.settings.mask_lr
-        return [*groups, {"name": "weights", "params": [self.shared[n] for n in units if n.endswith("weight")], "weight_decay": rates.weight_decay},
-                {"name": "biases", "params": [self.shared[n] for n in units if n.endswith("bias")], "weight_decay": 0.0},
-                {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
-                {"name": "copies", "params": [*self.copies.values], "weight_decay": 0.0}]
+        self.protector = Protector(
+            {name: (self.shared[name], n > 0) for name, n in units.items() if bool(n.any())}
+        )
+        mask_lr = (
+            self.settings.mask_travel / max(rates.mean_rate_steps, 1e-9)
+            if self.settings.mask_lr == "auto"
+            else self.settings.mask_lr
+        )
+        return [
+            *groups,
+            {
+                "name": "weights",
+                "params": [self.shared[n] for n in units if n.endswith("weight")],
+                "weight_decay": rates.weight_decay,
+            },
+            {
+                "name": "biases",
+                "params": [self.shared[n] for n in units if n.endswith("bias")],
+                "weight_decay": 0.0,
+            },
+            {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
+            {"name": "copies", "params": [*self.copies.values], "weight_decay": 0.0},
+        ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         s = self.settings
         if progress.steps_per_epoch == 1:
-            raise UserError(f"task {self.training_tasks[0].name!r} has one step per epoch, and HAT hardens its masks from step to step of an epoch; lower "
-                            "train.batch_size until an epoch has several")
+            raise UserError(
+                f"task {self.training_tasks[0].name!r} has one step per epoch, and HAT hardens "
+                "its masks from step to step of an epoch; lower "
+                "train.batch_size until an epoch has several"
+            )
         self.scale = annealed(progress.step, progress.steps_per_epoch, s.s_max, s.schedule, s.s_min)
         self.soft = self.mask.sample(self.scale)
         return self.copies.tensors() | masked_weights(self.backbone, self.by_site(self.soft))
@@ -150,7 +231,9 @@ class Hat(Method):
         free = self.uses == 0
         count, seen = free.sum().clamp(min=1), (gradient != 0) & (slope > 0)
         of_ce = torch.where(seen, gradient / slope - self.settings.c * self.price / count * free, 0)
-        return torch.where(seen.any(), count * (of_ce.square().sum() / seen.sum().clamp(min=1)).sqrt(), self.price)
+        return torch.where(
+            seen.any(), count * (of_ce.square().sum() / seen.sum().clamp(min=1)).sqrt(), self.price
+        )
 
     def after_step(self, progress: Progress) -> None:
         self.protector.restore()
@@ -167,17 +250,28 @@ class Hat(Method):
         free, left = float((self.uses == 0).float().mean()), self.measures()["free"]
         said = []
         if free < FEW:
-            said.append(f"task {self.task.name!r}: only {free:.2%} of the units were free, so it learned little but its head and the choice of "
-                        "units; raise c so that tasks use fewer units")
+            said.append(
+                f"task {self.task.name!r}: only {free:.2%} of the units were free, so it "
+                "learned little but its head and the choice of "
+                "units; raise c so that tasks use fewer units"
+            )
         elif left < FEW:
-            said.append(f"task {self.task.name!r}: {left:.2%} of the units are left for later tasks; raise c or mask_travel, or train for more steps")
+            said.append(
+                f"task {self.task.name!r}: {left:.2%} of the units are left for later tasks; "
+                "raise c or mask_travel, or train for more steps"
+            )
         return said
 
     def finish(self) -> tuple[TaskState, Carried]:
         own = self.mask.hard()
-        weights = {name: self.shared[name].detach().clone() for name in owned(self.backbone, self.by_site(own))}
-        state = self.state(masks={site: m.clone() for site, m in self.by_site(own.cpu()).items()},
-                           copies={name: t.detach().clone() for name, t in self.copies.tensors().items()})
+        weights = {
+            name: self.shared[name].detach().clone()
+            for name in owned(self.backbone, self.by_site(own))
+        }
+        state = self.state(
+            masks={site: m.clone() for site, m in self.by_site(own.cpu()).items()},
+            copies={name: t.detach().clone() for name, t in self.copies.tensors().items()},
+        )
         return state, Carried(weights | {"uses": (self.uses + own).cpu()})
 
     # ---- serving -----------------------------------------------------------------------------------------------------
@@ -195,23 +289,39 @@ class Hat(Method):
         for site, size in self.sites.items():
             found = tuple(state.masks[site].shape) if site in state.masks else None
             if found != (size,):
-                raise UserError(f"task {state.task!r}: its state has a mask {site} of shape {found}, this backbone has {size} units there; "
-                                "use the backbone of its run")
+                raise UserError(
+                    f"task {state.task!r}: its state has a mask {site} of shape {found}, this "
+                    f"backbone has {size} units there; "
+                    "use the backbone of its run"
+                )
         self.loaded[state.task] = dict(state.masks), dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        masks, copies = self.loaded[task] if task in self.loaded else (self.by_site(self.mask.hard()), self.copies.tensors())
+        masks, copies = (
+            self.loaded[task]
+            if task in self.loaded
+            else (self.by_site(self.mask.hard()), self.copies.tensors())
+        )
         device = self.device
-        return {n: t.to(device) for n, t in copies.items()} | masked_weights(self.backbone, {n: m.to(device) for n, m in masks.items()})
+        return {n: t.to(device) for n, t in copies.items()} | masked_weights(
+            self.backbone, {n: m.to(device) for n, m in masks.items()}
+        )
 
     def flops_share(self, state: TaskState) -> float:
         """With the FFN neurons cut that the task does not use; channels of attention are zeros that are computed."""
-        masks = [BlockMasks(neurons=state.masks[f"blocks.{i}.ff"]) for i in range(len(self.backbone.blocks))]  # type: ignore[arg-type]
-        return flops(self.backbone, plan(self.backbone, masks)) / flops(self.backbone, plan(self.backbone, [BlockMasks()] * len(masks)))
+        masks = [
+            BlockMasks(neurons=state.masks[f"blocks.{i}.ff"])
+            for i in range(len(self.backbone.blocks))
+        ]  # type: ignore[arg-type]
+        return flops(self.backbone, plan(self.backbone, masks)) / flops(
+            self.backbone, plan(self.backbone, [BlockMasks()] * len(masks))
+        )
 
 
 class AdaHatSettings(HatSettings):
-    intensity: PositiveFloat = Field(0.01, description="A: how much units of earlier tasks may move")
+    intensity: PositiveFloat = Field(
+        0.01, description="A: how much units of earlier tasks may move"
+    )
     eps: PositiveFloat = Field(0.1, description="added to a site's share of R")
 
 
@@ -221,7 +331,9 @@ class AdaHat(Hat):
     """
 
     name = "adahat"
-    paper = "AdaHAT: Adaptive Hard Attention to the Task in Task-Incremental Learning, ECML PKDD 2024"
+    paper = (
+        "AdaHAT: Adaptive Hard Attention to the Task in Task-Incremental Learning, ECML PKDD 2024"
+    )
     forgets: ClassVar[bool] = True
     Settings = AdaHatSettings
     per_task = Hat.per_task | {"intensity", "eps"}
@@ -233,7 +345,9 @@ class AdaHat(Hat):
         for site, n in uses.items():
             rate = self.settings.intensity / (self.settings.eps + newly_used([soft[site]], [n > 0]))
             held[site] = n / (n + rate)
-        self.protector = Protector({name: (self.shared[name], lock) for name, lock in owned(self.backbone, held).items()})
+        self.protector = Protector(
+            {name: (self.shared[name], lock) for name, lock in owned(self.backbone, held).items()}
+        )
         super().after_backward()
 
     def warnings(self) -> list[str]:
@@ -244,5 +358,9 @@ def affine_names(backbone: Any) -> list[str]:
     """Parameters that write to the residual stream and are no weights: norms, class token, biases of proj and fc2, scales of context."""
     known = dict(backbone.named_parameters())
     ends = ("attn.proj.bias", "mlp.fc2.bias", "mlp.context.scale")
-    wanted = ["cls_token", *norm_names(backbone), *(f"blocks.{i}.{end}" for i in range(len(backbone.blocks)) for end in ends)]
+    wanted = [
+        "cls_token",
+        *norm_names(backbone),
+        *(f"blocks.{i}.{end}" for i in range(len(backbone.blocks)) for end in ends),
+    ]
     return [name for name in wanted if name in known]

@@ -18,9 +18,15 @@ from workers.model.exemplars import nearest_mean
 
 
 class IcarlSettings(RehearsalSettings):
-    loss: Literal["bce", "ce_kd"] = Field("bce", description="`bce`: a sigmoid per class; `ce_kd`: one softmax, and one more for distillation")
+    loss: Literal["bce", "ce_kd"] = Field(
+        "bce",
+        description="`bce`: a sigmoid per class; `ce_kd`: one softmax, and one more for distillation",
+    )
     tau: PositiveFloat = Field(2.0, description="temperature of distillation under `loss: ce_kd`")
-    infer: Literal["nme", "argmax"] = Field("nme", description="answers by the nearest mean of exemplars, or by the largest output; only serves")
+    infer: Literal["nme", "argmax"] = Field(
+        "nme",
+        description="answers by the nearest mean of exemplars, or by the largest output; only serves",
+    )
 
 
 class Icarl(Rehearsal):
@@ -51,14 +57,20 @@ class Icarl(Rehearsal):
         features, sigmoids = self.features(batch.images), self.settings.loss == "bce"
         logits, first = self.all_logits(features).float(), self.columns()[self.task.name].start
         if sigmoids:
-            ce = F.binary_cross_entropy_with_logits(logits[:, first:], self.wide_targets(batch)[:, first:])
+            ce = F.binary_cross_entropy_with_logits(
+                logits[:, first:], self.wide_targets(batch)[:, first:]
+            )
         else:
             ce = self.classification_loss(features, batch)
         terms = {"bce" if sigmoids else "ce": ce.detach()}
         if self.teacher is None:
             return ce, terms
         taught, a = self.teacher.joined(batch.images), self.old_share
-        kd = kd_sig(logits[:, :first], taught) if sigmoids else kd_ce(logits[:, :first], taught, self.settings.tau)
+        kd = (
+            kd_sig(logits[:, :first], taught)
+            if sigmoids
+            else kd_ce(logits[:, :first], taught, self.settings.tau)
+        )
         return (1 - a) * ce + a * kd if sigmoids else ce + kd, {**terms, "kd": kd.detach()}
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:

@@ -22,15 +22,21 @@ class Individual(Method):
         super().__init__(backbone, settings, seed)
         self.weights: dict[str, dict[str, Tensor]] = {}
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
-        return super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
+        return super().begin(task, step, carried, rates, tasks) + weight_groups(
+            self.backbone, rates
+        )
 
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(copies=tensors_of(self.backbone)), Carried()
 
     def load(self, state: TaskState) -> None:
         super().load(state)
-        self.weights[state.task] = state.copies  # none for the base task, which was trained into the common backbone
+        self.weights[state.task] = (
+            state.copies
+        )  # none for the base task, which was trained into the common backbone
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         device = self.device

@@ -20,8 +20,12 @@ class Joint(Method):
     scenarios = frozenset({"task", "class"})
     forgets = True  # a later stage is another network: nothing binds its answers on old tasks
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
-        return super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
+        return super().begin(task, step, carried, rates, tasks) + weight_groups(
+            self.backbone, rates
+        )
 
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(), Carried(network_of(self, [t.name for t in self.training_tasks]))

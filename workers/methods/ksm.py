@@ -21,14 +21,24 @@ from workers.taskstate import TaskState
 
 class KsmSettings(ThresholdSettings):
     granularity: Literal["kernel", "channel", "element"] = Field(
-        "kernel", description="what shares one mask value: a kernel, all weights of an output channel, or nothing")
+        "kernel",
+        description="what shares one mask value: a kernel, all weights of an output channel, or nothing",
+    )
     group: PositiveInt = Field(8, description="input columns of a Linear that make up a kernel")
     soft: bool = Field(True, description="kernels that are off keep a coefficient; false: 0")
-    norms: bool = Field(True, description="each task trains its own copies of norm weights and biases")
+    norms: bool = Field(
+        True, description="each task trains its own copies of norm weights and biases"
+    )
     mask_travel: PositiveFloat = Field(  # farther than Piggyback's: a kernel that is off keeps a part of its weights
-        2.0, description="for mask_lr auto: how far steps in random directions carry a value, in distances to the threshold")
+        2.0,
+        description="for mask_lr auto: how far steps in random directions carry a value, in distances "
+        "to the threshold",
+    )
     beta: PositiveFloat = Field(1200.0, description="steepness of the relaxation")
-    temperature: PositiveFloat = Field(100.0, description="its temperature: the gradient at the threshold is beta / (4 temperature)")
+    temperature: PositiveFloat = Field(
+        100.0,
+        description="its temperature: the gradient at the threshold is beta / (4 temperature)",
+    )
 
 
 class Ksm(ThresholdMasks):
@@ -50,9 +60,16 @@ class Ksm(ThresholdMasks):
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
         super().__init__(backbone, settings, seed)
         for site, weight in self.sites.items():
-            if self.settings.granularity == "kernel" and weight.ndim == 2 and weight.shape[1] % self.settings.group:
-                raise UserError(f"group is {self.settings.group}, but {site} has {weight.shape[1]} input columns, which do not fall into such groups; "
-                                "choose a divisor, or granularity=element")
+            if (
+                self.settings.granularity == "kernel"
+                and weight.ndim == 2
+                and weight.shape[1] % self.settings.group
+            ):
+                raise UserError(
+                    f"group is {self.settings.group}, but {site} has {weight.shape[1]} input "
+                    "columns, which do not fall into such groups; "
+                    "choose a divisor, or granularity=element"
+                )
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
         """kernel: (out, in / group), of a convolution (out, in). channel: (out,)."""
@@ -65,7 +82,13 @@ class Ksm(ThresholdMasks):
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         s = self.settings
-        return SoftBinary(torch.full(self.mask_shape(site), s.start, device=weight.device), s.theta, s.beta, s.temperature, s.soft)
+        return SoftBinary(
+            torch.full(self.mask_shape(site), s.start, device=weight.device),
+            s.theta,
+            s.beta,
+            s.temperature,
+            s.soft,
+        )
 
     def copied(self) -> list[str]:
         return norm_names(self.backbone) if self.settings.norms else []
@@ -76,7 +99,9 @@ class Ksm(ThresholdMasks):
     # ---- what is stored ----------------------------------------------------------------------------------------------
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         on = {site: self.in_use(mask) for site, mask in masks.items()}
-        soft = {f"{site}.soft": mask[~on[site]] for site, mask in masks.items() if self.settings.soft}
+        soft = {
+            f"{site}.soft": mask[~on[site]] for site, mask in masks.items() if self.settings.soft
+        }
         return on, {name: values for name, values in soft.items() if len(values)}
 
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
@@ -88,6 +113,9 @@ class Ksm(ThresholdMasks):
         if values is None:
             return on
         if len(values) != int((~on).sum()):
-            raise UserError(f"task {state.task!r}: its state has {len(values)} soft values for the {int((~on).sum())} kernels of {site} that are off; "
-                            "the file is damaged, remove it and run the same command again")
+            raise UserError(
+                f"task {state.task!r}: its state has {len(values)} soft values for the "
+                f"{int((~on).sum())} kernels of {site} that are off; "
+                "the file is damaged, remove it and run the same command again"
+            )
         return on.to(values.dtype).masked_scatter_(~on, values)

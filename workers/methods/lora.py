@@ -14,12 +14,25 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
 from workers.model.adapters import AdapterSites
-from workers.model.lowrank import PROJECTION, LowRank, Target, branch, factors, merged, shapes, weight_of
+from workers.model.lowrank import (
+    PROJECTION,
+    LowRank,
+    Target,
+    branch,
+    factors,
+    merged,
+    shapes,
+    weight_of,
+)
 from workers.taskstate import Carried, TaskState
 
 
 class LoraSettings(MethodSettings):
-    target: Target = Field("qkv", description="`qkv`: one update of the fused projection; `qv`: one of queries and one of values, as in the paper")
+    target: Target = Field(
+        "qkv",
+        description="`qkv`: one update of the fused projection; `qv`: one of queries and one of values, "
+        "as in the paper",
+    )
     rank: PositiveInt = Field(4, description="r")
     alpha: PositiveFloat = Field(1.0, description="the update is scaled by alpha / rank")
 
@@ -41,13 +54,18 @@ class Lora(Method):
     settings: LoraSettings
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         super().fits(settings, backbone, tasks)
         assert isinstance(settings, LoraSettings)
         sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
         if settings.rank > sites.width:
-            raise UserError(f"rank is {settings.rank}, and the backbone's weights have no more than {sites.width}: an update of low rank would be larger than "
-                            f"what it updates; give at most {sites.width}")
+            raise UserError(
+                f"rank is {settings.rank}, and the backbone's weights have no more than "
+                f"{sites.width}: an update of low rank would be larger than "
+                f"what it updates; give at most {sites.width}"
+            )
 
     def __init__(self, backbone: nn.Module, settings: LoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -59,18 +77,30 @@ class Lora(Method):
     def factors(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
         return factors(**update, rows=self.rows, scale=self.settings.alpha / self.settings.rank)
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         self.update = LowRank(**self.shapes).to(self.device)
-        return [*groups, {"name": "lora", "params": [*self.update.parameters()], "weight_decay": rates.weight_decay}]
+        return [
+            *groups,
+            {
+                "name": "lora",
+                "params": [*self.update.parameters()],
+                "weight_decay": rates.weight_decay,
+            },
+        ]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         with self.sites.using(self.factors(self.update.tensors())):
             return super().loss(batch, progress)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(copies={name: t.detach().clone() for name, t in self.update.tensors().items()}, meta={"alpha": self.settings.alpha}), Carried()
+        return self.state(
+            copies={name: t.detach().clone() for name, t in self.update.tensors().items()},
+            meta={"alpha": self.settings.alpha},
+        ), Carried()
 
     def load(self, state: TaskState) -> None:
         """Keeps the task's update beside those of other tasks. A base task has none."""
@@ -78,11 +108,20 @@ class Lora(Method):
         found = {name: tuple(t.shape) for name, t in state.copies.items()}, state.meta.get("alpha")
         wanted = self.shapes, self.settings.alpha
         if state.method == self.name and found != wanted:
-            raise UserError(f"task {state.task!r}: its state has updates of shapes {found[0]} with alpha {found[1]}, these settings have {wanted[0]} with "
-                            f"alpha {wanted[1]}; use the backbone and the method's settings of its run")
+            raise UserError(
+                f"task {state.task!r}: its state has updates of shapes {found[0]} with alpha "
+                f"{found[1]}, these settings have {wanted[0]} with "
+                f"alpha {wanted[1]}; use the backbone and the method's settings of its run"
+            )
         self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         update = self.loaded[task] if task in self.loaded else self.update.tensors()
         device = self.device
-        return merged(self.backbone, **self.factors({name: t.to(device) for name, t in update.items()})) if update else {}
+        return (
+            merged(
+                self.backbone, **self.factors({name: t.to(device) for name, t in update.items()})
+            )
+            if update
+            else {}
+        )

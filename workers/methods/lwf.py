@@ -22,9 +22,18 @@ from workers.taskstate import Carried, TaskState
 class LwfSettings(MethodSettings):
     model_config = ConfigDict(populate_by_name=True)
 
-    lambda_: NonNegativeFloat = Field(1.0, alias="lambda", description="weight of the distillation loss")
-    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
-    head_first: float = Field(0.0, ge=0, le=1, description="share of the steps, from the start, that train the new head alone")
+    lambda_: NonNegativeFloat = Field(
+        1.0, alias="lambda", description="weight of the distillation loss"
+    )
+    tau: PositiveFloat = Field(
+        2.0, description="temperature of both softmaxes in the distillation loss"
+    )
+    head_first: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the steps, from the start, that train the new head alone",
+    )
 
 
 class Lwf(Method):
@@ -48,11 +57,17 @@ class Lwf(Method):
     settings: LwfSettings
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         self.old = [name for name in self.columns() if name != task.name]
-        self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old}) if self.old else None
+        self.teacher = (
+            Teacher(self.backbone, {name: self.heads[name] for name in self.old})
+            if self.old
+            else None
+        )
         super().begin(task, step, carried, rates, tasks)
         return self.head_groups(rates, list(self.columns())) + weight_groups(self.backbone, rates)
 
@@ -74,7 +89,9 @@ class Lwf(Method):
         teachers = [taught[name] for name in self.old]
         if self.scenario == "class":
             students, teachers = [torch.cat(students, 1)], [torch.cat(teachers, 1)]
-        return torch.stack([kd_ce(z, y, self.settings.tau) for z, y in zip(students, teachers, strict=True)]).sum()
+        return torch.stack(
+            [kd_ce(z, y, self.settings.tau) for z, y in zip(students, teachers, strict=True)]
+        ).sum()
 
     def after_backward(self) -> None:
         """A parameter without a gradient is passed over by the optimizer: neither weight decay nor momentum touches it."""

@@ -21,7 +21,9 @@ from workers.model.masks import GumbelHard
 from workers.model.sites import Sites, sites_of
 from workers.taskstate import Carried, TaskState
 
-ADAM_EPS = 1e-15  # at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
+ADAM_EPS = (
+    1e-15  # at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
+)
 
 
 class MeatSettings(MethodSettings):
@@ -32,20 +34,42 @@ class MeatSettings(MethodSettings):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    lambda_: float = Field(0.9, alias="lambda", ge=0, le=1, description="target share of KEPT tokens or channels (Eq. 10)")
-    alpha: NonNegativeFloat = Field(2.0, description="weight of the drop-control loss (Eq. 9); 0 turns it off")
+    lambda_: float = Field(
+        0.9,
+        alias="lambda",
+        ge=0,
+        le=1,
+        description="target share of KEPT tokens or channels (Eq. 10)",
+    )
+    alpha: NonNegativeFloat = Field(
+        2.0, description="weight of the drop-control loss (Eq. 9); 0 turns it off"
+    )
     gamma: PositiveFloat = Field(4.0, description="logits start at +gamma (keep) and -gamma (drop)")
     tau: PositiveFloat = Field(1.0, description="temperature of the Gumbel-softmax")
-    token_masks: bool = Field(True, description="mask image tokens as keys and values of attention; on a ResNet channels inside residual blocks")
+    token_masks: bool = Field(
+        True,
+        description="mask image tokens as keys and values of attention; on a ResNet channels inside "
+        "residual blocks",
+    )
     token_mask_blocks: Literal["all"] | tuple[int, ...] = Field(
-        "all", description="blocks with token (channel) masks, counted from 0")
+        "all", description="blocks with token (channel) masks, counted from 0"
+    )
     ffn_masks: Literal["weight", "neuron", "off"] = Field(
-        "weight", description="mask fc1 and fc2 per weight, or per hidden neuron; on a ResNet the blocks' convolutions per weight")
-    self_loop: bool = Field(False, description="queries always see themselves: the released code, not the paper")
+        "weight",
+        description="mask fc1 and fc2 per weight, or per hidden neuron; on a ResNet the blocks' "
+        "convolutions per weight",
+    )
+    self_loop: bool = Field(
+        False, description="queries always see themselves: the released code, not the paper"
+    )
     mask_lr: PositiveFloat | Literal["auto", "paper"] = Field(
-        "auto", description="rate on each logit of the pair; `paper`: .1 * batch / 1024; `auto`: by mask_travel")
+        "auto",
+        description="rate on each logit of the pair; `paper`: .1 * batch / 1024; `auto`: by mask_travel",
+    )
     mask_travel: PositiveFloat = Field(
-        8.0, description="for mask_lr auto: how far a logit can go over all steps, in distances to the flip")
+        8.0,
+        description="for mask_lr auto: how far a logit can go over all steps, in distances to the flip",
+    )
 
 
 class Meat(Method):
@@ -66,7 +90,9 @@ class Meat(Method):
     settings: MeatSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the gradients."""
         assert isinstance(settings, MeatSettings)
         masked = settings.token_masks or settings.ffn_masks != "off"
@@ -74,7 +100,9 @@ class Meat(Method):
             needs_adamw(settings.mask_lr, train)
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         assert isinstance(settings, MeatSettings)
         _sites(backbone, settings)
 
@@ -89,17 +117,29 @@ class Meat(Method):
         return self.sites.gates | self.sites.entries
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates,
-              tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         device = self.device
         self.loaded.pop(task.name, None)
-        self.masks = {name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
-                      for name, shape in self.mask_shapes().items()}
-        self.mask_modules = nn.ModuleList(self.masks.values())  # a dict alone would hide them from state_dict and .to
+        self.masks = {
+            name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
+            for name, shape in self.mask_shapes().items()
+        }
+        self.mask_modules = nn.ModuleList(
+            self.masks.values()
+        )  # a dict alone would hide them from state_dict and .to
         if self.masks:
-            groups.append({"name": "masks", "params": [m.logits for m in self.masks.values()], "lr": self.rate(rates),
-                           "weight_decay": 0.0, "eps": ADAM_EPS})
+            groups.append(
+                {
+                    "name": "masks",
+                    "params": [m.logits for m in self.masks.values()],
+                    "lr": self.rate(rates),
+                    "weight_decay": 0.0,
+                    "eps": ADAM_EPS,
+                }
+            )
         return groups
 
     def rate(self, rates: Rates) -> float:
@@ -107,27 +147,45 @@ class Meat(Method):
         rate per step, so `auto` sets rate * mean_rate_steps = mask_travel * 2 gamma: long and short trainings reach
         equally far."""
         if self.settings.mask_lr == "auto":
-            return self.settings.mask_travel * 2 * self.settings.gamma / max(rates.mean_rate_steps, 1e-9)
-        return 2 * (0.1 * rates.batch_size / 1024 if self.settings.mask_lr == "paper" else self.settings.mask_lr)
+            return (
+                self.settings.mask_travel
+                * 2
+                * self.settings.gamma
+                / max(rates.mean_rate_steps, 1e-9)
+            )
+        return 2 * (
+            0.1 * rates.batch_size / 1024
+            if self.settings.mask_lr == "paper"
+            else self.settings.mask_lr
+        )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """CE + alpha * L_dc (Eq. 9). Masks of tokens or channels are sampled per image, those of weights and neurons once per forward."""
         gates = self.sample_gates(batch.draw)
         masks = {name: gate[batch.draw.rows_there] for name, gate in gates.items()}
-        masks |= {name: self.masks[name].sample(batch.draw.shared(f"meat.{name}", *shape)) for name, shape in self.sites.entries.items()}
+        masks |= {
+            name: self.masks[name].sample(batch.draw.shared(f"meat.{name}", *shape))
+            for name, shape in self.sites.entries.items()
+        }
         self.serving, self.effective = None, self.sites.weights(masks)
         with self.sites.sampled(masks):
             ce = self.classification_loss(self.features(batch.images), batch)
         if not gates:
             return ce, {"ce": ce.detach()}
         control = drop_control([*gates.values()], self.settings.lambda_)
-        return ce + self.settings.alpha * control, {"ce": ce.detach(), "drop_control": control.detach()}
+        return ce + self.settings.alpha * control, {
+            "ce": ce.detach(),
+            "drop_control": control.detach(),
+        }
 
     def sample_gates(self, draw: Draw) -> dict[str, Tensor]:
         """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows everybody's noise, so the keep
         ratio over the global batch needs no message and does not depend on ranks or accumulation."""
         everybody = replace(draw, rows=torch.arange(draw.size))
-        return {name: self.masks[name].sample(everybody.per_sample(f"meat.{name}", *shape)) for name, shape in self.sites.gates.items()}
+        return {
+            name: self.masks[name].sample(everybody.per_sample(f"meat.{name}", *shape))
+            for name, shape in self.sites.gates.items()
+        }
 
     def hard(self) -> dict[str, Tensor]:
         """The boolean masks of the task in training, by name (Eq. 7)."""
@@ -139,20 +197,31 @@ class Meat(Method):
         masks = self.hard()
         gate, entry = (kind.lower() for kind in self.sites.kinds)
         values = {f"{gate}_keep": self.sites.gates, f"{entry}_density": self.sites.entries}
-        shares = {name: _share([masks[n] for n in names]) for name, names in values.items() if masks and names}
+        shares = {
+            name: _share([masks[n] for n in names])
+            for name, names in values.items()
+            if masks and names
+        }
         return shares | ({"flipped": 1 - _share(list(masks.values()))} if masks else {})
 
     def warnings(self) -> list[str]:
         """Masks of a kind that did nothing: gates nearly always flip under drop control, masks of weights need a rate."""
         masks = self.hard()
-        return [f"task {self.task.name!r}: no {kind} mask entry left its initial state, so these masks do nothing; "
-                "raise mask_travel or mask_lr, or train for more steps"
-                for kind, names in zip(self.sites.kinds, (self.sites.gates, self.sites.entries), strict=True)
-                if self.task is not None and masks and names and _share([masks[n] for n in names]) == 1]
+        return [
+            f"task {self.task.name!r}: no {kind} mask entry left its initial state, so these "
+            "masks do nothing; "
+            "raise mask_travel or mask_lr, or train for more steps"
+            for kind, names in zip(
+                self.sites.kinds, (self.sites.gates, self.sites.entries), strict=True
+            )
+            if self.task is not None and masks and names and _share([masks[n] for n in names]) == 1
+        ]
 
     def finish(self) -> tuple[TaskState, Carried]:
         meta = {"settings": key_inputs(self.settings), **self.sites.meta}
-        return self.state(masks={name: m.cpu() for name, m in self.hard().items()}, meta=meta), Carried()
+        return self.state(
+            masks={name: m.cpu() for name, m in self.hard().items()}, meta=meta
+        ), Carried()
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def load(self, state: TaskState) -> None:
@@ -162,12 +231,18 @@ class Meat(Method):
         for name in {**shapes, **state.masks}:
             found = tuple(state.masks[name].shape) if name in state.masks else None
             if found != shapes.get(name):
-                raise UserError(f"task {state.task!r}: its state has {name} of shape {found}, this backbone and these settings need {shapes.get(name)}; "
-                                "use the backbone, the img_size and the settings of its run")
+                raise UserError(
+                    f"task {state.task!r}: its state has {name} of shape {found}, this backbone "
+                    f"and these settings need {shapes.get(name)}; "
+                    "use the backbone, the img_size and the settings of its run"
+                )
         blocks = self.sites.meta["token_blocks"]
         if shapes and state.meta.get("token_blocks") != blocks:
-            raise UserError(f"task {state.task!r}: its state has {self.sites.kinds[0]} masks for blocks {state.meta.get('token_blocks')}, these settings "
-                            f"have them in {blocks}; use token_mask_blocks of its run")
+            raise UserError(
+                f"task {state.task!r}: its state has {self.sites.kinds[0]} masks for blocks "
+                f"{state.meta.get('token_blocks')}, these settings "
+                f"have them in {blocks}; use token_mask_blocks of its run"
+            )
         self.loaded[state.task] = dict(state.masks)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
@@ -188,7 +263,12 @@ class Meat(Method):
 
 
 def _sites(backbone: nn.Module, settings: MeatSettings) -> Sites:
-    return sites_of(backbone, settings.token_mask_blocks if settings.token_masks else (), settings.ffn_masks, settings.self_loop)
+    return sites_of(
+        backbone,
+        settings.token_mask_blocks if settings.token_masks else (),
+        settings.ffn_masks,
+        settings.self_loop,
+    )
 
 
 def drop_control(gates: list[Tensor], keep: float) -> Tensor:

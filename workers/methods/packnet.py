@@ -19,26 +19,49 @@ from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
 from workers.taskstate import Carried, TaskState
 
-FREE, FIRST = 0, 1  # owner numbers; the first owner is the base, where that keeps weights, else the first task
+FREE, FIRST = (
+    0,
+    1,
+)  # owner numbers; the first owner is the base, where that keeps weights, else the first task
 MOST_OWNERS = torch.iinfo(torch.uint8).max
 
 
 class PackNetSettings(MethodSettings):
     prune: float | tuple[float | None, ...] = Field(
-        0.75, description="share of its own weights that a task gives back: one for all tasks, or a list with one per task, `none` for a task that keeps all")
+        0.75,
+        description="share of its own weights that a task gives back: one for all tasks, or a list with "
+        "one per task, `none` for a task that keeps all",
+    )
     base_mode: Literal["own_nothing", "prune_only", "prune_retrain"] = Field(
-        "own_nothing", description="what is kept for what the backbone was trained on: nothing; its largest weights; these, trained again on the base task")
-    base_prune: float = Field(0.5, gt=0, lt=1, description="share of the backbone's weights that is given back where the base keeps some")
-    per_task_affine: bool = Field(False, description="every task trains its own copies of biases, norms, class token and position embedding")
+        "own_nothing",
+        description="what is kept for what the backbone was trained on: nothing; its largest weights; "
+        "these, trained again on the base task",
+    )
+    base_prune: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="share of the backbone's weights that is given back where the base keeps some",
+    )
+    per_task_affine: bool = Field(
+        False,
+        description="every task trains its own copies of biases, norms, class token and position "
+        "embedding",
+    )
 
     @field_validator("prune", mode="before")
     @classmethod
     def _shares(cls, value: Any) -> Any:
         listed = isinstance(value, (list, tuple))
-        shares: list[Any] = [None if share == "none" else share for share in value] if listed else [value]
+        shares: list[Any] = (
+            [None if share == "none" else share for share in value] if listed else [value]
+        )
         for share in shares:
             if not (listed if share is None else type(share) in (int, float) and 0 < share < 1):
-                raise ValueError("a share to give back lies between 0 and 1, both excluded; a list has one per task, and `none` for a task that keeps all")
+                raise ValueError(
+                    "a share to give back lies between 0 and 1, both excluded; a list has one "
+                    "per task, and `none` for a task that keeps all"
+                )
         return shares if listed else value
 
     def share(self, position: int) -> float | None:
@@ -48,8 +71,11 @@ class PackNetSettings(MethodSettings):
         if isinstance(self.prune, float):
             return self.prune
         if position >= len(self.prune):
-            raise UserError(f"packnet: `prune` has {len(self.prune)} shares and the stream a task {position + 1}; list one per task, `none` for one that "
-                            "keeps all, or give one number for all tasks")
+            raise UserError(
+                f"packnet: `prune` has {len(self.prune)} shares and the stream a task "
+                f"{position + 1}; list one per task, `none` for one that "
+                "keeps all, or give one number for all tasks"
+            )
         return self.prune[position]
 
 
@@ -97,7 +123,11 @@ class PackNet(Method):
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites: dict[str, Any] = weight_sites(backbone)
-        self.others = [name for name, _ in backbone.named_parameters() if name.removesuffix(".weight") not in self.sites]
+        self.others = [
+            name
+            for name, _ in backbone.named_parameters()
+            if name.removesuffix(".weight") not in self.sites
+        ]
         self.owners: dict[str, Tensor] = {}  # site -> owner number of each weight, uint8
         self.latest, self.latest_name = FREE, ""  # the last owner, and its task
         self.numbers: dict[str, int] = {}  # loaded task -> its owner number
@@ -105,7 +135,9 @@ class PackNet(Method):
         self.copies: Copies | None = None  # of the task in training
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is None:
             self.start(task)
         else:
@@ -119,15 +151,32 @@ class PackNet(Method):
             self.heads.restore(task.name, under("head", carried))
         if step == "prune":
             self.give_back(self.settings.share(self.position) or 0.0)
-        self.protector = Protector({site: (weight, self.owners[site] != self.latest) for site, weight in self.sites.items()})
+        self.protector = Protector(
+            {
+                site: (weight, self.owners[site] != self.latest)
+                for site, weight in self.sites.items()
+            }
+        )
         groups = super().begin(task, step, carried, rates, tasks)
-        groups.append({"name": "weights", "params": [*self.sites.values()], "weight_decay": rates.weight_decay})
-        return [*groups, {"name": "others", "params": self.trained_others(carried), "weight_decay": 0.0}]
+        groups.append(
+            {
+                "name": "weights",
+                "params": [*self.sites.values()],
+                "weight_decay": rates.weight_decay,
+            }
+        )
+        return [
+            *groups,
+            {"name": "others", "params": self.trained_others(carried), "weight_decay": 0.0},
+        ]
 
     def start(self, task: Task) -> None:
         """The owner map before the first step of the first task."""
         self.latest = FREE if self.settings.base_mode == "own_nothing" else FIRST
-        self.owners = {site: torch.full_like(weight, self.latest, dtype=torch.uint8) for site, weight in self.sites.items()}
+        self.owners = {
+            site: torch.full_like(weight, self.latest, dtype=torch.uint8)
+            for site, weight in self.sites.items()
+        }
         if self.settings.base_mode == "prune_only":
             self.give_back(self.settings.base_prune)
         elif self.settings.base_mode == "prune_retrain":
@@ -136,8 +185,11 @@ class PackNet(Method):
     def claim(self, task: Task) -> None:
         """All that is free is the task's from here on. Raises UserError where the owner map cannot hold one more owner."""
         if self.latest == MOST_OWNERS:
-            raise UserError(f"packnet: task {task.name!r} would be owner {MOST_OWNERS + 1}, and one byte per weight has room for {MOST_OWNERS}; "
-                            "end the stream before it, or begin another run there")
+            raise UserError(
+                f"packnet: task {task.name!r} would be owner {MOST_OWNERS + 1}, and one byte "
+                f"per weight has room for {MOST_OWNERS}; "
+                "end the stream before it, or begin another run there"
+            )
         self.latest, self.latest_name = self.latest + 1, task.name
         for owner in self.owners.values():
             owner[owner == FREE] = self.latest
@@ -180,28 +232,47 @@ class PackNet(Method):
     def measures(self) -> dict[str, float]:
         """Shares of all weights: the task's own, those in use by it and the tasks before it, and the free ones."""
         total = sum(owner.numel() for owner in self.owners.values())
-        own, free = (float(sum((owner == number).sum() for owner in self.owners.values())) / total for number in (self.latest, FREE))
+        own, free = (
+            float(sum((owner == number).sum() for owner in self.owners.values())) / total
+            for number in (self.latest, FREE)
+        )
         return {"own": own, "used": 1 - free, "free": free}
 
     def warnings(self) -> list[str]:
         if not self.owners or self.measures()["own"]:
             return []
-        return [f"task {self.latest_name!r}: no weight was free for it, so that only its head was trained; give more back with a larger `prune`"]
+        return [
+            f"task {self.latest_name!r}: no weight was free for it, so that only its head was "
+            "trained; give more back with a larger `prune`"
+        ]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        copies = {name: t.detach().clone() for name, t in self.copies.tensors().items()} if self.copies else {}
+        copies = (
+            {name: t.detach().clone() for name, t in self.copies.tensors().items()}
+            if self.copies
+            else {}
+        )
         state = self.state(copies=copies, meta={"owner": self.latest})
         tensors = {f"backbone/{name}": t for name, t in tensors_of(self.backbone).items()}
         tensors |= {f"owners/{site}": owner.clone() for site, owner in self.owners.items()}
-        if self.step != self.planned(self.settings, self.position)[-1].name:  # the next step of the same task goes on from these
-            tensors |= {f"{kind}/{name}": t.clone() for kind in ("head", "copies") for name, t in getattr(state, kind).items()}
+        if (
+            self.step != self.planned(self.settings, self.position)[-1].name
+        ):  # the next step of the same task goes on from these
+            tensors |= {
+                f"{kind}/{name}": t.clone()
+                for kind in ("head", "copies")
+                for name, t in getattr(state, kind).items()
+            }
         return state, Carried(tensors, {"owner": self.latest, "task": self.latest_name})
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         self.backbone.load_state_dict(under("backbone", carried))
-        self.owners = {site: owner.to(self.sites[site].device, copy=True) for site, owner in under("owners", carried).items()}
+        self.owners = {
+            site: owner.to(self.sites[site].device, copy=True)
+            for site, owner in under("owners", carried).items()
+        }
         self.latest, self.latest_name = carried.meta["owner"], carried.meta["task"]
 
     def load(self, state: TaskState) -> None:
@@ -221,11 +292,23 @@ class PackNet(Method):
         number = self.numbers.get(task, self.latest)
         if number >= self.latest:
             return own
-        return own | {f"{site}.weight": weight.masked_fill(~in_effect(self.owners[site].to(device), number), 0) for site, weight in self.sites.items()}
+        return own | {
+            f"{site}.weight": weight.masked_fill(
+                ~in_effect(self.owners[site].to(device), number), 0
+            )
+            for site, weight in self.sites.items()
+        }
 
     @classmethod
     def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        return {site: in_effect(owner, state.meta["owner"]) for site, owner in under("owners", carried).items()} if state.method == cls.name else {}
+        return (
+            {
+                site: in_effect(owner, state.meta["owner"])
+                for site, owner in under("owners", carried).items()
+            }
+            if state.method == cls.name
+            else {}
+        )
 
 
 def smallest(weight: Tensor, among: Tensor, share: float) -> Tensor:
@@ -243,4 +326,8 @@ def in_effect(owner: Tensor, number: int) -> Tensor:
 def under(kind: str, carried: Carried | None) -> dict[str, Tensor]:
     """The carried tensors `KIND/NAME` by name."""
     tensors = {} if carried is None else carried.tensors
-    return {name.removeprefix(f"{kind}/"): t for name, t in tensors.items() if name.startswith(f"{kind}/")}
+    return {
+        name.removeprefix(f"{kind}/"): t
+        for name, t in tensors.items()
+        if name.startswith(f"{kind}/")
+    }

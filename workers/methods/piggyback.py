@@ -20,11 +20,20 @@ from workers.taskstate import Carried, TaskState
 
 
 class PiggybackSettings(ThresholdSettings):
-    ternary: bool = Field(False, description="masks of -1, 0 and 1, so that a weight can change its sign; 2 bits per weight")
+    ternary: bool = Field(
+        False,
+        description="masks of -1, 0 and 1, so that a weight can change its sign; 2 bits per weight",
+    )
     init: Literal["ones", "uniform", "weights"] = Field(
-        "ones", description="real values start at `start`; uniformly between -start and start; or at the mean |W| of their layer")
+        "ones",
+        description="real values start at `start`; uniformly between -start and start; or at the mean "
+        "|W| of their layer",
+    )
     scale_gradients: Literal["none", "layer", "entry"] = Field(
-        "none", description="divide gradients of real values by the mean |W| of the layer, or by each entry's |W|; for sgd")
+        "none",
+        description="divide gradients of real values by the mean |W| of the layer, or by each entry's "
+        "|W|; for sgd",
+    )
 
     def starts_on(self) -> bool:
         return self.init == "weights" or super().starts_on()
@@ -41,18 +50,26 @@ class Piggyback(ThresholdMasks):
     """
 
     name = "piggyback"
-    paper = "Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask Weights, ECCV 2018"
+    paper = (
+        "Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask Weights, "
+        "ECCV 2018"
+    )
     Settings = PiggybackSettings
     per_task = ThresholdMasks.per_task | {"ternary", "init", "scale_gradients"}
     settings: PiggybackSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, PiggybackSettings)
         super().check(settings, train, data, scenario)
         if settings.scale_gradients != "none" and train.optimizer == "adamw":
-            raise UserError(f"scale_gradients is {settings.scale_gradients!r} with train.optimizer 'adamw': it divides every gradient by its own size, so "
-                            "that a constant factor changes nothing; use sgd, or set scale_gradients=none")
+            raise UserError(
+                f"scale_gradients is {settings.scale_gradients!r} with train.optimizer 'adamw': "
+                "it divides every gradient by its own size, so "
+                "that a constant factor changes nothing; use sgd, or set scale_gradients=none"
+            )
 
     # ---- training ----------------------------------------------------------------------------------------------------
     def start_of(self, site: str) -> float:
@@ -60,21 +77,37 @@ class Piggyback(ThresholdMasks):
             return self.settings.start
         mean = float(self.sites[site].detach().abs().mean())
         if mean <= self.settings.theta:
-            raise UserError(f"init is 'weights' with theta {self.settings.theta}, but the mean |W| of {site} is {mean:.2g}: the layer would start switched "
-                            "off; lower theta below that, or set init=ones")
+            raise UserError(
+                f"init is 'weights' with theta {self.settings.theta}, but the mean |W| of "
+                f"{site} is {mean:.2g}: the layer would start switched "
+                "off; lower theta below that, or set init=ones"
+            )
         return mean
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         start = self.start_of(site)
         drawn = self.settings.init == "uniform"  # on the CPU: the same on every device
-        values = torch.empty(weight.shape).uniform_(-start, start).to(weight.device) if drawn else full(weight, start)
+        values = (
+            torch.empty(weight.shape).uniform_(-start, start).to(weight.device)
+            if drawn
+            else full(weight, start)
+        )
         return Threshold(values, self.settings.theta, self.settings.ternary)
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
-        sizes = {site: weight.detach().abs() for site, weight in self.sites.items()} if self.settings.scale_gradients != "none" else {}
+        sizes = (
+            {site: weight.detach().abs() for site, weight in self.sites.items()}
+            if self.settings.scale_gradients != "none"
+            else {}
+        )
         by_layer = self.settings.scale_gradients == "layer"
-        self.divisors = {site: (size.mean() if by_layer else size).clamp(min=1e-12) for site, size in sizes.items()}  # W = 0 has gradient 0
+        self.divisors = {
+            site: (size.mean() if by_layer else size).clamp(min=1e-12)
+            for site, size in sizes.items()
+        }  # W = 0 has gradient 0
         return groups
 
     def after_backward(self) -> None:
@@ -87,10 +120,16 @@ class Piggyback(ThresholdMasks):
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if not self.settings.ternary:
             return masks, {}
-        return {site: mask != 0 for site, mask in masks.items()} | {f"{site}.minus": mask < 0 for site, mask in masks.items()}, {}
+        return {site: mask != 0 for site, mask in masks.items()} | {
+            f"{site}.minus": mask < 0 for site, mask in masks.items()
+        }, {}
 
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
         """A state says itself whether it is ternary."""
         kept = {name: mask for name, mask in state.masks.items() if name in self.sites}
-        return {site: mask.to(torch.int8) * (1 - 2 * state.masks[f"{site}.minus"].to(torch.int8)) if f"{site}.minus" in state.masks else mask
-                for site, mask in kept.items()}
+        return {
+            site: mask.to(torch.int8) * (1 - 2 * state.masks[f"{site}.minus"].to(torch.int8))
+            if f"{site}.minus" in state.masks
+            else mask
+            for site, mask in kept.items()
+        }

@@ -20,12 +20,24 @@ from workers.model.pod import cosine_distance, features_and_maps, pod
 
 
 class PodNetSettings(CosineSettings):
-    finetune: bool = Field(True, description="train the classifier alone once more, on as many exemplars of each class, new and old")
-    lambda_c: NonNegativeFloat = Field(3.0, description="weight of the pooled maps of all blocks but the last, before it grows with the tasks")
-    lambda_f: NonNegativeFloat = Field(1.0, description="weight of the distance of features, before it grows with the tasks")
+    finetune: bool = Field(
+        True,
+        description="train the classifier alone once more, on as many exemplars of each class, new and "
+        "old",
+    )
+    lambda_c: NonNegativeFloat = Field(
+        3.0,
+        description="weight of the pooled maps of all blocks but the last, before it grows with the "
+        "tasks",
+    )
+    lambda_f: NonNegativeFloat = Field(
+        1.0, description="weight of the distance of features, before it grows with the tasks"
+    )
     proxies: PositiveInt = Field(10, description="vectors of each class")
     delta: NonNegativeFloat = Field(0.6, description="margin of NCA")
-    hinge: bool = Field(True, description="NCA of a sample that is right by far is 0, and not below")
+    hinge: bool = Field(
+        True, description="NCA of a sample that is right by far is 0, and not below"
+    )
     clamp: PositiveFloat = Field(5.0, description="largest entry of a gradient, in size")
 
 
@@ -47,19 +59,32 @@ class PodNet(CosineRehearsal):
     settings: PodNetSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         if data.mixup or data.cutmix or data.smoothing:
-            raise UserError("data.mixup, data.cutmix or data.smoothing is above 0, and podnet's loss sets one class of an image against all others; set "
-                            "all three to 0 for this method")
+            raise UserError(
+                "data.mixup, data.cutmix or data.smoothing is above 0, and podnet's loss sets "
+                "one class of an image against all others; set "
+                "all three to 0 for this method"
+            )
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         super().fits(settings, backbone, tasks)
         if len(backbone.blocks) < 2:  # type: ignore[arg-type]
-            raise UserError("podnet distils the maps of all blocks but the last, and the backbone has one block; give it two or more "
-                            "(backbone.options.depth)")
+            raise UserError(
+                "podnet distils the maps of all blocks but the last, and the backbone has one "
+                "block; give it two or more "
+                "(backbone.options.depth)"
+            )
         if tasks and tasks[0].num_classes < 2:
-            raise UserError(f"podnet's loss sets a class against others, and the first task {tasks[0].name!r} has one class; give it two or more")
+            raise UserError(
+                "podnet's loss sets a class against others, and the first task "
+                f"{tasks[0].name!r} has one class; give it two or more"
+            )
 
     def __init__(self, backbone: nn.Module, settings: PodNetSettings, seed: int):
         super().__init__(backbone, settings, seed, settings.proxies)
@@ -73,13 +98,25 @@ class PodNet(CosineRehearsal):
         features, maps = features_and_maps(self.backbone, batch.images)
         with torch.no_grad():
             taught, taught_maps = features_and_maps(self.teacher.backbone, batch.images)
-        loss, distance, spatial = self.classification_loss(features, batch), cosine_distance(features, taught), pod(maps, taught_maps)
+        loss, distance, spatial = (
+            self.classification_loss(features, batch),
+            cosine_distance(features, taught),
+            pod(maps, taught_maps),
+        )
         growth = math.sqrt(own.stop / (own.stop - own.start))
         terms = {"nca": loss.detach(), "distance": distance.detach(), "pod": spatial.detach()}
-        return loss + growth * (self.settings.lambda_f * distance + self.settings.lambda_c * spatial), terms
+        return loss + growth * (
+            self.settings.lambda_f * distance + self.settings.lambda_c * spatial
+        ), terms
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        return nca(self.similarity(features), self.wide_labels(batch), self.heads.scale, self.settings.delta, self.settings.hinge)
+        return nca(
+            self.similarity(features),
+            self.wide_labels(batch),
+            self.heads.scale,
+            self.settings.delta,
+            self.settings.hinge,
+        )
 
     def after_backward(self) -> None:
         for p in self.parameters():

@@ -18,14 +18,22 @@ from workers.model.distill import Teacher
 from workers.model.exemplars import SELECTIONS, class_means, quota
 from workers.taskstate import Carried, TaskState
 
-Memory = dict[str, dict[str, list[str]]]  # task -> class -> keys of exemplars, the first chosen first
+Memory = dict[
+    str, dict[str, list[str]]
+]  # task -> class -> keys of exemplars, the first chosen first
 MEMORY, MEANS = "memory", "means"
 
 
 class RehearsalSettings(MethodSettings):
-    memory: PositiveInt = Field(2000, description="exemplars in all, shared equally by all classes so far")
-    per_class: NonNegativeInt = Field(0, description="exemplars of each class, whatever their number; 0: `memory` counts")
-    selection: Literal["herding", "rebuffi", "closest", "random"] = Field("herding", description="which images become exemplars")
+    memory: PositiveInt = Field(
+        2000, description="exemplars in all, shared equally by all classes so far"
+    )
+    per_class: NonNegativeInt = Field(
+        0, description="exemplars of each class, whatever their number; 0: `memory` counts"
+    )
+    selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
+        "herding", description="which images become exemplars"
+    )
 
 
 class Rehearsal(Method):
@@ -44,19 +52,26 @@ class Rehearsal(Method):
     freezes_backbone = False
     forgets = True
     taught: ClassVar[bool] = False  # `train` looks at the network before the task
-    by_means: ClassVar[bool] = False  # `herd` also hands on the mean feature of each class's exemplars
+    by_means: ClassVar[bool] = (
+        False  # `herd` also hands on the mean feature of each class's exemplars
+    )
     Settings = RehearsalSettings
     per_task = frozenset({"selection"})
     settings: RehearsalSettings
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         super().fits(settings, backbone, tasks)
         assert isinstance(settings, RehearsalSettings)
         classes = sum(task.num_classes for task in tasks)
         if not settings.per_class and settings.memory < classes:
-            raise UserError(f"memory is {settings.memory}, and the stream has {classes} classes, so that none would keep an exemplar; give it {classes} "
-                            "or more, or set per_class")
+            raise UserError(
+                f"memory is {settings.memory}, and the stream has {classes} classes, so that "
+                f"none would keep an exemplar; give it {classes} "
+                "or more, or set per_class"
+            )
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
@@ -64,7 +79,11 @@ class Rehearsal(Method):
 
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        return cls.steps if position >= 0 else tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
+        return (
+            cls.steps
+            if position >= 0
+            else tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
+        )
 
     def __init__(self, backbone: nn.Module, settings: RehearsalSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -79,16 +98,24 @@ class Rehearsal(Method):
             return {}
         kept: Memory = carried.meta.get(MEMORY, {}) if carried is not None else {}
         whole = task.name if step in ("train", "herd") else None
-        return {name: [key for keys in classes.values() for key in keys] for name, classes in kept.items() if name != whole}
+        return {
+            name: [key for keys in classes.values() for key in keys]
+            for name, classes in kept.items()
+            if name != whole
+        }
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         self.step, self.means = step, None  # means were of the network before
         self.old = [name for name in self.columns() if name != task.name]
         if step == "train" and self.taught and self.old:
             self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old})
-        groups = super().begin(task, step, carried, rates, tasks) + weight_groups(self.backbone, rates)
+        groups = super().begin(task, step, carried, rates, tasks) + weight_groups(
+            self.backbone, rates
+        )
         if step == "herd":
             self.herd(task)
         return groups
@@ -97,7 +124,9 @@ class Rehearsal(Method):
     def old_share(self) -> float:
         """a = O_t / A_t: old classes among all."""
         columns = self.columns()
-        return sum(columns[name].stop - columns[name].start for name in self.old) / max(own.stop for own in columns.values())
+        return sum(columns[name].stop - columns[name].start for name in self.old) / max(
+            own.stop for own in columns.values()
+        )
 
     # ---- the memory --------------------------------------------------------------------------------------------------
     def share(self, classes: int) -> int:
@@ -110,7 +139,10 @@ class Rehearsal(Method):
         its share of the images, all choose from all. sharers: how many classes share the memory; 0: all so far."""
         count = self.share(sharers or max(own.stop for own in self.columns().values()))
         features, labels, tasks, keys = self.looked_at()
-        chosen: Memory = {name: {c: kept[:count] for c, kept in classes.items()} for name, classes in self.exemplars.items()}
+        chosen: Memory = {
+            name: {c: kept[:count] for c, kept in classes.items()}
+            for name, classes in self.exemplars.items()
+        }
         mine = tasks == [t.name for t in self.training_tasks].index(task.name)
         for label, name in enumerate(task.classes):
             rows = (mine & (labels == label)).nonzero().squeeze(1)
@@ -120,19 +152,45 @@ class Rehearsal(Method):
         self.exemplars = chosen
         if self.by_means:
             columns, names = self.columns(), [t.name for t in self.training_tasks]
-            kept = {(name, key) for name, classes in chosen.items() for keys in classes.values() for key in keys}
-            rows = torch.tensor([row for row, (place, key) in enumerate(zip(tasks.tolist(), keys, strict=True)) if (names[place], key) in kept])
+            kept = {
+                (name, key)
+                for name, classes in chosen.items()
+                for keys in classes.values()
+                for key in keys
+            }
+            rows = torch.tensor(
+                [
+                    row
+                    for row, (place, key) in enumerate(zip(tasks.tolist(), keys, strict=True))
+                    if (names[place], key) in kept
+                ]
+            )
             first = torch.tensor([columns[name].start for name in names])
-            self.means = class_means(features[rows], labels[rows] + first[tasks[rows]], max(own.stop for own in columns.values()))
+            self.means = class_means(
+                features[rows],
+                labels[rows] + first[tasks[rows]],
+                max(own.stop for own in columns.values()),
+            )
 
     def looked_at(self) -> tuple[Tensor, Tensor, Tensor, list[str]]:
         """Of all images of this step's feed, under the evaluation transform: features (n, d), labels (n,), places of their tasks (n,)
         and keys, on the CPU, by task and key in order, the same on every rank."""
         self.eval()
         feed = self.feed_of("train", False)
-        mine = [(self.features(b.images).float().cpu(), b.labels.cpu(), b.tasks.cpu(), list(b.keys or [])) for b in feed.evaluate()]
+        mine = [
+            (
+                self.features(b.images).float().cpu(),
+                b.labels.cpu(),
+                b.tasks.cpu(),
+                list(b.keys or []),
+            )
+            for b in feed.evaluate()
+        ]
         parts = [part for share in feed.group.gather(mine) for part in share]
-        keys, places = [key for part in parts for key in part[3]], [place for part in parts for place in part[2].tolist()]
+        keys, places = (
+            [key for part in parts for key in part[3]],
+            [place for part in parts for place in part[2].tolist()],
+        )
         order = sorted(range(len(keys)), key=lambda row: (places[row], keys[row]))
         features, labels, tasks = (torch.cat([part[i] for part in parts])[order] for i in range(3))
         return features, labels, tasks, [keys[place] for place in order]
@@ -140,14 +198,21 @@ class Rehearsal(Method):
     @property
     def ends(self) -> bool:
         """Whether this is the task's last step."""
-        return self.step == [step.name for step in self.planned(self.settings, 0) if self.old or not step.later][-1]
+        return (
+            self.step
+            == [step.name for step in self.planned(self.settings, 0) if self.old or not step.later][
+                -1
+            ]
+        )
 
     def finish(self) -> tuple[TaskState, Carried]:
         """After the last step the task's own head is in its state alone."""
         assert self.task is not None
         heads = [name for name in self.columns() if name != self.task.name or not self.ends]
         means = {} if self.means is None else {MEANS: self.means}
-        return self.state(), Carried(self.network_tensors(heads) | means, {MEMORY: self.exemplars} if self.exemplars else {})
+        return self.state(), Carried(
+            self.network_tensors(heads) | means, {MEMORY: self.exemplars} if self.exemplars else {}
+        )
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         """What of the network is handed on beside the task's state: all of it, with the heads of these tasks."""

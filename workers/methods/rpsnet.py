@@ -32,13 +32,29 @@ PATH, TRUNK = "path/", "trunk/"  # of the names of tensors; both are a path's ow
 
 
 class RpsnetSettings(RehearsalSettings):
-    selection: Literal["herding", "rebuffi", "closest", "random"] = Field("random", description="which images become exemplars")
-    modules: PositiveInt = Field(8, description="M, parallel modules of each block, of which a path takes one")
+    selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
+        "random", description="which images become exemplars"
+    )
+    modules: PositiveInt = Field(
+        8, description="M, parallel modules of each block, of which a path takes one"
+    )
     width: PositiveInt = Field(24, description="m, units of a module")
-    every: PositiveInt = Field(2, description="J, tasks that train a path before the next one is drawn")
-    candidates: PositiveInt = Field(2, description="paths that are drawn and trained side by side, of which the best is kept; the paper has 8")
-    phi: NonNegativeFloat = Field(2.5, description="by how much the weight of distillation grows with each task, once more than J came before")
-    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
+    every: PositiveInt = Field(
+        2, description="J, tasks that train a path before the next one is drawn"
+    )
+    candidates: PositiveInt = Field(
+        2,
+        description="paths that are drawn and trained side by side, of which the best is kept; the "
+        "paper has 8",
+    )
+    phi: NonNegativeFloat = Field(
+        2.5,
+        description="by how much the weight of distillation grows with each task, once more than J came "
+        "before",
+    )
+    tau: PositiveFloat = Field(
+        2.0, description="temperature of both softmaxes in the distillation loss"
+    )
 
 
 class Rival(nn.Module):
@@ -81,16 +97,23 @@ class Rpsnet(Rehearsal):
     trunk_learns = False
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, RpsnetSettings)
         if train.keep == "best" and settings.candidates > 1:
-            raise UserError(f"train.keep is 'best' and candidates is {settings.candidates}: one epoch would be chosen for all of them by the accuracy of the "
-                            "first; set train.keep=last, or candidates to 1")
+            raise UserError(
+                f"train.keep is 'best' and candidates is {settings.candidates}: one epoch would "
+                "be chosen for all of them by the accuracy of the "
+                "first; set train.keep=last, or candidates to 1"
+            )
 
     def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, houlsby, ("",))
-        self.frozen = nn.ModuleDict()  # paths that have ended, by the place of their last task among the heads
+        self.frozen = (
+            nn.ModuleDict()
+        )  # paths that have ended, by the place of their last task among the heads
         self.path: Path | None = None  # the one that learns
         self.rivals = nn.ModuleList()
         self.losses: list[float] = []  # of the candidates, once one is chosen
@@ -98,7 +121,9 @@ class Rpsnet(Rehearsal):
     # ---- the network ---------------------------------------------------------------------------------------------------
     def network(self, path: Path | None) -> PathNetwork:
         """The trunk with all frozen modules and those of `path`."""
-        return PathNetwork(self.backbone, self.sites, [*self.frozen.values(), *([] if path is None else [path])])  # type: ignore[list-item]
+        return PathNetwork(
+            self.backbone, self.sites, [*self.frozen.values(), *([] if path is None else [path])]
+        )  # type: ignore[list-item]
 
     def features(self, images: Tensor) -> Tensor:
         return self.network(self.path)(images)
@@ -110,17 +135,27 @@ class Rpsnet(Rehearsal):
         return self
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         self.trunk_learns = not self.frozen and all(t.role != "base" for t in self.stream)
         super().begin(task, step, carried, rates, tasks)
         if step != "train":
             return []
         if self.old:
-            self.teacher = Teacher(self.network(self.path), {name: self.heads[name] for name in self.old})
+            self.teacher = Teacher(
+                self.network(self.path), {name: self.heads[name] for name in self.old}
+            )
         if self.path is None:
-            paths = [self.drawn(candidate) for candidate in range(self.settings.candidates if self.frozen else 1)]
+            paths = [
+                self.drawn(candidate)
+                for candidate in range(self.settings.candidates if self.frozen else 1)
+            ]
             self.path = paths[0]
-            self.rivals = nn.ModuleList(Rival(path, copy.deepcopy(self.heads) if place else self.heads) for place, path in enumerate(paths))
+            self.rivals = nn.ModuleList(
+                Rival(path, copy.deepcopy(self.heads) if place else self.heads)
+                for place, path in enumerate(paths)
+            )
         else:
             self.rivals = nn.ModuleList([Rival(self.path, self.heads)])
         groups = weight_groups(self.backbone, rates) if self.trunk_learns else []
@@ -132,7 +167,11 @@ class Rpsnet(Rehearsal):
         """A new path, the same however many there are beside it."""
         seed = seed_of(self.seed, "path", len(self.frozen), candidate)
         held = {place for path in self.frozen.values() for place in path.places}  # type: ignore[union-attr]
-        places = [place for place in random_path(len(self.sites), self.settings.modules, seed) if place not in held]
+        places = [
+            place
+            for place in random_path(len(self.sites), self.settings.modules, seed)
+            if place not in held
+        ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return Path(places, self.sites.width, self.settings.width)
@@ -148,13 +187,22 @@ class Rpsnet(Rehearsal):
         features = self.network(rival.path)(images)
         logits = torch.cat([rival.heads[name](features) for name in self.columns()], 1).float()
         ce = F.cross_entropy(logits, target)
-        return torch.stack([ce, ce.new_zeros(()) if taught is None else kd_ce(logits[:, : taught.shape[1]], taught, self.settings.tau)])
+        return torch.stack(
+            [
+                ce,
+                ce.new_zeros(())
+                if taught is None
+                else kd_ce(logits[:, : taught.shape[1]], taught, self.settings.tau),
+            ]
+        )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum over candidates of L = CE + phi KD; its terms are means over them."""
         target = self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch)
         taught = None if self.teacher is None else self.teacher.joined(batch.images)
-        ce, kd = torch.stack([self.terms(rival, batch.images, target, taught) for rival in self.rivals]).unbind(1)
+        ce, kd = torch.stack(
+            [self.terms(rival, batch.images, target, taught) for rival in self.rivals]
+        ).unbind(1)
         means = {"ce": ce.detach().mean()} | ({} if taught is None else {"kd": kd.detach().mean()})
         return (ce + self.phi * kd).sum(), means
 
@@ -168,18 +216,25 @@ class Rpsnet(Rehearsal):
         for batch in feed.evaluate():
             target = batch.labels + first.to(batch.labels.device)[batch.tasks]
             taught = None if self.teacher is None else self.teacher.joined(batch.images)
-            each = torch.stack([self.terms(rival, batch.images, target, taught) for rival in self.rivals]).double()
+            each = torch.stack(
+                [self.terms(rival, batch.images, target, taught) for rival in self.rivals]
+            ).double()
             mine.append(((each[:, 0] + self.phi * each[:, 1]) * len(batch)).tolist())
         found = [losses for share in feed.group.gather(mine) for losses in share]
-        self.losses = [math.fsum(losses) / feed.num_samples for losses in zip(*found, strict=True)]  # exact: in any order the same
+        self.losses = [
+            math.fsum(losses) / feed.num_samples for losses in zip(*found, strict=True)
+        ]  # exact: in any order the same
         kept: Any = self.rivals[self.losses.index(min(self.losses))]
         self.path, self.heads = kept.path, kept.heads
 
     def warnings(self) -> list[str]:
         if self.step != "train" or self.path is None or self.path.places:
             return []
-        return [f"the path adds no module: those that it drew are all in earlier paths, and only heads were trained; raise modules above "
-                f"{self.settings.modules}"]
+        return [
+            "the path adds no module: those that it drew are all in earlier paths, and only "
+            "heads were trained; raise modules above "
+            f"{self.settings.modules}"
+        ]
 
     # ---- what is kept --------------------------------------------------------------------------------------------------
     def finish(self) -> tuple[TaskState, Carried]:
@@ -191,7 +246,11 @@ class Rpsnet(Rehearsal):
             state.meta["losses"] = self.losses
         if self.path is None:
             return state, carried
-        trunk = {TRUNK + name: t for name, t in tensors_of(self.backbone).items()} if self.trunk_learns else {}
+        trunk = (
+            {TRUNK + name: t for name, t in tensors_of(self.backbone).items()}
+            if self.trunk_learns
+            else {}
+        )
         if self.ends and self.path_ends():
             state.copies, state.meta["path"] = self.path.export() | trunk, self.path.places
             return state, carried
@@ -204,21 +263,36 @@ class Rpsnet(Rehearsal):
     def path_ends(self) -> bool:
         """Whether this task is the last that trains the path."""
         assert self.task is not None
-        return ([t.name for t in self.stream if t.role != "base"].index(self.task.name) + 1) % self.settings.every == 0
+        return (
+            [t.name for t in self.stream if t.role != "base"].index(self.task.name) + 1
+        ) % self.settings.every == 0
 
     def attach(self, carried: Carried) -> None:
-        path = {name.removeprefix(PATH): t for name, t in carried.tensors.items() if name.startswith(PATH)}
-        super().attach(Carried({name: t for name, t in carried.tensors.items() if not name.startswith(PATH)}, carried.meta))
+        path = {
+            name.removeprefix(PATH): t
+            for name, t in carried.tensors.items()
+            if name.startswith(PATH)
+        }
+        super().attach(
+            Carried(
+                {name: t for name, t in carried.tensors.items() if not name.startswith(PATH)},
+                carried.meta,
+            )
+        )
         self.path = self.restored(carried.meta["path"], path) if path else None
 
     def load(self, state: TaskState) -> None:
         super().load(state)
         if state.copies:
-            self.frozen[str(self.heads.names.index(state.task))] = self.restored(state.meta["path"], state.copies)
+            self.frozen[str(self.heads.names.index(state.task))] = self.restored(
+                state.meta["path"], state.copies
+            )
 
     def restored(self, places: list[Place], tensors: dict[str, Tensor]) -> Path:
         """A path from what `finish` kept of it; the first one brings the trunk."""
-        trunk = {name.removeprefix(TRUNK): t for name, t in tensors.items() if name.startswith(TRUNK)}
+        trunk = {
+            name.removeprefix(TRUNK): t for name, t in tensors.items() if name.startswith(TRUNK)
+        }
         if trunk:
             self.backbone.load_state_dict(trunk)
         modules = {name: t for name, t in tensors.items() if not name.startswith(TRUNK)}

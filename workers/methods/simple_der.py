@@ -23,10 +23,23 @@ from workers.taskstate import Carried
 
 
 class SimpleDerSettings(DerSettings):
-    keep: float = Field(0.5, gt=0, le=1, description="share of its units that an extractor keeps: of each attention head, and of each FFN")
-    prune_after: float = Field(0.5, ge=0, lt=1, description="share of the training after which units are dropped; the rest trains those that are left")
+    keep: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="share of its units that an extractor keeps: of each attention head, and of each FFN",
+    )
+    prune_after: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of the training after which units are dropped; the rest trains those that "
+        "are left",
+    )
     distillation: NonNegativeFloat = Field(1.0, description="weight of the distillation loss")
-    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
+    tau: PositiveFloat = Field(
+        2.0, description="temperature of both softmaxes in the distillation loss"
+    )
 
 
 class SimpleDer(PrunedDer):
@@ -39,7 +52,10 @@ class SimpleDer(PrunedDer):
     """
 
     name = "simple_der"
-    paper = "Preserving Earlier Knowledge in Continual Learning with the Help of All Previous Feature Extractors, 2021 (a reconstruction)"
+    paper = (
+        "Preserving Earlier Knowledge in Continual Learning with the Help of All Previous "
+        "Feature Extractors, 2021 (a reconstruction)"
+    )
     revision = 2
     Settings = SimpleDerSettings
     per_task = PrunedDer.per_task | {"keep", "prune_after", "distillation", "tau"}
@@ -54,12 +70,20 @@ class SimpleDer(PrunedDer):
     def __init__(self, backbone: Any, settings: SimpleDerSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.register_buffer("kept", torch.ones(sum(self.sites.values()), dtype=torch.bool))
-        self.before: tuple[nn.Module, ...] = ()  # heads of old tasks before the task; in a tuple, so that they are no part of this module
+        self.before: tuple[
+            nn.Module, ...
+        ] = ()  # heads of old tasks before the task; in a tuple, so that they are no part of this module
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if step == "train" and carried is not None:
             self.attach(carried)
-            self.before = tuple(copy.deepcopy(self.heads[name]).requires_grad_(False) for name in self.columns() if name != task.name)
+            self.before = tuple(
+                copy.deepcopy(self.heads[name]).requires_grad_(False)
+                for name in self.columns()
+                if name != task.name
+            )
         return super().begin(task, step, carried, rates, tasks)
 
     def hard(self) -> Tensor:
@@ -70,7 +94,11 @@ class SimpleDer(PrunedDer):
         if self.step != "train" or progress.done < first:
             return {}
         if progress.done == first:
-            self.kept.copy_(torch.cat([self.largest(site, size) for site, size in magnitudes(self.backbone).items()]))
+            self.kept.copy_(
+                torch.cat(
+                    [self.largest(site, size) for site, size in magnitudes(self.backbone).items()]
+                )
+            )
         return masked_weights(self.backbone, self.by_site(self.kept))
 
     def largest(self, site: str, magnitude: Tensor) -> Tensor:
@@ -83,4 +111,9 @@ class SimpleDer(PrunedDer):
         if not self.before:
             return terms
         taught = torch.cat([head(u[:, : -self.dim]) for head in self.before], 1)
-        return terms | {"kd": (self.settings.distillation, kd_ce(z[:, : taught.shape[1]], taught, self.settings.tau))}
+        return terms | {
+            "kd": (
+                self.settings.distillation,
+                kd_ce(z[:, : taught.shape[1]], taught, self.settings.tau),
+            )
+        }

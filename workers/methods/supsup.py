@@ -24,7 +24,17 @@ from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step, n
 from workers.methods.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
-from workers.model.superposition import Rule, Weights, at_once, by_halves, entropy, left_over, slopes, superfluous, values
+from workers.model.superposition import (
+    Rule,
+    Weights,
+    at_once,
+    by_halves,
+    entropy,
+    left_over,
+    slopes,
+    superfluous,
+    values,
+)
 from workers.model.weights import norm_names
 from workers.taskstate import TaskState
 
@@ -36,20 +46,55 @@ class SupSupSettings(WeightMaskSettings):
     """The paper's random network: weights signed_constant, start kaiming, density 0.5, mask_travel 8."""
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
-        "auto", description="peak learning rate of the scores; `auto`: by mask_travel")
-    mask_travel: PositiveFloat = Field(1.0, description="for mask_lr auto: how far a score can go over all steps, in 1 / sqrt(inputs of its layer)")
-    outputs_travel: PositiveFloat = Field(8.0, description="the same for the shared output layer, which always starts at random")
-    scores: Literal["topk", "threshold"] = Field("topk", description="keep the largest |score| of a layer, or every score that is not below 0")
-    density: float = Field(0.9, gt=0, le=1, description="share of a layer's weights that topk KEEPS, and that threshold keeps at start=weights")
-    budget: PositiveFloat | None = Field(None, description="for topk, instead of density: S0 of min(.5, S0 (out + in) / weights of the layer)")
-    start: Literal["weights", "kaiming"] = Field("weights", description="scores start in the order of |W|, or at random as the paper's")
-    weights: Literal["pretrained", "signed_constant"] = Field("pretrained", description="W: the backbone's, or random signs made from the seed")
-    outputs: NonNegativeInt = Field(100, description="width of the masked output layer that tasks share; 0: each task trains a head of its own")
+        "auto", description="peak learning rate of the scores; `auto`: by mask_travel"
+    )
+    mask_travel: PositiveFloat = Field(
+        1.0,
+        description="for mask_lr auto: how far a score can go over all steps, in 1 / sqrt(inputs of its "
+        "layer)",
+    )
+    outputs_travel: PositiveFloat = Field(
+        8.0, description="the same for the shared output layer, which always starts at random"
+    )
+    scores: Literal["topk", "threshold"] = Field(
+        "topk",
+        description="keep the largest |score| of a layer, or every score that is not below 0",
+    )
+    density: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of a layer's weights that topk KEEPS, and that threshold keeps at "
+        "start=weights",
+    )
+    budget: PositiveFloat | None = Field(
+        None,
+        description="for topk, instead of density: S0 of min(.5, S0 (out + in) / weights of the layer)",
+    )
+    start: Literal["weights", "kaiming"] = Field(
+        "weights", description="scores start in the order of |W|, or at random as the paper's"
+    )
+    weights: Literal["pretrained", "signed_constant"] = Field(
+        "pretrained", description="W: the backbone's, or random signs made from the seed"
+    )
+    outputs: NonNegativeInt = Field(
+        100,
+        description="width of the masked output layer that tasks share; 0: each task trains a head of "
+        "its own",
+    )
     infer: Literal["one_shot", "binary", "brute_force"] = Field(
-        "brute_force", description="scenario `class`: how the task is found: with a forward for each mask, or with one or a few through all superposed")
+        "brute_force",
+        description="scenario `class`: how the task is found: with a forward for each mask, or with one "
+        "or a few through all superposed",
+    )
     objective: Literal["entropy", "superfluous"] = Field(
-        "superfluous", description="what the right mask keeps small: H; or the superfluous outputs, by G or under brute_force by their share")
-    infer_images: PositiveInt = Field(1, description="images that follow each other, all of one task, and are judged together")
+        "superfluous",
+        description="what the right mask keeps small: H; or the superfluous outputs, by G or under "
+        "brute_force by their share",
+    )
+    infer_images: PositiveInt = Field(
+        1, description="images that follow each other, all of one task, and are judged together"
+    )
 
 
 class SupSup(WeightMasks):
@@ -71,30 +116,53 @@ class SupSup(WeightMasks):
     scenarios = frozenset({"task", "class"})
     starts_as_backbone = False
     Settings = SupSupSettings
-    per_task = WeightMasks.per_task | {"mask_travel", "outputs_travel", "scores", "density", "budget", "start"}
+    per_task = WeightMasks.per_task | {
+        "mask_travel",
+        "outputs_travel",
+        "scores",
+        "density",
+        "budget",
+        "start",
+    }
     settings: SupSupSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, SupSupSettings)
         needs_adamw(settings.mask_lr, train)
         if settings.weights == "signed_constant" and settings.start == "weights":
-            raise UserError("start is 'weights' with weights 'signed_constant': in each layer these are all of one size; set start=kaiming")
+            raise UserError(
+                "start is 'weights' with weights 'signed_constant': in each layer these are all "
+                "of one size; set start=kaiming"
+            )
         if settings.budget is not None and settings.scores != "topk":
-            raise UserError(f"budget is {settings.budget} with scores {settings.scores!r}: it says how many entries topk keeps; use topk, or leave budget out")
+            raise UserError(
+                f"budget is {settings.budget} with scores {settings.scores!r}: it says how many "
+                "entries topk keeps; use topk, or leave budget out"
+            )
         if scenario == "class" and not settings.outputs:
-            raise UserError("outputs is 0 with stream.scenario 'class': masks are told apart by an output layer that they share; give it more outputs than "
-                            "any task has classes")
+            raise UserError(
+                "outputs is 0 with stream.scenario 'class': masks are told apart by an output "
+                "layer that they share; give it more outputs than "
+                "any task has classes"
+            )
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         super().fits(settings, backbone, tasks)
         assert isinstance(settings, SupSupSettings)
         for task in tasks:
             needed = task.num_classes + (settings.objective == "superfluous")
             if 0 < settings.outputs < needed:
-                raise UserError(f"task {task.name!r} has {task.num_classes} classes, and method {cls.name!r} has outputs = {settings.outputs} for them to "
-                                f"share; set outputs to {needed} or more")
+                raise UserError(
+                    f"task {task.name!r} has {task.num_classes} classes, and method "
+                    f"{cls.name!r} has outputs = {settings.outputs} for them to "
+                    f"share; set outputs to {needed} or more"
+                )
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
@@ -111,16 +179,31 @@ class SupSup(WeightMasks):
         self.constants = nn.ParameterList()  # not trained and not stored: the seed gives them
         self.fixed: Weights = {}  # what stands in for parameters of the backbone that have no mask, by name
         if settings.weights == "signed_constant":
-            if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
-                raise UserError("weights is 'signed_constant', but the backbone has batch norms, whose statistics are those of its own weights; use "
-                                "weights=pretrained, or a vision transformer")
-            self.sites = {site: self.signed_constant(site, weight.shape) for site, weight in self.sites.items()}
+            if any(
+                isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()
+            ):
+                raise UserError(
+                    "weights is 'signed_constant', but the backbone has batch norms, whose "
+                    "statistics are those of its own weights; use "
+                    "weights=pretrained, or a vision transformer"
+                )
+            self.sites = {
+                site: self.signed_constant(site, weight.shape)
+                for site, weight in self.sites.items()
+            }
             norms = norm_names(backbone)
-            self.fixed = {name: self.constant(torch.full(p.shape, float(name in norms and name.endswith("weight"))))
-                          for name, p in backbone.named_parameters() if name in norms or name.removesuffix(".bias") in self.sites}
+            self.fixed = {
+                name: self.constant(
+                    torch.full(p.shape, float(name in norms and name.endswith("weight")))
+                )
+                for name, p in backbone.named_parameters()
+                if name in norms or name.removesuffix(".bias") in self.sites
+            }
         if settings.outputs:
             self.heads = SharedOutputs(self.heads.width)
-            self.sites[OUTPUTS] = self.signed_constant(OUTPUTS, torch.Size((settings.outputs, self.heads.width)))
+            self.sites[OUTPUTS] = self.signed_constant(
+                OUTPUTS, torch.Size((settings.outputs, self.heads.width))
+            )
 
     def constant(self, values: Tensor) -> nn.Parameter:
         self.constants.append(nn.Parameter(values, requires_grad=False))
@@ -128,20 +211,31 @@ class SupSup(WeightMasks):
 
     def signed_constant(self, site: str, shape: torch.Size) -> nn.Parameter:
         """+-sqrt(2 / inputs), signs by (seed, site): the same on every machine."""
-        signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed_of(self.seed, "signed constant", site)))
+        signs = torch.randint(
+            0,
+            2,
+            shape,
+            generator=torch.Generator().manual_seed(seed_of(self.seed, "signed constant", site)),
+        )
         return self.constant((2.0 * signs - 1) * math.sqrt(2 / shape[1:].numel()))
 
     # ---- masks -------------------------------------------------------------------------------------------------------
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         start = self.start_of(site).to(weight.device)
-        return TopK(start, self.density(site)) if self.settings.scores == "topk" else Threshold(start, 0.0, inclusive=True)
+        return (
+            TopK(start, self.density(site))
+            if self.settings.scores == "topk"
+            else Threshold(start, 0.0, inclusive=True)
+        )
 
     def start_of(self, site: str, generator: torch.Generator | None = None) -> Tensor:
         """Scores before the first step, on the CPU: uniform in +-1 / sqrt(inputs); or as large as such on average, in the order of |W|,
         for threshold with the wanted share above 0."""
         weight = self.sites[site].detach().cpu()
         if self.settings.start == "kaiming" or site == OUTPUTS:
-            return torch.empty(weight.shape).uniform_(-self.width(site), self.width(site), generator=generator)
+            return torch.empty(weight.shape).uniform_(
+                -self.width(site), self.width(site), generator=generator
+            )
         size = weight.abs() / weight.abs().mean() * self.width(site) / 2
         if self.settings.scores == "topk":
             return size
@@ -176,17 +270,25 @@ class SupSup(WeightMasks):
         """With shared outputs: the cross-entropy over all of them, so that the superfluous ones are pushed down."""
         if not self.settings.outputs:
             return super().classification_loss(features, batch)
-        targets = batch.labels if batch.targets is None else F.pad(batch.targets, (0, features.shape[1] - batch.targets.shape[1]))
+        targets = (
+            batch.labels
+            if batch.targets is None
+            else F.pad(batch.targets, (0, features.shape[1] - batch.targets.shape[1]))
+        )
         return F.cross_entropy(features.float(), targets)
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     def load(self, state: TaskState) -> None:
         super().load(state)
-        self.heads.add(state.task, len(state.classes), self.seed)  # where its outputs are shared, nothing is stored of a head
+        self.heads.add(
+            state.task, len(state.classes), self.seed
+        )  # where its outputs are shared, nothing is stored of a head
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         weights = super().serving_weights(task)
-        return weights | self.fixed if weights else {}  # a base task without a mask is the backbone's
+        return (
+            weights | self.fixed if weights else {}
+        )  # a base task without a mask is the backbone's
 
     def features(self, images: Tensor) -> Tensor:
         """images (b, 3, H, W) -> what heads see: class-token features (b, d), or the shared outputs (b, s)."""
@@ -204,8 +306,11 @@ class SupSup(WeightMasks):
         if task is not None:
             return super().logits(images, task)
         if not self.settings.outputs:
-            raise UserError(f"method {self.name!r} needs to be told the task where each has a head of its own (outputs is 0); give one of "
-                            f"{sorted(self.heads.names)}")
+            raise UserError(
+                f"method {self.name!r} needs to be told the task where each has a head of its "
+                "own (outputs is 0); give one of "
+                f"{sorted(self.heads.names)}"
+            )
         return self.answer(images, self.infer(images)[0], None)
 
     # ---- which task an image is of -------------------------------------------------------------------------------------
@@ -216,10 +321,16 @@ class SupSup(WeightMasks):
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force the softmax of what is compared; of binary search the product
         over its rounds of what the kept half had of nu."""
-        masks = [self.loaded[name] if name in self.loaded else self.hard() for name in self.columns()]
-        return self.by_group(images, masks, by_halves if self.settings.infer == "binary" else at_once)
+        masks = [
+            self.loaded[name] if name in self.loaded else self.hard() for name in self.columns()
+        ]
+        return self.by_group(
+            images, masks, by_halves if self.settings.infer == "binary" else at_once
+        )
 
-    def by_group(self, images: Tensor, masks: Sequence[Weights], rule: Rule) -> tuple[Tensor, Tensor]:
+    def by_group(
+        self, images: Tensor, masks: Sequence[Weights], rule: Rule
+    ) -> tuple[Tensor, Tensor]:
         """What `rule` picks among masks by site, and how sure it is, for each image (b,): in groups of infer_images, of which the last
         may be smaller."""
         if len(masks) == 1:
@@ -227,14 +338,22 @@ class SupSup(WeightMasks):
         size = min(self.settings.infer_images, len(images))
         whole = len(images) // size * size
         parts = [images[:whole].unflatten(0, (-1, size)), images[whole:][None]]
-        found = [rule(partial(self.judge, masks), part, len(masks)) for part in parts if part.numel()]
-        places, sure = (torch.cat([part[i] for part in found]).repeat_interleave(size)[: len(images)] for i in (0, 1))
+        found = [
+            rule(partial(self.judge, masks), part, len(masks)) for part in parts if part.numel()
+        ]
+        places, sure = (
+            torch.cat([part[i] for part in found]).repeat_interleave(size)[: len(images)]
+            for i in (0, 1)
+        )
         return places, sure
 
     def judge(self, masks: Sequence[Weights], alive: Sequence[int], groups: Tensor) -> Tensor:
         """How badly each mask in `alive` fits each group (g, n, 3, H, W) -> (g, k). masks: by site."""
         weights = {f"{site}.weight": weight.detach() for site, weight in self.sites.items()}
-        some = [{f"{site}.weight": mask.to(groups.device) for site, mask in masks[i].items()} for i in alive]
+        some = [
+            {f"{site}.weight": mask.to(groups.device) for site, mask in masks[i].items()}
+            for i in alive
+        ]
 
         def network(inner: Weights, images: Tensor) -> Tensor:
             return self.network(inner | self.fixed, images)
@@ -242,9 +361,23 @@ class SupSup(WeightMasks):
         by_entropy = self.settings.objective == "entropy"
         if self.settings.infer == "brute_force":
             classes = [own.stop - own.start for own in self.columns().values()]
-            return values(network, weights, some, groups, [entropy if by_entropy else partial(left_over, real=classes[i]) for i in alive])
-        objective = entropy if by_entropy else partial(superfluous, real=max(self.heads[name].out_features for name in self.heads.names))
-        return slopes(network, weights, some, groups.new_full((len(some),), 1 / len(some)), groups, objective)
+            return values(
+                network,
+                weights,
+                some,
+                groups,
+                [entropy if by_entropy else partial(left_over, real=classes[i]) for i in alive],
+            )
+        objective = (
+            entropy
+            if by_entropy
+            else partial(
+                superfluous, real=max(self.heads[name].out_features for name in self.heads.names)
+            )
+        )
+        return slopes(
+            network, weights, some, groups.new_full((len(some),), 1 / len(some)), groups, objective
+        )
 
     def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
         """Each image's logits under the task it was given to, in that task's columns; all others stand lower."""

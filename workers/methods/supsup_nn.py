@@ -20,19 +20,36 @@ from workers.methods.supsup import SupSup, SupSupSettings
 from workers.model.superposition import Judge, Weights, shares
 from workers.taskstate import Carried, TaskState, pack, unpack
 
-KNOWN, CURRENT = 0, 1  # places in `counter`: how many masks there are, and which one is in training, -1 for none
+KNOWN, CURRENT = (
+    0,
+    1,
+)  # places in `counter`: how many masks there are, and which one is in training, -1 for none
 TINY = 1e-8  # a score that was 0 keeps its side of 0
 
 
 class SupSupNNSettings(SupSupSettings):
-    scores: Literal["threshold"] = Field("threshold", description="keep every score that is not below 0")
-    outputs: PositiveInt = Field(100, description="width of the masked output layer; class i of every task is output i. Best as many as the largest task "
-                                 "has classes: any trained mask keeps superfluous ones low, which hides that images are new to it")
+    scores: Literal["threshold"] = Field(
+        "threshold", description="keep every score that is not below 0"
+    )
+    outputs: PositiveInt = Field(
+        100,
+        description="width of the masked output layer; class i of every task is output i. Best as many "
+        "as the largest task "
+        "has classes: any trained mask keeps superfluous ones low, which hides that images are "
+        "new to it",
+    )
     infer: Literal["one_shot"] = "one_shot"
-    objective: Literal["entropy", "superfluous"] = Field("entropy", description="what a mask that fits keeps small: H, or G of the superfluous outputs")
+    objective: Literal["entropy", "superfluous"] = Field(
+        "entropy",
+        description="what a mask that fits keeps small: H, or G of the superfluous outputs",
+    )
     every: PositiveInt = Field(100, description="steps between two decisions which mask is trained")
-    look: PositiveInt = Field(128, description="images of the coming batch that a decision looks at")
-    eps: NonNegativeFloat = Field(0.125, description="a new mask where the best one's share nu is below (1 + eps) / k")
+    look: PositiveInt = Field(
+        128, description="images of the coming batch that a decision looks at"
+    )
+    eps: NonNegativeFloat = Field(
+        0.125, description="a new mask where the best one's share nu is below (1 + eps) / k"
+    )
     least: PositiveInt = Field(5, description="k is at least this: untrained masks fill up")
     most: PositiveInt = Field(32, description="masks there can be; then the best known one goes on")
 
@@ -55,7 +72,9 @@ class SupSupNN(SupSup):
     scenarios = frozenset({"task"})
     forgets = True
     Settings = SupSupNNSettings
-    per_task = frozenset({"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"})  # untrained masks, by density and start, serve too
+    per_task = frozenset(
+        {"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"}
+    )  # untrained masks, by density and start, serve too
     settings: SupSupNNSettings
     bank: Tensor
     counter: Tensor
@@ -68,9 +87,13 @@ class SupSupNN(SupSup):
 
     def __init__(self, backbone: nn.Module, settings: SupSupNNSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.register_buffer("bank", torch.zeros(settings.most, -(-self.entries // 8), dtype=torch.uint8))  # packed bits, a row per mask
+        self.register_buffer(
+            "bank", torch.zeros(settings.most, -(-self.entries // 8), dtype=torch.uint8)
+        )  # packed bits, a row per mask
         self.register_buffer("counter", torch.tensor([0, -1]))
-        self.register_buffer("trained", torch.zeros(settings.most, dtype=torch.int64))  # steps of this task, by mask
+        self.register_buffer(
+            "trained", torch.zeros(settings.most, dtype=torch.int64)
+        )  # steps of this task, by mask
         self.used: dict[str, int] = {}  # task -> the mask that it ended with
         self.spare: dict[int, Weights] = {}  # untrained masks, which only the seed decides
 
@@ -81,7 +104,12 @@ class SupSupNN(SupSup):
     # ---- masks -------------------------------------------------------------------------------------------------------
     def first_scores(self, mask: int) -> dict[str, Tensor]:
         """What a mask starts from, by site, on the CPU: the same whenever it is taken."""
-        return {site: self.start_of(site, torch.Generator().manual_seed(seed_of(self.seed, "mask", mask, site))) for site in self.sites}
+        return {
+            site: self.start_of(
+                site, torch.Generator().manual_seed(seed_of(self.seed, "mask", mask, site))
+            )
+            for site in self.sites
+        }
 
     def bits(self, mask: int) -> Weights:
         """A known mask by site, or the untrained one of that number."""
@@ -89,34 +117,50 @@ class SupSupNN(SupSup):
         if mask == current:
             return self.hard()
         if mask < known:
-            return by_site(self.bank[mask], {site: tuple(weight.shape) for site, weight in self.sites.items()})
+            return by_site(
+                self.bank[mask], {site: tuple(weight.shape) for site, weight in self.sites.items()}
+            )
         if mask not in self.spare:
-            self.spare[mask] = {site: scores >= 0 for site, scores in self.first_scores(mask).items()}
+            self.spare[mask] = {
+                site: scores >= 0 for site, scores in self.first_scores(mask).items()
+            }
         return self.spare[mask]
 
     def together(self) -> list[Weights]:
         """The masks that are superposed: all known ones, and untrained ones up to `least`."""
-        return [self.bits(mask) for mask in range(max(int(self.counter[KNOWN]), self.settings.least))]
+        return [
+            self.bits(mask) for mask in range(max(int(self.counter[KNOWN]), self.settings.least))
+        ]
 
     def keep(self) -> None:
         """Puts the mask in training into the bank."""
         current = int(self.counter[CURRENT])
         if current >= 0:
-            self.bank[current] = pack(torch.cat([mask.flatten() for mask in self.hard().values()])).to(self.bank.device)
+            self.bank[current] = pack(
+                torch.cat([mask.flatten() for mask in self.hard().values()])
+            ).to(self.bank.device)
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.feed = self.feed_of("train", False)
         # Every rank looks at the whole batch, however many share it, and the first one's word counts.
-        self.ranks, self.feed.group, self.feed.accumulate = self.feed.group, Group(device=self.feed.group.device), 1
+        self.ranks, self.feed.group, self.feed.accumulate = (
+            self.feed.group,
+            Group(device=self.feed.group.device),
+            1,
+        )
         self.decide(0, 0)
         return groups
 
     def after_step(self, progress: Progress) -> None:
-        self.trained.index_add_(0, self.counter[CURRENT : CURRENT + 1], torch.ones_like(self.trained[:1]))
+        self.trained.index_add_(
+            0, self.counter[CURRENT : CURRENT + 1], torch.ones_like(self.trained[:1])
+        )
         done = progress.done + 1
         if done % self.settings.every == 0 and done < progress.total:
             self.decide(*divmod(done, progress.steps_per_epoch))
@@ -125,12 +169,19 @@ class SupSupNN(SupSup):
     def decide(self, epoch: int, step: int) -> None:
         """Turns to the mask that fits the batch of that step, or to a new one."""
         known, current = self.counter.tolist()
-        mask = self.ranks.share(self.choice(next(self.feed.epoch(epoch, step))[0].images[: self.settings.look]) if known else 0)
+        mask = self.ranks.share(
+            self.choice(next(self.feed.epoch(epoch, step))[0].images[: self.settings.look])
+            if known
+            else 0
+        )
         if mask == current:
             return
         scores = self.first_scores(mask)
         if mask < known:
-            scores = {site: torch.where(bits.cpu(), 1, -1) * scores[site].abs().clamp(min=TINY) for site, bits in self.bits(mask).items()}
+            scores = {
+                site: torch.where(bits.cpu(), 1, -1) * scores[site].abs().clamp(min=TINY)
+                for site, bits in self.bits(mask).items()
+            }
         self.keep()
         self.counter.copy_(torch.tensor([max(known, mask + 1), mask]))
         for site, start in scores.items():
@@ -151,14 +202,26 @@ class SupSupNN(SupSup):
 
     def warnings(self) -> list[str]:
         taken = int(self.counter[KNOWN]) == self.settings.most
-        return super().warnings() + ([f"all {self.settings.most} masks are taken, so that new images go to old ones; raise `most`"] if taken else [])
+        return super().warnings() + (
+            [
+                f"all {self.settings.most} masks are taken, so that new images go to old ones; "
+                "raise `most`"
+            ]
+            if taken
+            else []
+        )
 
     def finish(self) -> tuple[TaskState, Carried]:
         self.keep()
         known, current = self.counter.tolist()
         steps = {str(mask): count for mask, count in enumerate(self.trained.tolist()) if count}
-        meta = {"settings": key_inputs(self.settings), "mask": current, "masks": known, "steps": steps,
-                "shapes": {site: list(weight.shape) for site, weight in self.sites.items()}}
+        meta = {
+            "settings": key_inputs(self.settings),
+            "mask": current,
+            "masks": known,
+            "steps": steps,
+            "shapes": {site: list(weight.shape) for site, weight in self.sites.items()},
+        }
         return self.state(meta=meta), Carried({"masks": self.bank[:known].cpu().clone()})
 
     # ---- serving -----------------------------------------------------------------------------------------------------
@@ -175,7 +238,10 @@ class SupSupNN(SupSup):
     @classmethod
     def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """The mask that the task ended with, as it was then."""
-        return by_site(carried.tensors["masks"][state.meta["mask"]], {site: tuple(shape) for site, shape in state.meta["shapes"].items()})
+        return by_site(
+            carried.tensors["masks"][state.meta["mask"]],
+            {site: tuple(shape) for site, shape in state.meta["shapes"].items()},
+        )
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """With task None as many logits as any task has classes."""
@@ -184,8 +250,13 @@ class SupSupNN(SupSup):
     def candidates(self) -> dict[str, tuple[str, ...]]:
         """The known masks; right for the tasks that ended with them."""
         known, current = self.counter.tolist()
-        used = self.used | ({self.task.name: current} if self.task is not None and current >= 0 else {})
-        return {f"mask {mask}": tuple(task for task, other in used.items() if other == mask) for mask in range(known)}
+        used = self.used | (
+            {self.task.name: current} if self.task is not None and current >= 0 else {}
+        )
+        return {
+            f"mask {mask}": tuple(task for task, other in used.items() if other == mask)
+            for mask in range(known)
+        }
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """How sure: the mask's share nu among all that are superposed."""
@@ -199,13 +270,19 @@ class SupSupNN(SupSup):
 
     def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
         """Each image's logits under its mask, cut to the task's number of classes."""
-        classes = max(self.heads[name].out_features for name in (self.heads.names if task is None else [task]))
+        classes = max(
+            self.heads[name].out_features for name in (self.heads.names if task is None else [task])
+        )
         logits = images.new_empty((len(images), classes))
         for mask in places.unique().tolist():
             rows = (places == mask).nonzero().squeeze(1)
             with torch.no_grad():
                 kept = {site: bits.to(images.device) for site, bits in self.bits(mask).items()}
-                self.serving, self.effective = None, {f"{site}.weight": weight * kept[site] for site, weight in self.sites.items()} | self.fixed
+                self.serving, self.effective = (
+                    None,
+                    {f"{site}.weight": weight * kept[site] for site, weight in self.sites.items()}
+                    | self.fixed,
+                )
             logits[rows] = self.features(images[rows])[:, :classes].to(logits.dtype)
         return logits
 
@@ -213,4 +290,9 @@ class SupSupNN(SupSup):
 def by_site(row: Tensor, shapes: dict[str, tuple[int, ...]]) -> Weights:
     """Packed bits -> boolean masks of these shapes, one after the other."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    return {site: part.view(shape) for part, (site, shape) in zip(unpack(row, (sum(sizes),)).split(sizes), shapes.items(), strict=True)}
+    return {
+        site: part.view(shape)
+        for part, (site, shape) in zip(
+            unpack(row, (sum(sizes),)).split(sizes), shapes.items(), strict=True
+        )
+    }

@@ -29,15 +29,33 @@ ALIGNED = 8  # new FFN units come in multiples of this, which matrix products li
 NORM = (".gamma", ".beta")  # at the end of the names of what renormalises a site
 WEIGHTS = "weights/"  # in front of a parameter's name: the backbone as the first task left it
 
-Units = tuple[Tensor, Tensor, Tensor]  # rows that make them (parts, n, d), their biases (parts, n), columns that read them (d, n)
+Units = tuple[
+    Tensor, Tensor, Tensor
+]  # rows that make them (parts, n, d), their biases (parts, n), columns that read them (d, n)
 
 
 class TfmSettings(MethodSettings):
-    growth: float = Field(0.1, ge=0, le=1, description="new FFN units of a block per task, as a share of the backbone's; up to a multiple of 8")
-    heads_every: NonNegativeInt = Field(0, description="each attention gets a new head at every so many tasks, from the first; 0: never")
-    norm_lr: PositiveFloat = Field(1e-2, description="peak learning rate of gamma and beta, which start at 1 and 0, far above the scale of weights")
+    growth: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="new FFN units of a block per task, as a share of the backbone's; up to a multiple "
+        "of 8",
+    )
+    heads_every: NonNegativeInt = Field(
+        0,
+        description="each attention gets a new head at every so many tasks, from the first; 0: never",
+    )
+    norm_lr: PositiveFloat = Field(
+        1e-2,
+        description="peak learning rate of gamma and beta, which start at 1 and 0, far above the scale "
+        "of weights",
+    )
     first: Literal["adapted", "trained"] = Field(
-        "adapted", description="`adapted`: the backbone's units are frozen from the start; `trained`: the first task trains the whole backbone")
+        "adapted",
+        description="`adapted`: the backbone's units are frozen from the start; `trained`: the first "
+        "task trains the whole backbone",
+    )
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,9 @@ class Tfm(Method):
     """
 
     name = "tfm"
-    paper = "Ternary Feature Masks: zero-forgetting for task-incremental learning, CVPR Workshops 2021"
+    paper = (
+        "Ternary Feature Masks: zero-forgetting for task-incremental learning, CVPR Workshops 2021"
+    )
     needs_vit = True
     carries = ("units",)
     Settings = TfmSettings
@@ -81,39 +101,72 @@ class Tfm(Method):
         self.loaded: dict[str, TaskState] = {}
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         self.attach(carried or Carried())
         self.position = carried.meta["tasks"] if carried else 0
         whole = self.settings.first == "trained" and carried is None
-        start = {f"{WEIGHTS}{name}": p.detach().clone() for name, p in self.original.items()} if whole else {}
+        start = (
+            {f"{WEIGHTS}{name}": p.detach().clone() for name, p in self.original.items()}
+            if whole
+            else {}
+        )
         for pair in self.pairs:
             rows, bias, columns = self.units(pair)
             old, added = columns.shape[1], 0 if whole else self.growth(pair)
             if added:
                 noise = torch.randn(rows.shape[0], added, rows.shape[2]) * float(rows.std())
-                start |= {f"{pair.name}.rows": noise.to(rows), f"{pair.name}.bias": bias.new_zeros(len(bias), added),
-                          f"{pair.name}.columns": columns.new_zeros(len(columns), added)}
+                start |= {
+                    f"{pair.name}.rows": noise.to(rows),
+                    f"{pair.name}.bias": bias.new_zeros(len(bias), added),
+                    f"{pair.name}.columns": columns.new_zeros(len(columns), added),
+                }
             for site in filter(None, pair.sites):
-                self.masks[f"{site}.used"] = torch.ones(old + added, dtype=torch.bool, device=self.device)
-                self.masks[f"{site}.own"] = torch.arange(old + added, device=self.device) >= (0 if whole else old)
+                self.masks[f"{site}.used"] = torch.ones(
+                    old + added, dtype=torch.bool, device=self.device
+                )
+                self.masks[f"{site}.own"] = torch.arange(old + added, device=self.device) >= (
+                    0 if whole else old
+                )
                 if not whole:
-                    start |= {f"{site}.gamma": bias.new_ones(old), f"{site}.beta": bias.new_zeros(old)}
+                    start |= {
+                        f"{site}.gamma": bias.new_ones(old),
+                        f"{site}.beta": bias.new_zeros(old),
+                    }
         self.new = {name: nn.Parameter(tensor) for name, tensor in start.items()}
-        self.trained = nn.ParameterList(self.new.values())  # a dict alone would hide them from state_dict and .to
+        self.trained = nn.ParameterList(
+            self.new.values()
+        )  # a dict alone would hide them from state_dict and .to
         kinds: dict[str, list[nn.Parameter]] = {"units": [], "units.exempt": [], "norm": []}
         for name, p in self.new.items():
             exempt = p.ndim == 1 or name.endswith((".bias", "cls_token", "pos_embed"))
-            kinds["norm" if name.endswith(NORM) else "units.exempt" if exempt else "units"].append(p)
-        return [*groups, {"name": "units", "params": kinds["units"], "weight_decay": rates.weight_decay},
-                {"name": "units.exempt", "params": kinds["units.exempt"], "weight_decay": 0.0},
-                {"name": "norm", "params": kinds["norm"], "weight_decay": 0.0, "lr": self.settings.norm_lr}]
+            kinds["norm" if name.endswith(NORM) else "units.exempt" if exempt else "units"].append(
+                p
+            )
+        return [
+            *groups,
+            {"name": "units", "params": kinds["units"], "weight_decay": rates.weight_decay},
+            {"name": "units.exempt", "params": kinds["units.exempt"], "weight_decay": 0.0},
+            {
+                "name": "norm",
+                "params": kinds["norm"],
+                "weight_decay": 0.0,
+                "lr": self.settings.norm_lr,
+            },
+        ]
 
     def growth(self, pair: Pair) -> int:
         """How many units the task in training adds between the two layers."""
         if len(pair.sites) == 1:
-            return math.ceil(self.settings.growth * self.original[f"{pair.into}.weight"].shape[0] / ALIGNED) * ALIGNED
+            return (
+                math.ceil(
+                    self.settings.growth * self.original[f"{pair.into}.weight"].shape[0] / ALIGNED
+                )
+                * ALIGNED
+            )
         every, attention = self.settings.heads_every, self.backbone.get_submodule(pair.name)
         return attention.head_dim if every and self.position % every == 0 else 0  # type: ignore[return-value]
 
@@ -130,40 +183,76 @@ class Tfm(Method):
         handed = {name: t.clone() for name, t in self.shared.items()}
         for name, p in self.new.items():
             if name not in copies:
-                handed[name] = torch.cat([handed[name], p.detach()], 1) if name in handed else p.detach().clone()
-        return self.state(masks={name: m.cpu() for name, m in self.masks.items()}, copies=copies), Carried(handed, {"tasks": self.position + 1})
+                handed[name] = (
+                    torch.cat([handed[name], p.detach()], 1)
+                    if name in handed
+                    else p.detach().clone()
+                )
+        return self.state(
+            masks={name: m.cpu() for name, m in self.masks.items()}, copies=copies
+        ), Carried(handed, {"tasks": self.position + 1})
 
     # ---- weights in effect -------------------------------------------------------------------------------------------
     def weight(self, name: str) -> Tensor | None:
         """A parameter of the backbone as all tasks see it; None for a bias that the layer does not have."""
-        return self.new.get(WEIGHTS + name, self.shared.get(WEIGHTS + name, self.original.get(name)))
+        return self.new.get(
+            WEIGHTS + name, self.shared.get(WEIGHTS + name, self.original.get(name))
+        )
 
     def units(self, pair: Pair) -> Units:
         """All units between two layers: the backbone's, those that each earlier task added, those of the task in training."""
-        rows, bias, columns = (self.weight(name) for name in (f"{pair.into}.weight", f"{pair.into}.bias", f"{pair.out}.weight"))
+        rows, bias, columns = (
+            self.weight(name)
+            for name in (f"{pair.into}.weight", f"{pair.into}.bias", f"{pair.out}.weight")
+        )
         assert rows is not None
         assert columns is not None
         bias = rows.new_zeros(len(rows)) if bias is None else bias
-        found = [(rows.view(len(pair.sites), -1, rows.shape[1]), bias.view(len(pair.sites), -1), columns)]
-        found += [(t[f"{pair.name}.rows"], t[f"{pair.name}.bias"], t[f"{pair.name}.columns"])
-                  for t in (self.shared, self.new) if f"{pair.name}.rows" in t]
+        found = [
+            (rows.view(len(pair.sites), -1, rows.shape[1]), bias.view(len(pair.sites), -1), columns)
+        ]
+        found += [
+            (t[f"{pair.name}.rows"], t[f"{pair.name}.bias"], t[f"{pair.name}.columns"])
+            for t in (self.shared, self.new)
+            if f"{pair.name}.rows" in t
+        ]
         rows, bias, columns = (torch.cat(t, 1) for t in zip(*found, strict=True))
         return rows, bias, columns
 
-    def in_effect(self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def in_effect(
+        self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """What stands in for the backbone's parameters under a task's masks, gamma and beta; without the units that came later."""
-        found = {name: t for name, own in self.original.items() if (t := self.weight(name)) is not None and t is not own}
+        found = {
+            name: t
+            for name, own in self.original.items()
+            if (t := self.weight(name)) is not None and t is not own
+        }
         for pair in self.pairs:
             rows, bias, columns = self.units(pair)
             width = len(masks[f"{pair.sites[-1]}.used"])
             if width > columns.shape[1]:
-                raise UserError(f"{pair.name}: a task's state has {width} units, the carried weights have {columns.shape[1]}; use those that this "
-                                "task or a later one handed on")
+                raise UserError(
+                    f"{pair.name}: a task's state has {width} units, the carried weights have "
+                    f"{columns.shape[1]}; use those that this "
+                    "task or a later one handed on"
+                )
             if width < columns.shape[1]:
-                rows, bias, columns = (t[:, :width].contiguous() for t in (rows, bias, columns))  # bit for bit as if nothing had come later
-            scale, shift = (torch.stack(t) for t in zip(*(_normalisation(site, masks, copies, bias[0]) for site in pair.sites), strict=True))
-            found |= {f"{pair.into}.weight": (rows * scale[..., None]).flatten(0, 1), f"{pair.into}.bias": (bias * scale + shift).flatten(),
-                      f"{pair.out}.weight": columns}
+                rows, bias, columns = (
+                    t[:, :width].contiguous() for t in (rows, bias, columns)
+                )  # bit for bit as if nothing had come later
+            scale, shift = (
+                torch.stack(t)
+                for t in zip(
+                    *(_normalisation(site, masks, copies, bias[0]) for site in pair.sites),
+                    strict=True,
+                )
+            )
+            found |= {
+                f"{pair.into}.weight": (rows * scale[..., None]).flatten(0, 1),
+                f"{pair.into}.bias": (bias * scale + shift).flatten(),
+                f"{pair.out}.weight": columns,
+            }
         return found
 
     def features(self, images: Tensor) -> Tensor:
@@ -178,7 +267,9 @@ class Tfm(Method):
         for pair in self.pairs:
             if len(pair.sites) > 1:
                 attention: Any = self.backbone.get_submodule(pair.name)
-                attention.attn_dim = weights.get(f"{pair.out}.weight", self.original[f"{pair.out}.weight"]).shape[1]
+                attention.attn_dim = weights.get(
+                    f"{pair.out}.weight", self.original[f"{pair.out}.weight"]
+                ).shape[1]
                 attention.num_heads = attention.attn_dim // attention.head_dim
 
     # ---- serving -----------------------------------------------------------------------------------------------------
@@ -208,11 +299,16 @@ class Tfm(Method):
     def flops_share(self, state: TaskState) -> float:
         """Multiply-adds of the patch embedding and the blocks at this task's widths, relative to the backbone's."""
         vit: Any = self.backbone
-        tokens, patches = vit.num_prefix_tokens + vit.patch_embed.num_patches, vit.patch_embed.num_patches
+        tokens, patches = (
+            vit.num_prefix_tokens + vit.patch_embed.num_patches,
+            vit.patch_embed.num_patches,
+        )
         plain = grown = patches * vit.patch_embed.proj.weight.numel() + uniform_multiply_adds(vit)
         for pair in self.pairs:
             columns, parts = self.original[f"{pair.out}.weight"], len(pair.sites)
-            each = tokens * ((parts + 1) * len(columns) + (2 * tokens if parts > 1 else 0))  # of one unit: rows, column, attention
+            each = tokens * (
+                (parts + 1) * len(columns) + (2 * tokens if parts > 1 else 0)
+            )  # of one unit: rows, column, attention
             plain += each * columns.shape[1]
             grown += each * int(state.masks[f"{pair.sites[-1]}.used"].sum())
         return grown / plain
@@ -220,10 +316,16 @@ class Tfm(Method):
     @classmethod
     def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """The units that a task uses, by site."""
-        return {name.removesuffix(".used"): mask for name, mask in state.masks.items() if name.endswith(".used")}
+        return {
+            name.removesuffix(".used"): mask
+            for name, mask in state.masks.items()
+            if name.endswith(".used")
+        }
 
 
-def _normalisation(site: str | None, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+def _normalisation(
+    site: str | None, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor], like: Tensor
+) -> tuple[Tensor, Tensor]:
     """Scale and shift of the units of a site, (n,) each: gamma and beta of forward-only units, 1 and 0 of normal ones, 0 and 0 of those
     that are not used, which are then 0 after the activation too. Forward-only units stand in front."""
     kept, shift = torch.ones_like(like), torch.zeros_like(like)
@@ -235,7 +337,9 @@ def _normalisation(site: str | None, masks: Mapping[str, Tensor], copies: Mappin
         return kept, shift
     gamma, beta = (copies[f"{site}.{kind}"].to(like.device) for kind in ("gamma", "beta"))
     missing = (0, len(like) - len(gamma))
-    return torch.where(used & ~own, F.pad(gamma, missing), kept), torch.where(used & ~own, F.pad(beta, missing), shift)
+    return torch.where(used & ~own, F.pad(gamma, missing), kept), torch.where(
+        used & ~own, F.pad(beta, missing), shift
+    )
 
 
 def pairs_of(backbone: nn.Module) -> list[Pair]:
@@ -245,9 +349,23 @@ def pairs_of(backbone: nn.Module) -> list[Pair]:
         attention: Any = getattr(block, "attn", None)
         mlp: Any = getattr(block, "mlp", None)
         plain = isinstance(attention, Attention) and isinstance(mlp, Mlp) and attention.gate is None
-        if not plain or not all(isinstance(norm, nn.Identity) for norm in (attention.norm, mlp.norm)):
-            raise UserError(f"block {i} of the backbone has no plain attention and FFN, whose units are independent of each other, as tfm needs; choose "
-                            "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224")
-        found += [Pair(f"blocks.{i}.attn", f"blocks.{i}.attn.qkv", f"blocks.{i}.attn.proj", (f"blocks.{i}.qk", None, f"blocks.{i}.v")),
-                  Pair(f"blocks.{i}.mlp", f"blocks.{i}.mlp.fc1", f"blocks.{i}.mlp.fc2", (f"blocks.{i}.ff",))]
+        if not plain or not all(
+            isinstance(norm, nn.Identity) for norm in (attention.norm, mlp.norm)
+        ):
+            raise UserError(
+                f"block {i} of the backbone has no plain attention and FFN, whose units are "
+                "independent of each other, as tfm needs; choose "
+                "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
+            )
+        found += [
+            Pair(
+                f"blocks.{i}.attn",
+                f"blocks.{i}.attn.qkv",
+                f"blocks.{i}.attn.proj",
+                (f"blocks.{i}.qk", None, f"blocks.{i}.v"),
+            ),
+            Pair(
+                f"blocks.{i}.mlp", f"blocks.{i}.mlp.fc1", f"blocks.{i}.mlp.fc2", (f"blocks.{i}.ff",)
+            ),
+        ]
     return found

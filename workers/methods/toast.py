@@ -25,14 +25,36 @@ from workers.taskstate import Carried, TaskState
 
 
 class ToastSettings(MethodSettings):
-    feedback_from: PositiveInt | None = Field(None, description="block, or stage of a ConvNeXt, (from 1) behind which tokens are selected; null: the last. "
-                                             "Fewer: early feedback")
-    feedback_to: NonNegativeInt = Field(0, description="the blocks or stages up to this one are not steered; more than 0: late feedback")
-    train_P: bool = Field(True, description="train the channel transform P; false as in the released code of full TOAST: it stays the identity")
-    td_value_bias: bool = Field(False, description="add the value bias a second time, as the released code does; not on a ConvNeXt")
-    pretune: bool = Field(True, description="tune what tasks start from on images without labels, or on the base task, where the stream has such")
-    variational: NonNegativeFloat = Field(0.1, description="lambda_v, weight in `pretune`, beside the cross-entropy, of the loss that asks feedback layers to "
-                                          "undo their blocks; the published value for a ConvNeXt is 0.01")
+    feedback_from: PositiveInt | None = Field(
+        None,
+        description="block, or stage of a ConvNeXt, (from 1) behind which tokens are selected; null: "
+        "the last. "
+        "Fewer: early feedback",
+    )
+    feedback_to: NonNegativeInt = Field(
+        0,
+        description="the blocks or stages up to this one are not steered; more than 0: late feedback",
+    )
+    train_P: bool = Field(
+        True,
+        description="train the channel transform P; false as in the released code of full TOAST: it "
+        "stays the identity",
+    )
+    td_value_bias: bool = Field(
+        False,
+        description="add the value bias a second time, as the released code does; not on a ConvNeXt",
+    )
+    pretune: bool = Field(
+        True,
+        description="tune what tasks start from on images without labels, or on the base task, where "
+        "the stream has such",
+    )
+    variational: NonNegativeFloat = Field(
+        0.1,
+        description="lambda_v, weight in `pretune`, beside the cross-entropy, of the loss that asks "
+        "feedback layers to "
+        "undo their blocks; the published value for a ConvNeXt is 0.01",
+    )
 
 
 class Toast(Method):
@@ -69,13 +91,22 @@ class Toast(Method):
         assert isinstance(settings, ToastSettings)
         convolutional = isinstance(backbone, ConvNeXt)
         if not convolutional and not isinstance(backbone, VisionTransformer):
-            raise UserError(f"{cls.name!r} works on the blocks of a vision transformer or the stages of a ConvNeXt, and the backbone is a "
-                            f"{type(backbone).__name__}; choose another method, or a backbone such as vit_tiny_patch16_224 or convnext_tiny")
-        unit, depth = ("stage", len(backbone.stages)) if convolutional else ("block", len(backbone.blocks))
+            raise UserError(
+                f"{cls.name!r} works on the blocks of a vision transformer or the stages of a "
+                "ConvNeXt, and the backbone is a "
+                f"{type(backbone).__name__}; choose another method, or a backbone such as "
+                "vit_tiny_patch16_224 or convnext_tiny"
+            )
+        unit, depth = (
+            ("stage", len(backbone.stages)) if convolutional else ("block", len(backbone.blocks))
+        )
         top = settings.feedback_from or depth
         if not settings.feedback_to < top <= depth:
-            raise UserError(f"feedback goes from {unit} {top} down to {unit} {settings.feedback_to}, and the backbone has {depth}; keep "
-                            f"0 <= feedback_to < feedback_from <= {depth}")
+            raise UserError(
+                f"feedback goes from {unit} {top} down to {unit} {settings.feedback_to}, and "
+                f"the backbone has {depth}; keep "
+                f"0 <= feedback_to < feedback_from <= {depth}"
+            )
         top_down_of(backbone, settings)
 
     @classmethod
@@ -85,14 +116,18 @@ class Toast(Method):
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
-        return frozenset({"pretune", "train_P"} if step == "pretune" else {"pretune", "variational"})
+        return frozenset(
+            {"pretune", "train_P"} if step == "pretune" else {"pretune", "variational"}
+        )
 
     def __init__(self, backbone: Any, settings: ToastSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.top_down = top_down_of(backbone, settings)
         self.width = self.top_down.width
         self.own = nn.ParameterDict()  # of the task in training
-        self.loaded: dict[str, dict[str, Tensor] | None] = {}  # task -> what it has of its own; None: it is answered by the backbone
+        self.loaded: dict[
+            str, dict[str, Tensor] | None
+        ] = {}  # task -> what it has of its own; None: it is answered by the backbone
         self.step = ""
 
     @cached_property
@@ -105,7 +140,9 @@ class Toast(Method):
         return self.top_down.shapes()
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
@@ -113,14 +150,25 @@ class Toast(Method):
         self.step, device = step, self.device
         self.start = {name: t.to(device) for name, t in self.start.items()}
         if "prior" not in self.start:
-            self.start["prior"] = self.top_down.prior(torch.Generator().manual_seed(seed_of(self.seed, "toast")))
+            self.start["prior"] = self.top_down.prior(
+                torch.Generator().manual_seed(seed_of(self.seed, "toast"))
+            )
         own = dict(self.start) if step == "pretune" else self.beginning(task)
         if task.role == "unlabelled":
             own, groups = self.top_down.first_layers(own), []
         if step != "pretune" and self.settings.train_P:
             own["transform"] = torch.eye(self.width)
-        self.own = nn.ParameterDict({name: nn.Parameter(t.to(device, copy=True)) for name, t in own.items()})
-        return groups + [{"name": name, "params": [p], "weight_decay": rates.weight_decay if name != "prior" else 0.0} for name, p in self.own.items()]
+        self.own = nn.ParameterDict(
+            {name: nn.Parameter(t.to(device, copy=True)) for name, t in own.items()}
+        )
+        return groups + [
+            {
+                "name": name,
+                "params": [p],
+                "weight_decay": rates.weight_decay if name != "prior" else 0.0,
+            }
+            for name, p in self.own.items()
+        ]
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
         """What is trained, beside P and the head, as it starts."""
@@ -137,12 +185,17 @@ class Toast(Method):
         stream: list[Any] = []
         labelled = self.task.role != "unlabelled"
         with torch.set_grad_enabled(labelled):  # what layers should undo is detached
-            features = self.top_down.second_pass(*self.top_down.first_pass(batch.images), self.effective, stream)
+            features = self.top_down.second_pass(
+                *self.top_down.first_pass(batch.images), self.effective, stream
+            )
         inversion = self.top_down.inversion(stream, dict(self.own.items()))
         if not labelled:
             return inversion, {"variational": inversion.detach()}
         ce = self.classification_loss(features, batch)
-        return ce + self.settings.variational * inversion, {"ce": ce.detach(), "variational": inversion.detach()}
+        return ce + self.settings.variational * inversion, {
+            "ce": ce.detach(),
+            "variational": inversion.detach(),
+        }
 
     def finish(self) -> tuple[TaskState, Carried]:
         """After `pretune` what is tuned is what all start from, and not the base task's own."""
@@ -158,12 +211,22 @@ class Toast(Method):
 
     def load(self, state: TaskState) -> None:
         super().load(state)
-        found: dict[str, tuple[int, ...]] = {name: tuple(t.shape) for name, t in state.copies.items()}
-        wanted = {**self.shapes(), **({"transform": (self.width, self.width)} if self.settings.train_P else {})}
+        found: dict[str, tuple[int, ...]] = {
+            name: tuple(t.shape) for name, t in state.copies.items()
+        }
+        wanted = {
+            **self.shapes(),
+            **({"transform": (self.width, self.width)} if self.settings.train_P else {}),
+        }
         if found and found != wanted:
-            raise UserError(f"task {state.task!r}: its state has feedback {found}, these settings have {wanted}; use the backbone and the method's settings "
-                            "of its run")
-        self.loaded[state.task] = None if state.method == "base" else {**state.tokens, **state.copies}
+            raise UserError(
+                f"task {state.task!r}: its state has feedback {found}, these settings have "
+                f"{wanted}; use the backbone and the method's settings "
+                "of its run"
+            )
+        self.loaded[state.task] = (
+            None if state.method == "base" else {**state.tokens, **state.copies}
+        )
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         own = self.loaded[task] if task in self.loaded else dict(self.own.items())
@@ -173,22 +236,35 @@ class Toast(Method):
         """What the second pass needs of a task: its prior and its feedback, folded."""
         device = self.device
         tensors = {name: t.to(device) for name, t in {**self.start, **own}.items()}
-        return {"prior": tensors["prior"], **self.top_down.folded(self.layers(tensors), tensors.get("transform"))}
+        return {
+            "prior": tensors["prior"],
+            **self.top_down.folded(self.layers(tensors), tensors.get("transform")),
+        }
 
     def layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The feedback layers, each with a matrix in its last two axes."""
         return {name: tensors[name] for name in self.top_down.shapes()}
 
     def features(self, images: Tensor) -> Tensor:
-        return self.top_down.second_pass(*self.top_down.first_pass(images), self.effective) if self.effective else self.backbone(images)
+        return (
+            self.top_down.second_pass(*self.top_down.first_pass(images), self.effective)
+            if self.effective
+            else self.backbone(images)
+        )
 
-    def grouped_logits(self, images: Tensor, rows: Mapping[str, Tensor | slice]) -> dict[str, Tensor]:
+    def grouped_logits(
+        self, images: Tensor, rows: Mapping[str, Tensor | slice]
+    ) -> dict[str, Tensor]:
         """With one first pass for all."""
         entered, seen = self.top_down.first_pass(images)
         found = dict[str, Tensor]()
         for task, mine in rows.items():
             self.serve(task)
-            features = self.top_down.second_pass(entered[mine], seen[mine], self.effective) if self.effective else self.backbone(images[mine])
+            features = (
+                self.top_down.second_pass(entered[mine], seen[mine], self.effective)
+                if self.effective
+                else self.backbone(images[mine])
+            )
             found[task] = self.heads[task](features)
         return found
 
@@ -221,23 +297,36 @@ class ToastLite(Toast):
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
-        return super().unread(step) | (frozenset({"rank", "alpha"}) if step == "pretune" else frozenset())
+        return super().unread(step) | (
+            frozenset({"rank", "alpha"}) if step == "pretune" else frozenset()
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """A is `down` (..., r, in), B is `up` (..., out, r)."""
         rank, layers = self.settings.rank, self.top_down.shapes()
-        return {f"{name}_{part}": shape for name, (*stacked, out, into) in layers.items()
-                for part, shape in (("down", (*stacked, rank, into)), ("up", (*stacked, out, rank)))}
+        return {
+            f"{name}_{part}": shape
+            for name, (*stacked, out, into) in layers.items()
+            for part, shape in (("down", (*stacked, rank, into)), ("up", (*stacked, out, rank)))
+        }
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
         """A is uniform in +-1/sqrt(in), B is zero."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "toast_lite", task.name))
-        parts = {name: torch.zeros(shape) if name.endswith("up") else (2 * torch.rand(shape, generator=generator) - 1) * shape[-1]**-0.5
-                 for name, shape in self.shapes().items()}
+        parts = {
+            name: torch.zeros(shape)
+            if name.endswith("up")
+            else (2 * torch.rand(shape, generator=generator) - 1) * shape[-1] ** -0.5
+            for name, shape in self.shapes().items()
+        }
         return {"prior": self.start["prior"], **parts}
 
     def layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The base task has none but the shared ones."""
         scale = self.settings.alpha / self.settings.rank
-        return {name: layer + scale * tensors[f"{name}_up"] @ tensors[f"{name}_down"] if f"{name}_up" in tensors else layer
-                for name, layer in super().layers(tensors).items()}
+        return {
+            name: layer + scale * tensors[f"{name}_up"] @ tensors[f"{name}_down"]
+            if f"{name}_up" in tensors
+            else layer
+            for name, layer in super().layers(tensors).items()
+        }

@@ -22,9 +22,18 @@ from workers.model.pod import cosine_distance
 class UcirSettings(CosineSettings):
     model_config = ConfigDict(populate_by_name=True)
 
-    lambda_: NonNegativeFloat = Field(5.0, alias="lambda", description="weight of the distance of features, before it grows with the share of old classes")
-    margin: NonNegativeFloat = Field(0.5, description="by how much the cosine of an old class must exceed those of new ones")
-    top_k: PositiveInt = Field(2, description="how many new classes an old sample is held apart from: the most similar ones")
+    lambda_: NonNegativeFloat = Field(
+        5.0,
+        alias="lambda",
+        description="weight of the distance of features, before it grows with the share of old classes",
+    )
+    margin: NonNegativeFloat = Field(
+        0.5, description="by how much the cosine of an old class must exceed those of new ones"
+    )
+    top_k: PositiveInt = Field(
+        2,
+        description="how many new classes an old sample is held apart from: the most similar ones",
+    )
 
 
 class Ucir(CosineRehearsal):
@@ -42,19 +51,29 @@ class Ucir(CosineRehearsal):
     settings: UcirSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         if data.mixup or data.cutmix:
-            raise UserError("data.mixup or data.cutmix is above 0, and ucir's margin holds one class of an image apart from others, of which a mixed image "
-                            "has two; set both to 0 for this method")
+            raise UserError(
+                "data.mixup or data.cutmix is above 0, and ucir's margin holds one class of an "
+                "image apart from others, of which a mixed image "
+                "has two; set both to 0 for this method"
+            )
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         super().fits(settings, backbone, tasks)
         assert isinstance(settings, UcirSettings)
         small = next((task for task in tasks[1:] if task.num_classes < settings.top_k), None)
         if small is not None:
-            raise UserError(f"top_k is {settings.top_k}, and task {small.name!r} has {small.num_classes} new classes to hold old ones apart from; set top_k "
-                            f"to {small.num_classes} or give the task more classes")
+            raise UserError(
+                f"top_k is {settings.top_k}, and task {small.name!r} has {small.num_classes} "
+                "new classes to hold old ones apart from; set top_k "
+                f"to {small.num_classes} or give the task more classes"
+            )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         if self.teacher is None:
@@ -65,12 +84,26 @@ class Ucir(CosineRehearsal):
         with torch.no_grad():
             taught = self.teacher.backbone(batch.images)
         ce, distance = self.classification_loss(features, batch), cosine_distance(features, taught)
-        each = margin_rank(self.similarity(features), self.wide_labels(batch), own.start, self.settings.top_k, self.settings.margin)
+        each = margin_rank(
+            self.similarity(features),
+            self.wide_labels(batch),
+            own.start,
+            self.settings.top_k,
+            self.settings.margin,
+        )
         rank = each.mean() * batch.draw.size / max(self.old_samples(batch), 1)
         weight = self.settings.lambda_ * math.sqrt(own.start / (own.stop - own.start))
-        return ce + weight * distance + rank, {"ce": ce.detach(), "distance": distance.detach(), "rank": rank.detach()}
+        return ce + weight * distance + rank, {
+            "ce": ce.detach(),
+            "distance": distance.detach(),
+            "rank": rank.detach(),
+        }
 
     def old_samples(self, batch: Batch) -> int:
         """How many samples of old classes the global batch holds, of which this rank has some."""
         assert batch.counts is not None
-        return sum(count for task, count in zip(self.training_tasks, batch.counts, strict=True) if task.name in self.old)
+        return sum(
+            count
+            for task, count in zip(self.training_tasks, batch.counts, strict=True)
+            if task.name in self.old
+        )

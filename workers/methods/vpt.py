@@ -25,7 +25,11 @@ PROMPTS = "prompts"
 
 class VptSettings(MethodSettings):
     prompts: PositiveInt = Field(5, description="p, how many in front of a block")
-    depth: Depth = Field("shallow", description="`shallow`: in front of the first block, which hands them on; `deep`: each block has its own")
+    depth: Depth = Field(
+        "shallow",
+        description="`shallow`: in front of the first block, which hands them on; `deep`: each block "
+        "has its own",
+    )
 
 
 class Vpt(Method):
@@ -44,7 +48,9 @@ class Vpt(Method):
     settings: VptSettings
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+    def fits(
+        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
         assert isinstance(settings, VptSettings)
         super().fits(settings, backbone, tasks)
         PromptSites(backbone, settings.depth)
@@ -52,14 +58,23 @@ class Vpt(Method):
     def __init__(self, backbone: nn.Module, settings: VptSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = PromptSites(backbone, settings.depth)
-        self.loaded: dict[str, Tensor | None] = {}  # task -> its prompts (L or 1, p, d); the base task has none
+        self.loaded: dict[
+            str, Tensor | None
+        ] = {}  # task -> its prompts (L or 1, p, d); the base task has none
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device = self.device
-        self.prompts = nn.Parameter(start_of(len(self.sites), self.settings.prompts, self.backbone).to(device))
-        return [*groups, {"name": "prompts", "params": [self.prompts], "weight_decay": rates.weight_decay}]
+        self.prompts = nn.Parameter(
+            start_of(len(self.sites), self.settings.prompts, self.backbone).to(device)
+        )
+        return [
+            *groups,
+            {"name": "prompts", "params": [self.prompts], "weight_decay": rates.weight_decay},
+        ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         """The prompts, no parameter of the backbone: `features` puts them in place."""
@@ -70,17 +85,26 @@ class Vpt(Method):
             return self.backbone(images)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(tokens={f"blocks.{i}": t.clone() for i, t in enumerate(self.prompts.detach())}), Carried()
+        return self.state(
+            tokens={f"blocks.{i}": t.clone() for i, t in enumerate(self.prompts.detach())}
+        ), Carried()
 
     def load(self, state: TaskState) -> None:
         """Keeps the task's prompts beside those of other tasks."""
         super().load(state)
         found = {name: tuple(t.shape) for name, t in state.tokens.items()}
-        wanted = {f"blocks.{i}": (self.settings.prompts, self.sites.width) for i in range(len(self.sites))}
+        wanted = {
+            f"blocks.{i}": (self.settings.prompts, self.sites.width) for i in range(len(self.sites))
+        }
         if state.method == self.name and found != wanted:
-            raise UserError(f"task {state.task!r}: its state has prompts of shapes {found}, these settings have {wanted}; use the backbone and the "
-                            "method's settings of its run")
-        self.loaded[state.task] = torch.stack([state.tokens[name] for name in wanted]) if found else None
+            raise UserError(
+                f"task {state.task!r}: its state has prompts of shapes {found}, these settings "
+                f"have {wanted}; use the backbone and the "
+                "method's settings of its run"
+            )
+        self.loaded[state.task] = (
+            torch.stack([state.tokens[name] for name in wanted]) if found else None
+        )
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         if task not in self.loaded:
@@ -92,5 +116,12 @@ class Vpt(Method):
         """Prompts are p keys more in every block, and p queries more in every block but the last."""
         vit: Any = self.backbone
         plans, p = plan(vit, [BlockMasks()] * len(vit.blocks)), torch.arange(self.settings.prompts)
-        more = [replace(b, keys=torch.cat([b.keys, p]), queries=b.queries if b is plans[-1] else torch.cat([b.queries, p])) for b in plans]
+        more = [
+            replace(
+                b,
+                keys=torch.cat([b.keys, p]),
+                queries=b.queries if b is plans[-1] else torch.cat([b.queries, p]),
+            )
+            for b in plans
+        ]
         return flops(vit, more) / flops(vit, plans)

@@ -20,8 +20,14 @@ from workers.taskstate import Carried
 
 
 class WaSettings(RehearsalSettings):
-    tau: PositiveFloat = Field(2.0, description="temperature of both softmaxes in the distillation loss")
-    nonnegative: bool = Field(False, description="clamp the weights of all heads at 0 after each step, so that their lengths tell how large outputs get")
+    tau: PositiveFloat = Field(
+        2.0, description="temperature of both softmaxes in the distillation loss"
+    )
+    nonnegative: bool = Field(
+        False,
+        description="clamp the weights of all heads at 0 after each step, so that their lengths tell "
+        "how large outputs get",
+    )
 
 
 class Wa(Rehearsal):
@@ -35,14 +41,20 @@ class Wa(Rehearsal):
 
     name = "wa"
     paper = "Maintaining Discrimination and Fairness in Class Incremental Learning, CVPR 2020"
-    steps = (Step("train"), Step("align", trains=False, measured=True, later=True), Step("herd", trains=False))
+    steps = (
+        Step("train"),
+        Step("align", trains=False, measured=True, later=True),
+        Step("herd", trains=False),
+    )
     taught = True
     Settings = WaSettings
     per_task = Rehearsal.per_task | {"tau", "nonnegative"}
     settings: WaSettings
     gamma: float | None = None  # of this step's alignment
 
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "align":
             self.align(task)
@@ -77,6 +89,11 @@ class Wa(Rehearsal):
     def warnings(self) -> list[str]:
         if self.task is None or self.gamma is None or self.gamma <= 1:
             return []
-        return [f"task {self.task.name!r}: gamma is {self.gamma:.4g}, above 1: WA expects new classes to have "
-                "longer weight vectors than old ones, and theirs are shorter, so that alignment lengthens them "
-                "and favours new classes still more; train longer or at a higher rate, or use replay or bic"]
+        return [
+            f"task {self.task.name!r}: gamma is {self.gamma:.4g}, above 1: WA expects new "
+            "classes to have "
+            "longer weight vectors than old ones, and theirs are shorter, so that alignment "
+            "lengthens them "
+            "and favours new classes still more; train longer or at a higher rate, or use "
+            "replay or bic"
+        ]

@@ -33,8 +33,12 @@ class WeightMasks(Method):
         self.sites = weight_sites(backbone)
         self.masks: dict[str, nn.Module] = {}  # of the task in training, by site
         self.copies = Copies(backbone, [])  # of the task in training
-        self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> masks by site, as `hard` gives them
-        self.loaded_copies: dict[str, dict[str, Tensor]] = {}  # task -> its copies by parameter name
+        self.loaded: dict[
+            str, dict[str, Tensor]
+        ] = {}  # task -> masks by site, as `hard` gives them
+        self.loaded_copies: dict[
+            str, dict[str, Tensor]
+        ] = {}  # task -> its copies by parameter name
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         """The mask of a weight matrix before the first step, on the weight's device."""
@@ -57,21 +61,37 @@ class WeightMasks(Method):
         return mask != 0
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         self.loaded_copies.pop(task.name, None)
-        self.masks = {site: self.new_mask(site, weight.detach()) for site, weight in self.sites.items()}
-        self.mask_modules = nn.ModuleList(self.masks.values())  # a dict alone would hide them from state_dict and .to
+        self.masks = {
+            site: self.new_mask(site, weight.detach()) for site, weight in self.sites.items()
+        }
+        self.mask_modules = nn.ModuleList(
+            self.masks.values()
+        )  # a dict alone would hide them from state_dict and .to
         self.copies = Copies(self.backbone, self.copied())
         by_rate: dict[float, list[nn.Parameter]] = {}
         for site, mask in self.masks.items():
             by_rate.setdefault(self.rate(site, rates), []).extend(mask.parameters())
-        groups += [{"name": "masks", "params": some, "lr": rate, "weight_decay": 0.0} for rate, some in by_rate.items()]
-        return [*groups, {"name": "copies", "params": [*self.copies.values], "weight_decay": 0.0}] if self.copies.names else groups
+        groups += [
+            {"name": "masks", "params": some, "lr": rate, "weight_decay": 0.0}
+            for rate, some in by_rate.items()
+        ]
+        return (
+            [*groups, {"name": "copies", "params": [*self.copies.values], "weight_decay": 0.0}]
+            if self.copies.names
+            else groups
+        )
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        weights = {f"{site}.weight": masked(self.sites[site], mask.sample()) for site, mask in self.masks.items()}  # type: ignore[operator]
+        weights = {
+            f"{site}.weight": masked(self.sites[site], mask.sample())
+            for site, mask in self.masks.items()
+        }  # type: ignore[operator]
         return weights | self.copies.tensors()
 
     def hard(self) -> dict[str, Tensor]:
@@ -84,14 +104,19 @@ class WeightMasks(Method):
 
     def warnings(self) -> list[str]:
         if self.task is not None and all(bool((mask == 1).all()) for mask in self.hard().values()):
-            return [f"task {self.task.name!r}: no mask entry was switched off, so the masks do nothing; raise mask_lr or mask_travel, or train for "
-                    "more steps"]
+            return [
+                f"task {self.task.name!r}: no mask entry was switched off, so the masks do "
+                "nothing; raise mask_lr or mask_travel, or train for "
+                "more steps"
+            ]
         return []
 
     def finish(self) -> tuple[TaskState, Carried]:
         masks, floats = self.packed({site: mask.cpu() for site, mask in self.hard().items()})
         copies = {name: t.detach().clone() for name, t in self.copies.tensors().items()}
-        return self.state(masks=masks, copies=floats | copies, meta={"settings": key_inputs(self.settings)}), Carried()
+        return self.state(
+            masks=masks, copies=floats | copies, meta={"settings": key_inputs(self.settings)}
+        ), Carried()
 
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Masks by site -> boolean masks and floats as they are stored: under the name of their site, or of `SITE.SUFFIX`."""
@@ -110,14 +135,26 @@ class WeightMasks(Method):
             site = name if name in self.sites else name.rpartition(".")[0]
             shape = self.mask_shape(site) if site in self.sites else None
             if tuple(mask.shape) != shape:
-                raise UserError(f"task {state.task!r}: its state has a mask {name} of shape {tuple(mask.shape)}, this backbone has {shape} there; "
-                                "use the backbone and the settings of its run")
+                raise UserError(
+                    f"task {state.task!r}: its state has a mask {name} of shape "
+                    f"{tuple(mask.shape)}, this backbone has {shape} there; "
+                    "use the backbone and the settings of its run"
+                )
         self.loaded[state.task] = self.unpacked(state)
-        self.loaded_copies[state.task] = {name: t for name, t in state.copies.items() if name in own}
+        self.loaded_copies[state.task] = {
+            name: t for name, t in state.copies.items() if name in own
+        }
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        masks, copies = (self.loaded[task], self.loaded_copies[task]) if task in self.loaded else (self.hard(), self.copies.tensors())
-        weights = {f"{site}.weight": masked(self.sites[site], mask.to(self.sites[site].device)) for site, mask in masks.items()}
+        masks, copies = (
+            (self.loaded[task], self.loaded_copies[task])
+            if task in self.loaded
+            else (self.hard(), self.copies.tensors())
+        )
+        weights = {
+            f"{site}.weight": masked(self.sites[site], mask.to(self.sites[site].device))
+            for site, mask in masks.items()
+        }
         return weights | {name: t.to(self.device) for name, t in copies.items()}
 
 
@@ -125,10 +162,16 @@ class ThresholdSettings(WeightMaskSettings):
     """For masks that are on where a real value is above a threshold."""
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
-        "auto", description="peak learning rate of the masks' real values; `auto`: by mask_travel")
+        "auto", description="peak learning rate of the masks' real values; `auto`: by mask_travel"
+    )
     mask_travel: PositiveFloat = Field(
-        0.5, description="for mask_lr auto: how far steps in random directions carry a value, in distances to the threshold")
-    theta: float = Field(5e-3, gt=0, description="an entry is kept where its real value is above this")
+        0.5,
+        description="for mask_lr auto: how far steps in random directions carry a value, in distances "
+        "to the threshold",
+    )
+    theta: float = Field(
+        5e-3, gt=0, description="an entry is kept where its real value is above this"
+    )
     start: float = Field(1e-2, gt=0, description="where all real values start")
 
     def starts_on(self) -> bool:
@@ -144,12 +187,17 @@ class ThresholdMasks(WeightMasks):
     settings: ThresholdSettings
 
     @classmethod
-    def check(cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str) -> None:
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
         assert isinstance(settings, ThresholdSettings)
         needs_adamw(settings.mask_lr, train)
         if not settings.starts_on():
-            raise UserError(f"start is {settings.start} with theta {settings.theta}: every entry would start switched off, and the network would be dead; "
-                            "raise start above theta")
+            raise UserError(
+                f"start is {settings.start} with theta {settings.theta}: every entry would "
+                "start switched off, and the network would be dead; "
+                "raise start above theta"
+            )
 
     def start_of(self, site: str) -> float:
         """Where the real values of a site start."""
@@ -160,7 +208,11 @@ class ThresholdMasks(WeightMasks):
         mask_travel * (start - theta), in short and long trainings alike. A smaller rate flips nothing; with a far larger one most
         entries reach the threshold in the same few steps, and the network falls apart."""
         if self.settings.mask_lr == "auto":
-            return self.settings.mask_travel * (self.start_of(site) - self.settings.theta) / math.sqrt(max(rates.mean_rate_steps, 1e-9))
+            return (
+                self.settings.mask_travel
+                * (self.start_of(site) - self.settings.theta)
+                / math.sqrt(max(rates.mean_rate_steps, 1e-9))
+            )
         return self.settings.mask_lr
 
 
@@ -170,7 +222,9 @@ def masked(weight: Tensor, mask: Tensor) -> Tensor:
     if mask.shape != weight.shape:
         return (weight.reshape(mask.numel(), -1) * mask.reshape(-1, 1)).view_as(weight)
     if mask.requires_grad and not weight.requires_grad:
-        return mask.mul_(weight)  # nobody else's, and W takes no gradient from it: a pass through memory less
+        return mask.mul_(
+            weight
+        )  # nobody else's, and W takes no gradient from it: a pass through memory less
     return weight * mask
 
 

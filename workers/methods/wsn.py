@@ -21,9 +21,17 @@ from workers.taskstate import Carried, TaskState, pack, unpack
 
 
 class WsnSettings(WeightMaskSettings):
-    density: float = Field(0.5, gt=0, lt=1, description="share of each layer's weights that a task uses (the paper's c)")
+    density: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="share of each layer's weights that a task uses (the paper's c)",
+    )
     start: Literal["magnitude", "random"] = Field(
-        "magnitude", description="scores of a task start at |W|, so that training starts from the largest weights; or at random, as in the paper")
+        "magnitude",
+        description="scores of a task start at |W|, so that training starts from the largest weights; "
+        "or at random, as in the paper",
+    )
 
 
 class Wsn(WeightMasks):
@@ -48,22 +56,33 @@ class Wsn(WeightMasks):
 
     def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.union = {site: torch.zeros_like(weight, dtype=torch.bool) for site, weight in self.sites.items()}  # in use by earlier tasks
+        self.union = {
+            site: torch.zeros_like(weight, dtype=torch.bool) for site, weight in self.sites.items()
+        }  # in use by earlier tasks
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         if self.settings.start == "magnitude":
             return TopK(weight.abs(), self.settings.density)
-        scores = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=math.sqrt(5))  # on the CPU: the same on every device
+        scores = nn.init.kaiming_uniform_(
+            torch.empty(weight.shape), a=math.sqrt(5)
+        )  # on the CPU: the same on every device
         return TopK(scores.to(weight.device), self.settings.density)
 
     # ---- training ----------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]) -> list[dict[str, Any]]:
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         weights: dict[str, Any] = self.sites
-        self.protector = Protector({site: (weights[site], used) for site, used in self.union.items()})
-        return [*groups, {"name": "weights", "params": [*weights.values()], "weight_decay": rates.weight_decay}]
+        self.protector = Protector(
+            {site: (weights[site], used) for site, used in self.union.items()}
+        )
+        return [
+            *groups,
+            {"name": "weights", "params": [*weights.values()], "weight_decay": rates.weight_decay},
+        ]
 
     def after_backward(self) -> None:
         self.protector.gate()
@@ -75,19 +94,42 @@ class Wsn(WeightMasks):
         """Shares of all weights: those that the task uses, those of them that an earlier one uses too, and what any task uses."""
         pairs = [(mask, self.union[site].to(mask.device)) for site, mask in self.hard().items()]
         total = sum(mask.numel() for mask, _ in pairs)
-        counts = torch.stack([torch.stack([mask.sum(), (mask & used).sum(), (mask | used).sum()]) for mask, used in pairs]).sum(0).tolist()
-        return {name: count / total for name, count in zip(("density", "reused", "used"), counts, strict=True)}
+        counts = (
+            torch.stack(
+                [
+                    torch.stack([mask.sum(), (mask & used).sum(), (mask | used).sum()])
+                    for mask, used in pairs
+                ]
+            )
+            .sum(0)
+            .tolist()
+        )
+        return {
+            name: count / total
+            for name, count in zip(("density", "reused", "used"), counts, strict=True)
+        }
 
     def warnings(self) -> list[str]:
         if self.task is None or (found := self.measures())["reused"] < found["density"]:
             return []
-        return [f"task {self.task.name!r}: all weights that it uses belong to earlier tasks, so that only its choice and its head were trained; raise "
-                "mask_lr or density, or train for more steps"]
+        return [
+            f"task {self.task.name!r}: all weights that it uses belong to earlier tasks, so "
+            "that only its choice and its head were trained; raise "
+            "mask_lr or density, or train for more steps"
+        ]
 
     def finish(self) -> tuple[TaskState, Carried]:
         state, _ = super().finish()
-        weights = {f"weights/{site}": weight.detach().clone() for site, weight in self.sites.items()}
-        return state, Carried(weights | {f"union/{site}": pack(used.cpu() | state.masks[site]) for site, used in self.union.items()})
+        weights = {
+            f"weights/{site}": weight.detach().clone() for site, weight in self.sites.items()
+        }
+        return state, Carried(
+            weights
+            | {
+                f"union/{site}": pack(used.cpu() | state.masks[site])
+                for site, used in self.union.items()
+            }
+        )
 
     # ---- serving -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -95,4 +137,6 @@ class Wsn(WeightMasks):
         super().attach(carried)
         for site, weight in self.sites.items():
             weight.copy_(carried.tensors[f"weights/{site}"])
-            self.union[site] = unpack(carried.tensors[f"union/{site}"], tuple(weight.shape)).to(weight.device)
+            self.union[site] = unpack(carried.tensors[f"union/{site}"], tuple(weight.shape)).to(
+                weight.device
+            )

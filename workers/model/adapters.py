@@ -17,7 +17,10 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 
-HOULSBY = ("attn", "mlp")  # behind attention (its projection included) and behind the FFN, both before the residual add
+HOULSBY = (
+    "attn",
+    "mlp",
+)  # behind attention (its projection included) and behind the FFN, both before the residual add
 PARALLEL_SCALE = 0.1  # of AdaptFormer's branch
 
 
@@ -26,7 +29,15 @@ def houlsby(x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Ten
     return x + F.linear(F.gelu(F.linear(x, down, down_bias)), up, up_bias)
 
 
-def parallel(out: Tensor, x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor, kept: Tensor | None = None) -> Tensor:
+def parallel(
+    out: Tensor,
+    x: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    kept: Tensor | None = None,
+) -> Tensor:
     """AdaptFormer: out + 0.1 (W_up (kept .* relu(W_down x + b_down)) + b_up). out: (B, N, d), behind the FFN's residual add; x: (B, N, d), the
     residual stream before the FFN and its norm; kept: (B, N, m), dropout's factors."""
     hidden = F.relu(F.linear(x, down, down_bias))
@@ -38,12 +49,23 @@ class Bottlenecks(nn.Module):
     up-projections start at zero, so that an adapter starts as the identity, or with `up_std` as normal numbers; never both
     projections at zero: neither would get a gradient."""
 
-    def __init__(self, sites: int, width: int, bottleneck: int, up_std: float = 0.0, device: torch.device | None = None):
+    def __init__(
+        self,
+        sites: int,
+        width: int,
+        bottleneck: int,
+        up_std: float = 0.0,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         shape = (sites, bottleneck, width)
-        self.down = nn.Parameter(torch.empty(shape, device=device).uniform_(-1, 1) / math.sqrt(width))  # (S, m, d)
+        self.down = nn.Parameter(
+            torch.empty(shape, device=device).uniform_(-1, 1) / math.sqrt(width)
+        )  # (S, m, d)
         self.down_bias = nn.Parameter(torch.zeros(shape[:2], device=device))  # (S, m)
-        self.up = nn.Parameter(torch.randn(sites, width, bottleneck, device=device) * up_std)  # (S, d, m)
+        self.up = nn.Parameter(
+            torch.randn(sites, width, bottleneck, device=device) * up_std
+        )  # (S, d, m)
         self.up_bias = nn.Parameter(torch.zeros(sites, width, device=device))  # (S, d)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -51,8 +73,14 @@ class Bottlenecks(nn.Module):
 
     def groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Parameter groups: no weight decay on biases."""
-        return [{"name": "adapters", "params": [self.down, self.up], "weight_decay": weight_decay},
-                {"name": "adapters.bias", "params": [self.down_bias, self.up_bias], "weight_decay": 0.0}]
+        return [
+            {"name": "adapters", "params": [self.down, self.up], "weight_decay": weight_decay},
+            {
+                "name": "adapters.bias",
+                "params": [self.down_bias, self.up_bias],
+                "weight_decay": 0.0,
+            },
+        ]
 
 
 class Hook:
@@ -91,15 +119,27 @@ class AdapterSites:
     positions: modules of a block, each with an adapter behind it; the empty one is the block itself. beside: the module of a block whose
     input the form gets as its second argument."""
 
-    def __init__(self, backbone: Any, form: Callable[..., Tensor], positions: tuple[str, ...] = HOULSBY, beside: str | None = None):
+    def __init__(
+        self,
+        backbone: Any,
+        form: Callable[..., Tensor],
+        positions: tuple[str, ...] = HOULSBY,
+        beside: str | None = None,
+    ):
         self.width: int = backbone.embed_dim
         self.hooks: list[Hook] = []
         for index, block in enumerate(backbone.blocks):
             modules = dict(block.named_modules())
-            missing = next((name for name in (*positions, beside) if name is not None and name not in modules), None)
+            missing = next(
+                (name for name in (*positions, beside) if name is not None and name not in modules),
+                None,
+            )
             if missing is not None:
-                raise UserError(f"block {index} of the backbone has no {missing!r} to put an adapter behind; choose a ViT with plain blocks such as "
-                                "vit_tiny_patch16_224 or deit_small_patch16_224")
+                raise UserError(
+                    f"block {index} of the backbone has no {missing!r} to put an adapter "
+                    "behind; choose a ViT with plain blocks such as "
+                    "vit_tiny_patch16_224 or deit_small_patch16_224"
+                )
             for position in positions:
                 hook = Hook(form) if beside is None else BesideHook(form)
                 modules[position].register_forward_hook(hook)
@@ -114,7 +154,10 @@ class AdapterSites:
     def using(self, stacked: Mapping[str, Tensor | Sequence[Tensor]]) -> Iterator[None]:
         """Inside, the backbone has these adapters. stacked: name -> (S, ...), or a tensor for each site where their sizes differ;
         autograd goes through; empty: none."""
-        parts = {name: tensor.unbind(0) if isinstance(tensor, Tensor) else tensor for name, tensor in stacked.items()}
+        parts = {
+            name: tensor.unbind(0) if isinstance(tensor, Tensor) else tensor
+            for name, tensor in stacked.items()
+        }
         try:
             for site, hook in enumerate(self.hooks):
                 hook.tensors = {name: part[site] for name, part in parts.items()} if parts else None

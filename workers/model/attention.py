@@ -42,7 +42,9 @@ class Layer:
         self.tokens, self.images = attention.shape[-1], self.images + len(attention)
         self.entropy = self.entropy + entropy(attention).sum(0).cpu()
         patches = len(self.apart)  # the last tokens, whatever stands before them
-        self.distance = self.distance + distance(attention[..., -patches:, -patches:], self.apart).sum(0).cpu()
+        self.distance = (
+            self.distance + distance(attention[..., -patches:, -patches:], self.apart).sum(0).cpu()
+        )
         if isinstance(self.context, ScaledContext):
             self.scale = float(self.context.scale.abs().mean())
 
@@ -51,9 +53,23 @@ class Layer:
         uniform attention."""
         if not self.images:
             return []
-        means = (torch.as_tensor(values).double() / self.images for values in (self.entropy, self.distance))
-        return [{"network": self.network, "block": self.block, "head": head, "tokens": self.tokens, "entropy": e, "entropy_share": e / math.log(self.tokens),
-                 "distance": d, "scale": self.scale} for head, (e, d) in enumerate(zip(*(values.tolist() for values in means), strict=True))]
+        means = (
+            torch.as_tensor(values).double() / self.images
+            for values in (self.entropy, self.distance)
+        )
+        return [
+            {
+                "network": self.network,
+                "block": self.block,
+                "head": head,
+                "tokens": self.tokens,
+                "entropy": e,
+                "entropy_share": e / math.log(self.tokens),
+                "distance": d,
+                "scale": self.scale,
+            }
+            for head, (e, d) in enumerate(zip(*(values.tolist() for values in means), strict=True))
+        ]
 
 
 @dataclass
@@ -69,7 +85,10 @@ class Gaze:
     def add(self, attention: Tensor) -> None:
         """attention: (B, H, N, N)."""
         patches = math.prod(self.grid)
-        self.passes.append(attention.shape[-1] * attention[:, :, 0, -patches:].mean(1).unflatten(1, self.grid).cpu())
+        self.passes.append(
+            attention.shape[-1]
+            * attention[:, :, 0, -patches:].mean(1).unflatten(1, self.grid).cpu()
+        )
 
 
 def entropy(attention: Tensor) -> Tensor:
@@ -93,13 +112,25 @@ def distances(grid: tuple[int, int]) -> Tensor:
 
 def watched(model: nn.Module) -> AbstractContextManager[list[Layer]]:
     """Inside, every forward of a ViT that is `model` or a part of it is measured, with the weights and masks that are then in effect."""
-    return _heard(model, lambda name, index, vit: Layer(name, index, distances(tuple(vit.patch_embed.grid_size)),
-                                                        getattr(vit.blocks[index].mlp, "context", None)))
+    return _heard(
+        model,
+        lambda name, index, vit: Layer(
+            name,
+            index,
+            distances(tuple(vit.patch_embed.grid_size)),
+            getattr(vit.blocks[index].mlp, "context", None),
+        ),
+    )
 
 
 def gazes(model: nn.Module) -> AbstractContextManager[list[Gaze]]:
     """The same for what class tokens look at; a ViT without one has none."""
-    return _heard(model, lambda name, index, vit: Gaze(name, index, tuple(vit.patch_embed.grid_size)) if vit.has_class_token else None)
+    return _heard(
+        model,
+        lambda name, index, vit: (
+            Gaze(name, index, tuple(vit.patch_embed.grid_size)) if vit.has_class_token else None
+        ),
+    )
 
 
 @contextmanager
@@ -110,7 +141,10 @@ def _heard(model: nn.Module, layer_of: Callable[[str, int, Any], L | None]) -> I
     for name, vit in model.named_modules():
         if isinstance(vit, VisionTransformer):
             for index, block in enumerate(vit.blocks):
-                if isinstance(getattr(block, "attn", None), (Attention, GatedAttention)) and (layer := layer_of(name, index, vit)) is not None:
+                if (
+                    isinstance(getattr(block, "attn", None), (Attention, GatedAttention))
+                    and (layer := layer_of(name, index, vit)) is not None
+                ):
                     layers.append(layer)
                     handles += _listen(block.attn, layer.add)
     try:
@@ -122,11 +156,16 @@ def _heard(model: nn.Module, layer_of: Callable[[str, int, Any], L | None]) -> I
 
 def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
     heard: dict[str, Tensor] = {}
-    sources = {"qk": attn.qk} if isinstance(attn, GatedAttention) else {"q": attn.q_norm, "k": attn.k_norm}
+    sources = (
+        {"qk": attn.qk}
+        if isinstance(attn, GatedAttention)
+        else {"q": attn.q_norm, "k": attn.k_norm}
+    )
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
             heard[name] = output.detach().float()
+
         return hook
 
     @torch.no_grad()
@@ -134,7 +173,9 @@ def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
         add(_gated(attn, heard["qk"]) if "qk" in heard else _softmax(attn, heard["q"], heard["k"]))
         heard.clear()
 
-    return [source.register_forward_hook(keep(name)) for name, source in sources.items()] + [attn.register_forward_hook(measure)]
+    return [source.register_forward_hook(keep(name)) for name, source in sources.items()] + [
+        attn.register_forward_hook(measure)
+    ]
 
 
 def _softmax(attn: Any, q: Tensor, k: Tensor) -> Tensor:
@@ -149,4 +190,6 @@ def _gated(attn: GatedAttention, qk: Tensor) -> Tensor:
     """(B, N, 2 D) -> (B, H, N, N): content and positions, mixed by the gate."""
     q, k = attn.split(qk)
     gate = attn.gate.sigmoid().view(-1, 1, 1)
-    return (1 - gate) * (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1) + gate * attn.positions()
+    return (1 - gate) * (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(
+        -1
+    ) + gate * attn.positions()

@@ -11,7 +11,14 @@ IDENTITY = (1.0, 0.0)
 
 def biased(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
     """z (b, classes), bias (alpha, beta) -> the same with alpha z + beta in `columns`; the others stay as they are."""
-    return torch.cat([logits[:, : columns.start], bias[0] * logits[:, columns] + bias[1], logits[:, columns.stop :]], 1)
+    return torch.cat(
+        [
+            logits[:, : columns.start],
+            bias[0] * logits[:, columns] + bias[1],
+            logits[:, columns.stop :],
+        ],
+        1,
+    )
 
 
 @torch.enable_grad()
@@ -20,7 +27,13 @@ def fit_bias(logits: Tensor, labels: Tensor, columns: slice, decay: float) -> Te
     the same, also where some have fewer images. logits (n, classes), labels (n,)."""
     logits, weight = logits.detach().double(), 1 / labels.bincount().double()[labels]
     bias = torch.tensor(IDENTITY, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([bias], max_iter=200, tolerance_grad=1e-8, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [bias],
+        max_iter=200,
+        tolerance_grad=1e-8,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()

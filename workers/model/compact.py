@@ -53,8 +53,15 @@ def plan(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
         live = live | keys
     plans, inputs = [], live
     for block, mask, (keys, kept, queries) in zip(vit.blocks, masks, reversed(needed), strict=True):
-        plans.append(BlockPlan(inputs.nonzero()[:, 0], keys.nonzero()[:, 0], kept[keys], queries.nonzero()[:, 0],
-                               _live_neurons(block.mlp, mask).nonzero()[:, 0]))
+        plans.append(
+            BlockPlan(
+                inputs.nonzero()[:, 0],
+                keys.nonzero()[:, 0],
+                kept[keys],
+                queries.nonzero()[:, 0],
+                _live_neurons(block.mlp, mask).nonzero()[:, 0],
+            )
+        )
         inputs = queries
     return plans
 
@@ -74,10 +81,17 @@ def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
 def flops(vit: Any, plans: list[BlockPlan]) -> int:
     """Multiply-adds of one image in the patch embedding and the blocks; norms, activations and means over tokens left out."""
     width = vit.embed_dim
-    count = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size) + uniform_multiply_adds(vit)
+    count = multiply_adds(
+        vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size
+    ) + uniform_multiply_adds(vit)
     for p in plans:
         queries, keys = len(p.queries), len(p.keys)
-        count += width * (2 * queries * width + 2 * keys * width + 2 * queries * keys + 2 * queries * len(p.neurons))
+        count += width * (
+            2 * queries * width
+            + 2 * keys * width
+            + 2 * queries * keys
+            + 2 * queries * len(p.neurons)
+        )
     return count
 
 
@@ -143,10 +157,14 @@ class CompactBlock(nn.Module):
         self._buffer("queries", _positions(plan.queries, plan.inputs))
         self._buffer("keys", _positions(plan.keys, plan.inputs))
         itself = plan.queries[:, None] == plan.keys[None, :]
-        self._buffer("seen", None if plan.kept.all() else plan.kept[None, :] | itself)  # (queries, keys)
+        self._buffer(
+            "seen", None if plan.kept.all() else plan.kept[None, :] | itself
+        )  # (queries, keys)
 
     def _buffer(self, name: str, value: Tensor | None) -> None:
-        self.register_buffer(name, None if value is None else value.detach().contiguous(), persistent=False)
+        self.register_buffer(
+            name, None if value is None else value.detach().contiguous(), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, d) -> (B, queries, d)."""
@@ -154,7 +172,9 @@ class CompactBlock(nn.Module):
         at_queries = _take(normed, self.queries)
         q = self._split(F.linear(at_queries, self.q_weight, self.q_bias), 1)[0]
         k, v = self._split(F.linear(_take(normed, self.keys), self.kv_weight, self.kv_bias), 2)
-        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask=self.seen, scale=self.scale)
+        y = F.scaled_dot_product_attention(
+            self.q_norm(q), self.k_norm(k), v, attn_mask=self.seen, scale=self.scale
+        )
         y = self.norm(y.transpose(1, 2).flatten(2))
         if self.gate is not None:
             y = y * self.gate(at_queries).sigmoid()
@@ -179,7 +199,9 @@ class CompactVit(nn.Module):
         self.vit, self.head = vit, head
         everyone = torch.arange(vit.num_prefix_tokens + vit.patch_embed.num_patches)
         self.register_buffer("entering", _positions(plans[0].inputs, everyone), persistent=False)
-        self.blocks = nn.ModuleList(CompactBlock(*parts) for parts in zip(vit.blocks, plans, masks, strict=True))
+        self.blocks = nn.ModuleList(
+            CompactBlock(*parts) for parts in zip(vit.blocks, plans, masks, strict=True)
+        )
         self.to(vit.pos_embed.device)
         self.eval()
 

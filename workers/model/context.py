@@ -62,7 +62,10 @@ class UniformHead(nn.Module):
 
     def __init__(self, width: int, head_width: int):
         super().__init__()
-        self.v, self.proj = nn.Linear(width, head_width, bias=False), nn.Linear(head_width, width, bias=False)
+        self.v, self.proj = (
+            nn.Linear(width, head_width, bias=False),
+            nn.Linear(head_width, width, bias=False),
+        )
         for linear in (self.v, self.proj):
             nn.init.trunc_normal_(linear.weight, std=0.02)
 
@@ -82,7 +85,11 @@ def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
     """Queries (B, H, N, d) with those of the first head at 0: its softmax is then uniform, over all keys that are not masked."""
-    return torch.cat([torch.zeros_like(queries[:, :1]), queries[:, 1:]], 1) if module.first_uniform else queries
+    return (
+        torch.cat([torch.zeros_like(queries[:, :1]), queries[:, 1:]], 1)
+        if module.first_uniform
+        else queries
+    )
 
 
 def insert(backbone: nn.Module, settings: ContextSettings) -> None:
@@ -97,24 +104,40 @@ def insert(backbone: nn.Module, settings: ContextSettings) -> None:
     """
     at = f"backbone.context.kind is {settings.kind!r}, and"
     if not isinstance(backbone, VisionTransformer):
-        raise UserError(f"{at} the backbone is a {type(backbone).__name__}, which has no tokens; leave backbone.context out, or choose {PLAIN}")
+        raise UserError(
+            f"{at} the backbone is a {type(backbone).__name__}, which has no tokens; leave "
+            f"backbone.context out, or choose {PLAIN}"
+        )
     depth = len(backbone.blocks)
     chosen = range(depth) if settings.blocks == "all" else settings.blocks
     if any(block >= depth for block in chosen):
-        raise UserError(f"backbone.context.blocks is {list(chosen)}, but the backbone has blocks 0 to {depth - 1}; name some of those, or `all`")
+        raise UserError(
+            f"backbone.context.blocks is {list(chosen)}, but the backbone has blocks 0 to "
+            f"{depth - 1}; name some of those, or `all`"
+        )
     if settings.pool == "class" and not backbone.has_class_token:
-        raise UserError("backbone.context.pool is 'class', and the backbone has no class token; use `mean` or `max`")
+        raise UserError(
+            "backbone.context.pool is 'class', and the backbone has no class token; use `mean` "
+            "or `max`"
+        )
     for index, block in enumerate(backbone.blocks):
         part = getattr(block, "mlp" if settings.kind in ("cb", "cbs") else "attn", None)
         if part is None or (settings.kind not in ("cb", "cbs") and not isinstance(part, Attention)):
-            raise UserError(f"{at} block {index} of the backbone has a {type(part).__name__} in its place; choose {PLAIN}")
+            raise UserError(
+                f"{at} block {index} of the backbone has a {type(part).__name__} in its place; "
+                f"choose {PLAIN}"
+            )
         _into(part, settings, index in chosen, backbone.embed_dim)
     backbone.broadcasts = settings  # type: ignore[assignment]
 
 
 def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
     if settings.kind in ("cb", "cbs"):
-        own = Context(settings.pool) if settings.kind == "cb" else ScaledContext(settings.pool, width, settings.own, settings.start)
+        own = (
+            Context(settings.pool)
+            if settings.kind == "cb"
+            else ScaledContext(settings.pool, width, settings.own, settings.start)
+        )
         part.context = own if chosen else nn.Identity()
         part.register_forward_hook(_behind)
     if settings.kind in ("replace", "compensate"):
@@ -133,7 +156,9 @@ def identity_of(backbone: nn.Module) -> bytes:
 
 def added(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Context and uniform heads of a backbone, by name."""
-    return ((name, m) for name, m in backbone.named_modules() if isinstance(m, (Context, UniformHead)))
+    return (
+        (name, m) for name, m in backbone.named_modules() if isinstance(m, (Context, UniformHead))
+    )
 
 
 def added_names(backbone: nn.Module) -> list[str]:
@@ -148,4 +173,9 @@ def reads_all(block: Any) -> bool:
 
 def uniform_multiply_adds(backbone: nn.Module) -> int:
     """Of uniform heads beside the others: one token is projected, whatever the number of tokens."""
-    return sum(p.numel() for _, module in added(backbone) if isinstance(module, UniformHead) for p in module.parameters())
+    return sum(
+        p.numel()
+        for _, module in added(backbone)
+        if isinstance(module, UniformHead)
+        for p in module.parameters()
+    )

@@ -55,7 +55,9 @@ class GatedAttention(nn.Module):
         q, k = self.split(self.qk(x))
         v = self.v(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         gate = self.gate.sigmoid().view(-1, 1, 1)
-        mixed = (1 - gate) * F.scaled_dot_product_attention(q, k, v) + gate * (self.positions().to(v.dtype) @ v)
+        mixed = (1 - gate) * F.scaled_dot_product_attention(q, k, v) + gate * (
+            self.positions().to(v.dtype) @ v
+        )
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -73,14 +75,40 @@ class ConViT(VisionTransformer):
     stands outside (DyTox's task attention). Stochastic depth rises as if that were one block more.
     """
 
-    def __init__(self, img_size: int = 32, patch_size: int = 4, in_chans: int = 3, num_classes: int = 0, embed_dim: int = 384, depth: int = 5,
-                 num_heads: int = 12, mlp_ratio: float = 4.0, drop_path_rate: float = 0.0):
-        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
-                         qkv_bias=False, class_token=False, global_pool="avg", final_norm=False, norm_layer=nn.LayerNorm, attn_layer=GatedAttention,
-                         drop_path_rate=drop_path_rate * (depth - 1) / depth)
+    def __init__(
+        self,
+        img_size: int = 32,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        num_classes: int = 0,
+        embed_dim: int = 384,
+        depth: int = 5,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__(
+            img_size,
+            patch_size,
+            in_chans,
+            num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=False,
+            class_token=False,
+            global_pool="avg",
+            final_norm=False,
+            norm_layer=nn.LayerNorm,
+            attn_layer=GatedAttention,
+            drop_path_rate=drop_path_rate * (depth - 1) / depth,
+        )
         height, width = self.patch_embed.grid_size
         if height != width:
-            raise ValueError("positions are those of a square grid of patches; give a square img_size")
+            raise ValueError(
+                "positions are those of a square grid of patches; give a square img_size"
+            )
         for module in self.modules():
             if isinstance(module, GatedAttention):
                 module.start_local()
@@ -88,7 +116,13 @@ class ConViT(VisionTransformer):
 
 
 @register_model
-def convit_local(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None, cache_dir: Any = None, **options: Any) -> ConViT:
+def convit_local(
+    pretrained: bool = False,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: Any = None,
+    cache_dir: Any = None,
+    **options: Any,
+) -> ConViT:
     """DyTox's encoder: width 384, 5 blocks of 12 heads, 8.9M parameters in its blocks. timm hands the first four arguments to every model."""
     if pretrained:
         raise ValueError("DyTox's encoder is trained from scratch; its authors publish no weights")

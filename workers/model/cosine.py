@@ -34,7 +34,9 @@ class CosineHead(nn.Module):
     def similarity(self, features: Tensor) -> Tensor:
         """(b, d) -> s (b, classes) in [-1, 1]."""
         with torch.autocast(features.device.type, enabled=False):
-            cosines = F.linear(F.normalize(features.float(), dim=1), F.normalize(self.weight, dim=2).flatten(0, 1))
+            cosines = F.linear(
+                F.normalize(features.float(), dim=1), F.normalize(self.weight, dim=2).flatten(0, 1)
+            )
             cosines = cosines.unflatten(1, self.weight.shape[:2])  # (b, classes, P)
             return (cosines.softmax(2) * cosines).sum(2)
 
@@ -61,12 +63,19 @@ class CosineHeads(Heads):
 
 
 # ---- where new class vectors start -----------------------------------------------------------------------------------------
-def imprinted(features: Tensor, labels: Tensor, classes: int, proxies: int, length: float, seed: int) -> Tensor:
+def imprinted(
+    features: Tensor, labels: Tensor, classes: int, proxies: int, length: float, seed: int
+) -> Tensor:
     """features (n, d), labels (n,) -> class vectors (classes, P, d), each of the given length, along the means of P clusters of the unit
     vectors of that class; of one cluster this is the class mean."""
     unit = normalised(features)
-    noise = [torch.Generator().manual_seed(seed_of(seed, "proxies", label)) for label in range(classes)]
-    centres = [normalised(k_means(unit[labels == label], proxies, noise[label])) for label in range(classes)]
+    noise = [
+        torch.Generator().manual_seed(seed_of(seed, "proxies", label)) for label in range(classes)
+    ]
+    centres = [
+        normalised(k_means(unit[labels == label], proxies, noise[label]))
+        for label in range(classes)
+    ]
     return length * torch.stack(centres).to(features.dtype)
 
 
@@ -75,7 +84,9 @@ def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
     the first counts, and where there are fewer points than centres some centres are the same."""
     centres = points[torch.randint(len(points), (1,), generator=generator)]
     while len(centres) < count:
-        far = _distances(points, centres).amin(1).square() + 1e-12  # above 0, so that there is something to draw from
+        far = (
+            _distances(points, centres).amin(1).square() + 1e-12
+        )  # above 0, so that there is something to draw from
         centres = torch.cat([centres, points[torch.multinomial(far, 1, generator=generator)]])
     nearest = torch.full((len(points),), -1)
     for _ in range(ROUNDS):
@@ -100,7 +111,9 @@ def margin_rank(similarity: Tensor, labels: Tensor, old: int, top: int, margin: 
     return F.relu(margin - similarity.gather(1, labels[:, None]) + rivals).mean(1) * (labels < old)
 
 
-def nca(similarity: Tensor, labels: Tensor, scale: Tensor | float, margin: float, hinge: bool = True) -> Tensor:
+def nca(
+    similarity: Tensor, labels: Tensor, scale: Tensor | float, margin: float, hinge: bool = True
+) -> Tensor:
     """-log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)), where the sample's own class is no part of the sum, and `hinge` keeps
     it from going below 0; a mean over the batch. s (b, A), labels (b,)."""
     own = scale * (similarity.gather(1, labels[:, None]).squeeze(1) - margin)

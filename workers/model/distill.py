@@ -41,7 +41,11 @@ def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
 def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
     """tau^2 KL(softmax(y / tau) || softmax(z / tau)), a mean over all b * classes entries, in fp32: of tau = 1 as many times weaker than
     `kd_ce` as there are classes."""
-    divergence = F.kl_div((student.float() / tau).log_softmax(1), (teacher.float() / tau).softmax(1), reduction="batchmean")
+    divergence = F.kl_div(
+        (student.float() / tau).log_softmax(1),
+        (teacher.float() / tau).softmax(1),
+        reduction="batchmean",
+    )
     return tau**2 * divergence / student.shape[1]
 
 

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 REBUFFI_ROUNDS = 1000  # after so many the original code fills up in any order
 
-Selection = Callable[[Tensor, int, torch.Generator], list[int]]  # features (n, d) of one class, how many, noise -> places, best first
+Selection = Callable[
+    [Tensor, int, torch.Generator], list[int]
+]  # features (n, d) of one class, how many, noise -> places, best first
 
 
 def quota(memory: int, per_class: int, classes: int) -> int:
@@ -29,7 +31,11 @@ def herding(features: Tensor, count: int, generator: torch.Generator) -> list[in
     vectors that is the largest d_i . (k mu - S) among the unused, one product per pick. What is chosen for a smaller count is the
     start of what is chosen for a larger one."""
     unit = normalised(features)
-    mean, total, free = unit.mean(0), torch.zeros_like(unit[0]), torch.ones(len(unit), dtype=torch.bool, device=unit.device)
+    mean, total, free = (
+        unit.mean(0),
+        torch.zeros_like(unit[0]),
+        torch.ones(len(unit), dtype=torch.bool, device=unit.device),
+    )
     chosen: list[int] = []
     for k in range(1, min(count, len(unit)) + 1):
         gains = (unit @ (k * mean - total)).masked_fill(~free, -torch.inf)
@@ -66,13 +72,20 @@ def at_random(features: Tensor, count: int, generator: torch.Generator) -> list[
     return torch.randperm(len(features), generator=generator)[:count].tolist()
 
 
-SELECTIONS: dict[str, Selection] = {"herding": herding, "rebuffi": rebuffi_herding, "closest": closest, "random": at_random}
+SELECTIONS: dict[str, Selection] = {
+    "herding": herding,
+    "rebuffi": rebuffi_herding,
+    "closest": closest,
+    "random": at_random,
+}
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
     """nu: of each class the unit vector along the mean of its exemplars' unit vectors, (classes, d)."""
     unit = normalised(features)
-    sums = torch.zeros(classes, unit.shape[1], dtype=unit.dtype, device=unit.device).index_add_(0, labels, unit)
+    sums = torch.zeros(classes, unit.shape[1], dtype=unit.dtype, device=unit.device).index_add_(
+        0, labels, unit
+    )
     return normalised(sums).to(features.dtype)
 
 

@@ -80,7 +80,9 @@ class JointHeads(Heads):
     @torch.no_grad()
     def start(self, layer: Any, generator: torch.Generator) -> None:
         """Values are drawn on the CPU, wherever the layer is."""
-        layer.weight.copy_(nn.init.trunc_normal_(torch.empty(layer.weight.shape), std=0.02, generator=generator))
+        layer.weight.copy_(
+            nn.init.trunc_normal_(torch.empty(layer.weight.shape), std=0.02, generator=generator)
+        )
 
     def renew(self, width: int) -> None:
         """Layers for `width` features in place of those that are there; their values are to be started."""

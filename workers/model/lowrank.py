@@ -21,7 +21,9 @@ def branch(out: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out + F.linear(F.linear(x, a), b)
 
 
-def shapes(blocks: int, rows: int, width: int, rank: int, target: Target) -> dict[str, tuple[int, ...]]:
+def shapes(
+    blocks: int, rows: int, width: int, rank: int, target: Target
+) -> dict[str, tuple[int, ...]]:
     """Of the factors of all blocks: a (L, P, r, d), b (L, P, o, r). `qkv`: one update of all rows; `qv`: one of the queries', the first
     third of them, and one of the values', the last."""
     parts, part = (1, rows) if target == "qkv" else (2, rows // 3)
@@ -45,12 +47,19 @@ def factors(a: Tensor, b: Tensor, rows: int, scale: float) -> dict[str, Tensor]:
     if b.shape[1] == 1:
         return {"a": a[:, 0], "b": scale * b[:, 0]}
     part, rank = b.shape[2:]
-    return {"a": a.flatten(1, 2), "b": scale * (F.pad(b[:, 0], (0, rank, 0, rows - part)) + F.pad(b[:, 1], (rank, 0, rows - part, 0)))}
+    return {
+        "a": a.flatten(1, 2),
+        "b": scale
+        * (F.pad(b[:, 0], (0, rank, 0, rows - part)) + F.pad(b[:, 1], (rank, 0, rows - part, 0))),
+    }
 
 
 def merged(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """W + s B A of each block, by parameter name. a: (L, R, d); b: (L, O, R)."""
-    return {f"blocks.{i}.{PROJECTION}.weight": torch.addmm(weight_of(block), b[i], a[i]) for i, block in enumerate(backbone.blocks)}
+    return {
+        f"blocks.{i}.{PROJECTION}.weight": torch.addmm(weight_of(block), b[i], a[i])
+        for i, block in enumerate(backbone.blocks)
+    }
 
 
 def weight_of(block: Any) -> Tensor:

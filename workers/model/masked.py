@@ -29,7 +29,9 @@ class MaskedSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, policy: Tensor) -> Tensor:
         top = scores.masked_fill(policy == 0, -torch.inf).amax(-1, keepdim=True)
-        share = (scores - top).clamp_(max=LARGEST_EXPONENT).exp_()  # unmasked keys' weights, later / sum over kept keys
+        share = (
+            (scores - top).clamp_(max=LARGEST_EXPONENT).exp_()
+        )  # unmasked keys' weights, later / sum over kept keys
         psi = share * policy
         total = psi.sum(-1, keepdim=True)
         share.div_(total)
@@ -56,18 +58,27 @@ class MaskedAttention(Attention):
     keys: Tensor | None = None
     self_loop: bool = False
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         if self.keys is None:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
         if self.keys.dtype == torch.bool:
             return super().forward(x, attn_mask=self.policy())
         batch, tokens, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(x)
+            .reshape(batch, tokens, 3, self.num_heads, self.head_dim)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         q, k = self.q_norm(q), self.k_norm(k)  # (B, H, N, D)
         scores = (q * self.scale) @ k.transpose(-2, -1)
         psi = MaskedSoftmax.apply(scores.float(), self.policy()).to(v.dtype)
-        x = self.norm((self.attn_drop(psi) @ v).transpose(1, 2).reshape(batch, tokens, self.attn_dim))
+        x = self.norm(
+            (self.attn_drop(psi) @ v).transpose(1, 2).reshape(batch, tokens, self.attn_dim)
+        )
         return self.proj_drop(self.proj(x if gate is None else x * gate))
 
     def policy(self) -> Tensor:
@@ -96,7 +107,9 @@ class GatedConv2d(nn.Conv2d):
     gate: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.gate is None else x * self.gate[..., None, None].to(x.dtype))
+        return super().forward(
+            x if self.gate is None else x * self.gate[..., None, None].to(x.dtype)
+        )
 
 
 @dataclass
@@ -127,6 +140,9 @@ def become(masked: type[Any], plain: type[nn.Module], module: Any, where: str, i
     """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked` restates. Raises UserError
     elsewhere, which says `where` it is and what to choose `instead`."""
     if type(module) not in (plain, masked):
-        raise UserError(f"{where} of the backbone has a {type(module).__name__} where masks need a {plain.__name__}; choose {instead}")
+        raise UserError(
+            f"{where} of the backbone has a {type(module).__name__} where masks need a "
+            f"{plain.__name__}; choose {instead}"
+        )
     module.__class__ = masked
     return module

@@ -24,9 +24,13 @@ class GumbelHard(nn.Module):
     the rate on u must be twice the rate on the pair.
     """
 
-    def __init__(self, shape: tuple[int, ...], gamma: float, tau: float, device: torch.device | None = None):
+    def __init__(
+        self, shape: tuple[int, ...], gamma: float, tau: float, device: torch.device | None = None
+    ):
         super().__init__()
-        self.logits = nn.Parameter(torch.full(shape, 2.0 * gamma, dtype=torch.float32, device=device))
+        self.logits = nn.Parameter(
+            torch.full(shape, 2.0 * gamma, dtype=torch.float32, device=device)
+        )
         self.tau = tau
 
     def sample(self, uniform: Tensor) -> Tensor:
@@ -54,7 +58,9 @@ class HardSample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (soft,) = ctx.saved_tensors
-        slope = torch.addcmul(soft, soft, soft, value=-1).mul_(gradient).div_(ctx.tau)  # s (1 - s) g / tau
+        slope = (
+            torch.addcmul(soft, soft, soft, value=-1).mul_(gradient).div_(ctx.tau)
+        )  # s (1 - s) g / tau
         return slope.sum_to_size(ctx.shape), None, None
 
 
@@ -92,7 +98,11 @@ class Threshold(nn.Module):
         """Written as floats at once: several times faster than booleans that are converted."""
         compare = torch.ge if self.inclusive else torch.gt
         mask = compare(self.scores, self.theta, out=torch.empty_like(self.scores))
-        return mask.sub_(torch.lt(self.scores, 0, out=torch.empty_like(self.scores))) if self.ternary else mask
+        return (
+            mask.sub_(torch.lt(self.scores, 0, out=torch.empty_like(self.scores)))
+            if self.ternary
+            else mask
+        )
 
 
 class SoftBinary(nn.Module):
@@ -100,13 +110,22 @@ class SoftBinary(nn.Module):
     the whole tensor, among which entries that are on count as 0. The gradient of b is that of sigmoid(beta (scores - theta) /
     temperature); a has none. `soft` False: b alone."""
 
-    def __init__(self, start: Tensor, theta: float, beta: float = 1200.0, temperature: float = 100.0, soft: bool = True):
+    def __init__(
+        self,
+        start: Tensor,
+        theta: float,
+        beta: float = 1200.0,
+        temperature: float = 100.0,
+        soft: bool = True,
+    ):
         super().__init__()
         self.scores = nn.Parameter(start.detach().clone().float())
         self.theta, self.steepness, self.soft = theta, beta / temperature, soft
 
     def sample(self) -> Tensor:
-        return Straight.apply(torch.sigmoid((self.scores - self.theta) * self.steepness), self._floats())
+        return Straight.apply(
+            torch.sigmoid((self.scores - self.theta) * self.steepness), self._floats()
+        )
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -120,7 +139,9 @@ class SoftBinary(nn.Module):
             return on
         off = torch.addcmul(self.scores, self.scores, on, value=-1)  # 0 where on
         low, high = off.aminmax()
-        width = (high - low).clamp_(min=torch.finfo(off.dtype).tiny)  # 0 where all are on, or all off and equal
+        width = (high - low).clamp_(
+            min=torch.finfo(off.dtype).tiny
+        )  # 0 where all are on, or all off and equal
         scaled = torch.ne(off, 0, out=torch.empty_like(off))
         off.addcmul_(scaled, low, value=-1)
         return on.addcdiv_(off, width, value=0.5)
@@ -148,7 +169,9 @@ class TopK(nn.Module):
             return torch.zeros_like(self.scores, dtype=torch.bool)
         if size.device.type != "cpu":
             return largest_at_once(size, dropped).view_as(self.scores)
-        cut = torch.from_numpy(np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped])  # 20 times as fast as kthvalue
+        cut = torch.from_numpy(
+            np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped]
+        )  # 20 times as fast as kthvalue
         kept = size > cut
         missing = size.numel() - dropped - int(kept.sum())  # of those that equal the cut
         if missing:
@@ -178,14 +201,18 @@ class AnnealedSigmoid(nn.Module):
     limit = 6.0  # |e| after a step
     largest_exponent = 50.0
 
-    def __init__(self, start: Tensor, s_max: float, compensation: Literal["exact", "official"] = "exact"):
+    def __init__(
+        self, start: Tensor, s_max: float, compensation: Literal["exact", "official"] = "exact"
+    ):
         super().__init__()
         self.embedding = nn.Parameter(start.detach().clone().float())
         self.s_max, self.official = s_max, compensation == "official"
 
     def sample(self, scale: float) -> Tensor:
         """The mask at scale s, in (0, 1), with the compensated gradient."""
-        return AnnealedGate.apply(self.embedding, scale, self.s_max, self.largest_exponent, self.official)
+        return AnnealedGate.apply(
+            self.embedding, scale, self.s_max, self.largest_exponent, self.official
+        )
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -210,7 +237,9 @@ class AnnealedGate(torch.autograd.Function):
     """sigmoid(s e), with the gradient of `AnnealedSigmoid`."""
 
     @staticmethod
-    def forward(ctx: Any, embedding: Tensor, scale: float, s_max: float, bound: float, official: bool) -> Tensor:
+    def forward(
+        ctx: Any, embedding: Tensor, scale: float, s_max: float, bound: float, official: bool
+    ) -> Tensor:
         ctx.save_for_backward(embedding)
         ctx.how = scale, s_max, bound, official
         return torch.sigmoid(scale * embedding).clamp(min=FAINTEST)
@@ -225,11 +254,23 @@ def compensated(e: Tensor, scale: float, s_max: float, bound: float, official: b
     """da / de as HAT has it: that of sigmoid(e), times s_max; 0 where |s e| is beyond the bound."""
     if official:
         mask = torch.sigmoid(scale * e)
-        return s_max * mask * (1 - mask) * (torch.cosh((scale * e).clamp(-bound, bound)) + 1) / (torch.cosh(e) + 1)
+        return (
+            s_max
+            * mask
+            * (1 - mask)
+            * (torch.cosh((scale * e).clamp(-bound, bound)) + 1)
+            / (torch.cosh(e) + 1)
+        )
     return s_max * torch.sigmoid(e) * torch.sigmoid(-e) * ((scale * e).abs() <= bound)
 
 
-def annealed(step: int, steps: int, s_max: float, schedule: Literal["linear", "official", "cosine"] = "linear", s_min: float | None = None) -> float:
+def annealed(
+    step: int,
+    steps: int,
+    s_max: float,
+    schedule: Literal["linear", "official", "cosine"] = "linear",
+    s_min: float | None = None,
+) -> float:
     """The scale s at `step` (from 0) of the `steps` of an epoch. linear: from s_min, by default 1 / s_max, at the first step to s_max
     at the last (HAT, Eq. 3). official: stops one step short of s_max, as the released code. cosine: from s_max down to s_min and
     back, so that an epoch begins and ends with hard masks. An epoch of one step has s_max."""
@@ -240,7 +281,9 @@ def annealed(step: int, steps: int, s_max: float, schedule: Literal["linear", "o
     return low + (s_max - low) * share
 
 
-def start_of(shape: tuple[int, ...], how: Start, generator: torch.Generator, tasks: int = 10) -> Tensor:
+def start_of(
+    shape: tuple[int, ...], how: Start, generator: torch.Generator, tasks: int = 10
+) -> Tensor:
     """Where embeddings start. normal: N(0, 1), half of the units on (HAT, Sec. 4). dense: all at 1. uniform: U(0, 2], all on (HAT's
     compression). sparse: N(m, 1) such that a unit is on for 1 of `tasks` (at least 2) tasks: the chance that exactly one task
     uses it is then highest."""

@@ -46,5 +46,7 @@ def draw_paths(model: nn.Module, draw: Draw) -> None:
             path.uniform = draw.per_sample(f"drop_path of tokens {place}", path.tokens)
     paths = [path for path in found if not isinstance(path, TokenDropPath)]
     if paths:
-        for path, uniform in zip(paths, draw.per_sample("drop_path", len(paths)).unbind(1), strict=True):
+        for path, uniform in zip(
+            paths, draw.per_sample("drop_path", len(paths)).unbind(1), strict=True
+        ):
             path.uniform = uniform

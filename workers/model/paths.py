@@ -17,7 +17,13 @@ Place = tuple[int, int]  # a block, and one of the modules in its bank
 
 def random_path(blocks: int, modules: int, seed: int) -> list[Place]:
     """One module of each block's bank of so many, each as likely as any other."""
-    return list(enumerate(torch.randint(modules, (blocks,), generator=torch.Generator().manual_seed(seed)).tolist()))
+    return list(
+        enumerate(
+            torch.randint(
+                modules, (blocks,), generator=torch.Generator().manual_seed(seed)
+            ).tolist()
+        )
+    )
 
 
 class Path(Bottlenecks):
@@ -60,5 +66,10 @@ def side_by_side(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
             at = parts.setdefault(name, [[] for _ in range(blocks)])
             for (block, _), tensor in zip(path.places, stacked.unbind(0), strict=True):
                 at[block].append(tensor)
-    joined = {"down": torch.cat, "down_bias": torch.cat, "up": lambda found: torch.cat(found, 1), "up_bias": lambda found: torch.stack(found).sum(0)}
+    joined = {
+        "down": torch.cat,
+        "down_bias": torch.cat,
+        "up": lambda found: torch.cat(found, 1),
+        "up_bias": lambda found: torch.stack(found).sum(0),
+    }
     return {name: [joined[name](found) for found in at] for name, at in parts.items()}

@@ -25,11 +25,17 @@ def pooled(maps: Tensor) -> Tensor:
 
 def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     """Distance between pooled maps of student and teacher, a mean over the batch and over blocks."""
-    return torch.stack([(pooled(a) - pooled(b)).norm(dim=1).mean() for a, b in zip(student, teacher, strict=True)]).mean()
+    return torch.stack(
+        [(pooled(a) - pooled(b)).norm(dim=1).mean() for a, b in zip(student, teacher, strict=True)]
+    ).mean()
 
 
 def features_and_maps(vit: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
     """images (b, 3, H, W) -> features (b, d), as `vit` itself gives them, and the patch tokens that each block but the last hands on,
     as maps (b, d, h, w): class token and the like left out."""
-    tokens, blocks = vit.forward_intermediates(images, indices=[*range(len(vit.blocks) - 1)], output_fmt="NLC")
-    return vit.forward_head(tokens), [patches.transpose(1, 2).unflatten(2, vit.patch_embed.grid_size) for patches in blocks]
+    tokens, blocks = vit.forward_intermediates(
+        images, indices=[*range(len(vit.blocks) - 1)], output_fmt="NLC"
+    )
+    return vit.forward_head(tokens), [
+        patches.transpose(1, 2).unflatten(2, vit.patch_embed.grid_size) for patches in blocks
+    ]

@@ -42,13 +42,25 @@ class PromptSites:
     are replaced by those of the next."""
 
     def __init__(self, vit: Any, depth: Depth):
-        odd = next((i for i, block in enumerate(vit.blocks) if not isinstance(getattr(block, "attn", None), Attention)), None)
+        odd = next(
+            (
+                i
+                for i, block in enumerate(vit.blocks)
+                if not isinstance(getattr(block, "attn", None), Attention)
+            ),
+            None,
+        )
         if odd is not None:
-            raise UserError(f"block {odd} of the backbone has no plain attention, which takes any number of tokens and so prompts too; choose a ViT with "
-                            "plain blocks such as vit_tiny_patch16_224 or deit_small_patch16_224")
+            raise UserError(
+                f"block {odd} of the backbone has no plain attention, which takes any number of "
+                "tokens and so prompts too; choose a ViT with "
+                "plain blocks such as vit_tiny_patch16_224 or deit_small_patch16_224"
+            )
         self.width: int = vit.embed_dim
         self.hooks = [self._behind(vit.norm_pre, insert, vit)]
-        self.hooks += [self._behind(block, replace, vit) for block in vit.blocks[:-1] if depth == "deep"]
+        self.hooks += [
+            self._behind(block, replace, vit) for block in vit.blocks[:-1] if depth == "deep"
+        ]
         self.out = self._behind(vit.blocks[-1], remove, vit)
 
     @staticmethod
@@ -66,7 +78,9 @@ class PromptSites:
         """Inside, the blocks see these prompts, (L or 1, p, d); autograd goes through; None: none."""
         try:
             for place, hook in enumerate([*self.hooks, self.out]):
-                hook.tensors = None if prompts is None else {"prompts": prompts[min(place, len(prompts) - 1)]}
+                hook.tensors = (
+                    None if prompts is None else {"prompts": prompts[min(place, len(prompts) - 1)]}
+                )
             yield
         finally:
             for hook in [*self.hooks, self.out]:

@@ -20,7 +20,11 @@ class Protector:
 
     def __init__(self, locks: dict[str, tuple[nn.Parameter, Tensor]]):
         self.locks = {name: (p, lock.to(p.device)) for name, (p, lock) in locks.items()}
-        self.kept = {name: p.detach().clone() for name, (p, lock) in self.locks.items() if lock.dtype == torch.bool}
+        self.kept = {
+            name: p.detach().clone()
+            for name, (p, lock) in self.locks.items()
+            if lock.dtype == torch.bool
+        }
 
     @torch.no_grad()
     def gate(self) -> None:

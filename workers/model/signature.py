@@ -50,7 +50,10 @@ def arguments_of(name: str) -> Mapping[str, Argument]:
         hints = get_type_hints(constructor)
         parameters = inspect.signature(constructor).parameters.values()
         for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and parameter.name in hints:
+            if (
+                parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+                and parameter.name in hints
+            ):
                 found.setdefault(parameter.name, Argument(hints[parameter.name], parameter.default))
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
@@ -64,7 +67,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         if option not in arguments:
             near = difflib.get_close_matches(option, arguments, 1, 0.6)
             remedy = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise UserError(f"backbone.options.{option} is {value!r:.60}, and {name!r} has no such option; {remedy}")
+            raise UserError(
+                f"backbone.options.{option} is {value!r:.60}, and {name!r} has no such option; "
+                f"{remedy}"
+            )
         problem = _problem(option, value, arguments[option])
         if problem:
             raise UserError(f"backbone.options.{option} is {value!r:.60}: {problem}; change it")

@@ -16,8 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Weights = dict[str, Tensor]
 Network = Callable[[Weights, Tensor], Tensor]  # weights by name, images (n, ...) -> outputs (n, s)
 Objective = Callable[[Tensor], Tensor]  # outputs (n, s) -> (n,), small where the weights fit
-Judge = Callable[[Sequence[int], Tensor], Tensor]  # k masks, groups of images (g, n, ...) -> (g, k), the smaller the better a mask fits
-Rule = Callable[[Judge, Tensor, int], tuple[Tensor, Tensor]]  # judge, groups, number of masks -> the mask for each group, how sure (g,)
+Judge = Callable[
+    [Sequence[int], Tensor], Tensor
+]  # k masks, groups of images (g, n, ...) -> (g, k), the smaller the better a mask fits
+Rule = Callable[
+    [Judge, Tensor, int], tuple[Tensor, Tensor]
+]  # judge, groups, number of masks -> the mask for each group, how sure (g,)
 
 GRADIENT_BYTES = 256 << 20  # of all weights, for the groups that are judged at once
 
@@ -44,31 +48,56 @@ def left_over(outputs: Tensor, real: int) -> Tensor:
 
 def superposed(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:
     """W .* sum_i alpha_i M^i by name, differentiable in alpha (k,). masks: k dictionaries with the names of `weights`."""
-    return {name: weight * torch.stack([a * mask[name] for a, mask in zip(alpha, masks, strict=True)]).sum(0) for name, weight in weights.items()}
+    return {
+        name: weight
+        * torch.stack([a * mask[name] for a, mask in zip(alpha, masks, strict=True)]).sum(0)
+        for name, weight in weights.items()
+    }
 
 
 @torch.no_grad()
-def slopes(network: Network, weights: Weights, masks: Sequence[Weights], alpha: Tensor, groups: Tensor, objective: Objective) -> Tensor:
+def slopes(
+    network: Network,
+    weights: Weights,
+    masks: Sequence[Weights],
+    alpha: Tensor,
+    groups: Tensor,
+    objective: Objective,
+) -> Tensor:
     """groups (g, n, ...), each judged as a whole -> d mean objective / d alpha, (g, k), also where gradients are switched off: the
     gradient of the superposed weights, one for each group, summed over what each mask keeps of W."""
     mixed = superposed(weights, masks, alpha)
-    of_groups = vmap(grad(lambda some, images: objective(network(some, images)).mean()), in_dims=(None, 0))
+    of_groups = vmap(
+        grad(lambda some, images: objective(network(some, images)).mean()), in_dims=(None, 0)
+    )
     together = max(1, GRADIENT_BYTES // (4 * sum(weight.numel() for weight in weights.values())))
     found = []
     for some in groups.split(together):
         with sdpa_kernel(SDPBackend.MATH):  # fused attention knows no vmap
             gradients = of_groups(mixed, some)
-        parts = [gradient.flatten(1) @ torch.stack([(weights[name] * mask[name]).flatten() for mask in masks]).T for name, gradient in gradients.items()]
+        parts = [
+            gradient.flatten(1)
+            @ torch.stack([(weights[name] * mask[name]).flatten() for mask in masks]).T
+            for name, gradient in gradients.items()
+        ]
         found.append(torch.stack(parts).sum(0))
     return torch.cat(found)
 
 
 @torch.no_grad()
-def values(network: Network, weights: Weights, masks: Sequence[Weights], groups: Tensor, objectives: Sequence[Objective]) -> Tensor:
+def values(
+    network: Network,
+    weights: Weights,
+    masks: Sequence[Weights],
+    groups: Tensor,
+    objectives: Sequence[Objective],
+) -> Tensor:
     """The mean of each mask's objective over each group under that mask alone, (g, k): a forward for each mask."""
     found = []
     for mask, objective in zip(masks, objectives, strict=True):
-        outputs = network({name: weight * mask[name] for name, weight in weights.items()}, groups.flatten(0, 1))
+        outputs = network(
+            {name: weight * mask[name] for name, weight in weights.items()}, groups.flatten(0, 1)
+        )
         found.append(objective(outputs).view(len(groups), -1).mean(1))
     return torch.stack(found, 1)
 
@@ -87,8 +116,13 @@ def at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The same by binary search: judge all, keep the better half (rounded up; the first among equals), judge those, ... until one is
     left, after ceil(log2 count) rounds. How sure: the product of the shares that the kept halves had."""
-    places, sure = torch.zeros(len(groups), dtype=torch.int64, device=groups.device), torch.ones(len(groups), device=groups.device)
-    alive: list[tuple[tuple[int, ...], Tensor]] = [(tuple(range(count)), torch.arange(len(groups), device=groups.device))]
+    places, sure = (
+        torch.zeros(len(groups), dtype=torch.int64, device=groups.device),
+        torch.ones(len(groups), device=groups.device),
+    )
+    alive: list[tuple[tuple[int, ...], Tensor]] = [
+        (tuple(range(count)), torch.arange(len(groups), device=groups.device))
+    ]
     while alive:
         masks, rows = alive.pop()
         if len(masks) == 1:
@@ -97,5 +131,8 @@ def by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]
         scores = judge(masks, groups[rows])
         kept = scores.argsort(dim=1, stable=True)[:, : (len(masks) + 1) // 2].sort(1).values
         sure[rows] *= shares(scores).gather(1, kept).sum(1)
-        alive.extend((tuple(masks[i] for i in half.tolist()), rows[(kept == half).all(1)]) for half in kept.unique(dim=0))
+        alive.extend(
+            (tuple(masks[i] for i in half.tolist()), rows[(kept == half).all(1)])
+            for half in kept.unique(dim=0)
+        )
     return places, sure

@@ -39,7 +39,9 @@ class Performer(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
         features = int(width * ratio)
-        self.register_buffer("w", nn.init.orthogonal_(torch.empty(features, width)) * math.sqrt(features))
+        self.register_buffer(
+            "w", nn.init.orthogonal_(torch.empty(features, width)) * math.sqrt(features)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         k, q, v = self.kqv(self.norm1(x)).chunk(3, dim=-1)
@@ -66,10 +68,19 @@ class TokensToToken(nn.Module):
     strides of 4, 2 and 2; the last windows are projected.
     """
 
-    def __init__(self, img_size: int = 224, in_chans: int = 3, embed_dim: int = 256, token_dim: int = 64, **of_timm: Any):
+    def __init__(
+        self,
+        img_size: int = 224,
+        in_chans: int = 3,
+        embed_dim: int = 256,
+        token_dim: int = 64,
+        **of_timm: Any,
+    ):
         super().__init__()
         if img_size % STRIDE:
-            raise ValueError(f"img_size must be a multiple of {STRIDE}, the stride of its three soft splits")
+            raise ValueError(
+                f"img_size must be a multiple of {STRIDE}, the stride of its three soft splits"
+            )
         self.img_size, self.patch_size = (img_size, img_size), (STRIDE, STRIDE)
         self.grid_size = (img_size // STRIDE, img_size // STRIDE)
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -80,7 +91,9 @@ class TokensToToken(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
         x = self.attention1(windows(images, 7, 4, 2))  # (B, HW / 16, token_dim)
-        x = self.attention2(windows(as_image(x, height // 4, width // 4), 3, 2, 1))  # (B, HW / 64, token_dim)
+        x = self.attention2(
+            windows(as_image(x, height // 4, width // 4), 3, 2, 1)
+        )  # (B, HW / 64, token_dim)
         return self.project(windows(as_image(x, height // 8, width // 8), 3, 2, 1))
 
 
@@ -119,10 +132,31 @@ class T2TVit(VisionTransformer):
     fused attention knows the latter alone, so queries are scaled by what is missing, heads^-1/2 (1/2: no rounding).
     """
 
-    def __init__(self, img_size: int = 224, in_chans: int = 3, num_classes: int = 1000, embed_dim: int = 256, depth: int = 12,
-                 num_heads: int = 4, mlp_ratio: float = 2.0, drop_path_rate: float = 0.0):
-        super().__init__(img_size, STRIDE, in_chans, num_classes, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
-                         qkv_bias=False, drop_path_rate=drop_path_rate, norm_layer=nn.LayerNorm, embed_layer=TokensToToken)
+    def __init__(
+        self,
+        img_size: int = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 256,
+        depth: int = 12,
+        num_heads: int = 4,
+        mlp_ratio: float = 2.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__(
+            img_size,
+            STRIDE,
+            in_chans,
+            num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=False,
+            drop_path_rate=drop_path_rate,
+            norm_layer=nn.LayerNorm,
+            embed_layer=TokensToToken,
+        )
         for module in self.modules():
             if isinstance(module, Attention):
                 module.q_norm = Times(num_heads**-0.5)
@@ -133,11 +167,22 @@ class T2TVit(VisionTransformer):
     def released(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The released weights under timm's names."""
         named = {name.removeprefix("module."): t for name, t in tensors.items()}
-        return {MODULE + name.removeprefix("tokens_to_token.") if name.startswith("tokens_to_token.") else name: t for name, t in named.items()}
+        return {
+            MODULE + name.removeprefix("tokens_to_token.")
+            if name.startswith("tokens_to_token.")
+            else name: t
+            for name, t in named.items()
+        }
 
 
 @register_model
-def t2t_vit_12(pretrained: bool = False, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None, cache_dir: Any = None, **options: Any) -> T2TVit:
+def t2t_vit_12(
+    pretrained: bool = False,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: Any = None,
+    cache_dir: Any = None,
+    **options: Any,
+) -> T2TVit:
     """T2T-ViT-12: width 256, 12 blocks of 4 heads, 6.9M parameters. timm hands the first four arguments to every model."""
     if pretrained:
         raise ValueError("T2T-ViT is not on timm's hub: its authors publish files of their own")

@@ -45,8 +45,14 @@ class TaskAttention(nn.Module):
 
     def attention(self, tokens: Tensor, patches: Tensor) -> Tensor:
         """softmax over the N + 1 keys [token itself, patches], of each token: (T, D), (B, N, D) -> (B, T, D)."""
-        q, k, v = (layer(tokens).unflatten(1, (self.num_heads, -1)).transpose(0, 1) for layer in (self.q, self.k, self.v))  # (H, T, d)
-        keys, values = (layer(patches).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in (self.k, self.v))  # (B, H, N, d)
+        q, k, v = (
+            layer(tokens).unflatten(1, (self.num_heads, -1)).transpose(0, 1)
+            for layer in (self.q, self.k, self.v)
+        )  # (H, T, d)
+        keys, values = (
+            layer(patches).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.k, self.v)
+        )  # (B, H, N, d)
         q = q * q.shape[-1] ** -0.5
         own = (q * k).sum(-1, keepdim=True).expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
         share = torch.cat([own, q @ keys.transpose(-2, -1)], -1).softmax(-1)  # (B, H, T, 1 + N)
@@ -98,9 +104,15 @@ class TokenNetwork(nn.Module):
         padded to the largest."""
         heads = self.each()
         e = F.layer_norm(e, e.shape[-1:], eps=heads[0].norm.eps)
-        e = e * torch.stack([head.norm.weight for head in heads]) + torch.stack([head.norm.bias for head in heads])
-        weights = pad_sequence([head.weight for head in heads], batch_first=True)  # (tasks, most classes, D)
-        padded = torch.einsum("btd,tkd->btk", e, weights) + pad_sequence([head.bias for head in heads], batch_first=True)
+        e = e * torch.stack([head.norm.weight for head in heads]) + torch.stack(
+            [head.norm.bias for head in heads]
+        )
+        weights = pad_sequence(
+            [head.weight for head in heads], batch_first=True
+        )  # (tasks, most classes, D)
+        padded = torch.einsum("btd,tkd->btk", e, weights) + pad_sequence(
+            [head.bias for head in heads], batch_first=True
+        )
         sizes = torch.tensor([head.out_features for head in heads])
         real = (torch.arange(weights.shape[1]) < sizes[:, None]).flatten().nonzero().squeeze(1)
         return padded.flatten(1)[:, real.to(padded.device)]

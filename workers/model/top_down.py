@@ -33,14 +33,17 @@ def selected(x: Tensor, prior: Tensor) -> Tensor:
 
 def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
     """Queries and keys stay as they are. qkv: (B, N, 3 A), changed in place; added: (B, N, A)."""
-    qkv[..., -added.shape[-1]:] += added
+    qkv[..., -added.shape[-1] :] += added
     return qkv
 
 
 def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
     """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its block. stream: S + 1 of (B, N, D), in front of the
     lowest steered block and behind each; w1: (S, D, D)."""
-    errors = [F.mse_loss(F.linear(after.detach(), layer), before.detach()) for before, after, layer in zip(stream, stream[1:], w1, strict=False)]
+    errors = [
+        F.mse_loss(F.linear(after.detach(), layer), before.detach())
+        for before, after, layer in zip(stream, stream[1:], w1, strict=False)
+    ]
     return torch.stack(errors).sum()
 
 
@@ -56,15 +59,27 @@ class TopDown:
     beside which products of (D, D) matrices cost little.
     """
 
-    def __init__(self, backbone: Any, start: int = 0, stop: int | None = None, value_bias: bool = False):
-        self.backbone, self.start, self.stop, self.value_bias = backbone, start, len(backbone.blocks) if stop is None else stop, value_bias
+    def __init__(
+        self, backbone: Any, start: int = 0, stop: int | None = None, value_bias: bool = False
+    ):
+        self.backbone, self.start, self.stop, self.value_bias = (
+            backbone,
+            start,
+            len(backbone.blocks) if stop is None else stop,
+            value_bias,
+        )
         self.width: int = backbone.embed_dim  # of what is selected
         self.steered = [*backbone.blocks][self.start : self.stop]
         self.hooks = [Hook(add_to_values) for _ in self.steered]
-        for index, (block, hook) in enumerate(zip(self.steered, self.hooks, strict=True), self.start):
+        for index, (block, hook) in enumerate(
+            zip(self.steered, self.hooks, strict=True), self.start
+        ):
             if not isinstance(getattr(getattr(block, "attn", None), "qkv", None), nn.Linear):
-                raise UserError(f"block {index} of the backbone has no 'attn.qkv' whose values could be steered; choose a ViT with plain blocks such as "
-                                "vit_tiny_patch16_224 or deit_small_patch16_224")
+                raise UserError(
+                    f"block {index} of the backbone has no 'attn.qkv' whose values could be "
+                    "steered; choose a ViT with plain blocks such as "
+                    "vit_tiny_patch16_224 or deit_small_patch16_224"
+                )
             block.attn.qkv.register_forward_hook(hook)
 
     def __len__(self) -> int:
@@ -84,7 +99,9 @@ class TopDown:
         noise = torch.randn(1, 3, *self.backbone.patch_embed.img_size, generator=generator)
         return self.first_pass(noise.to(next(self.backbone.parameters())))[1].mean((0, 1))
 
-    def folded(self, layers: Mapping[str, Tensor], transform: Tensor | None = None) -> dict[str, Tensor]:
+    def folded(
+        self, layers: Mapping[str, Tensor], transform: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """layers: as `shapes` has them; transform: P (D, D), None for the identity -> `matrix` (S A, D), all M_l below each other; with
         `value_bias` also `bias` (S A,): the value bias, added a second time."""
         w1, w2 = layers["w1"], layers["w2"]
@@ -94,11 +111,16 @@ class TopDown:
             for layer in reversed(w1.unbind()):
                 chain = layer if chain is None else layer @ chain
                 reached.insert(0, chain)
-            values = torch.stack([block.attn.qkv.weight.chunk(3)[2] for block in self.steered])  # W_v: (S, A, D)
+            values = torch.stack(
+                [block.attn.qkv.weight.chunk(3)[2] for block in self.steered]
+            )  # W_v: (S, A, D)
             matrix = (values @ w2 @ torch.stack(reached)).flatten(0, 1)
         if not self.value_bias or self.steered[0].attn.qkv.bias is None:
             return {"matrix": matrix}
-        return {"matrix": matrix, "bias": torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered])}
+        return {
+            "matrix": matrix,
+            "bias": torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered]),
+        }
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """images (b, 3, H, W) -> tokens in front of the first steered block, and those that feedback is taken from: (B, N, D) each.
@@ -111,10 +133,18 @@ class TopDown:
                 x = block(x)
             return entered, vit.norm(x) if self.stop == len(vit.blocks) else x
 
-    def second_pass(self, entered: Tensor, seen: Tensor, feedback: Mapping[str, Tensor], stream: list[Tensor] | None = None) -> Tensor:
+    def second_pass(
+        self,
+        entered: Tensor,
+        seen: Tensor,
+        feedback: Mapping[str, Tensor],
+        stream: list[Tensor] | None = None,
+    ) -> Tensor:
         """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave. stream: gets the tokens in front of the
         first steered block and behind each."""
-        added = F.linear(selected(seen, feedback["prior"]), feedback["matrix"], feedback.get("bias")).chunk(len(self), -1)
+        added = F.linear(
+            selected(seen, feedback["prior"]), feedback["matrix"], feedback.get("bias")
+        ).chunk(len(self), -1)
         x, stream = entered, [] if stream is None else stream
         stream.append(x)
         with self.adding(added):

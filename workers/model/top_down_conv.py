@@ -42,40 +42,66 @@ class StageTopDown:
     636 M multiply-adds for an image of 224 pixels in a ConvNeXt-T, against 318 M down the chain and 4.5 G in a pass.
     """
 
-    def __init__(self, backbone: Any, start: int = 0, stop: int | None = None, value_bias: bool = False):
+    def __init__(
+        self, backbone: Any, start: int = 0, stop: int | None = None, value_bias: bool = False
+    ):
         if value_bias:
-            raise UserError("td_value_bias is true, but the backbone is a ConvNeXt, which has no attention whose value bias could be added; leave it out")
-        self.backbone, self.start, self.stop = backbone, start, len(backbone.stages) if stop is None else stop
+            raise UserError(
+                "td_value_bias is true, but the backbone is a ConvNeXt, which has no attention "
+                "whose value bias could be added; leave it out"
+            )
+        self.backbone, self.start, self.stop = (
+            backbone,
+            start,
+            len(backbone.stages) if stop is None else stop,
+        )
         self.steered = [*backbone.stages][self.start : self.stop]
-        self.strides = [1 if isinstance(stage.downsample, nn.Identity) else stage.downsample[1].stride[0] for stage in self.steered]
+        self.strides = [
+            1 if isinstance(stage.downsample, nn.Identity) else stage.downsample[1].stride[0]
+            for stage in self.steered
+        ]
         behind = [info["num_chs"] for info in backbone.feature_info]
-        self.widths = [*zip([behind[0], *behind], behind, strict=False)][self.start : self.stop]  # (c, C) of each steered stage
+        self.widths = [*zip([behind[0], *behind], behind, strict=False)][
+            self.start : self.stop
+        ]  # (c, C) of each steered stage
         self.width: int = behind[self.stop - 1]  # of what is selected
-        self.names = [(f"w1_{index}", f"w2_{index}") for index in range(self.start, self.stop)]  # stages as timm counts them
+        self.names = [
+            (f"w1_{index}", f"w2_{index}") for index in range(self.start, self.stop)
+        ]  # stages as timm counts them
 
     def __len__(self) -> int:
         return len(self.steered)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the feedback layers: W1 (c k k, C) and W2 (c, c) of each steered stage."""
-        return {name: shape for names, (front, behind), k in zip(self.names, self.widths, self.strides, strict=True)
-                for name, shape in zip(names, ((front * k * k, behind), (front, front)), strict=True)}
+        return {
+            name: shape
+            for names, (front, behind), k in zip(self.names, self.widths, self.strides, strict=True)
+            for name, shape in zip(names, ((front * k * k, behind), (front, front)), strict=True)
+        }
 
     def fresh(self) -> dict[str, Tensor]:
         """Feedback layers that hand down what is selected and add none of it yet: W1 repeats the first c of C channels at the k x k places that a
         place becomes, W2 is zero."""
         weight, layers = next(self.backbone.parameters()), dict[str, Tensor]()
         for (w1, w2), (front, behind), k in zip(self.names, self.widths, self.strides, strict=True):
-            layers |= {w1: torch.eye(front, behind).repeat_interleave(k * k, 0).to(weight), w2: weight.new_zeros(front, front)}
+            layers |= {
+                w1: torch.eye(front, behind).repeat_interleave(k * k, 0).to(weight),
+                w2: weight.new_zeros(front, front),
+            }
         return layers
 
     def prior(self, generator: torch.Generator) -> Tensor:
         """A xi that places of any image look towards: the mean place of an image of noise, (C,)."""
         side = 2 * self.backbone.feature_info[-1]["reduction"]
         noise = torch.randn(1, 3, side, side, generator=generator)
-        return self.compared(self.first_pass(noise.to(next(self.backbone.parameters())))[1]).mean((0, 2, 3))
+        return self.compared(self.first_pass(noise.to(next(self.backbone.parameters())))[1]).mean(
+            (0, 2, 3)
+        )
 
-    def folded(self, layers: Mapping[str, Tensor], transform: Tensor | None = None) -> dict[str, Tensor]:
+    def folded(
+        self, layers: Mapping[str, Tensor], transform: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """layers: as `shapes` has them; transform: P (C, C), None for the identity -> the same layers, P in the topmost W1."""
         if transform is None:
             return dict(layers)
@@ -93,11 +119,21 @@ class StageTopDown:
                 x = stage(x)
             return entered, x
 
-    def second_pass(self, entered: Tensor, seen: Tensor, feedback: Mapping[str, Tensor], stream: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+    def second_pass(
+        self,
+        entered: Tensor,
+        seen: Tensor,
+        feedback: Mapping[str, Tensor],
+        stream: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave. stream: gets the maps that each steered
         stage is given and leaves."""
         x, stream = entered, [] if stream is None else stream
-        for stage, added in zip(self.steered, self.handed_down(self.selected(seen, feedback["prior"]), feedback), strict=True):
+        for stage, added in zip(
+            self.steered,
+            self.handed_down(self.selected(seen, feedback["prior"]), feedback),
+            strict=True,
+        ):
             given = x + added
             x = stage(given)
             stream.append((given, x))
@@ -113,7 +149,9 @@ class StageTopDown:
         """The map whose places are compared with xi: x (B, C, H, W), behind the last norm where it is that of the last stage."""
         if self.stop < len(self.backbone.stages):
             return seen
-        x = self.backbone.norm_pre(seen)  # the identity, but where the norm is in front of the pooling
+        x = self.backbone.norm_pre(
+            seen
+        )  # the identity, but where the norm is in front of the pooling
         return getattr(self.backbone.head, "norm", nn.Identity())(x)
 
     def handed_down(self, r: Tensor, feedback: Mapping[str, Tensor]) -> list[Tensor]:
@@ -128,17 +166,25 @@ class StageTopDown:
         """Those that should undo a stage."""
         return {name: layers[name] for name, _ in self.names}
 
-    def inversion(self, stream: Sequence[tuple[Tensor, Tensor]], layers: Mapping[str, Tensor]) -> Tensor:
+    def inversion(
+        self, stream: Sequence[tuple[Tensor, Tensor]], layers: Mapping[str, Tensor]
+    ) -> Tensor:
         """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage. stream: maps that each steered stage was given and
         left."""
-        errors = [F.mse_loss(widened(left.detach(), layers[w1], stride), given.detach())
-                  for (given, left), (w1, _), stride in zip(stream, self.names, self.strides, strict=True)]
+        errors = [
+            F.mse_loss(widened(left.detach(), layers[w1], stride), given.detach())
+            for (given, left), (w1, _), stride in zip(stream, self.names, self.strides, strict=True)
+        ]
         return torch.stack(errors).sum()
 
     def flops_share(self) -> float:
         """Work of both passes relative to one: the steered stages run twice, and each adds its two layers."""
         added = 0
-        for index, (stage, (front, behind), k) in enumerate(zip(self.steered, self.widths, self.strides, strict=True), self.start):
+        for index, (stage, (front, behind), k) in enumerate(
+            zip(self.steered, self.widths, self.strides, strict=True), self.start
+        ):
             side = SIDE // self.backbone.feature_info[index]["reduction"]
-            added += multiply_adds(stage, front, k * side, k * side) + (k * side) ** 2 * front * (behind + front)
+            added += multiply_adds(stage, front, k * side, k * side) + (k * side) ** 2 * front * (
+                behind + front
+            )
         return 1 + added / multiply_adds(self.backbone, 3, SIDE, SIDE)

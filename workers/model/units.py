@@ -26,10 +26,26 @@ def unit_sites(vit: Any) -> dict[str, int]:
         attn: Any = getattr(block, "attn", None)
         mlp: Any = getattr(block, "mlp", None)
         plain = type(attn) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
-        if not plain or attn.gate is not None or not all(isinstance(m, nn.Identity | Times) for m in (attn.q_norm, attn.k_norm, attn.norm, mlp.norm)):
-            raise UserError(f"block {index} of the backbone has no separate units: its attention or FFN is gated, fused, or normalises across channels, "
-                            "so that later tasks would change earlier ones; use a plain timm ViT such as vit_tiny_patch16_224")
-        sites |= {f"blocks.{index}.{kind}": size for kind, size in zip(KINDS, (attn.attn_dim, attn.attn_dim, mlp.fc2.in_features), strict=True)}
+        if (
+            not plain
+            or attn.gate is not None
+            or not all(
+                isinstance(m, nn.Identity | Times)
+                for m in (attn.q_norm, attn.k_norm, attn.norm, mlp.norm)
+            )
+        ):
+            raise UserError(
+                f"block {index} of the backbone has no separate units: its attention or FFN is "
+                "gated, fused, or normalises across channels, "
+                "so that later tasks would change earlier ones; use a plain timm ViT such as "
+                "vit_tiny_patch16_224"
+            )
+        sites |= {
+            f"blocks.{index}.{kind}": size
+            for kind, size in zip(
+                KINDS, (attn.attn_dim, attn.attn_dim, mlp.fc2.in_features), strict=True
+            )
+        }
     return sites
 
 
@@ -40,9 +56,14 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     for index, block in enumerate(vit.blocks):
         at, qkv = f"blocks.{index}.", block.attn.qkv
         qk, v, ff = (masks[at + kind] for kind in KINDS)
-        rows = torch.cat([qk, qk.new_ones(2 * len(qk))])  # a masked query is enough: it meets no key
-        tensors |= {at + "attn.qkv.weight": qkv.weight * rows[:, None], at + "attn.proj.weight": block.attn.proj.weight * v,
-                    at + "mlp.fc2.weight": block.mlp.fc2.weight * ff}
+        rows = torch.cat(
+            [qk, qk.new_ones(2 * len(qk))]
+        )  # a masked query is enough: it meets no key
+        tensors |= {
+            at + "attn.qkv.weight": qkv.weight * rows[:, None],
+            at + "attn.proj.weight": block.attn.proj.weight * v,
+            at + "mlp.fc2.weight": block.mlp.fc2.weight * ff,
+        }
         if qkv.bias is not None:
             tensors[at + "attn.qkv.bias"] = qkv.bias * rows
     return tensors
@@ -56,10 +77,20 @@ def owned(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
         at = f"blocks.{index}."
         qk, v, ff = (values[at + kind] for kind in KINDS)
         rows = torch.cat([qk, qk, v])
-        tensors |= {at + "attn.qkv.weight": between(rows, None), at + "attn.proj.weight": between(None, v),
-                    at + "mlp.fc1.weight": between(ff, None), at + "mlp.fc2.weight": between(None, ff)}
-        tensors |= {name: value for name, value, linear in ((at + "attn.qkv.bias", rows, block.attn.qkv), (at + "mlp.fc1.bias", ff, block.mlp.fc1))
-                    if linear.bias is not None}
+        tensors |= {
+            at + "attn.qkv.weight": between(rows, None),
+            at + "attn.proj.weight": between(None, v),
+            at + "mlp.fc1.weight": between(ff, None),
+            at + "mlp.fc2.weight": between(None, ff),
+        }
+        tensors |= {
+            name: value
+            for name, value, linear in (
+                (at + "attn.qkv.bias", rows, block.attn.qkv),
+                (at + "mlp.fc1.bias", ff, block.mlp.fc1),
+            )
+            if linear.bias is not None
+        }
     return tensors
 
 
@@ -98,26 +129,44 @@ def packed(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """All parameters of `vit` by name; of those with entries that belong to units, the entries of kept units alone, in a row.
     masks: boolean, by site."""
     kept = owned(vit, masks)
-    return {name: p.detach()[kept[name].expand_as(p)] if name in kept else p.detach().clone() for name, p in vit.named_parameters()}
+    return {
+        name: p.detach()[kept[name].expand_as(p)] if name in kept else p.detach().clone()
+        for name, p in vit.named_parameters()
+    }
 
 
-def unpacked(vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fill: bool) -> dict[str, Tensor]:
+def unpacked(
+    vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fill: bool
+) -> dict[str, Tensor]:
     """The inverse of `packed`: parameters in the shapes of `vit`. Entries of other units are those of `vit` where `fill` is true, else 0.
     Raises UserError where tensors, masks and `vit` do not belong together."""
     sizes = {site: tuple(mask.shape) for site, mask in masks.items()}
     own = dict(vit.named_parameters())
-    if sizes != {site: (size,) for site, size in unit_sites(vit).items()} or tensors.keys() != own.keys():
-        raise UserError(f"a pruned network has {sum(map(len, masks.values()))} units in {len(masks)} sites and {len(tensors)} parameters, which are "
-                        "not those of this backbone; use the backbone of its run")
+    if (
+        sizes != {site: (size,) for site, size in unit_sites(vit).items()}
+        or tensors.keys() != own.keys()
+    ):
+        raise UserError(
+            f"a pruned network has {sum(map(len, masks.values()))} units in {len(masks)} sites "
+            f"and {len(tensors)} parameters, which are "
+            "not those of this backbone; use the backbone of its run"
+        )
     kept = {name: lock.expand_as(own[name]) for name, lock in owned(vit, masks).items()}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         size = (int(kept[name].sum()),) if name in kept else tuple(own[name].shape)
         if tuple(tensor.shape) != size:
-            raise UserError(f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and this backbone leave {size}; use the backbone "
-                            "of its run")
+            raise UserError(
+                f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and "
+                f"this backbone leave {size}; use the backbone "
+                "of its run"
+            )
         start = own[name].detach().to(tensor.device)
-        found[name] = (start if fill else torch.zeros_like(start)).masked_scatter(kept[name], tensor) if name in kept else tensor
+        found[name] = (
+            (start if fill else torch.zeros_like(start)).masked_scatter(kept[name], tensor)
+            if name in kept
+            else tensor
+        )
     return found
 
 
@@ -131,13 +180,26 @@ def thin(vit: Any, masks: dict[str, Tensor]) -> None:
         heads, width, total = attn.num_heads, attn.head_dim, attn.attn_dim
         most = max(1, *(int(mask.view(heads, width).sum(1).max()) for mask in (qk, v)))
 
-        def places(mask: Tensor, heads: int = heads, width: int = width, most: int = most) -> Tensor:
-            first = mask.view(heads, width).int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        def places(
+            mask: Tensor, heads: int = heads, width: int = width, most: int = most
+        ) -> Tensor:
+            first = (
+                mask.view(heads, width).int().argsort(dim=1, descending=True, stable=True)[:, :most]
+            )
             return (first + width * torch.arange(heads, device=mask.device)[:, None]).flatten()
 
         rows = torch.cat([places(qk), places(qk) + total, places(v) + 2 * total])
-        neurons = ff.nonzero()[:, 0] if bool(ff.any()) else torch.zeros(1, dtype=torch.int64, device=ff.device)
-        for linear, out, into in ((attn.qkv, rows, None), (attn.proj, None, places(v)), (mlp.fc1, neurons, None), (mlp.fc2, None, neurons)):
+        neurons = (
+            ff.nonzero()[:, 0]
+            if bool(ff.any())
+            else torch.zeros(1, dtype=torch.int64, device=ff.device)
+        )
+        for linear, out, into in (
+            (attn.qkv, rows, None),
+            (attn.proj, None, places(v)),
+            (mlp.fc1, neurons, None),
+            (mlp.fc2, None, neurons),
+        ):
             _cut(linear, out, into)
         attn.head_dim, attn.attn_dim, attn.scale = most, heads * most, most**-0.5
         for p in attn.qkv.parameters():

@@ -32,7 +32,10 @@ from workers.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 MOST_NUMBERS = 10_000_000_000  # of weights and buffers together, 40 GB; a stranger's file may ask for any number
-SUPPORTED = "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a timm ResNet or ConvNeXt such as resnet18 or convnext_tiny"
+SUPPORTED = (
+    "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a "
+    "timm ResNet or ConvNeXt such as resnet18 or convnext_tiny"
+)
 
 
 class FrozenBatchNorm(nn.BatchNorm2d):
@@ -44,34 +47,68 @@ class FrozenBatchNorm(nn.BatchNorm2d):
 
 def build(settings: BackboneSettings) -> nn.Module:
     """A backbone without a classifier and with random weights; `load_weights` or a stage result fills it."""
-    dropout = next((name for name in (*DROPOUTS, "drop_block_rate") if settings.options.get(name)), None)
+    dropout = next(
+        (name for name in (*DROPOUTS, "drop_block_rate") if settings.options.get(name)), None
+    )
     if dropout:
-        raise UserError(f"backbone.options.{dropout} is {settings.options[dropout]!r}; timm draws who is dropped anew on each rank, so that results would "
-                        "depend on the number of ranks: leave it out, or use backbone.drop_path, which does not")
+        raise UserError(
+            f"backbone.options.{dropout} is {settings.options[dropout]!r}; timm draws who is "
+            "dropped anew on each rank, so that results would "
+            "depend on the number of ranks: leave it out, or use backbone.drop_path, which does not"
+        )
     if settings.options.get("in_chans", 3) != 3:
-        raise UserError(f"backbone.options.in_chans is {settings.options['in_chans']!r}, and all images have three colours here; leave it out")
+        raise UserError(
+            f"backbone.options.in_chans is {settings.options['in_chans']!r}, and all images "
+            "have three colours here; leave it out"
+        )
     if settings.name not in timm.list_models():
-        close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or ["vit_tiny_patch16_224"]
-        raise UserError(f"backbone.name is {settings.name!r}, which timm does not have; some it has: {', '.join(close)}")
+        close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or [
+            "vit_tiny_patch16_224"
+        ]
+        raise UserError(
+            f"backbone.name is {settings.name!r}, which timm does not have; some it has: "
+            f"{', '.join(close)}"
+        )
     if settings.options:
         signature.check_options(settings.name, settings.options)
-    sized: dict[str, Any] = {} if timm.models.is_model_in_modules(settings.name, ["resnet", "convnext"]) else {"img_size": settings.img_size}
+    sized: dict[str, Any] = (
+        {}
+        if timm.models.is_model_in_modules(settings.name, ["resnet", "convnext"])
+        else {"img_size": settings.img_size}
+    )
     try:
-        model = timm.create_model(settings.name, num_classes=0, drop_path_rate=settings.drop_path, **sized, **settings.options)
+        model = timm.create_model(
+            settings.name,
+            num_classes=0,
+            drop_path_rate=settings.drop_path,
+            **sized,
+            **settings.options,
+        )
     except Exception as error:  # models check their arguments in many ways, or not at all
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with options {settings.options}: {reason:.300}; "
-                        f"it must be {SUPPORTED}, and backbone.options arguments of it") from None
+        raise UserError(
+            f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with "
+            f"options {settings.options}: {reason:.300}; "
+            f"it must be {SUPPORTED}, and backbone.options arguments of it"
+        ) from None
     if not isinstance(model, (VisionTransformer, ResNet, ConvNeXt)):
-        raise UserError(f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be {SUPPORTED}")
+        raise UserError(
+            f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be {SUPPORTED}"
+        )
     patch: Any = model.patch_embed.patch_size if isinstance(model, VisionTransformer) else (1,)
     if any(settings.img_size % side for side in patch):
-        raise UserError(f"backbone.img_size is {settings.img_size}, which is no multiple of the patch size {patch[0]} of {settings.name!r}; change it, "
-                        "or backbone.options.patch_size")
+        raise UserError(
+            f"backbone.img_size is {settings.img_size}, which is no multiple of the patch size "
+            f"{patch[0]} of {settings.name!r}; change it, "
+            "or backbone.options.patch_size"
+        )
     stride: Any = model.feature_info[-1]["reduction"] if isinstance(model, ConvNeXt) else 1
     if settings.img_size % stride:
-        raise UserError(f"backbone.img_size is {settings.img_size}, which is no multiple of the total stride {stride} of {settings.name!r}, whose maps would "
-                        "not fit into each other; change it, or backbone.options.patch_size or output_stride")
+        raise UserError(
+            f"backbone.img_size is {settings.img_size}, which is no multiple of the total "
+            f"stride {stride} of {settings.name!r}, whose maps would "
+            "not fit into each other; change it, or backbone.options.patch_size or output_stride"
+        )
     own_drop_paths(model)
     freeze_batch_norms(model)
     if settings.context:
@@ -86,8 +123,11 @@ def freeze_batch_norms(model: nn.Module) -> None:
             module.__class__ = FrozenBatchNorm
             module.eval()
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UserError(f"the backbone's {name} is a {type(module).__name__}, whose statistics cannot be frozen here; choose a backbone with plain "
-                            "batch norm, such as resnet18")
+            raise UserError(
+                f"the backbone's {name} is a {type(module).__name__}, whose statistics cannot "
+                "be frozen here; choose a backbone with plain "
+                "batch norm, such as resnet18"
+            )
 
 
 def compile_blocks(model: Any, **options: Any) -> None:
@@ -96,7 +136,9 @@ def compile_blocks(model: Any, **options: Any) -> None:
     backbone is compiled as a whole."""
     from torch._dynamo import config  # takes a second to import
 
-    config.skip_nnmodule_hook_guards = False  # else code of blocks without hooks serves blocks that have some, and skips them
+    config.skip_nnmodule_hook_guards = (
+        False  # else code of blocks without hooks serves blocks that have some, and skips them
+    )
     config.recompile_limit = 32  # of one block's code, which serves widths of four stages with and without gradients; beyond it nothing is compiled
     for block in blocks_of(model) or [model]:
         block.compile(**options)
@@ -104,7 +146,13 @@ def compile_blocks(model: Any, **options: Any) -> None:
 
 def blocks_of(model: Any) -> list[nn.Module]:
     """Of a ViT, or of all stages of a ConvNeXt; none of another backbone."""
-    owners: Any = [model] if isinstance(model, VisionTransformer) else model.stages if isinstance(model, ConvNeXt) else []
+    owners: Any = (
+        [model]
+        if isinstance(model, VisionTransformer)
+        else model.stages
+        if isinstance(model, ConvNeXt)
+        else []
+    )
     return [block for owner in owners for block in owner.blocks]
 
 
@@ -114,8 +162,11 @@ def outline(settings: BackboneSettings) -> nn.Module:
         model = build(settings)
         count = size_of(model)
         if count > MOST_NUMBERS:
-            raise UserError(f"backbone {settings.name!r} at img_size {settings.img_size} with options {settings.options} has {count} weights, more than "
-                            f"{MOST_NUMBERS}; make it smaller")
+            raise UserError(
+                f"backbone {settings.name!r} at img_size {settings.img_size} with options "
+                f"{settings.options} has {count} weights, more than "
+                f"{MOST_NUMBERS}; make it smaller"
+            )
         _check_features(model, settings)
     return model
 
@@ -136,8 +187,12 @@ def check(settings: BackboneSettings) -> nn.Module:
     device, without memory for a single weight."""
     model = outline(settings)
     if settings.weights == "none" and any(isinstance(m, FrozenBatchNorm) for m in model.modules()):
-        raise UserError(f"backbone.weights is 'none', but {settings.name!r} has batch norm, whose statistics stay those of the weights and are never "
-                        "measured here; give `hub` or a .safetensors file, or a norm without statistics (for a ResNet backbone.options.norm_layer: groupnorm)")
+        raise UserError(
+            f"backbone.weights is 'none', but {settings.name!r} has batch norm, whose "
+            "statistics stay those of the weights and are never "
+            "measured here; give `hub` or a .safetensors file, or a norm without statistics "
+            "(for a ResNet backbone.options.norm_layer: groupnorm)"
+        )
     return model
 
 
@@ -147,11 +202,17 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
         try:
             found = tuple(model(torch.empty(1, 3, settings.img_size, settings.img_size)).shape)
         except RuntimeError as error:
-            raise UserError(f"backbone {settings.name!r} with options {settings.options} cannot see an image of {settings.img_size} pixels "
-                            f"({' '.join(str(error).split()):.300}); change backbone.options") from None
+            raise UserError(
+                f"backbone {settings.name!r} with options {settings.options} cannot see an "
+                f"image of {settings.img_size} pixels "
+                f"({' '.join(str(error).split()):.300}); change backbone.options"
+            ) from None
         if found != (1, model.num_features):
-            raise UserError(f"backbone {settings.name!r} with options {settings.options} makes features of shape {found} of an image, where heads read "
-                            f"{(1, model.num_features)}; leave out global_pool and head_hidden_size")
+            raise UserError(
+                f"backbone {settings.name!r} with options {settings.options} makes features of "
+                f"shape {found} of an image, where heads read "
+                f"{(1, model.num_features)}; leave out global_pool and head_hidden_size"
+            )
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
@@ -165,20 +226,38 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
         try:
             data = read_regular(settings.weights, most_bytes(model))
         except OSError as error:
-            raise UserError(f"backbone.weights is {settings.weights!r}, which cannot be read ({error.strerror}); give a .safetensors file, `hub` or `none`"
-                            ) from None
+            raise UserError(
+                f"backbone.weights is {settings.weights!r}, which cannot be read "
+                f"({error.strerror}); give a .safetensors file, `hub` or `none`"
+            ) from None
         try:
             tensors, _ = load_tensors(data, "weights")
         except UserError:
-            raise UserError(f"backbone.weights {settings.weights!r} is not readable as safetensors; give a .safetensors file, `hub` or `none`") from None
+            raise UserError(
+                f"backbone.weights {settings.weights!r} is not readable as safetensors; give a "
+                ".safetensors file, `hub` or `none`"
+            ) from None
     try:
         start = {name: model.get_parameter(name).detach() for name in context.added_names(model)}
         problems = model.load_state_dict(start | _as_named_here(tensors, model), strict=False)
-        differs = [f"{kind} {names[:3]}" for kind, names in zip(("missing", "unexpected"), problems, strict=True) if names]
-    except (RuntimeError, KeyError, ValueError, AttributeError, IndexError) as error:  # other shapes
+        differs = [
+            f"{kind} {names[:3]}"
+            for kind, names in zip(("missing", "unexpected"), problems, strict=True)
+            if names
+        ]
+    except (
+        RuntimeError,
+        KeyError,
+        ValueError,
+        AttributeError,
+        IndexError,
+    ) as error:  # other shapes
         differs = [str(error).strip().splitlines()[-1].strip()]
     if differs:
-        raise UserError(f"backbone.weights {settings.weights!r} do not fit {settings.name!r} ({', '.join(differs)}); give weights of the same architecture")
+        raise UserError(
+            f"backbone.weights {settings.weights!r} do not fit {settings.name!r} "
+            f"({', '.join(differs)}); give weights of the same architecture"
+        )
 
 
 def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -189,7 +268,9 @@ def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Te
         tensors = vision_transformer.checkpoint_filter_fn(tensors, model)
     if isinstance(model, ConvNeXt):
         tensors = convnext.checkpoint_filter_fn(tensors, model)
-    classifier = ("head.fc.",) if isinstance(model, ConvNeXt) else ("head.", "fc.")  # in a ConvNeXt `head.norm` is the last norm
+    classifier = (
+        ("head.fc.",) if isinstance(model, ConvNeXt) else ("head.", "fc.")
+    )  # in a ConvNeXt `head.norm` is the last norm
     return {name: t for name, t in tensors.items() if not name.startswith(classifier)}
 
 
@@ -199,8 +280,11 @@ def _from_hub(name: str) -> dict[str, Tensor]:
             return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it ({reason}); fetch them on a machine with a "
-                        "network and give the .safetensors file, or choose another backbone.name") from None
+        raise UserError(
+            f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it "
+            f"({reason}); fetch them on a machine with a "
+            "network and give the .safetensors file, or choose another backbone.name"
+        ) from None
 
 
 def digest_of(model: nn.Module) -> str:
@@ -209,12 +293,18 @@ def digest_of(model: nn.Module) -> str:
     digest = hashlib.sha256(context.identity_of(model))
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        digest.update(
+            tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            if tensor.numel()
+            else b""
+        )
     return digest.hexdigest()
 
 
 def to_bytes(model: nn.Module) -> bytes:
-    return safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()})
+    return safetensors.torch.save(
+        {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    )
 
 
 def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
@@ -223,12 +313,21 @@ def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:  # other names or shapes
-        raise UserError(f"{where}: its weights are of another model ({' '.join(str(error).split()):.300}); make it anew") from None
+        raise UserError(
+            f"{where}: its weights are of another model ({' '.join(str(error).split()):.300}); "
+            "make it anew"
+        ) from None
 
 
 def geometry(model: nn.Module) -> dict[str, Any]:
     """What masks need to know: number of blocks, of patch tokens and prefix tokens, grid, width, hidden width."""
     vit: Any = model
     grid = tuple(vit.patch_embed.grid_size)
-    return {"depth": len(vit.blocks), "grid": grid, "tokens": grid[0] * grid[1], "prefix": vit.num_prefix_tokens,
-            "width": vit.embed_dim, "hidden": vit.blocks[0].mlp.fc1.out_features}
+    return {
+        "depth": len(vit.blocks),
+        "grid": grid,
+        "tokens": grid[0] * grid[1],
+        "prefix": vit.num_prefix_tokens,
+        "width": vit.embed_dim,
+        "hidden": vit.blocks[0].mlp.fc1.out_features,
+    }

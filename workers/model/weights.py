@@ -9,13 +9,22 @@ from torch import Tensor, nn
 def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
     """Module name -> weight of every Linear and Conv2d, in order; together N_w entries. Biases, norms, class token and position
     embedding are not among them."""
-    return {name: module.weight for name, module in backbone.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    return {
+        name: module.weight
+        for name, module in backbone.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d))
+    }
 
 
 def norm_names(backbone: nn.Module) -> list[str]:
     """Names of the affine parameters of all norm layers."""
     kinds = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-    return [f"{name}.{p}" for name, module in backbone.named_modules() if isinstance(module, kinds) for p, _ in module.named_parameters(recurse=False)]
+    return [
+        f"{name}.{p}"
+        for name, module in backbone.named_modules()
+        if isinstance(module, kinds)
+        for p, _ in module.named_parameters(recurse=False)
+    ]
 
 
 class Copies(nn.Module):

@@ -1,7 +1,9 @@
-"""DyTox: its task attention for all tokens at once against the loop over tokens, ConViT's attention with one table of positions against
-one for each image, herding by one product per pick against trying every image.
+"""DyTox: its task attention for all tokens at once against the loop over tokens, ConViT's attention
+with one table of positions against one for each image, herding by one product per pick against
+trying every image.
 
-`python -m benchmarks.dytox`; width 384, 12 heads, 32 px images in patches of 4, batch of 16, one thread, about three minutes.
+`python -m benchmarks.dytox`; width 384, 12 heads, 32 px images in patches of 4, batch of 16, one
+thread, about three minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ GROWTH = 1.25  # most that a step with 50 tokens costs, relative to one with 1
 
 
 class Looped(TokenNetwork):
-    """The same network with the decoder called once per token, keys and values of [token; patches] made each time."""
+    """The same network with the decoder called once per token, keys and values of [token; patches]
+    made each time."""
 
     def embeddings(self, images: Tensor) -> Tensor:
         patches = self.encoder.forward_features(images)
@@ -73,7 +76,8 @@ def step(network: TokenNetwork, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def attention_per_image(layer: GatedAttention, x: Tensor) -> Tensor:
-    """ConViT's own form: positions expanded over the batch before they are projected and normalised."""
+    """ConViT's own form: positions expanded over the batch before they are projected and
+    normalised."""
     q, k = layer.qk(x).unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     v = layer.v(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
     content = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)

@@ -1,8 +1,9 @@
 """The feed against reading the same tars by hand: tarfile, Pillow, one batch after the other.
 
-`python -m benchmarks.feed`; 2000 generated PNG and JPEG images of 32 to 64 px, batches of 64 at 48 px, one thread of
-PyTorch, one decoding thread, about a minute. Both sides end with normalised float batches; that they hold the same pixels
-is checked first. By hand nothing is shuffled, verified or augmented; the feed shuffles and verifies digests in all cases.
+`python -m benchmarks.feed`; 2000 generated PNG and JPEG images of 32 to 64 px, batches of 64 at 48
+px, one thread of PyTorch, one decoding thread, about a minute. Both sides end with normalised float
+batches; that they hold the same pixels is checked first. By hand nothing is shuffled, verified or
+augmented; the feed shuffles and verifies digests in all cases.
 """
 
 from __future__ import annotations

@@ -275,9 +275,8 @@ class CaseChecks:
             largest(abs(a["confidence"] - b["confidence"]) for a, b in pairs),
             ROUNDING,
         )
-        different = sum(
-            a["prediction"] != b["prediction"] for a, b in pairs
-        )  # with equal confidences: near-ties
+        # with equal confidences: near-ties
+        different = sum(a["prediction"] != b["prediction"] for a, b in pairs)
         self.measure("decisions", different / max(1, len(pairs)), DECISIONS)
 
     # ---- serving ---------------------------------------------------------------------------------

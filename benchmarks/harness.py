@@ -1,4 +1,5 @@
-"""How every benchmark compares: one process, one thread, rounds in random order, medians of process CPU time."""
+"""How every benchmark compares: one process, one thread, rounds in random order, medians of process
+CPU time."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Timing:
 
 
 def start(highest_load: float = HIGHEST_LOAD) -> None:
-    """One thread from here on; ends with a message and status 0 where the machine is too busy to measure."""
+    """One thread from here on; ends with a message and status 0 where the machine is too busy to
+    measure."""
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     if load > highest_load:
@@ -46,7 +48,8 @@ def start(highest_load: float = HIGHEST_LOAD) -> None:
 def interleave(
     variants: dict[str, Callable[[], object]], rounds: int = 9, warmup: int = 1, seed: int = 0
 ) -> Timing:
-    """Calls each variant once per round, in a new random order each round: slow spells of the machine hit all alike."""
+    """Calls each variant once per round, in a new random order each round: slow spells of the
+    machine hit all alike."""
     order, shuffle = list(variants), random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in order}
     for turn in range(warmup + rounds):

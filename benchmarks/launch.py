@@ -1,11 +1,14 @@
-"""What a stage costs beside its work, in this process and on a worker group of Ray, cold and warm. What it costs the driver: `benchmarks.scale`.
+"""What a stage costs beside its work, in this process and on a worker group of Ray, cold and warm.
+What it costs the driver: `benchmarks.scale`.
 
-`python -m benchmarks.launch`; about two minutes, most of it Ray's start. The stages are real but as small as they get: a
-star of `linear` over tasks of two classes with four train and two test images, one epoch of one step, a backbone of one
-block. What is left is the price of a stage: job, look-up, backbone, head, shards, history, result, events.
+`python -m benchmarks.launch`; about two minutes, most of it Ray's start. The stages are real but as
+small as they get: a star of `linear` over tasks of two classes with four train and two test images,
+one epoch of one step, a backbone of one block. What is left is the price of a stage: job, look-up,
+backbone, head, shards, history, result, events.
 
-`on_ray` shows the start of Ray and of a worker group by themselves; a further stage counts from the first training stage that is done.
-`beside` runs a chain whose tasks take seconds, with one group and with two: the second one evaluates while the first trains the next task.
+`on_ray` shows the start of Ray and of a worker group by themselves; a further stage counts from the
+first training stage that is done. `beside` runs a chain whose tasks take seconds, with one group
+and with two: the second one evaluates while the first trains the next task.
 """
 
 from __future__ import annotations
@@ -34,11 +37,14 @@ RAY_TASKS = 10
 LOCAL_DEMAND = 0.1  # seconds of CPU per stage in this process
 RAY_DEMAND = 0.2  # seconds between two stages on a warm group
 CHAIN_TASKS = 5
-BESIDE_DEMAND = 0.8  # of the time that evaluating all tasks but the last takes, the share during which a later task trains
+# of the time that evaluating all tasks but the last takes, the share during which a later task
+# trains
+BESIDE_DEMAND = 0.8
 
 
 class Times:
-    """A watcher that notes when each stage was launched and done, and how long its worker says that it took."""
+    """A watcher that notes when each stage was launched and done, and how long its worker says that
+    it took."""
 
     def __init__(self) -> None:
         self.launched: dict[str, float] = {}
@@ -82,7 +88,7 @@ def nothing_to_report(stage: Stage) -> dict[str, Any]:
     return {}
 
 
-# ---- stages in this process and on Ray -------------------------------------------------------------------------------------
+# ---- stages in this process and on Ray -----------------------------------------------------------
 def local(report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, graph, config = star(Path(folder), RAY_TASKS)
@@ -111,7 +117,8 @@ def local(report: Report) -> None:
 
 
 def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
-    """The start of a group of one worker, and then the time between two of its stages: medians over the train and evaluate stages."""
+    """The start of a group of one worker, and then the time between two of its stages: medians over
+    the train and evaluate stages."""
     with tempfile.TemporaryDirectory() as folder:
         store, graph, config = star(Path(folder), RAY_TASKS, methods, workers=1, groups=1)
         cpu, cluster = time.process_time(), config.cluster
@@ -144,7 +151,8 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
 
 
 def beside(report: Report) -> None:
-    """Both groups have a thread each. The gain in wall time needs two idle cores, the share of evaluation beside training does not."""
+    """Both groups have a thread each. The gain in wall time needs two idle cores, the share of
+    evaluation beside training does not."""
     wall: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for groups in (1, 2):
@@ -168,8 +176,10 @@ def beside(report: Report) -> None:
             _, times = walk_over(
                 store,
                 graph,
-                lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 2),
-            )  # noqa: B023
+                lambda todo, store=store, cluster=cluster: OnRay(
+                    store, cluster, nothing_to_report, lambda event: None, 2
+                ),
+            )
             spans = {
                 stage: (when - inside, when)
                 for stage, (when, inside) in times.done.items()

@@ -1,7 +1,9 @@
-"""A linear probe of 20 epochs on features that are computed once, against computing them anew in every epoch; images are not augmented.
+"""A linear probe of 20 epochs on features that are computed once, against computing them anew in
+every epoch; images are not augmented.
 
-`python -m benchmarks.linear_probe`; ViT-Ti at 224 px, 128 generated images, a tenth of them to validate on, batches of 64, fp32, one rank,
-one thread, one round, about two minutes. All of a stage's training is timed, extraction included; images are decoded beforehand for both.
+`python -m benchmarks.linear_probe`; ViT-Ti at 224 px, 128 generated images, a tenth of them to
+validate on, batches of 64, fp32, one rank, one thread, one round, about two minutes. All of a
+stage's training is timed, extraction included; images are decoded beforehand for both.
 """
 
 from __future__ import annotations

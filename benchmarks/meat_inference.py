@@ -1,7 +1,8 @@
 """MEAT inference: masks applied physically against plain timm and against the dense masked forward.
 
-`python -m benchmarks.meat_inference`; DeiT-Ti at 224 px, batch of 8, one thread, about half a minute. Weights and masks
-are random, which does not change the amount of work. Token and neuron masks in all 12 blocks.
+`python -m benchmarks.meat_inference`; DeiT-Ti at 224 px, batch of 8, one thread, about half a
+minute. Weights and masks are random, which does not change the amount of work. Token and neuron
+masks in all 12 blocks.
 """
 
 from __future__ import annotations

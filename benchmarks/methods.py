@@ -1,8 +1,10 @@
-"""The training step of every method against full fine-tuning of the same ViT, and serving a task against the plain backbone.
+"""The training step of every method against full fine-tuning of the same ViT, and serving a task
+against the plain backbone.
 
-`python -m benchmarks.methods [NAME ...]`; ViT-Ti at 96 px, batches of 16 random images, fp32, one rank, one thread, a few minutes. A chain is
-timed on its second task, with the first task's entries locked or kept by whatever the method does for that; with a memory, half
-of a batch is of the first task. Weights are random, which does not change the amount of work.
+`python -m benchmarks.methods [NAME ...]`; ViT-Ti at 96 px, batches of 16 random images, fp32, one
+rank, one thread, a few minutes. A chain is timed on its second task, with the first task's entries
+locked or kept by whatever the method does for that; with a memory, half of a batch is of the first
+task. Weights are random, which does not change the amount of work.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from workers.model import vit
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
 STEPS = 100  # in an epoch of the schedule; a timed step is one of its first
 SERVING_DEMAND = 1.10  # a served task with folded masks / the plain backbone with a head
+# these compute more than the backbone by design: only measured a step / a step of full fine-tuning,
+# both in CPU time; methods that are not named are only measured
 ADDING = (
     "adapter",
     "vpt",
@@ -33,8 +37,8 @@ ADDING = (
     "tfm",
     "toast",
     "toast_lite",
-)  # these compute more than the backbone by design: only measured
-TRAINING_DEMANDS = {  # a step / a step of full fine-tuning, both in CPU time; methods that are not named are only measured
+)
+TRAINING_DEMANDS = {
     "linear": 0.45,
     "adapter": 0.95,
     "piggyback": 1.2,
@@ -88,8 +92,8 @@ def keys_of(task: Task) -> list[str]:
 
 
 class Training:
-    """A method in the middle of a stage: the training of its second task, where it is a chain; the first task's later steps are left out,
-    but for the one that chooses exemplars."""
+    """A method in the middle of a stage: the training of its second task, where it is a chain; the
+    first task's later steps are left out, but for the one that chooses exemplars."""
 
     def __init__(self, name: str, backbone: torch.nn.Module, scenario: str):
         cls = METHODS[name]
@@ -221,6 +225,5 @@ def serve(name: str, training: Training, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"]
-    )  # that one decides on images of a feed; its step is supsup's
+    # that one decides on images of a feed; its step is supsup's
+    main(sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"])

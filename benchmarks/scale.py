@@ -1,10 +1,12 @@
 """What a stage costs the driver, and the store, among 100, 1,000 and 10,000 of them.
 
-`python -m benchmarks.scale`; about four minutes. The graph is that of a real config: as many stars (`linear`) as chains (`finetune`) over
-25 tasks; more stages are more methods. The stages are not run: the executor says at once that each is done, so all CPU time is the driver's.
+`python -m benchmarks.scale`; about four minutes. The graph is that of a real config: as many stars
+(`linear`) as chains (`finetune`) over 25 tasks; more stages are more methods. The stages are not
+run: the executor says at once that each is done, so all CPU time is the driver's.
 
-Why not more tasks? An evaluation of a chain measures all tasks so far: its job and its key hold T entries after T tasks, and so T*T in all, as in
-the accuracy matrix itself. That is what the run is for, and it is the same for any number of methods. A star of 5,000 tasks is noted beside.
+Why not more tasks? An evaluation of a chain measures all tasks so far: its job and its key hold T
+entries after T tasks, and so T*T in all, as in the accuracy matrix itself. That is what the run is
+for, and it is the same for any number of methods. A star of 5,000 tasks is noted beside.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def pairs(count: int) -> dict[str, Any]:
 
 
 def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[], object]]:
-    """What the driver does for a run in which all is missing; a run of the same name stood in the record before."""
+    """What the driver does for a run in which all is missing; a run of the same name stood in the
+    record before."""
     record, empty = record_of(graph, config, [], {}), Store(f"{store.storage}-of-nothing")
     lookups = look_up_all(graph, empty, None)
 
@@ -127,7 +130,8 @@ def measure(
 
 
 def memory(folder: Path, methods: int) -> float:
-    """Bytes per stage at the end of a run: the graph with its jobs, look-ups, the walk, the record."""
+    """Bytes per stage at the end of a run: the graph with its jobs, look-ups, the walk, the
+    record."""
     gc.collect()
     tracemalloc.start()
     store, graph, config = stream.plan(

@@ -1,8 +1,10 @@
 """What a trial of a search costs beside its stages, and how many stage runs equal prefixes save.
 
-`python -m benchmarks.search`; about two minutes on Ray Tune. 100 trials of PackNet on two tasks of four images each, one epoch of one step, a
-backbone of one block: random points of a space of twelve, so that trials share a prefix, or all of their stages. `overhead` is the time of the
-clock, from the end of the first trial to the end of the last, that no stage took, per trial and place side by side.
+`python -m benchmarks.search`; about two minutes on Ray Tune. 100 trials of PackNet on two tasks of
+four images each, one epoch of one step, a backbone of one block: random points of a space of
+twelve, so that trials share a prefix, or all of their stages. `overhead` is the time of the clock,
+from the end of the first trial to the end of the last, that no stage took, per trial and place side
+by side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Serving mixed batches of many tasks: images grouped by task against one by one, against every task's network over the batch, and against full models.
+"""Serving mixed batches of many tasks: images grouped by task against one by one, against every
+task's network over the batch, and against full models.
 
-`python -m benchmarks.serve`; a ViT of width 192 and 6 blocks at 96 px, 64 images, one thread, about three minutes. MEAT, tokens and neurons half kept.
+`python -m benchmarks.serve`; a ViT of width 192 and 6 blocks at 96 px, 64 images, one thread, about
+three minutes. MEAT, tokens and neurons half kept.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ def every_network(networks: Any, images: Tensor, tasks: list[str], names: list[s
 
 
 def full_models(method: Meat, names: list[str]) -> dict[str, nn.Module]:
-    """What serving without a shared backbone keeps: a whole network per task, its masks folded into the weights."""
+    """What serving without a shared backbone keeps: a whole network per task, its masks folded into
+    the weights."""
     models: dict[str, nn.Module] = {}
     for name in names:
         method.serve(name)

@@ -1,4 +1,5 @@
-"""A stream of generated pictures in a folder of its own: raw images, a card, a config, and the graph that follows from them."""
+"""A stream of generated pictures in a folder of its own: raw images, a card, a config, and the
+graph that follows from them."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ def draw_images(
     sides: Sequence[int],
     suffixes: Sequence[str] = (".png",),
 ) -> str:
-    """Smooth pictures with a little noise, about as large in bytes as photographs of their size, in folders per split and
-    class; sides and suffixes take turns. Half of what a picture shows is the same in all of its class, so that there is
-    something to learn. Returns the path of a card for them."""
+    """Smooth pictures with a little noise, about as large in bytes as photographs of their size, in
+    folders per split and class; sides and suffixes take turns. Half of what a picture shows is the
+    same in all of its class, so that there is something to learn. Returns the path of a card for
+    them."""
     generator = np.random.default_rng(0)
     names = [f"c{i:04d}" for i in range(classes)]
     patterns = {
@@ -65,7 +67,8 @@ def draw_images(
 def plan(
     folder: Path, card: str, tasks: int, **sections: Any
 ) -> tuple[Store, Graph, config.Config]:
-    """The graph of a stream that deals the card's classes to `tasks` tasks; `sections` are those of a config file."""
+    """The graph of a stream that deals the card's classes to `tasks` tasks; `sections` are those of
+    a config file."""
     body = {
         "name": "benchmark",
         "storage": str(folder / "storage"),

@@ -1,8 +1,9 @@
-"""Bytes that two ranks exchange in a training step, counted: 4 times the trainable parameters and nothing else.
+"""Bytes that two ranks exchange in a training step, counted: 4 times the trainable parameters and
+nothing else.
 
-`python -m benchmarks.synchronised_bytes`; no clock, so any load will do. Two gloo processes train three steps of each
-method; every collective is counted from outside, whatever the train loop says about itself. For scale:
-what a data-parallel wrapper of the whole network would send.
+`python -m benchmarks.synchronised_bytes`; no clock, so any load will do. Two gloo processes train
+three steps of each method; every collective is counted from outside, whatever the train loop says
+about itself. For scale: what a data-parallel wrapper of the whole network would send.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ COLLECTIVES = (
 
 
 def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective `real`, with the bytes of its tensor noted; other payloads than one tensor count as an error."""
+    """The collective `real`, with the bytes of its tensor noted; other payloads than one tensor
+    count as an error."""
 
     def call(tensor: Any, *args: Any, **named: Any) -> Any:
         assert isinstance(tensor, torch.Tensor), (
@@ -61,7 +63,8 @@ def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count(job: StageJob, group: dist.Group) -> list[int]:
-    """Bytes that this rank hands to collectives in STEPS steps; trained parameters; parameters of the backbone."""
+    """Bytes that this rank hands to collectives in STEPS steps; trained parameters; parameters of
+    the backbone."""
     assert job.task is not None
     method = METHODS[job.method](loop.load_backbone(job), loop.settings_of(job), job.seed)
     groups = method.begin(

@@ -1,4 +1,5 @@
-"""TOAST: two passes that share what they can and feedback folded into a matrix per block, against two full passes of the network.
+"""TOAST: two passes that share what they can and feedback folded into a matrix per block, against
+two full passes of the network.
 
 `python -m benchmarks.toast`; DeiT-Ti at 224 px, batch of 16, one thread, about three minutes.
 """
@@ -26,7 +27,8 @@ STEP, INFERENCE = 1.15, 1.75  # least ratio of two full passes to shared ones
 
 
 class TwoFullPasses:
-    """The form of the released code: the whole network twice, the whole qkv layer on what is fed back, a chain of feedback layers."""
+    """The form of the released code: the whole network twice, the whole qkv layer on what is fed
+    back, a chain of feedback layers."""
 
     def __init__(self, backbone: Any):
         self.backbone = copy.deepcopy(backbone)
@@ -52,7 +54,8 @@ class TwoFullPasses:
 
 
 def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
-    """Tasks whose feedback reaches all blocks, as after some training; the last is the one in training."""
+    """Tasks whose feedback reaches all blocks, as after some training; the last is the one in
+    training."""
     torch.manual_seed(0)
     method = Toast(
         build(BackboneSettings(name="deit_tiny_patch16_224")).to(dtype), ToastSettings(), seed=0

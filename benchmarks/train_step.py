@@ -1,9 +1,10 @@
-"""The train loop against hand-written PyTorch: one step, and an epoch with everything around the steps.
+"""The train loop against hand-written PyTorch: one step, and an epoch with everything around the
+steps.
 
-`python -m benchmarks.train_step`; ViT-Ti at 96 px, batches of 16 generated images, fp32, one rank, one thread, about two
-minutes. Both sides do the same maths on the same batches; losses and weights are compared bit by bit first. `fine-tuning`
-trains all weights, its hand-written loop uses nothing of ours but the batches. `MEAT` shares `Meat.loss`: what is
-compared is the loop around it.
+`python -m benchmarks.train_step`; ViT-Ti at 96 px, batches of 16 generated images, fp32, one rank,
+one thread, about two minutes. Both sides do the same maths on the same batches; losses and weights
+are compared bit by bit first. `fine-tuning` trains all weights, its hand-written loop uses nothing
+of ours but the batches. `MEAT` shares `Meat.loss`: what is compared is the loop around it.
 """
 
 from __future__ import annotations
@@ -85,9 +86,8 @@ class Plain:
     """The same network in a straight-line loop: optimizer and schedule are PyTorch's own."""
 
     def __init__(self, ours: Ours, loss: Loss):
-        pairs = copy.deepcopy(
-            (ours.method, ours.groups)
-        )  # together, so that the groups hold the copy's parameters
+        # together, so that the groups hold the copy's parameters
+        pairs = copy.deepcopy((ours.method, ours.groups))
         self.method, groups = pairs
         self.loss, self.batches, train = loss, ours.batches, ours.job.train
         defaults = [{"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups]
@@ -130,7 +130,8 @@ def weights_of(module: nn.Module) -> Tensor:
 
 
 def compare(name: str, job: StageJob, loss: Loss, report: Report) -> None:
-    """Equality first, then one step, then one epoch: `fit` with its feed, sums and reports against the bare steps."""
+    """Equality first, then one step, then one epoch: `fit` with its feed, sums and reports against
+    the bare steps."""
     assert job.task is not None
     batches = [
         batches[0] for batches in Feed(job, (job.task,), "train", GROUP, training=True).epoch(0)
@@ -152,9 +153,8 @@ def compare(name: str, job: StageJob, loss: Loss, report: Report) -> None:
     report.note(f"{name}, a step", f"{timing.median('ours') * 1000:.0f} ms of CPU")
 
     rounds, warmup = ROUNDS // 3, 1
-    methods = deque(
-        fresh(job) for _ in range(rounds + warmup)
-    )  # made beforehand: a stage's start is `launch`'s subject
+    # made beforehand: a stage's start is `launch`'s subject
+    methods = deque(fresh(job) for _ in range(rounds + warmup))
     timing = interleave(
         {
             "ours": lambda: loop.fit(job, methods.popleft(), None, GROUP, lambda event: None),

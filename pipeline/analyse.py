@@ -1,4 +1,5 @@
-"""What the methods of finished runs attend to, and how robust they are: tables and pictures from what the store holds; nothing is trained."""
+"""What the methods of finished runs attend to, and how robust they are: tables and pictures from
+what the store holds; nothing is trained."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class Analysed:
 
 @dataclass
 class Analysis:
-    """What was found: parts for the page, rows for the record, and sentences on what could not be looked at."""
+    """What was found: parts for the page, rows for the record, and sentences on what could not be
+    looked at."""
 
     parts: dict[str, Part] = field(default_factory=dict)
     attention: list[Row] = field(default_factory=list)
@@ -86,8 +88,8 @@ class Analysis:
 def analysed(
     runs: Sequence[Analysed], images: int, drawn: int, robustness: bool, others: Sequence[Task]
 ) -> Analysis:
-    """images: test images of each task that are measured, about. drawn: those over which maps are drawn. others: cards that finished models are
-    tested on, too."""
+    """images: test images of each task that are measured, about. drawn: those over which maps are
+    drawn. others: cards that finished models are tested on, too."""
     found = Analysis()
     found.attention = measured(
         runs, lambda method, job, task: attention_rows(method, job, task, images)
@@ -149,7 +151,8 @@ def methods(runs: Sequence[Analysed]) -> Iterator[tuple[Analysed, str, str]]:
 
 
 def measured(runs: Sequence[Analysed], measure: Measure) -> list[Row]:
-    """Rows of `measure` for each task of each method, as the last stage that serves the task has it. name: what a line in a picture is called."""
+    """Rows of `measure` for each task of each method, as the last stage that serves the task has
+    it. name: what a line in a picture is called."""
     return [
         {"run": run.name, "label": label, "name": name, "task": task.name, **row}
         for run, label, name in methods(runs)
@@ -169,7 +172,8 @@ def check_finished(run: Analysed) -> None:
 
 
 def finished(run: Analysed, label: str) -> Iterator[tuple[Method, StageJob, Task]]:
-    """The tasks of one method in stream order, each with the method that serves it. Raises UserError where what it is made of is gone or damaged."""
+    """The tasks of one method in stream order, each with the method that serves it. Raises
+    UserError where what it is made of is gone or damaged."""
     owner: dict[Task, StageJob] = {}
     for stage in run.graph:
         if stage.step == "evaluate" and stage.method == label:
@@ -187,7 +191,7 @@ def finished(run: Analysed, label: str) -> Iterator[tuple[Method, StageJob, Task
         yield from ((method, job, task) for task, last in owner.items() if last is job)
 
 
-# ---- attention -----------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 def attention_part(runs: Sequence[Analysed], rows: list[Row]) -> Part:
     """Means over tasks, heads and images, one line per method, beside its accuracy."""
     body = []
@@ -235,7 +239,8 @@ def attention_part(runs: Sequence[Analysed], rows: list[Row]) -> Part:
 
 
 def heads_rows(runs: Sequence[Analysed], rows: Sequence[Row]) -> list[Row]:
-    """One for each method: how many heads its attention was seen to have, and its accuracy. family: methods that differ in nothing else that counts."""
+    """One for each method: how many heads its attention was seen to have, and its accuracy. family:
+    methods that differ in nothing else that counts."""
     found = []
     for run, label, name in methods(runs):
         seen = [row["head"] for row in rows if (row["run"], row["label"]) == (run.name, label)]
@@ -308,9 +313,10 @@ def map_pictures(runs: Sequence[Analysed], drawn: int) -> tuple[list[Picture], l
     return pictures, without
 
 
-# ---- robustness ----------------------------------------------------------------------------------------------------------
+# ---- robustness ----------------------------------------------------------------------------------
 def robustness_part(part: str, rows: list[Row]) -> Part:
-    """Accuracy in per cent at each level, one line per method, one table per kind. part: what its files are called."""
+    """Accuracy in per cent at each level, one line per method, one table per kind. part: what its
+    files are called."""
     kinds, tables = list(dict.fromkeys(row["kind"] for row in rows)), []
     for kind in kinds:
         own = [row for row in rows if row["kind"] == kind]

@@ -53,7 +53,8 @@ def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
 def recorded(
     client: MlflowClient, experiment: str, kind: str = "run", most: int = 10
 ) -> list[tuple[str, str, list[str]]]:
-    """(name, run id, run ids of its methods) of the graphs recorded last, the newest first. kind: `search` for searches, with the ids of their trials."""
+    """(name, run id, run ids of its methods) of the graphs recorded last, the newest first. kind:
+    `search` for searches, with the ids of their trials."""
     newest = ["attributes.start_time DESC"]
     found = client.search_runs(
         [experiment], f"tags.`accrete.kind` = '{kind}'", max_results=most, order_by=newest
@@ -79,13 +80,14 @@ def recorded(
 
 
 def page_base(address: str) -> str:
-    """The address of a tracking server as the start of links for people: without user, password and query."""
+    """The address of a tracking server as the start of links for people: without user, password and
+    query."""
     return shown(address).partition("?")[0].rstrip("/")
 
 
 def server_command(storage: str, host: str, port: int) -> list[str]:
-    """`mlflow server` with one process that serves and none that works on jobs. Its database is named by `server_environment`:
-    everybody on this machine can read the arguments of a process."""
+    """`mlflow server` with one process that serves and none that works on jobs. Its database is
+    named by `server_environment`: everybody on this machine can read the arguments of a process."""
     return [
         sys.executable,
         "-m",
@@ -128,7 +130,8 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_if_exposed(host: str, port: int, what: str) -> None:
-    """One line on stderr where other machines can reach a server. what: what whoever reaches it can do, and that nothing stops them."""
+    """One line on stderr where other machines can reach a server. what: what whoever reaches it can
+    do, and that nothing stops them."""
     if not is_loopback(host):
         print(
             f"accrete: anyone who reaches {host}:{port} can {what}; put it behind a proxy that "
@@ -157,7 +160,8 @@ def free_port(host: str, port: int = 0) -> int:
 def serve(
     storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete"
 ) -> int:
-    """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs. Returns its exit code."""
+    """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs.
+    Returns its exit code."""
     from pipeline.track_mlflow import open_store, refusals_told
 
     with refusals_told(storage, uri):
@@ -167,9 +171,8 @@ def serve(
             return 0
     port = free_port(host, port)
     warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a terminated `ui` takes its server with it
+    # a terminated `ui` takes its server with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = subprocess.Popen(
         server_command(storage, host, port),
         env=server_environment(address),
@@ -179,9 +182,8 @@ def serve(
         errors="replace",
     )
     log: deque[str] = deque(maxlen=LAST_LINES)
-    reader = threading.Thread(
-        target=log.extend, args=(server.stderr or (),), daemon=True
-    )  # a full pipe would stop the server
+    # a full pipe would stop the server
+    reader = threading.Thread(target=log.extend, args=(server.stderr or (),), daemon=True)
     reader.start()
     try:
         if not wait_until_up(server, host, port):
@@ -231,7 +233,8 @@ def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, p
 
 
 def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
-    """True once the port answers, however long that takes; False when the server has ended. Says now and then that it waits."""
+    """True once the port answers, however long that takes; False when the server has ended. Says
+    now and then that it waits."""
     started = told = time.monotonic()
     while server.poll() is None:
         try:

@@ -1,4 +1,5 @@
-"""A config becomes a graph: a star or a chain for each method, from what the method carries; every stage with its key."""
+"""A config becomes a graph: a star or a chain for each method, from what the method carries; every
+stage with its key."""
 
 from __future__ import annotations
 
@@ -27,9 +28,8 @@ from workers.model import vit
 from workers.regular_file import open_regular
 
 REPORT_REVISION = 2  # raise it when the report shows other things
-BACKBONE_REVISION = (
-    1  # raise it when other weights come out of the same settings: building, loading, resampling
-)
+# raise it when other weights come out of the same settings: building, loading, resampling
+BACKBONE_REVISION = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Builder:
     keys: dict[str, str] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)  # cards whose source and shards no longer exist
     split: Literal["test", "val"] = "test"  # what evaluations read
-    ask_sources: bool = True  # whether a source on another machine is asked for its fingerprint though its result stands
+    # whether a source on another machine is asked for its fingerprint though its result stands
+    ask_sources: bool = True
 
     def add(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
@@ -73,14 +74,16 @@ class Builder:
         return stage
 
     def settings(self, label: str, task: Task | None = None) -> MethodSettings:
-        """A method's own settings, as the steps of a task have them; None: as all tasks are served."""
+        """A method's own settings, as the steps of a task have them; None: as all tasks are
+        served."""
         entry = self.config.entry_of(label, task.name if task else None)
         return METHODS[entry.method].Settings.model_validate(entry.settings)
 
     def recipe(
         self, label: str, step: str, task: Task | None
     ) -> tuple[TrainSettings, DataSettings]:
-        """How a step of a method trains. Images without labels have nothing to be validated by: all are trained on, to the last epoch."""
+        """How a step of a method trains. Images without labels have nothing to be validated by: all
+        are trained on, to the last epoch."""
         train, data = (
             self.config.train_of(label, step, task=task.name if task else None),
             self.config.data_of(label),
@@ -100,7 +103,8 @@ class Builder:
         tasks: tuple[Task, ...],
         **rest: Any,
     ) -> StageJob:
-        """The job of a stage; `add` fills in its key. It is told no setting that its step does not read."""
+        """The job of a stage; `add` fills in its key. It is told no setting that its step does not
+        read."""
         c = self.config
         own = None if step == "evaluate" else task  # all tasks are served alike
         entry = c.entry_of(label, own.name if own else None) if label else None
@@ -137,9 +141,10 @@ def graph_of(
     split: Literal["test", "val"] = "test",
     ask_sources: bool = True,
 ) -> tuple[Graph, list[Task]]:
-    """The stages of a run in topological order, and its tasks (the base task first, if there is one). With split `val`, for a search, methods are
-    judged on validation images, and there is no report; all that is trained has the same keys.
-    ask_sources: False opens no connection to a source on another machine whose ingested result stands."""
+    """The stages of a run in topological order, and its tasks (the base task first, if there is
+    one). With split `val`, for a search, methods are judged on validation images, and there is no
+    report; all that is trained has the same keys. ask_sources: False opens no connection to a
+    source on another machine whose ingested result stands."""
     builder = Builder(config, store, provenance or {}, split=split, ask_sources=ask_sources)
     entries = add_tasks(builder)
     tasks = [t for t in entries if t.role != "unlabelled"]
@@ -306,7 +311,8 @@ def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
 
 
 def weights_path(config: Config) -> str:
-    """`none`, `hub`, or the absolute path of the weights file; a relative one starts at the checkout, as on cards."""
+    """`none`, `hub`, or the absolute path of the weights file; a relative one starts at the
+    checkout, as on cards."""
     weights = config.backbone.weights
     return (
         weights
@@ -316,7 +322,8 @@ def weights_path(config: Config) -> str:
 
 
 def _weights_digest(config: Config, store: Store, most: int) -> str:
-    """Digest of the weights file, of at most so many bytes, or what names the weights where there is no file."""
+    """Digest of the weights file, of at most so many bytes, or what names the weights where there
+    is no file."""
     path = weights_path(config)
     if path in ("none", "hub"):
         return path
@@ -386,12 +393,11 @@ def shared_revisions() -> dict[str, int]:
 def add_method(
     builder: Builder, label: str, tasks: list[Task], base: Task | None, unlabelled: Task | None
 ) -> list[str]:
-    """All stages of one method; returns the ids of its leaves. What tasks of a star start from comes from images without labels where there
-    are such, else from the base task."""
+    """All stages of one method; returns the ids of its leaves. What tasks of a star start from
+    comes from images without labels where there are such, else from the base task."""
     method = METHODS[builder.config.methods[label].method]
-    last: dict[str, str] = (
-        {base.name: "backbone"} if base else {}
-    )  # task -> stage that holds its state
+    # task -> stage that holds its state
+    last: dict[str, str] = {base.name: "backbone"} if base else {}
     if base is None and method.needs_base(builder.settings(label)):
         raise UserError(
             f"methods.{label} goes through steps with the base task, and the stream has none; "
@@ -459,15 +465,15 @@ def _add_steps(
     before: dict[str, str],
     last: dict[str, str],
 ) -> dict[str, str]:
-    """The training stages of one task, by step. before: what the task before ended with; last: the stages that hold the
-    states of earlier tasks, and of the base task itself where it goes through steps of the method's own."""
+    """The training stages of one task, by step. before: what the task before ended with; last: the
+    stages that hold the states of earlier tasks, and of the base task itself where it goes through
+    steps of the method's own."""
     c, entry = builder.config, builder.config.methods[label]
     method = METHODS[entry.method]
     settings = builder.settings(label, task)
     reads = seen if (method.reads or method.trains_on) == "seen" else (task,)
-    states = (
-        {t.name: last[t.name] for t in seen if t.name in last} if method.carries else {}
-    )  # their stages are ancestors of this task's
+    # their stages are ancestors of this task's
+    states = {t.name: last[t.name] for t in seen if t.name in last} if method.carries else {}
     loaded = states.values() if method.loads_states(c.stream.scenario) else ()
     waits, done = _waits(steps), dict[str, str]()
     for step in steps:
@@ -512,11 +518,12 @@ def _add_evaluate(
     last: dict[str, str],
     start: dict[str, str],
 ) -> str:
-    """A leaf, after the last of the tasks `so_far`. Where later stages can change old answers it measures all of them; else this task, and
-    the one before as a canary.
+    """A leaf, after the last of the tasks `so_far`. Where later stages can change old answers it
+    measures all of them; else this task, and the one before as a canary.
 
-    Test data that is gone for good (source and shards) is asked for only where the result stands already: a new task can
-    be added all the same, and what cannot be measured stays empty in the matrix.
+    Test data that is gone for good (source and shards) is asked for only where the result stands
+    already: a new task can be added all the same, and what cannot be measured stays empty in the
+    matrix.
     """
     method = METHODS[builder.config.methods[label].method]
     task = so_far[-1]
@@ -540,8 +547,9 @@ def _evaluate_stage(
     shown: tuple[Task, ...],
     start: dict[str, str],
 ) -> Stage:
-    """stages: the tasks that are served, with the stages that hold their states, this stage's own task last. shown: those that are
-    measured. start: the stages whose carried states they are served with, by step."""
+    """stages: the tasks that are served, with the stages that hold their states, this stage's own
+    task last. shown: those that are measured. start: the stages whose carried states they are
+    served with, by step."""
     entry = builder.config.methods[label]
     method, task = METHODS[entry.method], [*stages][-1]
     parents = list(
@@ -578,14 +586,15 @@ def _evaluate_stage(
 
 
 def cache_folder(named: str, storage: str) -> str:
-    """Node-local folder of shards and decoded images: in the one that is named, else in the storage where that is a disk, else below the temporary folder."""
+    """Node-local folder of shards and decoded images: in the one that is named, else in the storage
+    where that is a disk, else below the temporary folder."""
     if named:
-        return os.path.join(
-            os.path.abspath(os.path.expanduser(named)), "accrete-cache"
-        )  # one of our own: what else lies there is never deleted
+        # one of our own: what else lies there is never deleted
+        return os.path.join(os.path.abspath(os.path.expanduser(named)), "accrete-cache")
     if "://" not in storage:
         folder = os.path.join(os.path.abspath(storage), "cache")
-        # What a user caches is for that user alone: who shares a storage with its first user has a cache beside.
+        # What a user caches is for that user alone: who shares a storage with its first user has a
+        # cache beside.
         others = os.path.isdir(folder) and os.stat(folder).st_uid != os.getuid()
         return f"{folder}-{os.getuid()}" if others else folder
     import tempfile

@@ -1,4 +1,5 @@
-"""Cards: `datasets/NAME/card.yaml` says where data comes from, under which licence, and what must be found there."""
+"""Cards: `datasets/NAME/card.yaml` says where data comes from, under which licence, and what must
+be found there."""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ from workers.job import Frozen, Neutral, key_inputs
 
 Split = Literal["train", "test"]
 LONGEST_CLASS = 200  # characters
-MAX_PIXELS_PER_BYTE = (
-    2000  # 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
-)
+# 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
+MAX_PIXELS_PER_BYTE = 2000
 CARDS = Path(__file__).resolve().parent.parent / "datasets"
 
 
@@ -117,8 +117,8 @@ class Card(Frozen):
         )
 
     def identity(self) -> str:
-        """Hash of everything on the card that can change what ingest writes. Not the place of the source: data may move, and
-        its fingerprint stands for what is there."""
+        """Hash of everything on the card that can change what ingest writes. Not the place of the
+        source: data may move, and its fingerprint stands for what is there."""
         body = key_inputs(self, ("title", "licence", "cite")) | {
             "source": key_inputs(self.source, ("path",))
         }
@@ -186,8 +186,9 @@ def load(name: str, memory: Memory | None = None) -> Card:
 
 
 def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes that an order names by their places on a card, CARD/NAME being datasets/CARD/orders/NAME.yaml. Raises UserError
-    where the file is not one, is not what its hash says, or does not go with the card."""
+    """The classes that an order names by their places on a card, CARD/NAME being
+    datasets/CARD/orders/NAME.yaml. Raises UserError where the file is not one, is not what its hash
+    says, or does not go with the card."""
     folder, _, leaf = name.rpartition("/")
     path = CARDS / folder / "orders" / f"{leaf}.yaml"
     if not folder or not path.exists():
@@ -219,8 +220,8 @@ def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
-    """The classes of a card that leaves them to its source: the sorted names of the folders in the train split, or in that of test where there is
-    no other."""
+    """The classes of a card that leaves them to its source: the sorted names of the folders in the
+    train split, or in that of test where there is no other."""
     from pipeline.formats import check_forms, folders
 
     try:

@@ -1,4 +1,5 @@
-"""The command line: run, plan, search, ingest, report, analyse, compare, predict, bundle, serve, tasks, ui, gc. Few flags, else `--set key=value`."""
+"""The command line: run, plan, search, ingest, report, analyse, compare, predict, bundle, serve,
+tasks, ui, gc. Few flags, else `--set key=value`."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ MOST_MAPS = 32  # test images of a task over which maps are drawn; a page shows 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0, 2 with one sentence on stderr where the input cannot work, 130 or 143 where it was ended by
-    Ctrl-C or SIGTERM."""
+    """Runs one command. Returns the exit code: 0, 2 with one sentence on stderr where the input
+    cannot work, 130 or 143 where it was ended by Ctrl-C or SIGTERM."""
     try:
         args = parser().parse_args(argv)
         return args.command(args) or 0
@@ -92,7 +93,8 @@ def file_sentence(error: OSError) -> str:
 
 
 def shown(text: str) -> str:
-    """One line for a terminal, whatever names of files and classes are in it: no escape sequences, no page of one value."""
+    """One line for a terminal, whatever names of files and classes are in it: no escape sequences,
+    no page of one value."""
     line = "".join(
         c if c.isprintable() else "\N{REPLACEMENT CHARACTER}"
         for c in " ".join(secrets.shown(text).split())
@@ -224,8 +226,9 @@ def parser() -> argparse.ArgumentParser:
 def prepare(
     args: argparse.Namespace, to_run: bool = False
 ) -> tuple[Config, Store, Graph, list[Task]]:
-    """Config, store and graph; paths are absolute from here on. to_run: raw data that was written again in place is read first; else sources on
-    other machines whose results stand are not asked."""
+    """Config, store and graph; paths are absolute from here on. to_run: raw data that was
+    written again in place is read first; else sources on other machines whose results stand are
+    not asked."""
     from pipeline import config as config_module
     from pipeline.cluster import is_submitted_job
     from pipeline.plain_yaml import absolute
@@ -265,7 +268,8 @@ def run(args: argparse.Namespace) -> int:
 def execute(
     config: Config, store: Store, graph: Graph, tasks: list[Task], command: str, remedy: str
 ) -> RunTables:
-    """Runs a graph, records it and says what came out. command: what a person types to go on with it; remedy: to have its record written anew."""
+    """Runs a graph, records it and says what came out. command: what a person types to go on with
+    it; remedy: to have its record written anew."""
     from pipeline import console, launch, track
     from pipeline.report import inside
     from pipeline.report.tables import RunTables
@@ -313,7 +317,8 @@ def execute(
 
 
 def previous_record(store: Store, config: Config) -> dict[str, Any] | None:
-    """What the reasons of misses are told from: the run as it was last, else the one of the file without `--set`."""
+    """What the reasons of misses are told from: the run as it was last, else the one of the file
+    without `--set`."""
     return store.record(config.name) or store.record(config.base_name)
 
 
@@ -353,7 +358,8 @@ def report_files(store: Store, graph: Graph) -> dict[str, bytes]:
 
 
 def export(store: Store, name: str, files: dict[str, bytes]) -> str:
-    """Copies the report's files to where people look, `runs/NAME/`; returns the place of the page."""
+    """Copies the report's files to where people look, `runs/NAME/`; returns the place of the
+    page."""
     from workers.artefact import join, write_bytes
 
     folder = join(store.storage, "runs", name)
@@ -453,7 +459,8 @@ def bring(part: Graph, config: Config, store: Store, command: str) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Writes the report and the MLflow record anew from what the store holds, also of an unfinished run; of a search its own."""
+    """Writes the report and the MLflow record anew from what the store holds, also of an unfinished
+    run; of a search its own."""
     from pipeline import search as searches
     from pipeline import track
     from pipeline.report import inside, page
@@ -480,7 +487,8 @@ def report(args: argparse.Namespace) -> int:
 
 
 def analyse(args: argparse.Namespace) -> int:
-    """Tables and pictures in the report and in the record: of several runs, in those of the first; numbers of a method in its own record."""
+    """Tables and pictures in the report and in the record: of several runs, in those of the first;
+    numbers of a method in its own record."""
     from pipeline import analyse as analysis
     from pipeline import build, track
     from pipeline.report import entries, inside
@@ -539,7 +547,8 @@ def analyse(args: argparse.Namespace) -> int:
 
 
 def record_for(store: Store, graph: Graph, config: Config, tasks: list[Task]) -> dict[str, Any]:
-    """The record of this graph: the one in the store, unless the run of this name has changed since."""
+    """The record of this graph: the one in the store, unless the run of this name has changed
+    since."""
     from pipeline.store import record_of
 
     found = store.record(config.name)

@@ -1,4 +1,5 @@
-"""The Ray cluster: joined or started, what it consists of, how much of it is ours, and whether its nodes can do what this machine can."""
+"""The Ray cluster: joined or started, what it consists of, how much of it is ours, and whether its
+nodes can do what this machine can."""
 
 from __future__ import annotations
 
@@ -27,18 +28,21 @@ ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per group; the driver looks once for all
+    # a process per group; the driver looks once for all
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_DEDUP_LOGS": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-OTHER_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # whatever the system: without, a node's address is 127.0.0.1
+# whatever the system: without, a node's address is 127.0.0.1
+OTHER_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ASK_S = 3.0  # for the answer to one small question
+# of Ray's client server, of its head
 CLIENT_QUESTION, HEAD_QUESTION = (
     "/ray.rpc.RayletDriver/ClusterInfo",
     "/ray.rpc.NodeInfoGcsService/CheckAlive",
-)  # of Ray's client server, of its head
+)
 TOKEN_REMEDY = (
     "set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, or put that into "
     "~/.ray/auth_token or into the file that "
@@ -50,6 +54,7 @@ NAMESPACE = "accrete"
 HEAD = {
     "node:__internal_head__": 1e-3
 }  # what only the head node has: losing it is the end of the cluster anyway
+# what workers compute with
 PACKAGES = (
     "torch",
     "torchvision",
@@ -61,13 +66,14 @@ PACKAGES = (
     "pillow",
     "safetensors",
     "pydantic",
-)  # what workers compute with
+)
 LEFT_AT_HOME = [".venv", ".git", "storage", "tests", "benchmarks", "__pycache__"]
 
 
-# ---- joined or started ---------------------------------------------------------------------------------------------------
+# ---- joined or started ---------------------------------------------------------------------------
 def connect(cluster: ClusterSettings) -> Any:
-    """Joins the named Ray cluster, or starts a private local one: a forgotten cluster must not capture the run. Returns ray."""
+    """Joins the named Ray cluster, or starts a private local one: a forgotten cluster must not
+    capture the run. Returns ray."""
     import logging
 
     for name, value in ENVIRONMENT.items():
@@ -103,8 +109,9 @@ def connect(cluster: ClusterSettings) -> Any:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Inside, Ray starts processes that listen on 127.0.0.1: a private cluster has no other nodes, and its metrics pages ask for
-    no token. What Ray has no address for, it binds to all: the rendezvous of torch.distributed."""
+    """Inside, Ray starts processes that listen on 127.0.0.1: a private cluster has no other nodes,
+    and its metrics pages ask for no token. What Ray has no address for, it binds to all: the
+    rendezvous of torch.distributed."""
     constants = sys.modules.get("ray._private.ray_constants")
     before, usual = os.environ.get(OTHER_NODES), getattr(constants, "ENABLE_RAY_CLUSTER", True)
     os.environ[OTHER_NODES] = "0"
@@ -131,7 +138,8 @@ def is_submitted_job() -> bool:
 
 
 def variables() -> dict[str, str]:
-    """What workers get of this environment. What a job was submitted with, Ray brings along, and refuses to be told again."""
+    """What workers get of this environment. What a job was submitted with, Ray brings along, and
+    refuses to be told again."""
     submitted = json.loads(os.environ.get(JOB, "{}")).get("runtime_env") or {}
     return {
         name: os.environ[name] for name in ENVIRONMENT if name not in submitted.get("env_vars", {})
@@ -152,12 +160,15 @@ def refusal(error: Exception) -> str:
 
 
 def check_token(address: str) -> None:
-    """Raise UserError where a cluster does not take the token of this machine: Ray itself tries again for 20 to 80 s, and
-    then reports a timeout. Whatever else goes wrong here, joining tells better."""
+    """Raise UserError where a cluster does not take the token of this machine: Ray itself tries
+    again for 20 to 80 s, and then reports a timeout. Whatever else goes wrong here, joining tells
+    better."""
     import grpc
+
+    # adds the token as RAY_AUTH_MODE and the rest say
     from ray._private.grpc_utils import (
         init_grpc_channel,
-    )  # adds the token as RAY_AUTH_MODE and the rest say
+    )
     from ray.exceptions import AuthenticationError
 
     method = CLIENT_QUESTION if address.startswith("ray://") else HEAD_QUESTION
@@ -194,7 +205,8 @@ def token_source() -> str:
 
 
 def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
-    """A local cluster of its own, in a second try too: on a very busy machine Ray's 30 s for its processes are not enough."""
+    """A local cluster of its own, in a second try too: on a very busy machine Ray's 30 s for its
+    processes are not enough."""
     for tries_left in (1, 0):
         try:
             with on_loopback():
@@ -218,7 +230,8 @@ def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """A dead address takes Ray two minutes to give up on; a plain connection tells in two seconds."""
+    """A dead address takes Ray two minutes to give up on; a plain connection tells in two
+    seconds."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
         if address == "auto":
@@ -237,10 +250,11 @@ def check_reachable(address: str) -> None:
         ) from None
 
 
-# ---- what it consists of -------------------------------------------------------------------------------------------------
+# ---- what it consists of -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Node:
-    """A node as Ray knows it. why: what Ray says of its death. leaves: it was announced that it is going to be taken away."""
+    """A node as Ray knows it. why: what Ray says of its death. leaves: it was announced that it is
+    going to be taken away."""
 
     id: str
     address: str
@@ -288,33 +302,37 @@ def look_around() -> Surroundings:
 
 
 class Presence:
-    """An actor by which others see that a driver is there. It looks around where the cluster can be seen from."""
+    """An actor by which others see that a driver is there. It looks around where the cluster can be
+    seen from."""
 
     def look_around(self) -> Surroundings:
         return look_around()
 
 
 def name_in(ray: Any, search: bool = False) -> str:
-    """A name to register an actor by: others see that this driver is there, and leave it its share. search: its trials register too."""
+    """A name to register an actor by: others see that this driver is there, and leave it its share.
+    search: its trials register too."""
     return (
         f"{ray.get_runtime_context().get_job_id()}-{'search' if search else uuid.uuid4().hex[:8]}"
     )
 
 
 def registered(ray: Any, actor: type, name: str) -> Any:
-    """A handle of a new actor, which others find by its name. It lives on the head node, and ends with this driver."""
+    """A handle of a new actor, which others find by its name. It lives on the head node, and ends
+    with this driver."""
     return ray.remote(
         num_cpus=0, resources=HEAD, name=name, namespace=NAMESPACE, scheduling_strategy="DEFAULT"
     )(actor).remote()
 
 
 def where_ray_writes(uri: str) -> dict[str, Any]:
-    """A place for the books that Ray keeps of its own, as its RunConfig wants it. It knows no patience but its own."""
+    """A place for the books that Ray keeps of its own, as its RunConfig wants it. It knows no
+    patience but its own."""
     system, path = resolve(uri)
     return {"storage_path": path, "storage_filesystem": bare(system)}
 
 
-# ---- how much of it is ours ----------------------------------------------------------------------------------------------
+# ---- how much of it is ours ----------------------------------------------------------------------
 def needs(cluster: ClusterSettings) -> dict[str, float]:
     """What one worker takes, in Ray's words."""
     wanted = {
@@ -350,8 +368,9 @@ def slice_of(total: int, mine: str, all_: tuple[str, ...]) -> int:
 def sizes_of_groups(
     around: Surroundings, cluster: ClusterSettings, name: str, width: int
 ) -> list[int]:
-    """The workers of each group that this driver may have now: every driver on the cluster has the same share of it, and has a group even
-    where that is none. name: what this one has registered. width: most stages that can run side by side."""
+    """The workers of each group that this driver may have now: every driver on the cluster has the
+    same share of it, and has a group even where that is none. name: what this one has registered.
+    width: most stages that can run side by side."""
     job = name.partition("-")[0]
     mine = slice_of(positions(around, cluster), job, tuple(around.drivers))
     mine = slice_of(
@@ -365,7 +384,8 @@ def sizes_of_groups(
 
 
 def check_fits(around: Surroundings, cluster: ClusterSettings) -> None:
-    """Raises UserError where the cluster has no room for a group, unless it was said that nodes come when they are asked for."""
+    """Raises UserError where the cluster has no room for a group, unless it was said that nodes
+    come when they are asked for."""
     least = cluster.min_workers or cluster.workers
     if positions(around, cluster) >= least or cluster.groups:
         return
@@ -392,7 +412,7 @@ def in_words(resources: Mapping[str, float]) -> str:
     )
 
 
-# ---- whether its nodes can do what this machine can ------------------------------------------------------------------------
+# ---- whether its nodes can do what this machine can ----------------------------------------------
 def versions() -> dict[str, str]:
     """Of Python and of what workers compute with; an empty one where a package is missing."""
     found = {"Python": platform.python_version().rpartition(".")[0]}
@@ -404,7 +424,8 @@ def versions() -> dict[str, str]:
 
 
 def facts(probe: str) -> tuple[dict[str, str], str]:
-    """On a node: its versions, and why it does not see the file `probe` of the storage; empty where it does."""
+    """On a node: its versions, and why it does not see the file `probe` of the storage; empty where
+    it does."""
     try:
         return versions(), "" if exists(probe) else "it is not there"
     except (OSError, UserError) as error:
@@ -412,7 +433,8 @@ def facts(probe: str) -> tuple[dict[str, str], str]:
 
 
 def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
-    """Raises UserError where a node has other versions than this machine, or does not see the storage."""
+    """Raises UserError where a node has other versions than this machine, or does not see the
+    storage."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     probe = join(storage, f".probe-{passing_name()}")

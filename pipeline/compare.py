@@ -58,7 +58,8 @@ def compare(args: Namespace) -> int:
 
 
 def load(run: str, storage: str) -> RunTables:
-    """A run by its name in the storage, or by the path of its config, whose storage then counts. Raises UserError where there is no record of it."""
+    """A run by its name in the storage, or by the path of its config, whose storage then counts.
+    Raises UserError where there is no record of it."""
     from pipeline import config
     from pipeline.plain_yaml import absolute
     from pipeline.report.tables import RunTables
@@ -100,7 +101,8 @@ def folder_of(names: Sequence[str]) -> str:
 
 
 def text(found: Comparison) -> str:
-    """The short table for a terminal: means over seeds, and the difference of the average accuracy from the first."""
+    """The short table for a terminal: means over seeds, and the difference of the average accuracy
+    from the first."""
     from pipeline.console import table_text
     from pipeline.report.compare import NUMBERS
 

@@ -1,4 +1,5 @@
-"""YAML and overrides become frozen, checked settings; every error names the key, the value, the rule and the remedy."""
+"""YAML and overrides become frozen, checked settings; every error names the key, the value, the
+rule and the remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ PLAIN = {
 
 
 class TaskEntry(Frozen):
-    """One line of the stream; with `split`, as many tasks of equal size, in the card's class order."""
+    """One line of the stream; with `split`, as many tasks of equal size, in the card's class
+    order."""
 
     card: str
     name: str = Field(
@@ -50,16 +52,16 @@ class TaskEntry(Frozen):
     )
     order: str = Field(
         "",
-        description="CARD/NAME of a file in a card's `orders`: which classes, in which order, in place "
-        "of `classes`",
+        description="CARD/NAME of a file in a card's `orders`: which classes, in which order, in "
+        "place of `classes`",
     )
     split: int = Field(
         0, ge=0, description="number of tasks that the classes are dealt to; 0 means one task"
     )
     role: Literal["task", "base", "unlabelled"] = Field(
         "task",
-        description="`base`: the backbone is trained on it first; `unlabelled`: no task, but images "
-        "that steps in front of the first task see without their labels",
+        description="`base`: the backbone is trained on it first; `unlabelled`: no task, but "
+        "images that steps in front of the first task see without their labels",
     )
 
     @field_validator("classes", mode="before")
@@ -74,8 +76,9 @@ class StreamSettings(Frozen):
 
 
 class ClusterSettings(Frozen):
-    """Where it runs. None of this is in the key of a result. `workers`, `cpus_per_worker` and `gpus_per_worker` decide in which order floats
-    are summed, which rounds differently; the rest changes no bit."""
+    """Where it runs. None of this is in the key of a result. `workers`, `cpus_per_worker` and
+    `gpus_per_worker` decide in which order floats are summed, which rounds differently; the rest
+    changes no bit."""
 
     largest_whole: ClassVar[int] = 100_000
 
@@ -87,15 +90,15 @@ class ClusterSettings(Frozen):
     groups: int = Field(
         0,
         ge=0,
-        description="most worker groups side by side; 0: as many as there is room for. Set it where "
-        "nodes are started on "
+        description="most worker groups side by side; 0: as many as there is room for. Set it "
+        "where nodes are started on "
         "demand: then groups are asked for although there is no room yet",
     )
     min_workers: int = Field(
         0,
         ge=0,
-        description="fewest ranks that a group goes on with when nodes are lost; it grows again between "
-        "stages. 0: always "
+        description="fewest ranks that a group goes on with when nodes are lost; it grows again "
+        "between stages. 0: always "
         "`workers`",
     )
     cpus_per_worker: int = Field(
@@ -108,8 +111,8 @@ class ClusterSettings(Frozen):
         0.0,
         ge=0,
         le=1000,
-        description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl wants a "
-        "GPU each",
+        description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl "
+        "wants a GPU each",
     )
     memory_gb_per_worker: float = Field(
         0.0, ge=0, le=1e6, description="memory that Ray keeps for a rank; 0: it does not count"
@@ -123,8 +126,8 @@ class ClusterSettings(Frozen):
     )
     address: str = Field(
         "",
-        description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; `local`: "
-        "always private",
+        description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; "
+        "`local`: always private",
     )
     retries: int = Field(
         2,
@@ -143,8 +146,8 @@ class ClusterSettings(Frozen):
     )
     cache: str = Field(
         "",
-        description="folder of each node for shards and decoded images; empty: in the storage where "
-        "that is a disk, else a temporary one",
+        description="folder of each node for shards and decoded images; empty: in the storage "
+        "where that is a disk, else a temporary one",
     )
     cache_gb: float = Field(
         50.0,
@@ -169,8 +172,8 @@ class TrackingSettings(Frozen):
     enabled: bool = True
     uri: str = Field(
         "",
-        description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the storage "
-        "folder",
+        description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the "
+        "storage folder",
     )
     experiment: str = "accrete"
     patience_s: float = Field(
@@ -186,13 +189,14 @@ class TrackingSettings(Frozen):
     )
     system_metrics: bool = Field(
         False,
-        description="also sample CPU, memory, disk, network and GPUs of the driver's machine; needs "
-        "psutil",
+        description="also sample CPU, memory, disk, network and GPUs of the driver's machine; "
+        "needs psutil",
     )
 
 
 class OwnEntry(Frozen):
-    """What the steps of one task alone have of a method: training settings, and those of the method's own that serving does not read."""
+    """What the steps of one task alone have of a method: training settings, and those of the
+    method's own that serving does not read."""
 
     train: dict[str, Any] = Field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -200,7 +204,8 @@ class OwnEntry(Frozen):
 
 
 class MethodEntry(Frozen):
-    """One method of the run under its label: what differs from `train` and `data`, the method's own settings, and by task what it alone has."""
+    """One method of the run under its label: what differs from `train` and `data`, the method's own
+    settings, and by task what it alone has."""
 
     method: str
     train: dict[str, Any] = Field(default_factory=dict)
@@ -266,7 +271,8 @@ class Config(Frozen):
         return self._base_name or self.name
 
     def entry_of(self, label: str, task: str | None = None) -> MethodEntry:
-        """A method as the steps of a task have it: with what stands under `tasks` for this one. None: as all tasks are served."""
+        """A method as the steps of a task have it: with what stands under `tasks` for this one.
+        None: as all tasks are served."""
         entry = self.methods[label]
         own = entry.tasks.get(task or "", OwnEntry())
         return entry.model_copy(
@@ -280,7 +286,8 @@ class Config(Frozen):
     def train_of(
         self, label: str, step: str = "train", where: str = "", task: str | None = None
     ) -> TrainSettings:
-        """The training settings of one step of one method: `train`, then the method's, then the task's, then the step's."""
+        """The training settings of one step of one method: `train`, then the method's, then the
+        task's, then the step's."""
         entry = self.entry_of(label, task)
         merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
         return checked(TrainSettings, merged, f"{place_of(label, task)}.train", where)
@@ -295,7 +302,8 @@ class Config(Frozen):
 
 
 def as_name(value: Any) -> str:
-    """A name that may be written as a whole number. Raises ValueError where YAML reads it as something else."""
+    """A name that may be written as a whole number. Raises ValueError where YAML reads it as
+    something else."""
     if type(value) not in (str, int):
         raise ValueError(
             f"a name is text or a whole number, and {value!r:.80} is neither; write it in quotes"
@@ -304,7 +312,8 @@ def as_name(value: Any) -> str:
 
 
 def _parted(raw: Any, place: str, shared: tuple[str, ...]) -> dict[str, Any]:
-    """A mapping of settings as an entry: keys that every method has by themselves, the method's own under `settings`."""
+    """A mapping of settings as an entry: keys that every method has by themselves, the method's own
+    under `settings`."""
     if not isinstance(raw, (dict, type(None))):
         raise ValueError(f"{place} is {raw!r}, it must be a mapping of settings")
     body = dict(raw or {})
@@ -317,7 +326,8 @@ def place_of(label: str, task: str | None = None) -> str:
 
 
 def load(path: str, overrides: list[str] | None = None) -> Config:
-    """Reads a config file, applies `key.sub=value` overrides, checks everything. Raises UserError with one sentence."""
+    """Reads a config file, applies `key.sub=value` overrides, checks everything. Raises UserError
+    with one sentence."""
     file = Path(path)
     if not file.exists():
         near = (
@@ -367,16 +377,18 @@ def check(body: dict[str, Any], where: str) -> Config:
 
 
 def _entries(config: Config) -> list[tuple[str, str | None]]:
-    """Every method by label as it is for all tasks, and then as it is for each that has something of its own."""
+    """Every method by label as it is for all tasks, and then as it is for each that has something
+    of its own."""
     return [
         (label, task) for label, entry in config.methods.items() for task in (None, *entry.tasks)
     ]
 
 
 def _check_methods(config: Config, where: str) -> None:
+    # imports torch, so it comes after everything that can be checked without
     from workers.methods import (
         METHODS,
-    )  # imports torch, so it comes after everything that can be checked without
+    )
 
     for label, entry in config.methods.items():
         if entry.method not in METHODS:
@@ -426,7 +438,8 @@ def _check_entry(config: Config, label: str, task: str | None, cls: Any, where: 
 
 
 def _check_own(settings: dict[str, Any], cls: Any, place: str, label: str, where: str) -> None:
-    """Raises UserError where a task has a setting of its own that holds for all tasks of the method."""
+    """Raises UserError where a task has a setting of its own that holds for all tasks of the
+    method."""
     able = [*sorted(cls.per_task), "steps", "train"]
     for key, value in settings.items():
         if key in {"data", *_keys_at(cls.Settings, [])} - cls.per_task:
@@ -482,7 +495,8 @@ def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
 
 
 def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
-    """Keys that the model accepts below `path` (list positions and free labels are stepped over)."""
+    """Keys that the model accepts below `path` (list positions and free labels are stepped
+    over)."""
     current: list[type[BaseModel]] = [model]
     for part in path:
         nested = [
@@ -516,8 +530,9 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def named_by_overrides(config: Config, plain: Config) -> Config:
-    """A run that computes something else than its file says has a name, and so a record, a report
-    and MLflow runs, of its own: NAME-seed-1 for `--set seed=1`. plain: the file without overrides."""
+    """A run that computes something else than its file says has a name, and so a record, a
+    report and MLflow runs, of its own: NAME-seed-1 for `--set seed=1`. plain: the file without
+    overrides."""
     before, after = (flatten(computed(settings)) for settings in (plain, config))
     changed = {
         key: after.get(key)

@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on and at its end: one live line on a terminal, plain lines everywhere else."""
+"""What a person sees while a run goes on and at its end: one live line on a terminal, plain lines
+everywhere else."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ QUIET_S = 30.0  # where output is not a terminal: seconds between two progress l
 
 
 class Console:
-    """Watches a walk. On a terminal the last line is rewritten; elsewhere a stage prints when it ends, and rarely between."""
+    """Watches a walk. On a terminal the last line is rewritten; elsewhere a stage prints when it
+    ends, and rarely between."""
 
     def __init__(self, graph: Graph, lookups: dict[str, Lookup], stream: TextIO | None = None):
         self.stream = stream or sys.stdout

@@ -1,4 +1,5 @@
-"""A model folder behind Ray Serve: concurrent requests for many tasks meet in one batch, and a stranger's request costs little."""
+"""A model folder behind Ray Serve: concurrent requests for many tasks meet in one batch, and a
+stranger's request costs little."""
 
 from __future__ import annotations
 
@@ -27,9 +28,8 @@ ONGOING = 64  # requests that the replica works on
 TOGETHER, WAIT_S = 32, 0.005  # requests in a batch, and how long the first waits for others
 IMAGES, IMAGE_BYTES = 64, 16 << 20
 READERS = min(4, os.cpu_count() or 1)  # requests that are decoded side by side
-PARTS = (
-    1 << 22
-)  # lists and objects in a body: each takes memory before anything else is known of it
+# lists and objects in a body: each takes memory before anything else is known of it
+PARTS = 1 << 22
 FIELDS = {"images", "tasks", "rule", "top"}
 
 
@@ -45,7 +45,8 @@ class Asked:
 
 @serve.deployment(max_ongoing_requests=ONGOING, max_queued_requests=Bounds.requests)
 class Deployment:
-    """One replica: one backbone. folder: of the bundle. total_pixels: most of all images of a request, and of all decoded at the same moment."""
+    """One replica: one backbone. folder: of the bundle. total_pixels: most of all images of a
+    request, and of all decoded at the same moment."""
 
     def __init__(self, folder: str, total_pixels: int):
         self.served = Served.open(folder)
@@ -132,7 +133,8 @@ def is_running() -> bool:
 
 
 def answered(served: Served, asked: Sequence[Asked]) -> list[list[Answer] | UserError]:
-    """The answers of each request, or why there are none. Requests with the same rule go through the network together."""
+    """The answers of each request, or why there are none. Requests with the same rule go through
+    the network together."""
     found: list[list[Answer] | UserError] = [[] for _ in asked]
     parts: dict[Any, list[int]] = {}
     for place, one in enumerate(asked):

@@ -13,8 +13,8 @@ MOST_LETTERS = 20  # that fit into a box
 
 
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
-    """One line per method: its tasks joined by `->` where one waits for the other (a chain), by `|` where none does (a star).
-    `*` marks a stage that will run."""
+    """One line per method: its tasks joined by `->` where one waits for the other (a chain), by `|`
+    where none does (a star). `*` marks a stage that will run."""
     lines = []
     shared = [s for s in graph if s.method is None and s.step != "report"]
     lines.append("shared   " + "  ".join(f"{s.id}{_star(s, status)}" for s in shared))
@@ -95,7 +95,8 @@ def _short(text: str) -> str:
 
 
 def _rows(graph: Graph, depth: Mapping[str, int]) -> dict[str, int]:
-    """A box keeps its row free in its column: methods below each other, tasks below each other inside a method."""
+    """A box keeps its row free in its column: methods below each other, tasks below each other
+    inside a method."""
     rows: dict[str, int] = {}
     top = 0
     groups: dict[str | None, list[Stage]] = {}

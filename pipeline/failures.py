@@ -1,7 +1,8 @@
-"""What a failed try of a stage leaves for people: its whole traceback with where it ran, and a sentence with our own line.
+"""What a failed try of a stage leaves for people: its whole traceback with where it ran, and a
+sentence with our own line.
 
-Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. `gc` deletes those of stages whose result
-stands, or that no run needs.
+Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. `gc` deletes
+those of stages whose result stands, or that no run needs.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ LONGEST = 500  # characters of an error's own words in the sentence; the file ha
 
 
 def describe(error: Exception) -> str:
-    """The error as its raiser worded it, with the innermost line of this project's own code that it came through."""
+    """The error as its raiser worded it, with the innermost line of this project's own code that it
+    came through."""
     text = f"{type(error).__name__}: {' '.join(shown(str(error)).split())[:LONGEST]}"
     frame = own_frame(error)
     return f"{text} (at {frame})" if frame else text
 
 
 def own_frame(error: BaseException) -> str:
-    """`workers/loop.py:120 in train_step`: the innermost frame below `pipeline/` or `workers/`; empty where there is none.
-    Of an error that Ray has brought from another process, the frame there."""
+    """`workers/loop.py:120 in train_step`: the innermost frame below `pipeline/` or `workers/`;
+    empty where there is none. Of an error that Ray has brought from another process, the frame
+    there."""
     remote = [
         *FRAME.finditer(getattr(error.__cause__, "traceback_str", ""))
     ]  # a RayTaskError has it as text
@@ -50,8 +53,9 @@ def own_frame(error: BaseException) -> str:
 def keep(
     storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1
 ) -> str:
-    """Write the whole traceback of a failed stage below `storage`, with host, rank and log. Return the path of the file, or
-    why there is none: a storage that is away must not hide the error itself."""
+    """Write the whole traceback of a failed stage below `storage`, with host, rank and log. Return
+    the path of the file, or why there is none: a storage that is away must not hide the error
+    itself."""
     host, now = platform.node(), time.strftime("%Y%m%dT%H%M%S")
     place = join(storage, FOLDER, key, f"{now}-{host}-rank{rank}-{os.getpid()}.txt")
     lines = [
@@ -73,7 +77,8 @@ def keep(
 
 
 def log_path() -> str:
-    """The file that this process writes its errors into, as a worker of Ray or Slurm does; empty where it is no file."""
+    """The file that this process writes its errors into, as a worker of Ray or Slurm does; empty
+    where it is no file."""
     try:
         is_file = stat.S_ISREG(os.fstat(2).st_mode)
         return os.readlink("/proc/self/fd/2") if is_file else ""

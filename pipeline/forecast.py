@@ -1,8 +1,11 @@
-"""What a run will cost, before anything runs: device-hours from what finished stages in the store say that they took.
+"""What a run will cost, before anything runs: device-hours from what finished stages in the store
+say that they took.
 
-A stage's work is counted in images times epochs (an evaluation's, and that of a step without epochs, in images). What was measured of the same
-method, step and backbone gives seconds per image; else any method's same step; else it is not measured, and said so. Sources are the stages of
-all named runs of this storage with the same backbone, precision and kind of device. Ingest and report take no device, and are left out.
+A stage's work is counted in images times epochs (an evaluation's, and that of a step without
+epochs, in images). What was measured of the same method, step and backbone gives seconds per image;
+else any method's same step; else it is not measured, and said so. Sources are the stages of all
+named runs of this storage with the same backbone, precision and kind of device. Ingest and report
+take no device, and are left out.
 """
 
 from __future__ import annotations
@@ -31,14 +34,14 @@ from workers.methods import METHODS
 
 Basis = Literal["same method", "other method", "not measured"]
 BASES: tuple[Basis, ...] = ("same method", "other method", "not measured")
-MOST_SOURCES = (
-    8  # finished stages that are read for one method and step, of the runs that were started last
-)
+# finished stages that are read for one method and step, of the runs that were started last
+MOST_SOURCES = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One finished stage: device-seconds that do not grow with its work, those per image and epoch, and which device it was."""
+    """One finished stage: device-seconds that do not grow with its work, those per image and epoch,
+    and which device it was."""
 
     fixed_s: float
     image_s: float
@@ -47,7 +50,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cost:
-    """A stage to come. images: of one epoch; None where nobody knows yet. device_s: None where it is not measured."""
+    """A stage to come. images: of one epoch; None where nobody knows yet. device_s: None where it
+    is not measured."""
 
     label: str
     step: str
@@ -59,8 +63,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Costs by stage. walls: seconds of wall time by label, each alone, and `together`: of what is measured, with `groups` groups of `workers`
-    ranks (0: as many groups as are asked for)."""
+    """Costs by stage. walls: seconds of wall time by label, each alone, and `together`: of what is
+    measured, with `groups` groups of `workers` ranks (0: as many groups as are asked for)."""
 
     costs: dict[str, Cost]
     workers: int
@@ -72,14 +76,16 @@ class Forecast:
 
 @dataclass
 class Images:
-    """How many images tasks have: by the index of what was ingested, else by what the card promises."""
+    """How many images tasks have: by the index of what was ingested, else by what the card
+    promises."""
 
     store: Store
     cards: Mapping[str, Any] = field(default_factory=dict)  # key of an ingest stage -> its card
     known: dict[str, Mapping[tuple[str, str], int] | None] = field(default_factory=dict)
 
     def of(self, data: str, classes: Iterable[str], split: str) -> float | None:
-        """Images of these classes in `train` or `test`. A card that promises a sum only has the same number of each class."""
+        """Images of these classes in `train` or `test`. A card that promises a sum only has the
+        same number of each class."""
         if data not in self.known:
             self.known[data] = self._index(data)
         counts, card, wanted = self.known[data], self.cards.get(data), [*classes]
@@ -102,15 +108,16 @@ class Images:
         return Counter(zip(table["split"].to_pylist(), table["class"].to_pylist(), strict=True))
 
 
-# ---- what was measured -------------------------------------------------------------------------------------------------
+# ---- what was measured ---------------------------------------------------------------------------
 def work_of(
     step: str,
     inputs: Mapping[str, Any],
     tasks: Mapping[str, tuple[str, tuple[str, ...]]],
     images: Images,
 ) -> tuple[float | None, int]:
-    """Images of an epoch, and epochs. tasks: name -> key of its data, its classes. A training step counts its own task's images, where it is
-    measured and where it is to come; what a memory adds is in its seconds per image. One that trains on all tasks so far counts them all."""
+    """Images of an epoch, and epochs. tasks: name -> key of its data, its classes. A training step
+    counts its own task's images, where it is measured and where it is to come; what a memory adds
+    is in its seconds per image. One that trains on all tasks so far counts them all."""
     evaluates, method = step == "evaluate", METHODS.get(inputs.get("method", ""))
     every = evaluates or (method is not None and method.trains_on == "seen")
     names = (
@@ -156,7 +163,8 @@ def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
 def measured(
     store: Store, config: Config, images: Images
 ) -> dict[tuple[str, str, str], list[Measured]]:
-    """(method, step, precision) -> what finished stages took, of the runs in this storage with the backbone and the kind of device of `config`."""
+    """(method, step, precision) -> what finished stages took, of the runs in this storage with the
+    backbone and the kind of device of `config`."""
     found: dict[tuple[str, str, str], list[Measured]] = {}
     read: set[str] = set()
     records = [record for name in store.run_names() if (record := store.record(name))]
@@ -220,7 +228,7 @@ def history_s(artefact: Artefact) -> float | None:
     return float(sum(row.get("seconds") or 0.0 for row in rows)) or None
 
 
-# ---- what is to come ---------------------------------------------------------------------------------------------------
+# ---- what is to come -----------------------------------------------------------------------------
 def forecast(
     graph: Graph, config: Config, store: Store, todo: set[str], tasks: Iterable[Task]
 ) -> Forecast:
@@ -303,7 +311,8 @@ def seconds_of(known: list[Measured], work: tuple[float | None, int]) -> float |
 
 
 def wall(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
-    """When the last stage ends, in seconds, where so many groups take stages in the order of a run; those that are not in `seconds` take none."""
+    """When the last stage ends, in seconds, where so many groups take stages in the order of a run;
+    those that are not in `seconds` take none."""
     walk, offers = Walk.over(graph, (s.id for s in graph if s.id not in todo), 0), Offers()
     running: list[tuple[float, str]] = []
     now = 0.0

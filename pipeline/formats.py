@@ -1,4 +1,5 @@
-"""Formats: a folder, Parquet, tars, scikit-learn and torchvision data, listed and read as one thing, items with a label."""
+"""Formats: a folder, Parquet, tars, scikit-learn and torchvision data, listed and read as one
+thing, items with a label."""
 
 from __future__ import annotations
 
@@ -58,9 +59,9 @@ MOST_NAMED = 3  # reasons that an error gives for what is left out, and names of
 CHUNK = 256  # files, members or images per unit
 LABEL_MEMBER = "cls"
 LONGEST_LABEL = 4096  # bytes of a class name in a source
-MOST_BYTES = (
-    512 << 20
-)  # of one encoded image: without compression, 16 bits a channel, they are 400 MB at the default max_pixels
+# of one encoded image: without compression, 16 bits a channel, they are 400 MB at the default
+# max_pixels
+MOST_BYTES = 512 << 20
 LONGEST_KEY = 255  # characters of a part of a key, as many as a file system gives a name
 MOST_HEADER = 1 << 20  # of one header in a tar
 
@@ -69,9 +70,10 @@ MOST_HEADER = 1 << 20  # of one header in a tar
 class Item:
     """One image of a source.
 
-    name: what people know it by (path or row). stem: the name without folder and extension. label: its class as the source
-    has it, None where there is none. problem: why it cannot be used, known without its pixels.
-    uri, offset, size: where its bytes lie, if they can be read at random; uri "" otherwise, size None for a whole file.
+    name: what people know it by (path or row). stem: the name without folder and extension. label:
+    its class as the source has it, None where there is none. problem: why it cannot be used, known
+    without its pixels. uri, offset, size: where its bytes lie, if they can be read at random; uri
+    "" otherwise, size None for a whole file.
     """
 
     split: str
@@ -85,8 +87,9 @@ class Item:
 
 
 class Entry(NamedTuple):
-    """One thing below a source. name: its path below the source. size, modified: bytes and modification time of a file (nanoseconds, 0
-    where it is not known). problem: why it is not used."""
+    """One thing below a source. name: its path below the source. size, modified: bytes and
+    modification time of a file (nanoseconds, 0 where it is not known). problem: why it is not
+    used."""
 
     name: str
     size: int
@@ -101,9 +104,10 @@ class Unit(NamedTuple):
     args: tuple[Any, ...]
 
 
-# ---- where a source lies -------------------------------------------------------------------------------------------------
+# ---- where a source lies -------------------------------------------------------------------------
 def place(card: Card) -> str:
-    """The path or URI of the source; relative paths are meant from the folder that holds `datasets/`."""
+    """The path or URI of the source; relative paths are meant from the folder that holds
+    `datasets/`."""
     return absolute(card.source.path)
 
 
@@ -112,7 +116,8 @@ def absolute(path: str) -> str:
 
 
 def folders(path: str, split: str) -> tuple[str, list[str]]:
-    """(the place of a split, the sorted names of the folders in it); no names where it does not exist."""
+    """(the place of a split, the sorted names of the folders in it); no names where it does not
+    exist."""
     where = join(absolute(path).rstrip("/"), split)
     system, inside = open_fs(where)
     if isinstance(system, fs.LocalFileSystem):
@@ -124,7 +129,8 @@ def folders(path: str, split: str) -> tuple[str, list[str]]:
 
 
 def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
-    """As `workers.artefact.resolve`, and through fsspec what pyarrow does not know (`hf://`). Raises StorageAway where the hub cannot be reached."""
+    """As `workers.artefact.resolve`, and through fsspec what pyarrow does not know (`hf://`).
+    Raises StorageAway where the hub cannot be reached."""
     if not uri.startswith("hf://"):
         return resolve(uri)
     try:
@@ -143,7 +149,8 @@ def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def open_file(uri: str) -> pa.NativeFile:
-    """A file of a source, open for reading. pyarrow takes names in UTF-8 alone; a disk holds others too."""
+    """A file of a source, open for reading. pyarrow takes names in UTF-8 alone; a disk holds others
+    too."""
     system, path = open_fs(uri)
     if isinstance(system, fs.LocalFileSystem) and not is_utf8(path):
         return pa.PythonFile(open(path, "rb"), "r")
@@ -151,8 +158,9 @@ def open_file(uri: str) -> pa.NativeFile:
 
 
 def listing(card: Card) -> list[Entry] | None:
-    """What lies in the source of a card, or in the folders of its splits, sorted, hidden files left out; None where it does not exist. A single
-    file is listed under its own name. Raises UserError where it cannot be listed."""
+    """What lies in the source of a card, or in the folders of its splits, sorted, hidden files left
+    out; None where it does not exist. A single file is listed under its own name. Raises UserError
+    where it cannot be listed."""
     uri, below = place(card), [""]
     if card.source.format == "folder":
         below = [
@@ -291,7 +299,8 @@ def _entry(name: str, found: os.DirEntry[str], kinds: set[str]) -> Entry:
 
 
 def is_utf8(text: str) -> bool:
-    """False for the name of a file whose bytes are no UTF-8; Python keeps them as lone surrogates."""
+    """False for the name of a file whose bytes are no UTF-8; Python keeps them as lone
+    surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -300,7 +309,8 @@ def is_utf8(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """The same with what no terminal and no table can show as `\\x..`: bytes that are no UTF-8, line ends, control characters."""
+    """The same with what no terminal and no table can show as `\\x..`: bytes that are no UTF-8,
+    line ends, control characters."""
     shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
@@ -329,7 +339,8 @@ def _remedy(uri: str) -> str:
 
 
 def left_out(problems: Iterable[tuple[str, str | None]]) -> str:
-    """The first of what is not used, by reason, as a part of a sentence; empty where there is nothing."""
+    """The first of what is not used, by reason, as a part of a sentence; empty where there is
+    nothing."""
     names: dict[str, list[str]] = {}
     for name, problem in problems:
         if problem:
@@ -359,7 +370,8 @@ def need_listing(card: Card) -> list[Entry]:
 
 
 def of_split(card: Card, split: Split, files: Sequence[Entry]) -> list[Entry]:
-    """What belongs to a split: `source.splits[split]` is a sub-folder, a file, a glob, or how file names begin."""
+    """What belongs to a split: `source.splits[split]` is a sub-folder, a file, a glob, or how file
+    names begin."""
     pattern = card.source.splits.get(split, "")
     if not pattern:
         return []
@@ -392,7 +404,8 @@ def base_of(card: Card) -> str:
 
 
 def archives(card: Card, split: Split, files: Sequence[Entry]) -> tuple[list[str], list[Item]]:
-    """(URIs of the files of a split that hold many images, what else is there). Raises UserError where one of those cannot be opened."""
+    """(URIs of the files of a split that hold many images, what else is there). Raises UserError
+    where one of those cannot be opened."""
     uris, rest, base = [], [], base_of(card)
     for entry in of_split(card, split, files):
         if entry.problem and not entry.problem.startswith("other file"):
@@ -412,9 +425,10 @@ def other_file(name: str) -> str:
     return f"other file: {os.path.splitext(name)[1] or 'no extension'}"
 
 
-# ---- the formats ---------------------------------------------------------------------------------------------------------
+# ---- the formats ---------------------------------------------------------------------------------
 def units(card: Card, map_fn: MapFn) -> list[Unit]:
-    """The whole source, in an order that depends on the source alone. Raises UserError where it is missing or unreadable."""
+    """The whole source, in an order that depends on the source alone. Raises UserError where it is
+    missing or unreadable."""
     return {
         "folder": _folder,
         "tar": _tar,
@@ -506,7 +520,8 @@ def read_at(uri: str, offset: int, size: int | None) -> bytes:
 
 
 def _tar(card: Card, map_fn: MapFn) -> list[Unit]:
-    """WebDataset's layout: `key.jpg` beside `key.cls`, which holds the class, as a name or as its place on the card."""
+    """WebDataset's layout: `key.jpg` beside `key.cls`, which holds the class, as a name or as its
+    place on the card."""
     files, jobs, items = need_listing(card), [], []
     # `label` is the default of a column's name in Parquet and no extension that anybody uses.
     extension = LABEL_MEMBER if card.source.label == "label" else card.source.label
@@ -521,7 +536,8 @@ def _tar(card: Card, map_fn: MapFn) -> list[Unit]:
 
 
 def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
-    """The samples of one tar. Raises UserError where it is cut short or has members that do not belong into a data set."""
+    """The samples of one tar. Raises UserError where it is cut short or has members that do not
+    belong into a data set."""
     split, uri, extension, classes = job
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, str] = {}
@@ -573,7 +589,8 @@ def list_tar(job: tuple[str, str, str | None, tuple[str, ...]]) -> list[Item]:
 
 
 class _Headers:
-    """A file as `tarfile` reads headers from it; one that says that it is huge would be given so much memory."""
+    """A file as `tarfile` reads headers from it; one that says that it is huge would be given so
+    much memory."""
 
     def __init__(self, stream: pa.NativeFile):
         self.stream, self.seek, self.tell = stream, stream.seek, stream.tell
@@ -661,8 +678,9 @@ def _parquet_file(uri: str) -> Iterator[pq.ParquetFile]:
 def read_parquet(
     split: str, uri: str, group: int, first: int, columns: tuple[str, ...], classes: tuple[str, ...]
 ) -> Iterator[tuple[Item, bytes | None]]:
-    """One row group, read once and row after row, so that a group of any size needs little memory, and so do rows that all say the same huge value,
-    which a file holds once. columns: of the image, and of the label if there is one. Raises UserError where it cannot be read to its end."""
+    """One row group, read once and row after row, so that a group of any size needs little memory,
+    and so do rows that all say the same huge value, which a file holds once. columns: of the image,
+    and of the label if there is one. Raises UserError where it cannot be read to its end."""
     row = first
     try:
         with _parquet_file(uri) as file:
@@ -784,5 +802,6 @@ def png(image: Image.Image) -> bytes:
 
 
 def safe(text: str) -> str:
-    """A name without dots, slashes and blanks, not without end, and the same for both Unicode forms: WebDataset ends a key at the first dot."""
+    """A name without dots, slashes and blanks, not without end, and the same for both Unicode
+    forms: WebDataset ends a key at the first dot."""
     return re.sub(r"[^\w\-]+", "_", nfc(text))[:LONGEST_KEY] or "_"

@@ -15,9 +15,10 @@ from workers.errors import UserError
 class Stage:
     """A node: one step of one task under one method.
 
-    id: readable and unique inside the graph, `label/task/step` (`data/CARD` for ingest, `backbone`, `report`).
-    key: content address of its result. inputs: what the key was made of, flat, for explaining a miss.
-    job: what a worker is told (a StageJob, or ingest's own job). note: what `plan` says of it beside hit or miss.
+    id: readable and unique inside the graph, `label/task/step` (`data/CARD` for ingest, `backbone`,
+    `report`). key: content address of its result. inputs: what the key was made of, flat, for
+    explaining a miss. job: what a worker is told (a StageJob, or ingest's own job). note: what
+    `plan` says of it beside hit or miss.
     """
 
     id: str

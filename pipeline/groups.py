@@ -1,4 +1,5 @@
-"""Worker groups on Ray as the driver has them: as many as its share of the cluster allows, started anew when they are lost."""
+"""Worker groups on Ray as the driver has them: as many as its share of the cluster allows, started
+anew when they are lost."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ GRACE_S = 60.0  # how long a driver that was told to leave waits for its groups 
 
 
 class Watching(Presence, Queue):
-    """The queue as an actor, which also gives back what a group that is gone had reserved: its controller may have been killed."""
+    """The queue as an actor, which also gives back what a group that is gone had reserved: its
+    controller may have been killed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,8 @@ class Watching(Presence, Queue):
 
 @dataclass
 class Running:
-    """A worker group. task: that runs its trainer. since: when it was started; None as soon as its workers came up, or it was told that they do not."""
+    """A worker group. task: that runs its trainer. since: when it was started; None as soon as its
+    workers came up, or it was told that they do not."""
 
     task: Any
     workers: int
@@ -75,10 +78,12 @@ class Running:
 
 
 class OnRay:
-    """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest over Ray tasks, the report here.
+    """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest over Ray tasks, the report
+    here.
 
-    The groups are as many, and of as many ranks, as this driver's share of the cluster allows: looked at every LOOK_S, and changed between two
-    stages of a group. Whoever is lost, its stage is offered again and goes on from its last checkpoint.
+    The groups are as many, and of as many ranks, as this driver's share of the cluster allows:
+    looked at every LOOK_S, and changed between two stages of a group. Whoever is lost, its stage is
+    offered again and goes on from its last checkpoint.
     """
 
     def __init__(
@@ -90,9 +95,8 @@ class OnRay:
         width: int,
     ):
         loaded = sys.modules.get("ray")
-        self.joined = (
-            loaded is not None and loaded.is_initialized()
-        )  # inside a search: whoever started Ray ends it
+        # inside a search: whoever started Ray ends it
+        self.joined = loaded is not None and loaded.is_initialized()
         ray = connect(cluster)
         self.ray, self.store, self.cluster, self.local, self.progress = (
             ray,
@@ -152,7 +156,8 @@ class OnRay:
             raise broke_down(self.ray, error) from None
 
     def _answer(self, call: Any) -> Any:
-        """What the queue says, which is on the head node. Raises GetTimeoutError before Ray gives up on a dead one, and ends this process."""
+        """What the queue says, which is on the head node. Raises GetTimeoutError before Ray gives
+        up on a dead one, and ends this process."""
         return self.ray.get(call, timeout=ANSWER_S)
 
     def _poll(self) -> list[Event]:
@@ -182,9 +187,10 @@ class OnRay:
         self.ingests = [f for f in self.ingests if f not in ready]
         return [f.result() for f in ready]
 
-    # ---- groups --------------------------------------------------------------------------------------------------------
+    # ---- groups ----------------------------------------------------------------------------------
     def _adjust(self) -> None:
-        """Starts the groups that there is room for; those for which there is none any more, or that may be larger, end with what they do."""
+        """Starts the groups that there is room for; those for which there is none any more, or that
+        may be larger, end with what they do."""
         sizes = sizes_of_groups(self.around, self.cluster, self.name, self.width)
         for index, workers in enumerate(sizes):
             if index not in self.groups:
@@ -203,9 +209,8 @@ class OnRay:
             self.queue.dismiss.remote(outgrown, False)
 
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
-        fn = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")(
-            run_segment
-        )  # not within what a trial of a search has reserved
+        # not within what a trial of a search has reserved
+        fn = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")(run_segment)
         self.books += 1
         task = fn.remote(
             self.queue,
@@ -222,8 +227,9 @@ class OnRay:
         self.ray.cancel(group.task, force=True)
 
     def _mind_groups(self) -> None:
-        """Groups that ended before the queue was closed are started anew where there is room for them, and what they held is offered again.
-        Raises UserError where a group's workers never come up."""
+        """Groups that ended before the queue was closed are started anew where there is room for
+        them, and what they held is offered again. Raises UserError where a group's workers never
+        come up."""
         for index in self.places:
             if index in self.groups:
                 self.groups[index].starts, self.groups[index].since = 0, None
@@ -272,9 +278,10 @@ class OnRay:
         if self.left_since is None and index < len(sizes):
             self._start(index, sizes[index], group.starts)
 
-    # ---- what becomes of the cluster -----------------------------------------------------------------------------------
+    # ---- what becomes of the cluster -------------------------------------------------------------
     def _look_around(self) -> None:
-        """Says what has changed, has groups leave nodes that are going to be taken away, and takes the room that there is now."""
+        """Says what has changed, has groups leave nodes that are going to be taken away, and takes
+        the room that there is now."""
         before, self.around = self.around, self._answer(self.queue.look_around.remote())
         self.looked = time.monotonic()
         for node in self.around.nodes.values():
@@ -305,7 +312,9 @@ class OnRay:
                         else "nothing of this run was on it"
                     )
                 )
-                for index in groups:  # not when its workers are found dead: another group may have time for its stage at once
+                # not when its workers are found dead: another group may have time for its stage at
+                # once
+                for index in groups:
                     self._answer(self.queue.abandon.remote(index, f"node {node} was lost", True))
                     del self.places[index]
                     self.groups[index].since = time.monotonic()
@@ -348,7 +357,8 @@ class OnRay:
         )
 
     def _leave(self) -> None:
-        """This driver was told to go: its groups save what they do. Raises Leaving when they have, or did not in time."""
+        """This driver was told to go: its groups save what they do. Raises Leaving when they have,
+        or did not in time."""
         if self.left_since is None:
             self.left_since = time.monotonic()
             self.queue.dismiss.remote([*self.groups], True)
@@ -406,15 +416,16 @@ def broke_down(ray: Any, error: Exception) -> UserError:
 
 
 def sweep(store: Store, own: str) -> None:
-    """Deletes the books that Ray keeps of groups, of this driver and of those of this machine that were killed."""
+    """Deletes the books that Ray keeps of groups, of this driver and of those of this machine that
+    were killed."""
     for folder in store.folders("ray"):
         if folder.startswith("group-") and (own in folder or is_remains(folder)):
             delete_dir(join(store.storage, "ray", folder))
 
 
 class RayMap:
-    """`map` over Ray tasks, results in order; all that share one RayMap have together at most `limit` tasks under way, so
-    that many small data sets do not start a process each."""
+    """`map` over Ray tasks, results in order; all that share one RayMap have together at most
+    `limit` tasks under way, so that many small data sets do not start a process each."""
 
     def __init__(self, ray: Any, limit: int):
         self.ray, self.free = ray, threading.BoundedSemaphore(limit)
@@ -437,7 +448,8 @@ class RayMap:
         try:
             value = self.ray.get(under_way[0])
         except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from error  # its sentence is of the cause; its traceback shows the remote one
+            # its sentence is of the cause; its traceback shows the remote one
+            raise error.cause from error
         under_way.popleft()
         self.free.release()
         return value

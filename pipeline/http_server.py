@@ -1,7 +1,8 @@
-"""HTTP in front of a model: hosts, deadlines and limits are checked here, before a request reaches the model.
+"""HTTP in front of a model: hosts, deadlines and limits are checked here, before a request reaches
+the model.
 
-Reading a request takes no place in the queue of predictions, so clients that send slowly hold up nobody. The connection that has been
-incomplete for longest is closed first where room runs out.
+Reading a request takes no place in the queue of predictions, so clients that send slowly hold up
+nobody. The connection that has been incomplete for longest is closed first where room runs out.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class Reply(NamedTuple):
 class Bounds:
     """What clients may take.
 
-    head_s, body_s, answer_s: seconds until a request's head has arrived, then its body, then until it is answered.
-    idle_s: seconds that a connection stays open between requests. requests: predictions that run or wait.
-    body_bytes: of one body. held_bytes: of all bodies that are being received or wait for their answers.
+    head_s, body_s, answer_s: seconds until a request's head has arrived, then its body, then until
+    it is answered. idle_s: seconds that a connection stays open between requests. requests:
+    predictions that run or wait. body_bytes: of one body. held_bytes: of all bodies that are being
+    received or wait for their answers.
     """
 
     head_s: float = 60.0
@@ -75,7 +77,8 @@ class Bounds:
 
 @dataclass(eq=False)
 class Upload:
-    """A body that is being received. timeout: ends the reading. refusal: what the client is told then."""
+    """A body that is being received. timeout: ends the reading. refusal: what the client is told
+    then."""
 
     timeout: asyncio.Timeout
     refusal: Refused
@@ -85,9 +88,10 @@ class Upload:
 class Hosts:
     """The names under which clients may ask.
 
-    A page of another site can make a browser resolve the site's name to this machine (DNS rebinding); such requests carry that name
-    as their host. names: beside the address that is listened on, and localhost. An address cannot be rebound, so a server that
-    listens on all interfaces answers to every address.
+    A page of another site can make a browser resolve the site's name to this machine (DNS
+    rebinding); such requests carry that name as their host. names: beside the address that is
+    listened on, and localhost. An address cannot be rebound, so a server that listens on all
+    interfaces answers to every address.
     """
 
     def __init__(self, listen: str, names: Iterable[str] = ()):
@@ -122,8 +126,9 @@ def is_address(name: str) -> bool:
 class Front:
     """The ASGI application.
 
-    predict: answers the body of POST /predict; it is cancelled when nobody waits for the answer. tasks: what GET /tasks answers.
-    is_healthy: whether the model can answer; called in a thread, at most once a second.
+    predict: answers the body of POST /predict; it is cancelled when nobody waits for the answer.
+    tasks: what GET /tasks answers. is_healthy: whether the model can answer; called in a thread, at
+    most once a second.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class Front:
             else Reply(503, {"error": "the model does not answer; it is being started again"})
         )
 
-    # ---- bodies ------------------------------------------------------------------------------------------------------
+    # ---- bodies ----------------------------------------------------------------------------------
     async def receive(self, request: Request) -> Upload:
         """Raises Refused where the body is too large, too slow, or gives way to later ones."""
         large = Refused(
@@ -266,8 +271,9 @@ class Front:
         return upload
 
     def hold(self, upload: Upload, chunk: bytes) -> None:
-        """Adds a chunk. Where all bodies take too much, those go that began first and are still incomplete. Raises Refused where
-        this one goes, or has gone a moment ago: a chunk may arrive before its reader is woken by the deadline."""
+        """Adds a chunk. Where all bodies take too much, those go that began first and are still
+        incomplete. Raises Refused where this one goes, or has gone a moment ago: a chunk may arrive
+        before its reader is woken by the deadline."""
         if upload not in self.uploads:
             raise upload.refusal
         upload.data += chunk
@@ -320,9 +326,11 @@ async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which is cut at a deadline: it has none of its own for heads, nor for clients that do not read their answers.
+    """uvicorn's, which is cut at a deadline: it has none of its own for heads, nor for clients that
+    do not read their answers.
 
-    One timer runs from the opening to the close: for the head of a request, then for all of the request, then for the next head.
+    One timer runs from the opening to the close: for the head of a request, then for all of the
+    request, then for the next head.
     """
 
     front: Front
@@ -370,7 +378,8 @@ class Connection(H11Protocol):
 
 @contextmanager
 def listening(front: Front, host: str, port: int) -> Iterator[int]:
-    """Serves `front` from a thread while inside; gives the port. Raises UserError where host and port cannot be used."""
+    """Serves `front` from a thread while inside; gives the port. Raises UserError where host and
+    port cannot be used."""
     front.connections = connections_allowed(front.bounds.connections)
     config = uvicorn.Config(
         front,
@@ -430,7 +439,8 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def connections_allowed(count: int) -> int:
-    """Lets this process open as many files as `count` connections need; returns for how many the system has room."""
+    """Lets this process open as many files as `count` connections need; returns for how many the
+    system has room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

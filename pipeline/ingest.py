@@ -1,4 +1,5 @@
-"""Ingest: raw data of any format becomes WebDataset tars and a Parquet index; what cannot be used is listed with a reason."""
+"""Ingest: raw data of any format becomes WebDataset tars and a Parquet index; what cannot be used
+is listed with a reason."""
 
 from __future__ import annotations
 
@@ -46,6 +47,7 @@ KEPT = {
     "WEBP": "webp",
 }  # formats whose bytes are kept as they are
 SMALL_PIXELS = 1_000_000  # an image of no more may be of one colour, in as few bytes as it takes
+# first column, row; steps
 ADAM7 = (
     (0, 0, 8, 8),
     (4, 0, 8, 8),
@@ -54,7 +56,7 @@ ADAM7 = (
     (0, 2, 2, 4),
     (1, 0, 2, 2),
     (0, 1, 1, 2),
-)  # first column, row; steps
+)
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of PNG's colour types
 PIECE = 1 << 20  # bytes that are inflated at a time
 REJECTED = "rejected.csv"
@@ -64,7 +66,8 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Record:
-    """One image on its way into a shard: where it came from, what was found, where its bytes can be read again."""
+    """One image on its way into a shard: where it came from, what was found, where its bytes can be
+    read again."""
 
     split: str
     name: str
@@ -90,8 +93,9 @@ def ingest(
 ) -> dict[str, Any]:
     """Writes the artefact `key` below `root` and returns its manifest.
 
-    map_fn(fn, items): results in order; the shards are the same bytes whatever it does in parallel. Raises UserError where
-    the source is missing, too much of it is bad, or it is not what the card promises; then nothing is published.
+    map_fn(fn, items): results in order; the shards are the same bytes whatever it does in parallel.
+    Raises UserError where the source is missing, too much of it is bad, or it is not what the card
+    promises; then nothing is published.
     """
     report = progress or (lambda event: None)
     attempt = Attempt(root, key)
@@ -130,7 +134,7 @@ def ingest(
     return Artefact.need(root, key).manifest
 
 
-# ---- first pass: every image is opened once ------------------------------------------------------------------------------
+# ---- first pass: every image is opened once ------------------------------------------------------
 def _examined(
     parts: list[Unit], card: Card, staged: str, map_fn: MapFn, report: Report
 ) -> list[Record]:
@@ -143,8 +147,8 @@ def _examined(
 
 
 def examine(job: tuple[Unit, Card, str]) -> list[Record]:
-    """Opens and decodes every image of a unit. Images that cannot be read again at random (Parquet rows) are put into one
-    temporary file in the store, where every node finds them."""
+    """Opens and decodes every image of a unit. Images that cannot be read again at random (Parquet
+    rows) are put into one temporary file in the store, where every node finds them."""
     unit, card, staged = job
     records, blob = [], io.BytesIO()
     named = {nfc(name): name for name in card.classes}
@@ -184,8 +188,8 @@ def examine(job: tuple[Unit, Card, str]) -> list[Record]:
 
 
 def raw_row(item: Item, data: Any) -> str:
-    """What an image of a source is before anything is made of it: split, name, label and digest of its bytes, or of
-    whatever a row of a table holds in their place."""
+    """What an image of a source is before anything is made of it: split, name, label and digest of
+    its bytes, or of whatever a row of a table holds in their place."""
     raw = data if isinstance(data, bytes) else repr(data).encode("utf-8", "backslashreplace")
     return (
         f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{hashlib.sha256(raw).hexdigest()}"
@@ -206,7 +210,8 @@ def digest_of_rows(rows: Iterable[str]) -> str:
 
 
 def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE) -> str | None:
-    """Why the bytes are no usable image; None where they decode to the last pixel. per_byte: most pixels that a byte may stand for."""
+    """Why the bytes are no usable image; None where they decode to the last pixel. per_byte: most
+    pixels that a byte may stand for."""
     try:
         image = open_image(data, max_pixels)
         width, height = image.size
@@ -233,8 +238,9 @@ def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE
 
 
 def all_rows(data: bytes) -> bool:
-    """Whether the compressed data of a sound PNG holds as many bytes as its header says; Pillow leaves rows that are not there black, without a
-    word. Raises zlib.error where it is no such data. Source: PNG specification (ISO/IEC 15948), sections 7 to 10."""
+    """Whether the compressed data of a sound PNG holds as many bytes as its header says; Pillow
+    leaves rows that are not there black, without a word. Raises zlib.error where it is no such
+    data. Source: PNG specification (ISO/IEC 15948), sections 7 to 10."""
     width, height, bits, color, _, _, interlaced = struct.unpack(">IIBBBBB", data[16:29])
     passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
     left = 0
@@ -254,13 +260,14 @@ def all_rows(data: bytes) -> bool:
 
 
 def to_stored(data: bytes, max_pixels: int) -> tuple[bytes, str]:
-    """The bytes that go into the shard, and their extension: the original ones, or PNG where few programs read them."""
+    """The bytes that go into the shard, and their extension: the original ones, or PNG where few
+    programs read them."""
     image = open_image(data, max_pixels)
     ext = KEPT.get(image.format or "")
     return (data, ext) if ext else (png(rgb(image)), "png")
 
 
-# ---- judgement: what is kept, under which key, in which split ------------------------------------------------------------
+# ---- judgement: what is kept, under which key, in which split ------------------------------------
 def judge(card: Card, records: list[Record]) -> tuple[list[Record], list[list[str]]]:
     """The records to write, in the order of the shards, and the rows of rejected.csv."""
     if not records:
@@ -342,7 +349,8 @@ def check_share(card: Card, records: list[Record]) -> None:
 
 
 def _keyed(card: Card, records: list[Record]) -> list[Record]:
-    """Keys `split/class/stem`, unique, and independent of the other classes; test images held out where there are none."""
+    """Keys `split/class/stem`, unique, and independent of the other classes; test images held out
+    where there are none."""
     records = _unique([replace(r, key=f"{safe(r.label or '')}/{safe(r.stem)}") for r in records])
     if card.test_fraction and not any(r.split == "test" for r in records):
         table = pa.table({"key": [r.key for r in records], "class": [r.label for r in records]})
@@ -352,8 +360,9 @@ def _keyed(card: Card, records: list[Record]) -> list[Record]:
 
 
 def _unique(records: list[Record]) -> list[Record]:
-    """The same with a hash of the source's name behind every key that is there more than once in a split, and of the number of the image
-    behind those whose names are the same too (two archives may have one name, in two folders)."""
+    """The same with a hash of the source's name behind every key that is there more than once in a
+    split, and of the number of the image behind those whose names are the same too (two archives
+    may have one name, in two folders)."""
     often = Counter((r.split, r.key) for r in records)
     seen: Counter[tuple[str, str]] = Counter()
     found = []
@@ -379,7 +388,7 @@ def _row(record: Record, reason: str | None, kept: bool) -> list[str]:
     ]
 
 
-# ---- second pass: the shards ---------------------------------------------------------------------------------------------
+# ---- second pass: the shards ---------------------------------------------------------------------
 def _written(
     records: list[Record], card: Card, attempt: Attempt, map_fn: MapFn, report: Report
 ) -> pa.Table:
@@ -409,8 +418,8 @@ def _written(
 def write_shard(
     job: tuple[str, str, str, str, list[Record], int],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One tar: `key.ext` and `key.cls` of each record. Returns size and digest of the file, and its rows of the index.
-    Raises UserError where a source file changed since it was examined."""
+    """One tar: `key.ext` and `key.cls` of each record. Returns size and digest of the file, and its
+    rows of the index. Raises UserError where a source file changed since it was examined."""
     root, key, attempt, shard, records, max_pixels = job
     buffer, rows = io.BytesIO(), []
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -444,16 +453,18 @@ def write_shard(
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Adds a member without time or owner, so that the same images give the same bytes. Returns where its data starts."""
+    """Adds a member without time or owner, so that the same images give the same bytes. Returns
+    where its data starts."""
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = len(data), 0, 0o644
     tar.addfile(member, io.BytesIO(data))
     return tar.offset - -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-# ---- what was written ----------------------------------------------------------------------------------------------------
+# ---- what was written ----------------------------------------------------------------------------
 def content_of(table: pa.Table) -> str:
-    """sha256 over what the images are, whatever shards they lie in: the sorted rows (split, key, class, sha256)."""
+    """sha256 over what the images are, whatever shards they lie in: the sorted rows (split, key,
+    class, sha256)."""
     columns = (table[name].to_pylist() for name in ("split", "key", "class", "sha256"))
     return hashlib.sha256(
         "\n".join(sorted("\t".join(row) for row in zip(*columns, strict=True))).encode()

@@ -1,4 +1,5 @@
-"""A segment becomes StageJobs on Ray Train: warm worker groups pull stages from a small queue; or all runs in this process."""
+"""A segment becomes StageJobs on Ray Train: warm worker groups pull stages from a small queue; or
+all runs in this process."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class InProcess:
 def attempt(
     stage: Stage, run: Callable[[], dict[str, Any]], storage: str, group: dist.Group | None = None
 ) -> Event:
-    """Runs a stage and turns whatever happens into an event. What nobody foresaw leaves its traceback in `storage`."""
+    """Runs a stage and turns whatever happens into an event. What nobody foresaw leaves its
+    traceback in `storage`."""
     try:
         return Event("done", stage.id, body=run())
     except notice.Leaving:
@@ -93,9 +95,8 @@ def attempt(
         return Event("failed", stage.id, str(error), final=True)
     except Exception as error:
         if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
-            return Event(
-                "lost", stage.id, "a worker of its group is gone"
-            )  # what the others hear of it
+            # what the others hear of it
+            return Event("lost", stage.id, "a worker of its group is gone")
         group = group or dist.Group()
         trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
         return Event("failed", stage.id, f"{failures.describe(error)}; traceback: {trace}")
@@ -149,9 +150,10 @@ def width_of(graph: Graph, todo: set[str]) -> int:
     return max(Counter(depth.values()).values(), default=1)
 
 
-# ---- Ray ---------------------------------------------------------------------------------------------------------------
+# ---- Ray -----------------------------------------------------------------------------------------
 def train_loop_per_worker(config: dict[str, Any]) -> None:
-    """What every rank of a worker group runs: stages from the queue until it is closed, or the group is dismissed."""
+    """What every rank of a worker group runs: stages from the queue until it is closed, or the
+    group is dismissed."""
     import ray
     import ray.train
 
@@ -174,9 +176,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             stage = ray.get(queue.next.remote(index))
             if stage is None:
                 time.sleep(QUEUE_POLL_S)
-        stage = group.share(
-            stage
-        )  # None after IDLE_S: the other ranks wait in a collective, which has a timeout
+        # None after IDLE_S: the other ranks wait in a collective, which has a timeout
+        stage = group.share(stage)
         if stage is None:
             continue
         if stage == "stop":
@@ -192,13 +193,13 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         if event.kind == "moved":
             return
         if event.kind != "done" and world > 1:
-            raise RuntimeError(
-                event.message
-            )  # the other ranks may wait inside a collective: the group is started anew
+            # the other ranks may wait inside a collective: the group is started anew
+            raise RuntimeError(event.message)
 
 
 class Told:
-    """A stage's reports on their way to the queue. Whether the group is to leave comes back as the answer to the one before: nobody waits."""
+    """A stage's reports on their way to the queue. Whether the group is to leave comes back as the
+    answer to the one before: nobody waits."""
 
     def __init__(self, ray: Any, queue: Any, index: int, stage: Stage):
         self.ray, self.queue, self.index, self.stage = ray, queue, index, stage
@@ -217,8 +218,9 @@ class Told:
 
 
 def trainer_class() -> Any:
-    """Ray's, without the actor that gives back what a killed controller had reserved: where the cluster has no dashboard it never hears of the
-    end, and stays for ever. Our queue gives it back instead."""
+    """Ray's, without the actor that gives back what a killed controller had reserved: where the
+    cluster has no dashboard it never hears of the end, and stays for ever. Our queue gives it back
+    instead."""
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback,
@@ -238,12 +240,15 @@ def trainer_class() -> Any:
 def run_segment(
     queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str
 ) -> str:
-    """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a Ray task. workers: its ranks; name: of
-    the folder below `storage` where Ray keeps its own books. Returns NO_ROOM where a group that may have fewer ranks did not come up.
+    """One worker group: a TorchTrainer that stays warm and runs stage after stage. Runs inside a
+    Ray task. workers: its ranks; name: of the folder below `storage` where Ray keeps its own books.
+    Returns NO_ROOM where a group that may have fewer ranks did not come up.
 
-    A worker that dies while its group comes up leaves the group's resources reserved for as long as the trainer lives: Ray's own retries
-    would wait for them for ever. So the first such failure ends the trainer, and another one is started. Waiting for resources that others
-    have goes on. A group that may have fewer ranks is never restarted by Ray: the driver does it, with as many as there is room for.
+    A worker that dies while its group comes up leaves the group's resources reserved for as long as
+    the trainer lives: Ray's own retries would wait for them for ever. So the first such failure
+    ends the trainer, and another one is started. Waiting for resources that others have goes on. A
+    group that may have fewer ranks is never restarted by Ray: the driver does it, with as many as
+    there is room for.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig

@@ -1,13 +1,15 @@
 """The field's metrics as pure functions of one accuracy matrix; each formula has one name.
 
-R[t, i] is the accuracy on task i after stage t, T x T, given as integer counts `correct` and `total` of the same shape
-(or as rates, with `total` left at 1: all tasks then count the same). Entries above the diagonal are tasks not seen yet,
-and no metric looks at them. Forward transfer (GEM) is left out: a task that is still to come has no head of its own, and in
-scenario `class` no outputs, so that there is nothing that could be measured on it.
+R[t, i] is the accuracy on task i after stage t, T x T, given as integer counts `correct` and
+`total` of the same shape (or as rates, with `total` left at 1: all tasks then count the same).
+Entries above the diagonal are tasks not seen yet, and no metric looks at them. Forward transfer
+(GEM) is left out: a task that is still to come has no head of its own, and in scenario `class` no
+outputs, so that there is nothing that could be measured on it.
 
-Missing entries (`correct` is NaN, or `total` is NaN or not positive) follow one rule: a metric that needs a missing
-entry is NaN, never a mean over fewer entries. `over_time` gives each metric after each stage, so that a run of which
-only the first rows exist still has its numbers so far. Inputs are never changed.
+Missing entries (`correct` is NaN, or `total` is NaN or not positive) follow one rule: a metric that
+needs a missing entry is NaN, never a mean over fewer entries. `over_time` gives each metric after
+each stage, so that a run of which only the first rows exist still has its numbers so far. Inputs
+are never changed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ NAN = float("nan")
 
 
 def rates(correct: ArrayLike, total: ArrayLike = 1) -> NDArray[np.float64]:
-    """correct / total, shape (T, T), NaN where missing. Raises UserError where the shape is not square."""
+    """correct / total, shape (T, T), NaN where missing. Raises UserError where the shape is not
+    square."""
     hits, counts = _counts(correct, total)
     return np.divide(hits, counts, out=np.full(hits.shape, NAN), where=counts > 0)
 
@@ -59,12 +62,14 @@ def last_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
 
 
 def forgetting(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-1} (max_{l=j..T-2} R[l, j] - R[T-1, j]); 0 for one task (Chaudhry et al. 2018, the default)."""
+    """1/(T-1) sum_{j<T-1} (max_{l=j..T-2} R[l, j] - R[T-1, j]); 0 for one task (Chaudhry et al.
+    2018, the default)."""
     return _lost(rates(correct, total), lambda r, j: r[j:-1, j].max())
 
 
 def forgetting_first(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-1} (R[j, j] - R[T-1, j]); 0 for one task. Equals minus `backward_transfer`."""
+    """1/(T-1) sum_{j<T-1} (R[j, j] - R[T-1, j]); 0 for one task. Equals minus
+    `backward_transfer`."""
     return _lost(rates(correct, total), lambda r, j: r[j, j])
 
 
@@ -74,7 +79,8 @@ def backward_transfer(correct: ArrayLike, total: ArrayLike = 1) -> float:
 
 
 def backward_transfer_all_pairs(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task: after every later task, not after the last one alone (continuum since May 2022)."""
+    """2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task: after every later task, not after
+    the last one alone (continuum since May 2022)."""
     r = rates(correct, total)
     if len(r) < 2:
         return 0.0 if r.size and not np.isnan(r).any() else NAN
@@ -88,9 +94,11 @@ def learning_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
 
 
 def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]): what `continuum` computed before May 2022.
+    """1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]): what `continuum` computed before
+    May 2022.
 
-    It leaves out task T-2 and the model after it while still dividing by T-1; only for comparing with DyTox's paper.
+    It leaves out task T-2 and the model after it while still dividing by T-1; only for comparing
+    with DyTox's paper.
     """
     r = rates(correct, total)
     count = len(r)
@@ -100,8 +108,9 @@ def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -
 
 
 def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
-    """max - min over orders of what each task ends with, shape (T,): APD's order robustness, of which max and mean are reported.
-    accuracies: R[T-1] of streams of the same tasks in different orders, (orders, T), columns by task and not by place."""
+    """max - min over orders of what each task ends with, shape (T,): APD's order robustness, of
+    which max and mean are reported. accuracies: R[T-1] of streams of the same tasks in different
+    orders, (orders, T), columns by task and not by place."""
     r = np.asarray(accuracies, float)
     if r.ndim != 2 or not len(r):
         raise UserError(

@@ -1,4 +1,5 @@
-"""Which stage goes next, and the queue between the driver and the worker groups: plain Python, stepped by hand in tests."""
+"""Which stage goes next, and the queue between the driver and the worker groups: plain Python,
+stepped by hand in tests."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ class Offer(NamedTuple):
 
 
 class Offers:
-    """Stages that wait for a group, by depth, and below it by what they wait for: adding and taking one cost the same among any number.
+    """Stages that wait for a group, by depth, and below it by what they wait for: adding and taking
+    one cost the same among any number.
 
-    A chain keeps its group: the first child of a group's last stage is kept for it while it is idle. It will ask again within moments; should
-    it not, as its workers may be gone, others get the stage after each idle group could have asked twice.
+    A chain keeps its group: the first child of a group's last stage is kept for it while it is
+    idle. It will ask again within moments; should it not, as its workers may be gone, others get
+    the stage after each idle group could have asked twice.
     """
 
     def __init__(self, offers: Iterable[Offer] = ()) -> None:
@@ -55,8 +58,9 @@ class Offers:
             self.kept[home] = offer, self.asked + 2 * len(self.idle)
 
     def take(self, last: Stage | None = None) -> Stage | None:
-        """Removes and returns the next stage for a group whose last one was `last`: what is kept for it; else the deepest, among equals a child
-        of `last`. None where there is none for it."""
+        """Removes and returns the next stage for a group whose last one was `last`: what is kept
+        for it; else the deepest, among equals a child of `last`. None where there is none for
+        it."""
         self.asked += 1
         before = last.id if last else ""
         self.idle.discard(before)
@@ -73,7 +77,8 @@ class Offers:
         )
 
     def release(self, last: str) -> None:
-        """The group whose last stage was `last` will not ask again soon: what is kept for it is for all."""
+        """The group whose last stage was `last` will not ask again soon: what is kept for it is for
+        all."""
         self.idle.discard(last)
         if last in self.kept:
             self._add(self.kept.pop(last)[0])
@@ -109,34 +114,36 @@ class Queue:
         self.places: dict[
             int, list[str]
         ] = {}  # group whose workers have come up -> the nodes of its ranks
-        self.gone: set[int] = (
-            set()
-        )  # groups that were given up and have not come up again: what is left of one gets no stage
+        # groups that were given up and have not come up again: what is left of one gets no stage
+        self.gone: set[int] = set()
         self.going: dict[
             int, bool
         ] = {}  # group that is to end -> whether at once; else when it has done what it holds
         self.closed = False
 
     def offer(self, offers: list[Offer]) -> tuple[list[Event], dict[int, list[str]]]:
-        """From the driver: new stages. Returns what happened since, and the groups that are up, each with the nodes of its ranks."""
+        """From the driver: new stages. Returns what happened since, and the groups that are up,
+        each with the nodes of its ranks."""
         self.offers += offers
         events, self.events = self.events, []
         return events, dict(self.places)
 
     def joined(self, group: int, places: list[str]) -> None:
-        """From rank 0 of a group that has come up: the nodes of its ranks. What the group held is lost: its workers died."""
+        """From rank 0 of a group that has come up: the nodes of its ranks. What the group held is
+        lost: its workers died."""
         self._lose(group, "its workers died")
         self.places[group] = places
         self.gone.discard(group)
 
     def dismiss(self, groups: list[int], at_once: bool) -> None:
-        """From the driver: these groups are to end, when they have done what they hold, or when they have saved it."""
+        """From the driver: these groups are to end, when they have done what they hold, or when
+        they have saved it."""
         for group in groups:
             self.going[group] = at_once or self.going.get(group, False)
 
     def next(self, group: int) -> Stage | str | None:
-        """From rank 0 of a group: a stage, None for nothing yet, `stop`. A group that asks while it holds a stage was
-        started anew: its workers died."""
+        """From rank 0 of a group: a stage, None for nothing yet, `stop`. A group that asks while it
+        holds a stage was started anew: its workers died."""
         self._lose(group, "its workers died")
         if self.closed or group in self.going:
             return "stop"
@@ -148,7 +155,8 @@ class Queue:
         return chosen
 
     def post(self, group: int, event: Event) -> bool:
-        """From a rank: how a stage goes or ended. Of several ranks that fail together the first one is heard. Returns whether it is to leave."""
+        """From a rank: how a stage goes or ended. Of several ranks that fail together the first one
+        is heard. Returns whether it is to leave."""
         held = self.held.get(group)
         if event.kind == "progress":
             self.events.append(event)
@@ -162,7 +170,8 @@ class Queue:
         return self.going.get(group, False)
 
     def abandon(self, group: int, message: str, moved: bool = False) -> None:
-        """From the driver: the group itself is gone, and is started anew. moved: through no fault of what it did."""
+        """From the driver: the group itself is gone, and is started anew. moved: through no fault
+        of what it did."""
         self._lose(group, message, moved)
         if group in self.last:
             self.offers.release(self.last[group].id)

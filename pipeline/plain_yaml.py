@@ -1,8 +1,10 @@
-"""YAML files as plain values: safe, strict and bounded; what a file extends, what `--set` changes, what `${NAME}` stands for.
+"""YAML files as plain values: safe, strict and bounded; what a file extends, what `--set` changes,
+what `${NAME}` stands for.
 
-A word means what the core schema of YAML 1.2 says: true and false alone are booleans, so that `no`, `on` and `off` are text; 010 is ten and
-0o10 is eight; 1e-3 is a number; 1:30, 1_000 and 2024-01-01 are text. A setting that is a number or a switch also takes a text that can only
-mean one: 1_000 is a thousand, `yes` is true.
+A word means what the core schema of YAML 1.2 says: true and false alone are booleans, so that `no`,
+`on` and `off` are text; 010 is ten and 0o10 is eight; 1e-3 is a number; 1:30, 1_000 and 2024-01-01
+are text. A setting that is a number or a switch also takes a text that can only mean one: 1_000 is
+a thousand, `yes` is true.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from workers.errors import UserError
 from workers.regular_file import read_regular
 from workers.secrets import refuse_secrets
 
+# of a file: characters, values with each alias counted in full, nesting
 MOST_TEXT, MOST_VALUES, MOST_LEVELS = (
     16 << 20,
     200_000,
     50,
-)  # of a file: characters, values with each alias counted in full, nesting
+)
 MOST_FILES = 100  # that a config consists of, each counted as often as it is extended
 TAG = "tag:yaml.org,2002:"
 CORE = {  # the words of each kind of value, and what they may begin with
@@ -38,8 +41,9 @@ CORE = {  # the words of each kind of value, and what they may begin with
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML of plain values alone, in which a key that stands twice is an error. A file may come from a stranger: what it says once and means
-    a billion times by aliases, or nests without end, is refused before it is made."""
+    """Safe YAML of plain values alone, in which a key that stands twice is an error. A file may
+    come from a stranger: what it says once and means a billion times by aliases, or nests without
+    end, is refused before it is made."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -175,20 +179,23 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    """Plain values as YAML that `parse_yaml` reads back as they are. options: of PyYAML's `dump`."""
+    """Plain values as YAML that `parse_yaml` reads back as they are. options: of PyYAML's
+    `dump`."""
     return str(
         yaml.dump(value, Dumper=_Dumper, **{"sort_keys": False, "allow_unicode": True, **options})
     )
 
 
 def read_with_bases(file: Path) -> dict[str, Any]:
-    """A config's values over those of the files that it `extends` (one or a list, relative to its own folder, later ones first),
-    by `merge`. Raises UserError where a file extends itself or one that is not there, or where there are too many."""
+    """A config's values over those of the files that it `extends` (one or a list, relative to its
+    own folder, later ones first), by `merge`. Raises UserError where a file extends itself or one
+    that is not there, or where there are too many."""
     return _read_over_bases(file, (), [])
 
 
 def _read_over_bases(file: Path, above: tuple[Path, ...], files: list[Path]) -> dict[str, Any]:
-    """above: the files that extend this one, the first first. files: all that were read before, in order."""
+    """above: the files that extend this one, the first first. files: all that were read before, in
+    order."""
     files.append(file)
     if len(files) > MOST_FILES:
         raise UserError(
@@ -247,7 +254,8 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
-    """`value` at the dotted `path` in nested plain values. Raises UserError where the path goes through a value."""
+    """`value` at the dotted `path` in nested plain values. Raises UserError where the path goes
+    through a value."""
     *parents, last = path.split(".")
     here: Any = body
     for part in parents:

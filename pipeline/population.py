@@ -1,7 +1,9 @@
-"""Population-based training in rounds: between two tasks, trials that are behind take over what better ones have learned.
+"""Population-based training in rounds: between two tasks, trials that are behind take over what
+better ones have learned.
 
-Every trial has learned a task before the next one begins, however many run side by side, so what is exchanged depends on the records
-alone (Jaderberg et al., arXiv 1711.09846, with truncation selection of a quarter).
+Every trial has learned a task before the next one begins, however many run side by side, so what is
+exchanged depends on the records alone (Jaderberg et al., arXiv 1711.09846, with truncation
+selection of a quarter).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Start:
-    """How a trial begins a round: its parameters, and the number of the trial whose results it goes on from."""
+    """How a trial begins a round: its parameters, and the number of the trial whose results it goes
+    on from."""
 
     params: Params
     parent: int
@@ -32,8 +35,9 @@ def start_of(
 ) -> Start:
     """How trial `number`, which has learned tasks 0 to `position` - 1, begins task `position`.
 
-    Of the trials that have learned the task before, those in the lower quarter by accuracy take the results of one in the upper quarter
-    and parameters near its; the others go on as they are. There is a round per task, so nothing is taken over after the last one.
+    Of the trials that have learned the task before, those in the lower quarter by accuracy take the
+    results of one in the upper quarter and parameters near its; the others go on as they are. There
+    is a round per task, so nothing is taken over after the last one.
     """
     own = next(record for record in records if record["number"] == number)
     before = {
@@ -52,6 +56,7 @@ def start_of(
 
 
 def lineage(record: Record, tasks: Sequence[str]) -> dict[str, Any]:
-    """What a record holds of `tasks`, the first ones of the stream: its results, and the parameters that they were trained with."""
+    """What a record holds of `tasks`, the first ones of the stream: its results, and the parameters
+    that they were trained with."""
     history = {task: params for task, params in record["history"].items() if task in tasks}
     return {"results": record["results"][: len(tasks)], "history": history}

@@ -1,4 +1,5 @@
-"""A finished run -> one model that serves all its tasks: predict, bundle, tasks and serve on the command line."""
+"""A finished run -> one model that serves all its tasks: predict, bundle, tasks and serve on the
+command line."""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
     from workers.bundle import Bundle
     from workers.serve import Answer
 
-MAX_PIXELS = (
-    1 << 26
-)  # of all images of a request that is served, and of all that are decoded at the same moment
+# of all images of a request that is served, and of all that are decoded at the same moment
+MAX_PIXELS = 1 << 26
 SHOWN = 3  # probabilities in a table, unless more are asked for
 
 
@@ -106,10 +106,10 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
             sub.add_argument(argument, metavar=argument.upper())
 
 
-# ---- from a run to a bundle ------------------------------------------------------------------------------------------------
+# ---- from a run to a bundle ----------------------------------------------------------------------
 def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
-    """What serves all tasks of a method: what the evaluation of the last task loads, with the states of every task. Raises UserError where
-    the run is not finished."""
+    """What serves all tasks of a method: what the evaluation of the last task loads, with the
+    states of every task. Raises UserError where the run is not finished."""
     from workers.artefact import Artefact
     from workers.bundle import Bundle
     from workers.data.shards import MAX_PIXELS
@@ -165,7 +165,7 @@ def chosen(args: argparse.Namespace) -> Bundle:
     return bundle_of(graph, store, label)
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
     from pipeline.console import table_text
     from workers.serve import Served
@@ -281,13 +281,13 @@ def serve(args: argparse.Namespace) -> int:
 def running(
     folder: str, port: int, host: str, names: Sequence[str], max_pixels: int
 ) -> Iterator[str]:
-    """Serves the bundle in `folder` while inside, on a Ray of its own; gives the address. names: hosts under which clients may ask."""
+    """Serves the bundle in `folder` while inside, on a Ray of its own; gives the address. names:
+    hosts under which clients may ask."""
     from pipeline.cluster import connect
     from pipeline.config import ClusterSettings
 
-    ray = connect(
-        ClusterSettings(address="local")
-    )  # before Ray Serve is imported: it sets what Ray reads at import
+    # before Ray Serve is imported: it sets what Ray reads at import
+    ray = connect(ClusterSettings(address="local"))
     try:
         from ray import serve as ray_serve
     except ImportError as error:
@@ -297,9 +297,8 @@ def running(
     from pipeline.http_server import Front, Hosts, listening
 
     try:
-        ray_serve.start(
-            proxy_location="Disabled", logging_config={"log_level": "ERROR"}
-        )  # its proxy has no deadline for heads and bodies
+        # its proxy has no deadline for heads and bodies
+        ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         handle = ray_serve.run(
             Deployment.bind(folder, max_pixels), name=APPLICATION, route_prefix=None
         )  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""A bundle as a model in MLflow: logged to the run of its method, and registered; `models:/NAME@champion` then serves it anywhere."""
+"""A bundle as a model in MLflow: logged to the run of its method, and registered;
+`models:/NAME@champion` then serves it anywhere."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ TAG = "accrete.bundle"
 
 @dataclass(frozen=True)
 class Published:
-    """model: its address in MLflow, "" where it was not logged. version: of the registered model. warning: why not, in a sentence."""
+    """model: its address in MLflow, "" where it was not logged. version: of the registered model.
+    warning: why not, in a sentence."""
 
     model: str
     version: str = ""
@@ -49,10 +51,12 @@ def log(
     alias: str = ALIAS,
     most_bytes: int = MOST_BYTES,
 ) -> Published:
-    """Logs the bundle in `folder` to the run `run_id`, and registers it as `name` where one is given, with `alias` on the new version. The run's
-    status and times stay as they are, so that it may be finished already; what is logged already is not logged again.
+    """Logs the bundle in `folder` to the run `run_id`, and registers it as `name` where one is
+    given, with `alias` on the new version. The run's status and times stay as they are, so that it
+    may be finished already; what is logged already is not logged again.
 
-    uri: the tracking URI. Raises UserError where the folder holds no bundle, and what MLflow raises.
+    uri: the tracking URI. Raises UserError where the folder holds no bundle, and what MLflow
+    raises.
     """
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient
@@ -86,7 +90,8 @@ def log(
 
 
 def _logged(client: Any, run: Any, bundle: Bundle, folder: str) -> Any:
-    """By the client's own calls: the fluent ones start runs, and copy every metric of the run one by one."""
+    """By the client's own calls: the fluent ones start runs, and copy every metric of the run one
+    by one."""
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
     body, run_id = bundle.body, run.info.run_id
@@ -123,7 +128,8 @@ def _logged(client: Any, run: Any, bundle: Bundle, folder: str) -> Any:
 
 
 def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
-    """Writes an MLflow model to the new folder `path`. folder: where the bundle lies. identity: of the model, if it has one."""
+    """Writes an MLflow model to the new folder `path`. folder: where the bundle lies. identity: of
+    the model, if it has one."""
     import mlflow
     import pandas as pd
     from mlflow.models import Model, ModelSignature

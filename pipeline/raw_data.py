@@ -1,9 +1,11 @@
-"""Raw data behind a card: which content its results were made of, and what is known when it changes.
+"""Raw data behind a card: which content its results were made of, and what is known when it
+changes.
 
 The ingest stage is keyed by the paths and sizes of the raw files. Files that were edited in place
 have the same, but other modification times. Then they are read again, once, and compared by digest:
 equal content changes nothing, and other content gets an `edition`, which enters the key, so that
-results of both stand apart. What is known is kept in `<storage>/sources/`, per card and fingerprint.
+results of both stand apart. What is known is kept in `<storage>/sources/`, per card and
+fingerprint.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ class Source:
     """The raw data of a card as the storage knows it.
 
     fingerprint: of paths and sizes. modified: digest of the modification times; "" while unknown.
-    edition: "" for the content that was ingested first, else the start of its digest. contents: edition ->
-    digest of the raw content. present: whether the files are there. note: what a person should know.
+    edition: "" for the content that was ingested first, else the start of its digest. contents:
+    edition -> digest of the raw content. present: whether the files are there. note: what a person
+    should know.
     """
 
     fingerprint: str
@@ -51,8 +54,8 @@ class Source:
 
 
 def source_of(store: Store, card: Card, ask: bool = True) -> Source:
-    """The source of a card; where the files are gone, or on a machine that cannot be reached, the one
-    that was there last, so that results stand. Raises UserError where they were never known.
+    """The source of a card; where the files are gone, or on a machine that cannot be reached, the
+    one that was there last, so that results stand. Raises UserError where they were never known.
     ask: False opens no connection to another machine for a source whose ingested result stands."""
     last = store.remembered(card.identity())
     known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None

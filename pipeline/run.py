@@ -1,4 +1,5 @@
-"""Walks the graph: reuse, launch, retry. States and decisions are values; the walk is stepped in tests without a cluster."""
+"""Walks the graph: reuse, launch, retry. States and decisions are values; the walk is stepped in
+tests without a cluster."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ LOOK_UP_THREADS = 16  # each holds one file of a stage at a time, of at most 64 
 
 @dataclass(frozen=True)
 class Event:
-    """What an executor reports. kind: `done` (manifest), `failed` (message; final=True: trying again cannot help), `lost` (its workers died),
-    `moved` (its node was lost or is taken away: no fault of its own, so it counts as no try), `damaged` (message, key: a parent's files are
-    not what they were), `progress` (body). `note` is of no stage: something to say."""
+    """What an executor reports. kind: `done` (manifest), `failed` (message; final=True: trying
+    again cannot help), `lost` (its workers died), `moved` (its node was lost or is taken away: no
+    fault of its own, so it counts as no try), `damaged` (message, key: a parent's files are not
+    what they were), `progress` (body). `note` is of no stage: something to say."""
 
     kind: str
     stage: str
@@ -48,7 +50,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Decision:
-    """launch a stage, retry it, fail it, or block it because of another. depth: how many stages still follow it."""
+    """launch a stage, retry it, fail it, or block it because of another. depth: how many stages
+    still follow it."""
 
     kind: str
     stage: str
@@ -66,9 +69,11 @@ class Executor(Protocol):
 
 @dataclass
 class Walk:
-    """The state of one walk over the graph. `apply` takes events, `decide` says what to do next; neither does anything else.
+    """The state of one walk over the graph. `apply` takes events, `decide` says what to do next;
+    neither does anything else.
 
-    What a change of one stage may let happen is noted when it changes, so that a decision costs the same in a graph of any size.
+    What a change of one stage may let happen is noted when it changes, so that a decision costs the
+    same in a graph of any size.
     """
 
     graph: Graph
@@ -101,11 +106,13 @@ class Walk:
         }  # stages of which `decide` may have something to say
 
     def decide(self) -> list[Decision]:
-        """Stages that can never run, in the order of the graph; stages to launch now, those with most work behind them first."""
+        """Stages that can never run, in the order of the graph; stages to launch now, those with
+        most work behind them first."""
         blocked: dict[str, Decision] = {}
         ready: dict[
             str, Stage
-        ] = {}  # by key: of two stages that are the same work one does it, the other then finds it done
+            # by key: of two stages that are the same work one does it, the other then finds it done
+        ] = {}
         places = sorted(self._place[i] for i in self._news)
         while places:
             stage = self._stages[heappop(places)]
@@ -179,7 +186,8 @@ class Walk:
         return self.tries[stage_id] <= self.retries
 
     def _become(self, stage_id: str, state: State, message: str | None = None) -> None:
-        """The one way in which a stage changes: with it change the counts, and what its children and its twins wait for."""
+        """The one way in which a stage changes: with it change the counts, and what its children
+        and its twins wait for."""
         before, self.states[stage_id] = self.states[stage_id], state
         if message is not None:
             self.messages[stage_id] = message
@@ -219,9 +227,8 @@ class Outcome:
     states: dict[str, State]
     failures: dict[str, str]
     seconds: float
-    manifests: dict[str, Mapping[str, Any] | None] = field(
-        default_factory=dict
-    )  # of what stands at the end, as far as it is known
+    # of what stands at the end, as far as it is known
+    manifests: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
 
     @property
     def ran(self) -> int:
@@ -256,8 +263,9 @@ def look_up_all(
 def look_up_each(
     graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True
 ) -> dict[str, Lookup]:
-    """A look-up per stage; with `verify`, every file is compared with its digest. On an object store, where each is some round trips, in
-    threads; on a disk they would cost more than they save."""
+    """A look-up per stage; with `verify`, every file is compared with its digest. On an object
+    store, where each is some round trips, in threads; on a disk they would cost more than they
+    save."""
     before = {s["id"]: {**previous, "stages": [s]} for s in previous["stages"]} if previous else {}
 
     def look_up(stage: Stage) -> Lookup:
@@ -282,8 +290,8 @@ def compared(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]:
 
 
 def needed(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
-    """Stages to run: all that are missing, but data only where it is wanted for itself, or one of them waits for it: what was
-    learned stands without."""
+    """Stages to run: all that are missing, but data only where it is wanted for itself, or one of
+    them waits for it: what was learned stands without."""
     missing = {s.id for s in graph if not lookups[s.id].hit}
     want = {i for i in missing if graph[i].step != "ingest" or not graph.children(i)}
     return want | {p for i in want for p in graph[i].parents if p in missing}
@@ -298,7 +306,8 @@ def run_graph(
     lookups: dict[str, Lookup],
     poll_s: float = 0.02,
 ) -> Outcome:
-    """Runs what is missing. executor_of is called once, with the ids to run, and only if there are any."""
+    """Runs what is missing. executor_of is called once, with the ids to run, and only if there are
+    any."""
     started = time.monotonic()
     todo = needed(graph, lookups)
     walk = Walk.over(graph, (s.id for s in graph if s.id not in todo), retries)
@@ -358,7 +367,8 @@ def overtaken(
     stage_id: str,
 ) -> list[Decision]:
     """Stages to run again since `stage_id` has just finished: the stage itself, where a parent got
-    another content while it ran; else those finished children that were made of another content of it."""
+    another content while it ran; else those finished children that were made of another content of
+    it."""
     reason = outdated(graph, graph[stage_id], manifests[stage_id], contents)
     if reason:
         return [walk.run_again(stage_id, reason)]

@@ -1,4 +1,5 @@
-"""Search over streams: phases of trials on Ray Tune, the winner's config, and the winner measured on test data. Records decide, not Tune's state."""
+"""Search over streams: phases of trials on Ray Tune, the winner's config, and the winner measured
+on test data. Records decide, not Tune's state."""
 
 from __future__ import annotations
 
@@ -38,9 +39,10 @@ class Outcome:
     config: dict[str, Any]
 
 
-# ---- the search ----------------------------------------------------------------------------------------------------------
+# ---- the search ----------------------------------------------------------------------------------
 def run_search(search: Search, command: str, tell: Tell) -> Outcome:
-    """All phases, then the winner. What was found before stands, and is told again. Raises UserError where there is no winner."""
+    """All phases, then the winner. What was found before stands, and is told again. Raises
+    UserError where there is no winner."""
     from pipeline.cluster import connect
 
     started = time.monotonic()
@@ -81,7 +83,8 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
 
 
 def phases(search: Search, settled: Mapping[str, Params]) -> Iterator[tuple[int, Plan]]:
-    """(number of the first trial, plan): one for all tasks, or one per task; `settled` is read when a phase begins."""
+    """(number of the first trial, plan): one for all tasks, or one per task; `settled` is read when
+    a phase begins."""
     settings = search.settings
     plan = Plan(
         search.name,
@@ -186,7 +189,7 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, 
     return join(place, "winner.yaml")
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 def command(args: argparse.Namespace) -> int:
     """Searches, writes the winner's config, and measures it on test data."""
     from pipeline import cli
@@ -206,7 +209,8 @@ def command(args: argparse.Namespace) -> int:
 
 
 def searched(search: Search, screen: SearchScreen, said: str, remedy: str) -> int:
-    """The search, its winner and its record. said: the command that goes on with it; remedy: the one that writes the record anew."""
+    """The search, its winner and its record. said: the command that goes on with it; remedy: the
+    one that writes the record anew."""
     recorder = SearchRecorder(search.tracking, search.storage, remedy=remedy)
     recorder.start(state_of(search))
     files: dict[str, bytes] = {}
@@ -272,7 +276,8 @@ def page_of(search: Search) -> str:
 
 
 def tested(search: Search, outcome: Outcome, seed: int, said: str) -> dict[str, Any]:
-    """The winner with one seed, trained (as far as the store has it not) and measured on test data."""
+    """The winner with one seed, trained (as far as the store has it not) and measured on test
+    data."""
     from pipeline import build, cli
     from pipeline.store import Store
 

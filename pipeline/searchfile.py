@@ -1,4 +1,5 @@
-"""A search as it is asked for: its YAML file, the checks before anything runs, and what is written of it for going on."""
+"""A search as it is asked for: its YAML file, the checks before anything runs, and what is written
+of it for going on."""
 
 from __future__ import annotations
 
@@ -24,16 +25,18 @@ from workers.job import Frozen, key_inputs
 
 MOST_POINTS = 10_000  # of a grid
 FREE = ("budget", "seeds", "tolerance", "concurrent")  # what may change when a search goes on
+# the same of the base: it changes no result
 FREE_OF_BASE = (
     "name",
     "storage",
     "cluster",
     "tracking",
-)  # the same of the base: it changes no result
+)
 
 
 class Budget(Frozen):
-    """When no further trial begins; at least one of them. The hours are of the clock, over all sessions of the search."""
+    """When no further trial begins; at least one of them. The hours are of the clock, over all
+    sessions of the search."""
 
     trials: PositiveInt | None = None
     hours: float | None = Field(
@@ -73,7 +76,8 @@ class SearchSettings(Frozen):
     objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(("accuracy",), min_length=1)
     tolerance: NonNegativeFloat = Field(
         0.0,
-        description="accuracy (0 to 1) below the best that a trial may have and win with fewer bytes",
+        description="accuracy (0 to 1) below the best that a trial may have and win with fewer "
+        "bytes",
     )
     budget: Budget = Budget(trials=16)
     seed: NonNegativeInt = Field(
@@ -199,9 +203,10 @@ class Search:
         )
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any], dict[str, Any]]:
-    """Settings of a search, the plain values that its trials start from, and those that its winner is measured with. Raises UserError."""
+    """Settings of a search, the plain values that its trials start from, and those that its winner
+    is measured with. Raises UserError."""
     file = Path(path)
     if not file.exists():
         near = (
@@ -242,9 +247,11 @@ def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """`key=value` into the plain values of a search file: a key of the file itself, else one of the base config, which goes into its `set`.
+    """`key=value` into the plain values of a search file: a key of the file itself, else one of the
+    base config, which goes into its `set`.
 
-    `set.KEY` means the base's KEY too, also where the file has a key of that name (`name`, `seed`, `stream`). Raises UserError.
+    `set.KEY` means the base's KEY too, also where the file has a key of that name (`name`, `seed`,
+    `stream`). Raises UserError.
     """
     path, value = plain_yaml.parse_override(override)
     top, _, rest = path.partition(".")
@@ -331,9 +338,8 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     _check_rungs(settings, min(settings.first_tasks or len(names), len(names)), path)
     asked = key_inputs(settings, (*FREE, "set"))  # the body has what is set
     if settings.protocol == "per_task":
-        asked["trials"] = (
-            settings.budget.trials
-        )  # of each task: a number of a trial says which task it is for
+        # of each task: a number of a trial says which task it is for
+        asked["trials"] = settings.budget.trials
     searched = {key: value for key, value in body.items() if key not in FREE_OF_BASE}
     digest = hashlib.sha256(
         json.dumps([asked, searched, [s.key for s in graph]], sort_keys=True, default=str).encode()
@@ -364,7 +370,8 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
 
 
 def _check_rungs(settings: SearchSettings, count: int, path: str) -> None:
-    """Raises UserError where a scheduler has nothing to decide between the first and the last of `count` tasks."""
+    """Raises UserError where a scheduler has nothing to decide between the first and the last of
+    `count` tasks."""
     if settings.scheduler == "asha" and settings.grace >= count:
         raise UserError(
             f"{path}: grace is {settings.grace}, and trials learn {count} tasks, so asha would "
@@ -379,10 +386,12 @@ def _check_rungs(settings: SearchSettings, count: int, path: str) -> None:
 
 
 def _note(settings: SearchSettings, points: Sequence[Params], body: dict[str, Any]) -> str:
-    """What asha's first rung cannot say where tasks are learned independently of each other; empty where it can."""
+    """What asha's first rung cannot say where tasks are learned independently of each other; empty
+    where it can."""
+    # imports torch, so it comes after what can be checked without
     from workers.methods import (
         METHODS,
-    )  # imports torch, so it comes after what can be checked without
+    )
 
     if settings.scheduler != "asha":
         return ""

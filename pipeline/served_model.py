@@ -1,7 +1,9 @@
-"""What MLflow loads and serves: a bundle and this file, with `workers` beside them; no checkout is needed, and nothing is unpickled.
+"""What MLflow loads and serves: a bundle and this file, with `workers` beside them; no checkout is
+needed, and nothing is unpickled.
 
-`mlflow.pyfunc.load_model(URI).predict(frame)`: a column `image` (base64, bytes, nested lists or an array (height, width, 3) of values 0 to 255; where
-ACCRETE_ALLOW_PATHS is 1 also the path of a file), and if wanted a column `task`. params: `rule` and `top`, see `Served.predict`.
+`mlflow.pyfunc.load_model(URI).predict(frame)`: a column `image` (base64, bytes, nested lists or an
+array (height, width, 3) of values 0 to 255; where ACCRETE_ALLOW_PATHS is 1 also the path of a
+file), and if wanted a column `task`. params: `rule` and `top`, see `Served.predict`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ PATHS = "ACCRETE_ALLOW_PATHS"
 
 
 class Refused(MlflowException):
-    """Status 400, and one sentence that stays: MLflow's server would put the whole input in front of it."""
+    """Status 400, and one sentence that stays: MLflow's server would put the whole input in front
+    of it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "message" or "message" not in self.__dict__:
@@ -34,7 +37,9 @@ class Refused(MlflowException):
 class ServedModel(PythonModel):
     """Answers with a row per image: class, probability, task, confidence, probabilities."""
 
-    _skip_type_hint_validation = True  # MLflow would ask for type hints, take them for a schema, and they cannot say what the signature says
+    # MLflow would ask for type hints, take them for a schema, and they cannot say what the
+    # signature says
+    _skip_type_hint_validation = True
 
     def load_context(self, context: Any) -> None:
         self.served = Served.open(context.artifacts["bundle"])

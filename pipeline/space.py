@@ -1,4 +1,5 @@
-"""The space of a search: dimensions of a config with their distributions, checked against the config's schema before anything runs."""
+"""The space of a search: dimensions of a config with their distributions, checked against the
+config's schema before anything runs."""
 
 from __future__ import annotations
 
@@ -21,17 +22,16 @@ from workers.job import Frozen
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-METHOD = (
-    "method"  # the one key of a space that is no setting: which of the base's methods a trial has
-)
+# the one key of a space that is no setting: which of the base's methods a trial has
+METHOD = "method"
 Params = dict[str, Any]  # dotted key -> value
 
 
 class Conditional(Frozen):
     when: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys of the space with the value, or a list of values, for which this dimension is "
-        "there",
+        description="keys of the space with the value, or a list of values, for which this "
+        "dimension is there",
     )
 
 
@@ -157,8 +157,9 @@ def _ordered(dimension: Any) -> Any:
 
 
 class Space:
-    """Dimensions by dotted key. A dimension `methods.LABEL...` is there only where a trial has that method, and one with `when` only where
-    that holds; so a point has just the keys that mean something for it."""
+    """Dimensions by dotted key. A dimension `methods.LABEL...` is there only where a trial has that
+    method, and one with `when` only where that holds; so a point has just the keys that mean
+    something for it."""
 
     def __init__(self, dimensions: Mapping[str, Any]):
         for key, dimension in dimensions.items():
@@ -252,7 +253,8 @@ class Space:
         return found
 
     def corners(self) -> Iterator[Params]:
-        """Points that together have both ends of every range and every value of every choice; the others stand at the first value for which it is there."""
+        """Points that together have both ends of every range and every value of every choice; the
+        others stand at the first value for which it is there."""
         for label in self.dimensions[METHOD].grid() if METHOD in self.dimensions else [None]:
             seen: dict[str, Params] = {}
             for key in self.dimensions:
@@ -306,7 +308,7 @@ def _sorted(dimensions: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return list(done.items())
 
 
-# ---- points and configs --------------------------------------------------------------------------------------------------
+# ---- points and configs --------------------------------------------------------------------------
 def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """A config's plain values with those of a point in place."""
     found = copy.deepcopy(dict(body))
@@ -319,8 +321,8 @@ def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str,
 
 
 def check(space: Space, body: Mapping[str, Any], where: str) -> None:
-    """Raises UserError where a key is no setting of the config, where an end of a range or a value is none that it takes, or where a trial would
-    have several methods."""
+    """Raises UserError where a key is no setting of the config, where an end of a range or a value
+    is none that it takes, or where a trial would have several methods."""
     labels = [str(label) for label in body.get("methods") or {}]
     if METHOD in space.dimensions:
         dimension = space.dimensions[METHOD]
@@ -372,7 +374,8 @@ def check(space: Space, body: Mapping[str, Any], where: str) -> None:
 
 
 def searched_per_task(keys: Sequence[str], where: str) -> None:
-    """Raises UserError where a key is not a setting of a method, as only these may differ from task to task."""
+    """Raises UserError where a key is not a setting of a method, as only these may differ from task
+    to task."""
     bad = next((key for key in keys if not key.startswith("methods.")), None)
     if bad is not None:
         raise UserError(

@@ -1,4 +1,5 @@
-"""Keys, look-ups and the reason of every miss: which stage results stand, and what they were made of."""
+"""Keys, look-ups and the reason of every miss: which stage results stand, and what they were made
+of."""
 
 from __future__ import annotations
 
@@ -39,16 +40,16 @@ from workers.errors import UserError
 from workers.filesystem import FIRST_CONTACT_S, access_remedy, patience
 from workers.job import Task
 
-PLAIN = re.compile(
-    r"[\w-]+"
-)  # a key names a folder: a record from elsewhere must not lead out of the store
+# a key names a folder: a record from elsewhere must not lead out of the store
+PLAIN = re.compile(r"[\w-]+")
 EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
 MOST_CHANGES = 4  # versions that a note names
 KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
 
 
 def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
-    """Content address of a stage: hash of its inputs and its parents' keys, in order. Type-tagged: 1, 1.0, "1" and True differ."""
+    """Content address of a stage: hash of its inputs and its parents' keys, in order. Type-tagged:
+    1, 1.0, "1" and True differ."""
     return hashlib.sha256(_tagged([KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
 
 
@@ -72,8 +73,8 @@ def _tagged(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Lookup:
-    """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is not as it was written, or was made of
-    other contents of its parents than stand now."""
+    """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is
+    not as it was written, or was made of other contents of its parents than stand now."""
 
     hit: bool
     reason: str
@@ -112,9 +113,8 @@ class Store:
     def check_writable(self) -> None:
         """Raises UserError where the storage cannot be written."""
         resolve(self.storage)
-        probe = join(
-            self.storage, f".probe-{passing_name()}"
-        )  # of its own: two runs may start at the same moment
+        # of its own: two runs may start at the same moment
+        probe = join(self.storage, f".probe-{passing_name()}")
         try:
             with patience(FIRST_CONTACT_S):
                 write_bytes(probe, b"accrete")
@@ -144,7 +144,8 @@ class Store:
             ) from None
 
     def sweep(self) -> None:
-        """Deletes what processes of this machine that were killed have left, where nobody else comes by: files half written, and probes."""
+        """Deletes what processes of this machine that were killed have left, where nobody else
+        comes by: files half written, and probes."""
         system, top = resolve(self.storage)
         if not isinstance(system, fs.LocalFileSystem):
             return
@@ -195,22 +196,24 @@ class Store:
         return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
     def save_record(self, record: dict[str, Any]) -> None:
-        """Writes the record of a run that begins, before it looks up what stands: from now on `gc`
-        keeps what it needs. A record of the same name that needs other results is kept beside it."""
+        """Writes the record of a run that begins, before it looks up what stands: from now on
+        `gc` keeps what it needs. A record of the same name that needs other results is kept
+        beside it."""
         with self.claimed_by_gc():
             self._keep_earlier(record)
             write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
 
     def claimed_by_gc(self) -> AbstractContextManager[None]:
-        """Held while garbage is deleted, and while it is written down what a run needs. On an object store it holds nothing back
-        (see claim.py): there a run that begins in the seconds of the deletion may have to compute something again."""
+        """Held while garbage is deleted, and while it is written down what a run needs. On an
+        object store it holds nothing back (see claim.py): there a run that begins in the seconds of
+        the deletion may have to compute something again."""
         from workers.claim import claimed
 
         return claimed(self.root, "gc")
 
     def _keep_earlier(self, record: Mapping[str, Any]) -> None:
-        """Of a run whose config was changed, the record of what it was; a longer stream or a further method needs all of
-        what it was, and takes its place."""
+        """Of a run whose config was changed, the record of what it was; a longer stream or a
+        further method needs all of what it was, and takes its place."""
         name, keys = record["name"], needed_keys(record)
         before = self.record(name)
         if before is not None and not needed_keys(before) <= keys:
@@ -226,7 +229,8 @@ class Store:
         return join(self.storage, "runs", name, EARLIER, f"{digest[:16]}.json")
 
     def _earlier(self, name: str) -> dict[str, dict[str, Any] | None]:
-        """Path -> record, of what a run was before its config was changed; None where it cannot be read."""
+        """Path -> record, of what a run was before its config was changed; None where it cannot be
+        read."""
         folder = join(self.storage, "runs", name, EARLIER)
         paths = [join(folder, file) for file in listing(folder) if file.endswith(".json")]
         return {path: self._read_record(path, name) for path in paths}
@@ -250,11 +254,12 @@ class Store:
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
 
     def garbage(self, earlier: bool = False) -> list[tuple[str, int]]:
-        """Folders below the storage, with their bytes, that no named run needs: results of no named run, what interrupted
-        attempts left beside a result that stands, its checkpoints and failures.
+        """Folders below the storage, with their bytes, that no named run needs: results of no named
+        run, what interrupted attempts left beside a result that stands, its checkpoints and
+        failures.
 
-        earlier: also what runs needed only before their configs were changed. Raises UserError where
-        a record cannot be read.
+        earlier: also what runs needed only before their configs were changed. Raises UserError
+        where a record cannot be read.
         """
         needed: set[str] = set()
         for name in self.run_names():
@@ -298,7 +303,8 @@ class Store:
         return sorted(sizes.items())
 
     def _searched(self) -> set[str]:
-        """Keys of all stages that trials of searches consist of. Raises UserError where a record cannot be read."""
+        """Keys of all stages that trials of searches consist of. Raises UserError where a record
+        cannot be read."""
         from pipeline.report import trials
 
         keys: set[str] = set()
@@ -317,7 +323,8 @@ class Store:
             }
         return keys
 
-    # ---- what a source looked like when it was last seen, so that results stand after the raw data is gone -------------
+    # ---- what a source looked like when it was last seen, so that results stand after the raw data
+    # is gone
     def remember(self, identity: str, value: Any) -> None:
         write_bytes(
             join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode()
@@ -331,7 +338,8 @@ class Store:
 
 
 def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
-    """Keys whose manifest has to be read to know what is left over: those with files of several attempts, with checkpoints or failures."""
+    """Keys whose manifest has to be read to know what is left over: those with files of several
+    attempts, with checkpoints or failures."""
     attempts: dict[str, set[str]] = {}
     for path in there["stages"]:
         key, _, rest = path.partition("/")
@@ -388,8 +396,9 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
 def version_notes(
     lookups: Mapping[str, Lookup], previous: Mapping[str, Any] | None, provenance: Mapping[str, Any]
 ) -> list[str]:
-    """What an upgrade means for the results of a run, a sentence each: none stand under another key
-    version; those that stand and were made by other versions of the code or of packages stay valid."""
+    """What an upgrade means for the results of a run, a sentence each: none stand under another
+    key version; those that stand and were made by other versions of the code or of packages stay
+    valid."""
     notes = []
     version = previous.get("key_version", 1) if previous else KEY_VERSION
     if version != KEY_VERSION:

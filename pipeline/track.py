@@ -1,7 +1,9 @@
-"""The record of a run in MLflow, written beside the run by a thread of its own: one run per graph, method and task, nested.
+"""The record of a run in MLflow, written beside the run by a thread of its own: one run per graph,
+method and task, nested.
 
-The driver is the only writer. Whatever goes wrong here never stops a run: while MLflow does not answer, what it should hear of is kept, in
-order, and anything else becomes one sentence in `Recorder.warnings`.
+The driver is the only writer. Whatever goes wrong here never stops a run: while MLflow does not
+answer, what it should hear of is kept, in order, and anything else becomes one sentence in
+`Recorder.warnings`.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ def to_stderr(text: str) -> None:
 
 
 class Recorder:
-    """Writes the record of one run. `start` first, `stage` for each stage that finishes, `finish` at the end; only `finish` waits.
+    """Writes the record of one run. `start` first, `stage` for each stage that finishes, `finish`
+    at the end; only `finish` waits.
 
-    Stages that stood before are recorded by `start`, so a run that has nothing to do still has its whole record.
-    say: gets a line when MLflow goes away, and one when it is back. remedy: the command that writes the record anew, for people.
+    Stages that stood before are recorded by `start`, so a run that has nothing to do still has its
+    whole record. say: gets a line when MLflow goes away, and one when it is back. remedy: the
+    command that writes the record anew, for people.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class Recorder:
         return self.outbox.warnings
 
     def start(self, record: Mapping[str, Any], graph_svg: str = "", watch: bool = False) -> None:
-        """Opens the runs of this graph, or finds them, and records what stands already. watch: this machine is at work on it, and may be sampled."""
+        """Opens the runs of this graph, or finds them, and records what stands already. watch: this
+        machine is at work on it, and may be sampled."""
         if not self.settings.enabled:
             return
         self.writer.begin(record, graph_svg)
@@ -74,7 +79,8 @@ class Recorder:
                 self._put(partial(self.writer.stage, stage["id"]))
 
     def stage(self, stage: Stage, manifest: Mapping[str, Any] | None = None) -> None:
-        """Records a stage that has just finished. `manifest` is read from the store where it is not complete."""
+        """Records a stage that has just finished. `manifest` is read from the store where it is not
+        complete."""
         if not self.writer.record or stage.step == "report":
             return
         if manifest and "attempt" in manifest:
@@ -84,12 +90,14 @@ class Recorder:
         self._put(partial(self.writer.stage, stage.id))
 
     def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
-        """Adds what `analyse` found: files to the run of the graph, below `analysis/`, and points by label to the runs of its methods."""
+        """Adds what `analyse` found: files to the run of the graph, below `analysis/`, and points
+        by label to the runs of its methods."""
         if self.writer.record:
             self._put(partial(self.writer.analysed, files, points))
 
     def models(self, graph: Graph) -> None:
-        """Logs each method of a finished run as a model that serves all of its tasks, and registers it as RUN, or as RUN-LABEL where there are several."""
+        """Logs each method of a finished run as a model that serves all of its tasks, and registers
+        it as RUN, or as RUN-LABEL where there are several."""
         if self.settings.models and self.writer.record:
             for label in dict.fromkeys(
                 stage.method for stage in graph if stage.step == "evaluate" and stage.method
@@ -116,8 +124,8 @@ class Recorder:
             self.outbox.warn(found.warning)
 
     def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
-        """Adds the report, closes the runs and waits until all is written; `status` is FINISHED, FAILED or KILLED. Of a server that is away it waits
-        for `tracking.patience_s`."""
+        """Adds the report, closes the runs and waits until all is written; `status` is FINISHED,
+        FAILED or KILLED. Of a server that is away it waits for `tracking.patience_s`."""
         if not self.writer.record:
             return
         self._put(self._end_watch)
@@ -130,7 +138,8 @@ class Recorder:
         )
 
     def links(self, base: str = "") -> list[str]:
-        """Where to look at the record of this run; `base` is the address of a running `mlflow server`."""
+        """Where to look at the record of this run; `base` is the address of a running `mlflow
+        server`."""
         if self.writer.where is None:
             return []
         uri, experiment, parent, methods = self.writer.where
@@ -157,7 +166,7 @@ class Recorder:
     def _answers(self) -> bool:
         return answers(self.settings, self.storage)
 
-    # ---- this machine ------------------------------------------------------------------------------------------------
+    # ---- this machine ----------------------------------------------------------------------------
     def _watch(self) -> None:
         calls = self.writer.ready()
         if self.writer.parent.info.status != "RUNNING":

@@ -1,7 +1,8 @@
-"""The SQLite database of a record: made beside under a temporary name and moved into place whole; a half-made one is mended.
+"""The SQLite database of a record: made beside under a temporary name and moved into place whole; a
+half-made one is mended.
 
-MLflow makes its tables by some hundred statements, each of which stands at once. A process that is killed between two of them
-would leave a database that no later process can finish.
+MLflow makes its tables by some hundred statements, each of which stands at once. A process that is
+killed between two of them would leave a database that no later process can finish.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # what a URI would read as some
 def sqlite_uri(path: Path) -> str:
     """SQLAlchemy's URI of an absolute path, whatever is in its name."""
     text = SPECIAL.sub(lambda match: quote(match.group()), str(path))
-    # With the name of its driver, MLflow makes no folder after the quoted name; the plain form is what people know.
+    # With the name of its driver, MLflow makes no folder after the quoted name; the plain form is
+    # what people know.
     return f"sqlite:///{text}" if text == str(path) else f"sqlite+pysqlite:///{text}"
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The file of a SQLite URI; None for other databases and servers, and for a database in memory."""
+    """The file of a SQLite URI; None for other databases and servers, and for a database in
+    memory."""
     if not uri.startswith("sqlite"):
         return None
     from sqlalchemy.engine import make_url
@@ -45,8 +48,8 @@ def sqlite_path(uri: str) -> Path | None:
 def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], str]) -> None:
     """Make the database where there is none, and anew where it was left half-made.
 
-    initialize: makes all tables in the database of a URI, and closes it. latest: the revision that it gives.
-    Raises UserError where the file is no SQLite database.
+    initialize: makes all tables in the database of a URI, and closes it. latest: the revision that
+    it gives. Raises UserError where the file is no SQLite database.
     """
     if is_whole(path, latest):
         return
@@ -70,7 +73,8 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
 
 
 def is_whole(path: Path, latest: Callable[[], str]) -> bool:
-    """Whether a database is there to be used: with runs in it, or with all tables. One that has runs is MLflow's to judge."""
+    """Whether a database is there to be used: with runs in it, or with all tables. One that has
+    runs is MLflow's to judge."""
     if not path.exists() or not path.stat().st_size:
         return False
     try:
@@ -104,7 +108,8 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a lock on a folder, which ends with the process. A disk that knows no locks is used without."""
+    """Holds a lock on a folder, which ends with the process. A disk that knows no locks is used
+    without."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

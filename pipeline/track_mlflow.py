@@ -35,7 +35,8 @@ ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # it would print the password too
 BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
-# Of a database, in the words of SQLite, PostgreSQL and MySQL, and of a disk: what waiting does not mend.
+# Of a database, in the words of SQLite, PostgreSQL and MySQL, and of a disk: what waiting does not
+# mend.
 FINAL = re.compile(
     r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly "
     r"database|[Rr]ead-only|no such (table|column)|does not exist"
@@ -83,16 +84,17 @@ def tracking_uri(storage: str, uri: str = "") -> str:
 def open_store(
     storage: str, uri: str = "", experiment: str = "accrete"
 ) -> tuple[MlflowClient, str, str]:
-    """A client, the tracking URI and the id of the experiment; the database and the experiment are created if need be.
+    """A client, the tracking URI and the id of the experiment; the database and the experiment are
+    created if need be.
 
-    Only one process may do that for a new database, so the driver calls this before anything else opens it.
+    Only one process may do that for a new database, so the driver calls this before anything else
+    opens it.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(
-            logging.CRITICAL
-        )  # what goes wrong is told by whoever asked
+        # what goes wrong is told by whoever asked
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     from mlflow import MlflowClient
     from mlflow.store.db import utils
 
@@ -132,7 +134,8 @@ def make_tables(uri: str) -> None:
     from sqlalchemy import event
 
     engine = utils.create_sqlalchemy_engine(uri)
-    # Nobody sees it before it is whole and synced: a sync after each of its statements would cost seconds.
+    # Nobody sees it before it is whole and synced: a sync after each of its statements would cost
+    # seconds.
     event.listen(
         engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF")
     )
@@ -143,7 +146,8 @@ def make_tables(uri: str) -> None:
 
 
 def check_password(uri: str) -> None:
-    """Raise UserError where the password of a server's address ends the part of the URI that it stands in."""
+    """Raise UserError where the password of a server's address ends the part of the URI that it
+    stands in."""
     if BROKEN_PASSWORD.match(uri) and not HOST_AND_PORT.match(uri):
         raise UserError(
             "the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, "
@@ -185,7 +189,8 @@ def drivers_told(address: str) -> Iterator[None]:
 
 @contextmanager
 def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
-    """For a person who asks MLflow something: what it answers instead is a UserError of one sentence."""
+    """For a person who asks MLflow something: what it answers instead is a UserError of one
+    sentence."""
     try:
         yield
     except Exception as error:
@@ -202,7 +207,8 @@ def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
 
 
 def bucket_folder(storage: str) -> str:
-    """Where MLflow keeps its artefacts in a storage that is no disk. It finds the server in the environment alone, so what the URI says goes there."""
+    """Where MLflow keeps its artefacts in a storage that is no disk. It finds the server in the
+    environment alone, so what the URI says goes there."""
     place, _, query = join(storage, "mlartifacts").partition("?")
     options = dict(parse_qsl(query))
     if endpoint := options.get("endpoint_override"):
@@ -216,8 +222,9 @@ def bucket_folder(storage: str) -> str:
 
 
 def transient(error: Exception) -> bool:
-    """Whether the same call may succeed later: no connection, no answer, a server or a database in trouble. A full disk, and a
-    database that is not as it should be, stay as they are for as long as anybody waits."""
+    """Whether the same call may succeed later: no connection, no answer, a server or a database in
+    trouble. A full disk, and a database that is not as it should be, stay as they are for as long
+    as anybody waits."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError
 
@@ -253,7 +260,8 @@ class Data(NamedTuple):
 
 
 class Calls:
-    """The runs of one experiment. Every method raises what MLflow raises, and may be called again with the same values: that adds nothing."""
+    """The runs of one experiment. Every method raises what MLflow raises, and may be called again
+    with the same values: that adds nothing."""
 
     def __init__(self, storage: str, settings: TrackingSettings):
         self.client, self.uri, self.experiment = open_store(
@@ -303,7 +311,8 @@ class Calls:
     def points(
         self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None
     ) -> None:
-        """Points get the same time stamp whenever they are written, so that MLflow drops one that is there already. Tags come with the last ones."""
+        """Points get the same time stamp whenever they are written, so that MLflow drops one that
+        is there already. Tags come with the last ones."""
         from mlflow.entities import Metric, RunTag
 
         begun = run.info.start_time
@@ -358,7 +367,8 @@ class Calls:
 
 
 class Machine:
-    """CPU, memory, disk, network and GPUs of this machine, sampled into a run by a thread of MLflow's own. Raises UserError without psutil."""
+    """CPU, memory, disk, network and GPUs of this machine, sampled into a run by a thread of
+    MLflow's own. Raises UserError without psutil."""
 
     def __init__(self, run: Run, uri: str):
         try:
@@ -371,9 +381,8 @@ class Machine:
             ) from None
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        logging.getLogger("mlflow.system_metrics").setLevel(
-            logging.CRITICAL
-        )  # what it cannot write is left out
+        # what it cannot write is left out
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)
         self.monitor = SystemMetricsMonitor(run.info.run_id, resume_logging=True, tracking_uri=uri)
         self.monitor.start()
 

@@ -1,4 +1,5 @@
-"""Work that waits for a server: done in order by a thread of its own, and kept while the server is away."""
+"""Work that waits for a server: done in order by a thread of its own, and kept while the server is
+away."""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ Action = Callable[[], None]
 
 
 class Outbox:
-    """`put` never waits. Actions are done one after the other; each must be one that can be done again after it failed half-way.
+    """`put` never waits. Actions are done one after the other; each must be one that can be done
+    again after it failed half-way.
 
-    answers: whether the server is there. forget: called after a failure, so that the next try believes nothing that was learned before it.
-    transient: whether an error may not be repeated; any other one costs its action and a sentence in `warnings`, and the rest goes on.
-    say: a line for people, once when the server goes away and once when it is back. name: what the server is called in them.
+    answers: whether the server is there. forget: called after a failure, so that the next try
+    believes nothing that was learned before it. transient: whether an error may not be repeated;
+    any other one costs its action and a sentence in `warnings`, and the rest goes on. say: a line
+    for people, once when the server goes away and once when it is back. name: what the server is
+    called in them.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class Outbox:
             self.news.notify_all()
 
     def close(self, patience_s: float) -> int:
-        """Waits until everything is done, at most `patience_s` for a server that is away. Returns how many actions were not done."""
+        """Waits until everything is done, at most `patience_s` for a server that is away. Returns
+        how many actions were not done."""
         closing = time.monotonic()
         with self.news:
             self.hurried = True  # a pause ends at once
@@ -99,7 +104,8 @@ class Outbox:
                 return True
             except Exception as error:  # whatever it is, it is never worth more than this action
                 self.forget()
-                reason = f"{type(error).__name__}: {' '.join(shown(str(error)).split())[:300]}"  # MLflow repeats its address
+                # MLflow repeats its address
+                reason = f"{type(error).__name__}: {' '.join(shown(str(error)).split())[:300]}"
                 if self.transient(error) and not self.answers():
                     self._wait_for_answer(reason)
                     continue

@@ -1,7 +1,9 @@
-"""What the record of a graph is: a run for the graph, below it one per method, below that one per task; each part written once.
+"""What the record of a graph is: a run for the graph, below it one per method, below that one per
+task; each part written once.
 
-A run is found again by its tags, so that a command that is given twice, or goes on after an interruption, writes into the same runs and
-adds nothing twice. Whatever fails here may be called again.
+A run is found again by its tags, so that a command that is given twice, or goes on after an
+interruption, writes into the same runs and adds nothing twice. Whatever fails here may be called
+again.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ OPENED = "accrete.opened"  # a run with this tag has all that it is created with
 class Place:
     """Where the runs of a graph stand, and what its own run is.
 
-    kind: `run`, or `trial`, whose methods and tasks are of kind `trial-method` and `trial-task`, so that they are not mixed up with tested ones.
-    identity: what the run is found by; by default the graph's name and keys. parent: id of the run above it. tags: more tags of all of its runs.
-    params: those of the graph's run; by default its config. note: what is said of it; by default what a run is. data: what its evaluations read,
-    `test` or `validation`. pictures: also pictures, tables, states and report files.
+    kind: `run`, or `trial`, whose methods and tasks are of kind `trial-method` and `trial-task`, so
+    that they are not mixed up with tested ones. identity: what the run is found by; by default the
+    graph's name and keys. parent: id of the run above it. tags: more tags of all of its runs.
+    params: those of the graph's run; by default its config. note: what is said of it; by default
+    what a run is. data: what its evaluations read, `test` or `validation`. pictures: also pictures,
+    tables, states and report files.
     """
 
     kind: str = "run"
@@ -57,7 +61,8 @@ def identity(record: Mapping[str, Any]) -> str:
 
 
 class RunWriter:
-    """Writes the record of one graph, whenever it is asked to. Its methods raise what MLflow raises; after that, `forget`."""
+    """Writes the record of one graph, whenever it is asked to. Its methods raise what MLflow
+    raises; after that, `forget`."""
 
     def __init__(self, settings: TrackingSettings, storage: str, place: Place):
         self.settings, self.storage, self.place = settings, storage, place
@@ -67,9 +72,8 @@ class RunWriter:
         self.calls: Calls | None = None
         self.known: dict[str, Artefact] = {}
         self.views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
-        self.where: tuple[str, str, str, list[str]] | None = (
-            None  # tracking URI, experiment, id of the graph's run, those of its methods
-        )
+        # tracking URI, experiment, id of the graph's run, those of its methods
+        self.where: tuple[str, str, str, list[str]] | None = None
         self.fresh: set[str] = set()  # methods of which an evaluation was recorded, until `finish`
         self.forget()
 
@@ -98,7 +102,7 @@ class RunWriter:
             label: run.info.run_id for (label, task), run in self.runs.items() if label and not task
         }
 
-    # ---- runs --------------------------------------------------------------------------------------------------------
+    # ---- runs ------------------------------------------------------------------------------------
     def ready(self) -> Calls:
         """Opens the runs of this graph and its methods, or finds them."""
         if self.calls and self.runs:
@@ -191,7 +195,7 @@ class RunWriter:
         self.calls.params(run, flatten(values) if values else {})
         self.calls.tag(run, {OPENED: "true"})
 
-    # ---- one stage ---------------------------------------------------------------------------------------------------
+    # ---- one stage -------------------------------------------------------------------------------
     def stage(self, stage_id: str) -> None:
         """Records a stage, if it is finished and was not recorded before."""
         self.ready()
@@ -337,7 +341,8 @@ class RunWriter:
         self._close(run)
 
     def _measured(self, label: str, tables: RunTables, again: bool = False) -> None:
-        """Matrix, averages and sizes of a method, as far as it is; points that were written before only `again`."""
+        """Matrix, averages and sizes of a method, as far as it is; points that were written before
+        only `again`."""
         from pipeline.report import entries
 
         calls, method, matrix = self.ready(), self._run(label, ""), tables.matrix(label)
@@ -360,9 +365,10 @@ class RunWriter:
         )
         self.logged |= {(label, p.name, str(p.step)) for p in new}
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
     def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
-        """Files to the run of the graph, below `analysis/`, and points by label to the runs of its methods."""
+        """Files to the run of the graph, below `analysis/`, and points by label to the runs of its
+        methods."""
         calls = self.ready()
         calls.files(self.parent, {f"analysis/{name}": data for name, data in files.items()})
         for label, some in points.items():
@@ -419,14 +425,15 @@ class RunWriter:
         return RunTables(self.storage, self.record, dict(self.known))
 
 
-# ---- tags and words ------------------------------------------------------------------------------------------------------
+# ---- tags and words ------------------------------------------------------------------------------
 def tag_of(stage: Mapping[str, Any]) -> str:
     """The tag whose value is the key of a recorded stage."""
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
 
 
 def keys_of(record: Mapping[str, Any], label: str) -> dict[str, str]:
-    """Keys of the stages of a method as tags; of the whole graph, those that its methods share, but data, which has its tag once it is recorded."""
+    """Keys of the stages of a method as tags; of the whole graph, those that its methods share, but
+    data, which has its tag once it is recorded."""
     own = [
         s
         for s in record["stages"]

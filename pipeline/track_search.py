@@ -1,7 +1,8 @@
-"""The record of a search in MLflow: one run for the search, below it one per trial, below that the trial's methods and tasks.
+"""The record of a search in MLflow: one run for the search, below it one per trial, below that the
+trial's methods and tasks.
 
-Everything is written from the records in the store (`searches/NAME/search.json`, `trials/NNNN.json`, `winner.json`), so it can be written
-anew, and twice adds nothing twice.
+Everything is written from the records in the store (`searches/NAME/search.json`,
+`trials/NNNN.json`, `winner.json`), so it can be written anew, and twice adds nothing twice.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def search_identity(search: Mapping[str, Any]) -> str:
 
 
 class SearchRecorder:
-    """Writes the record of one search. `start` first, `trial` whenever the record of a trial has changed, `finish` at the end; only `finish` waits.
+    """Writes the record of one search. `start` first, `trial` whenever the record of a trial has
+    changed, `finish` at the end; only `finish` waits.
 
     say, remedy: as for a Recorder. Without `start`, and with tracking off, nothing is written.
     """
@@ -60,9 +62,8 @@ class SearchRecorder:
         self.writers: dict[int, RunWriter] = {}
         self.calls: Calls | None = None
         self.run: Run | None = None
-        self.where: tuple[str, str, str] | None = (
-            None  # tracking URI, experiment, id of the search's run
-        )
+        # tracking URI, experiment, id of the search's run
+        self.where: tuple[str, str, str] | None = None
         self.drawn: set[int] = set()  # trials whose points are in the curves
         self.read: set[tuple[str, str]] = set()  # (stage, context)
         self.outbox = Outbox("MLflow", self._answers, self.forget, transient, say)
@@ -85,7 +86,8 @@ class SearchRecorder:
     def finish(
         self, files: Mapping[str, bytes], winner: Mapping[str, Any] | None, status: str = "FINISHED"
     ) -> None:
-        """Adds report files and the winner (its record), closes the run and waits, of a server that is away for `tracking.patience_s`."""
+        """Adds report files and the winner (its record), closes the run and waits, of a server that
+        is away for `tracking.patience_s`."""
         if self.search:
             self.outbox.put(partial(self._finish, dict(files), winner, status))
             close(
@@ -96,7 +98,8 @@ class SearchRecorder:
             )
 
     def links(self, base: str = "") -> list[str]:
-        """Where to look at the record of this search; `base` is the address of a running `mlflow server`."""
+        """Where to look at the record of this search; `base` is the address of a running `mlflow
+        server`."""
         if self.where is None:
             return []
         uri, experiment, run = self.where
@@ -111,8 +114,8 @@ class SearchRecorder:
     def rebuild(
         cls, storage: str, name: str, settings: TrackingSettings | None = None, say: Say = to_stderr
     ) -> SearchRecorder:
-        """Writes the whole record of a search from what the store holds of it. settings: by default those of its base config.
-        Raises UserError where the storage has no such search."""
+        """Writes the whole record of a search from what the store holds of it. settings: by default
+        those of its base config. Raises UserError where the storage has no such search."""
         from pipeline.config import TrackingSettings
 
         folder = join(storage, "searches", name)
@@ -137,7 +140,7 @@ class SearchRecorder:
         )
         return recorder
 
-    # ---- written by the outbox's thread ------------------------------------------------------------------------------
+    # ---- written by the outbox's thread ----------------------------------------------------------
     def forget(self) -> None:
         self.calls = self.run = None
         self.drawn.clear()
@@ -290,8 +293,9 @@ class SearchRecorder:
                 self.read |= {(p, context) for p in new}
 
     def _curves(self, whole: bool) -> None:
-        """Accuracy by number of trial, and the best so far, of trials that went to their end, phase by phase; only as far as all trials before have
-        ended, so that a point never changes. whole: those that have not ended never will."""
+        """Accuracy by number of trial, and the best so far, of trials that went to their end, phase
+        by phase; only as far as all trials before have ended, so that a point never changes. whole:
+        those that have not ended never will."""
         calls, run = self._ready()
         best: dict[str, float] = {}
         points = []
@@ -345,7 +349,8 @@ class SearchRecorder:
             calls.close(run, status)
 
     def _crown(self, winner: Mapping[str, Any] | None) -> str:
-        """The tag `winner` on the winner's run and on no other one. Returns the id of that run, or nothing."""
+        """The tag `winner` on the winner's run and on no other one. Returns the id of that run, or
+        nothing."""
         calls, _ = self._ready()
         number = f"{winner['trial']:04d}" if winner else ""
         chosen = ""
@@ -358,7 +363,7 @@ class SearchRecorder:
         return chosen
 
 
-# ---- records and words ---------------------------------------------------------------------------------------------------
+# ---- records and words ---------------------------------------------------------------------------
 def read_record(path: str) -> dict[str, Any] | None:
     """A record in the store; None where it is absent or damaged."""
     try:

@@ -1,4 +1,5 @@
-"""One trial of a search: a whole graph in the shared store, judged on validation images task by task, with a record that outlives its process."""
+"""One trial of a search: a whole graph in the shared store, judged on validation images task by
+task, with a record that outlives its process."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ class TrialFailed(Exception):
 class Plan:
     """What every trial of a search is told; plain and picklable.
 
-    body: the base config's plain values. tasks: those that a trial learns, in stream order. own: those of them that have steps of the method's own.
-    only: it is judged after the last one of them alone.
-    settled: task -> what earlier phases of the search have chosen for it. phase: the task that is searched now. each: a task keeps the
-    parameters that it was trained with when they change (population-based training). until: how many tasks trials learn now; None: all.
+    body: the base config's plain values. tasks: those that a trial learns, in stream order. own:
+    those of them that have steps of the method's own. only: it is judged after the last one of them
+    alone. settled: task -> what earlier phases of the search have chosen for it. phase: the task
+    that is searched now. each: a task keeps the parameters that it was trained with when they
+    change (population-based training). until: how many tasks trials learn now; None: all.
     """
 
     name: str
@@ -68,7 +70,8 @@ class Plan:
 def with_history(
     body: Mapping[str, Any], params: Mapping[str, Any], history: Mapping[str, Params]
 ) -> dict[str, Any]:
-    """Plain values with those of a point in place: for tasks in `history` as theirs alone, and where there is one, common settings stay the body's."""
+    """Plain values with those of a point in place: for tasks in `history` as theirs alone, and
+    where there is one, common settings stay the body's."""
     found = space.with_params(
         body, {k: v for k, v in params.items() if k == space.METHOD} if history else params
     )
@@ -81,7 +84,7 @@ def with_history(
     return found
 
 
-# ---- records -------------------------------------------------------------------------------------------------------------
+# ---- records -------------------------------------------------------------------------------------
 def folder(storage: str, name: str) -> str:
     return join(storage, "searches", name)
 
@@ -91,7 +94,8 @@ def record_path(storage: str, name: str, number: int) -> str:
 
 
 def read_record(storage: str, name: str, number: int) -> dict[str, Any] | None:
-    """What is known of a trial; None where it never began, or the file is damaged, which begins it anew."""
+    """What is known of a trial; None where it never began, or the file is damaged, which begins it
+    anew."""
     try:
         record = read_json(record_path(storage, name, number))
     except (FileNotFoundError, ValueError):
@@ -111,10 +115,11 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-# ---- running -------------------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------
 @dataclass
 class Count:
-    """Watches the walks of one trial: stages that it ran or found, and the seconds of those that it ran."""
+    """Watches the walks of one trial: stages that it ran or found, and the seconds of those that it
+    ran."""
 
     run: int = 0
     reused: int = 0
@@ -122,7 +127,8 @@ class Count:
 
     @classmethod
     def after(cls, record: Mapping[str, Any] | None) -> Count:
-        """Goes on from the record of a trial that was cut off: what it ran then it will find now, and that is no reuse."""
+        """Goes on from the record of a trial that was cut off: what it ran then it will find now,
+        and that is no reuse."""
         return (
             cls(record["stages"]["run"], -record["stages"]["run"], record["device_s"])
             if record
@@ -145,8 +151,9 @@ class Count:
 def run_trial(
     plan: Plan, number: int, params: Mapping[str, Any], report: Report, parent: int | None = None
 ) -> None:
-    """Runs trial `number` as far as the plan goes, or tells again what it found when it has come there before. report: gets a result per task.
-    parent: the trial whose first tasks this one goes on from (population-based training). Raises TrialFailed."""
+    """Runs trial `number` as far as the plan goes, or tells again what it found when it has come
+    there before. report: gets a result per task. parent: the trial whose first tasks this one goes
+    on from (population-based training). Raises TrialFailed."""
     record = read_record(plan.storage, plan.name, number)
     if record is not None and (
         record["status"] in ENDED or len(record.get("rounds", ())) >= (plan.until or math.inf)
@@ -193,7 +200,8 @@ def run_trial(
 
 
 def _taken_over(plan: Plan, number: int, parent: int) -> dict[str, Any]:
-    """What a trial begins a round with: what `parent`, which may be itself, has learned before, and its own rounds. Raises TrialFailed."""
+    """What a trial begins a round with: what `parent`, which may be itself, has learned before, and
+    its own rounds. Raises TrialFailed."""
     before = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
     source, own = (
         read_record(plan.storage, plan.name, parent),
@@ -220,7 +228,8 @@ def _learn(
     started: float,
     count: Count,
 ) -> None:
-    """Task after task, the ones that `record` has no result of. With `plan.each` the tasks to come get `params` as their own."""
+    """Task after task, the ones that `record` has no result of. With `plan.each` the tasks to come
+    get `params` as their own."""
     store = Store(plan.storage)
     done = len(record["results"])
     history = dict(record["history"])
@@ -357,7 +366,8 @@ def ancestors(graph: Graph, stage_id: str) -> set[str]:
 def result_of(
     store: Store, record: Mapping[str, Any], label: str, task: str, position: int
 ) -> dict[str, Any]:
-    """Average validation accuracy over the tasks so far, that of each, and bytes kept per task beyond the backbone, from the store."""
+    """Average validation accuracy over the tasks so far, that of each, and bytes kept per task
+    beyond the backbone, from the store."""
     tables = RunTables.load(store.storage, record)
     matrix, sizes = tables.matrix(label), tables.sizes(label)
     last = sizes[min(position, len(sizes) - 1)]

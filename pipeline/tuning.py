@@ -1,4 +1,5 @@
-"""Ray Tune runs the trials of a search; what it goes on from after a kill are the records of trials, never its own state."""
+"""Ray Tune runs the trials of a search; what it goes on from after a kill are the records of
+trials, never its own state."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ from workers.artefact import delete_dir, join
 from workers.data.draw import seed_of
 
 
-# ---- points --------------------------------------------------------------------------------------------------------------
+# ---- points --------------------------------------------------------------------------------------
 def points_of(search: Search, number: int, first: int) -> Params | None:
-    """Point `number` of a random search or a grid, a function of the settings alone; None behind the last one. first: number of the first trial of
-    this phase."""
+    """Point `number` of a random search or a grid, a function of the settings alone; None behind
+    the last one. first: number of the first trial of this phase."""
     settings = search.settings
     if settings.algorithm == "grid":
         grid = search.space.grid()
@@ -41,7 +42,8 @@ def points_of(search: Search, number: int, first: int) -> Params | None:
 
 
 class Optuna:
-    """Suggestions of a tree-structured Parzen estimator, of several objectives if asked; suggestion n is drawn with a seed of its own, from what was told."""
+    """Suggestions of a tree-structured Parzen estimator, of several objectives if asked; suggestion
+    n is drawn with a seed of its own, from what was told."""
 
     def __init__(self, search: Search):
         import optuna
@@ -77,11 +79,12 @@ class Optuna:
             self.study.tell(self.asked.pop(number), values)
 
 
-# ---- Ray Tune ------------------------------------------------------------------------------------------------------------
+# ---- Ray Tune ------------------------------------------------------------------------------------
 def run_population(
     search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Population-based training: a round for each task, which begins when every trial has learned the one before."""
+    """Population-based training: a round for each task, which begins when every trial has learned
+    the one before."""
     for position in range(len(plan.tasks)):
         run_phase(search, replace(plan, until=position + 1), first, watch)
         records = search.records(plan.phase)
@@ -95,7 +98,8 @@ def run_population(
 def run_phase(
     search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Runs the trials of one phase. first: the number of its first trial. watch: is told the record of each trial that has a new result or ended."""
+    """Runs the trials of one phase. first: the number of its first trial. watch: is told the record
+    of each trial that has a new result or ended."""
     import ray
     from ray import tune
     from ray.tune.progress_reporter import TrialProgressCallback
@@ -108,7 +112,8 @@ def run_phase(
     told = Unsaved(watch)
 
     class Asking(Searcher):
-        """Numbers trials, and asks for points as long as the budget lasts. Trials of earlier sessions are asked for first, and tell again what they found."""
+        """Numbers trials, and asks for points as long as the budget lasts. Trials of earlier
+        sessions are asked for first, and tell again what they found."""
 
         def __init__(self) -> None:
             super().__init__(metric="accuracy", mode="max")
@@ -226,9 +231,8 @@ def run_phase(
     try:
         tuner.fit()
     finally:
-        delete_dir(
-            join(search.storage, "ray", place)
-        )  # Tune's own bookkeeping; what counts are the records
+        # Tune's own bookkeeping; what counts are the records
+        delete_dir(join(search.storage, "ray", place))
 
 
 class Unsaved:
@@ -264,7 +268,8 @@ def trainable(tuned: dict[str, Any], plan: Plan) -> None:
 
 
 def scheduler_of(search: Search) -> Any:
-    """None, or successive halving over the tasks completed. It has no rung at the last task, as a trial that has learned that is finished."""
+    """None, or successive halving over the tasks completed. It has no rung at the last task, as a
+    trial that has learned that is finished."""
     from ray.tune.schedulers import ASHAScheduler
 
     settings, most = search.settings, len(search.tasks)
@@ -283,13 +288,13 @@ def scheduler_of(search: Search) -> Any:
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     """Of one trial: with several workers they are its own groups', and the trial only waits."""
-    return (
-        {"memory": 1 << 20} if cluster.workers > 1 else needs(cluster)
-    )  # of some kind it must ask for
+    # of some kind it must ask for
+    return {"memory": 1 << 20} if cluster.workers > 1 else needs(cluster)
 
 
 def room_for(around: Surroundings, cluster: ClusterSettings, name: str) -> int:
-    """How many trials may run side by side in this driver's share of the cluster. name: what it has registered. Raises UserError where none fits."""
+    """How many trials may run side by side in this driver's share of the cluster. name: what it has
+    registered. Raises UserError where none fits."""
     trial = cluster.model_copy(update={"workers": max(1, cluster.workers)})
     check_fits(around, trial)
     return len(sizes_of_groups(around, trial.model_copy(update={"groups": 0}), name, sys.maxsize))

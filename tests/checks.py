@@ -1,7 +1,9 @@
-"""Promises that every method inherits. Each is a function of a laboratory, a method's name and an optimizer.
+"""Promises that every method inherits. Each is a function of a laboratory, a method's name and an
+optimizer.
 
-Whether a promise applies follows from what the class declares (`carries`, `forgets`, `freezes_backbone`, ...), never from
-its name. A promise is shown on every optimizer where the optimizer could break it, else on one.
+Whether a promise applies follows from what the class declares (`carries`, `forgets`,
+`freezes_backbone`, ...), never from its name. A promise is shown on every optimizer where the
+optimizer could break it, else on one.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def promise(
     return register
 
 
-# ---- what stays ----------------------------------------------------------------------------------------------------------
+# ---- what stays ----------------------------------------------------------------------------------
 @promise(lambda cls: cls.freezes_backbone, tuple(OPTIMIZERS))
 def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
@@ -79,8 +81,8 @@ def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> No
 
 @promise(lambda cls: not cls.forgets, tuple(OPTIMIZERS))
 def check_old_answers_stay(lab: Lab, method: str, optimizer: str) -> None:
-    """Bit for bit, with the later task loaded beside the earlier one. The optimizers catch a lock that holds gradients
-    back and forgets what weight decay and momentum do."""
+    """Bit for bit, with the later task loaded beside the earlier one. The optimizers catch a lock
+    that holds gradients back and forgets what weight decay and momentum do."""
     old_answers_stay(lab.run(method, optimizer))
 
 
@@ -103,7 +105,8 @@ def check_old_answers_stay_under_accumulation_and_bf16(
 def check_another_tasks_training_leaves_a_loaded_task_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Its head gets no gradient, neither head nor loaded state change, and a star goes on giving its answers."""
+    """Its head gets no gradient, neither head nor loaded state change, and a star goes on giving
+    its answers."""
     run = lab.run(method, optimizer)
     task, state, images = run.order[FIRST], run.state(FIRST), run.images(FIRST)
     live, job = run.fresh(SECOND), again(run.stages(SECOND)[0], "beside")
@@ -119,7 +122,8 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
 
 @promise()
 def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
-    """What a task hands out shares no storage with the model, nor with what another task handed out."""
+    """What a task hands out shares no storage with the model, nor with what another task handed
+    out."""
     run = lab.run(method, optimizer)
     taken: dict[int, str] = {}
     for task in (FIRST, SECOND):
@@ -137,10 +141,11 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
             assert taken.setdefault(where, f"{task}:{name}") == f"{task}:{name}"
 
 
-# ---- what is stored ------------------------------------------------------------------------------------------------------
+# ---- what is stored ------------------------------------------------------------------------------
 @promise()
 def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str) -> None:
-    """Packed and unpacked, a task gives the same logits; so does the method as training left it, up to rounding."""
+    """Packed and unpacked, a task gives the same logits; so does the method as training left it, up
+    to rounding."""
     run = lab.run(method, optimizer)
     name, images, direct = run.order[FIRST], run.images(FIRST), run.fresh()
     state, carried = run.finished(FIRST)
@@ -159,8 +164,8 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
 def check_whatever_is_stored_has_a_part_in_the_answers(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Masks turned round, or any other kind of tensor moved, give other logits: what is stored is what is served. Where class means
-    answer, a head is there for the next task's teacher."""
+    """Masks turned round, or any other kind of tensor moved, give other logits: what is stored is
+    what is served. Where class means answer, a head is there for the next task's teacher."""
     run = lab.run(method, optimizer)
     name, images = run.order[FIRST], run.images(FIRST)
     expected = answers(run.served(FIRST), images, name)
@@ -207,7 +212,7 @@ def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimize
         other.load(replace(state, method="another"))
 
 
-# ---- how it trains -------------------------------------------------------------------------------------------------------
+# ---- how it trains -------------------------------------------------------------------------------
 @promise(lambda cls: cls.starts_as_backbone)
 def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
@@ -235,7 +240,8 @@ def begun(run: Run) -> Method:
 
 @promise(lambda cls: cls.trains_on == "task" and not cls.carries)
 def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: str) -> None:
-    """A star's task has the same key, and when it is run, the same bytes, wherever it stands in the stream."""
+    """A star's task has the same key, and when it is run, the same bytes, wherever it stands in the
+    stream."""
     run = lab.run(method, optimizer)
     turned = lab.run(method, optimizer, order=(*reversed(run.order),))
     assert run.trained(SECOND).key == turned.stages(FIRST)[-1].key
@@ -273,7 +279,8 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
 def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Whatever training keeps beside parameters must be in the checkpoint: a plain tensor would be lost."""
+    """Whatever training keeps beside parameters must be in the checkpoint: a plain tensor would be
+    lost."""
     run = lab.run(method, optimizer)
     job = next(j for j in run.stages(SECOND) if history(run.artefact(j)))
     per_epoch = -(-history(run.artefact(job))[0]["images"] // job.train.batch_size)
@@ -282,9 +289,8 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
         lab.stage(resumed)
     with interrupted_after(1000) as steps:
         repeated = lab.stage(resumed)
-    assert (
-        len(steps) == len(history(stored)) * per_epoch - per_epoch - 2
-    )  # it did go on, and not start anew
+    # it did go on, and not start anew
+    assert len(steps) == len(history(stored)) * per_epoch - per_epoch - 2
     assert [repeated.read(n) for n in (STATE, CARRIED)] == [
         stored.read(n) for n in (STATE, CARRIED)
     ]
@@ -331,7 +337,8 @@ def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: st
 
 @promise(optimizers=("sgd",))
 def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optimizer: str) -> None:
-    """On SGD: Adam divides a gradient by its own size, so that the rounding of a vanishing one becomes a whole step."""
+    """On SGD: Adam divides a gradient by its own size, so that the rounding of a vanishing one
+    becomes a whole step."""
     whole = lab.run(method, optimizer, epochs=1, batch_size=24)
     parts = lab.run(method, optimizer, epochs=1, batch_size=24, accumulate=2)
     images, name = whole.images(FIRST), whole.order[FIRST]
@@ -358,11 +365,11 @@ def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
     assert sum(row["correct"] for row in rows) > 1.2 * chance
 
 
-# ---- how it answers ------------------------------------------------------------------------------------------------------
+# ---- how it answers ------------------------------------------------------------------------------
 @promise()
 def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, optimizer: str) -> None:
-    """They are those of a method that is asked for one task only, as many as the task has classes, also where a later task
-    has more."""
+    """They are those of a method that is asked for one task only, as many as the task has classes,
+    also where a later task has more."""
     run = lab.run(method, optimizer)
     served, images = run.served(SECOND), [run.images(task) for task in (FIRST, SECOND)]
     alone = [answers(run.served(SECOND), images[task], run.order[task]) for task in (FIRST, SECOND)]
@@ -376,8 +383,9 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
 def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """A task that was trained under other values is served, by a method that has the common ones, as by one that has its own; so is the
-    next task, which was trained under the common ones after it. In every scenario that the method serves, and with what it picks."""
+    """A task that was trained under other values is served, by a method that has the common ones,
+    as by one that has its own; so is the next task, which was trained under the common ones after
+    it. In every scenario that the method serves, and with what it picks."""
     own, beside = other_values(method), BESIDE.get(method, {})
     run = lab.run_of(
         method,

@@ -1,4 +1,5 @@
-"""Made once for the whole session: a tiny store of handwritten digits, through the real ingest and stages; a run that nothing interrupted."""
+"""Made once for the whole session: a tiny store of handwritten digits, through the real ingest and
+stages; a run that nothing interrupted."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is imported: also holds in processes that tests start
+# before torch is imported: also holds in processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("tests.recovery")  # so that its assertions say what they saw
 
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """See `laboratory.Lab`: runs streams of tiny tasks through the real stages and remembers what it has run."""
+    """See `laboratory.Lab`: runs streams of tiny tasks through the real stages and remembers what
+    it has run."""
     import torch
     from laboratory import Lab
 
@@ -38,7 +39,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """The same of DyTox over one output space: every step that is killed inside comes out the same."""
+    """The same of DyTox over one output space: every step that is killed inside comes out the
+    same."""
     from tests.recovery import Reference
 
     dytox = {"memory": 8, "steps": {"finetune": {"epochs": 4}}}
@@ -49,7 +51,8 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[object]:
-    """See `hostile.Site`: a place of a test's own; what lies beside it is as it was after the test."""
+    """See `hostile.Site`: a place of a test's own; what lies beside it is as it was after the
+    test."""
     from hostile import Site
 
     found = Site(tmp_path)
@@ -76,7 +79,8 @@ def s3_server() -> Iterator[int]:
 
 @pytest.fixture
 def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """A bucket of its own behind a proxy that can make requests fail (see `s3.Proxy`); the environment of this process leads there."""
+    """A bucket of its own behind a proxy that can make requests fail (see `s3.Proxy`); the
+    environment of this process leads there."""
     import uuid
 
     from tests import s3

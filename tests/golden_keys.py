@@ -98,8 +98,8 @@ def revisions() -> dict[str, int]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A sentence on each difference: what changed, what follows from it for stored results, and what
-    to do. old: the file; new: the code."""
+    """A sentence on each difference: what changed, what follows from it for stored results, and
+    what to do. old: the file; new: the code."""
     sentences = []
     if old["key_version"] != new["key_version"]:
         change = f"{old['key_version']} -> {new['key_version']}"

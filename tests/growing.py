@@ -1,4 +1,5 @@
-"""A method of scenario `class` in the middle of a stream of tiny tasks, without stages; and streams of the laboratory for it."""
+"""A method of scenario `class` in the middle of a stream of tiny tasks, without stages; and streams
+of the laboratory for it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1}
 
 
 def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
-    """A method that knows the heads of `tasks`, and is at `step` of the last of them; all tasks have samples in its batches."""
+    """A method that knows the heads of `tasks`, and is at `step` of the last of them; all tasks
+    have samples in its batches."""
     torch.manual_seed(0)
     method = METHODS[name](build(SMALL), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
@@ -44,7 +46,8 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
 
 
 def batch(*tasks: Task, step: int = 0, rows: slice = slice(None), **parts: Any) -> Batch:
-    """Six images; the tasks in turn, and of each its classes in turn. rows: those that this rank holds."""
+    """Six images; the tasks in turn, and of each its classes in turn. rows: those that this rank
+    holds."""
     places = torch.arange(6) % len(tasks)
     labels = torch.tensor(
         [i // len(tasks) % tasks[place].num_classes for i, place in enumerate(places.tolist())]
@@ -73,7 +76,8 @@ def moved(method: Method) -> None:
 
 
 def stream(lab: Lab, method: str, base: str | None = None, **settings: Any) -> Run:
-    """Both tasks of the laboratory in scenario `class`, one epoch each; `base` names the one that the backbone is trained on."""
+    """Both tasks of the laboratory in scenario `class`, one epoch each; `base` names the one that
+    the backbone is trained on."""
     tasks = [
         {
             "card": str(lab.card),
@@ -91,7 +95,8 @@ def stream(lab: Lab, method: str, base: str | None = None, **settings: Any) -> R
 def remembered(
     run: Run, task: int, memory: dict[str, dict[str, list[str]]]
 ) -> dict[str, tuple[Tensor, list[str]]]:
-    """Of each class in `memory`, its exemplars' images (n, 3, 16, 16) and their keys, looked up as a stage of `task` would."""
+    """Of each class in `memory`, its exemplars' images (n, 3, 16, 16) and their keys, looked up as
+    a stage of `task` would."""
     job = run.stages(task)[0]
     keys = {
         name: [key for found in classes.values() for key in found]

@@ -1,4 +1,5 @@
-"""What tests of hostile files share: a place with an outside, processes whose memory is measured, and the bytes that strangers send."""
+"""What tests of hostile files share: a place with an outside, processes whose memory is measured,
+and the bytes that strangers send."""
 
 from __future__ import annotations
 
@@ -67,9 +68,10 @@ class Site:
         assert sorted(p.name for p in self.own.parent.iterdir()) == ["outside", "own"]
 
 
-# ---- backbones that a config or a model folder may ask for; what is said of each -------------------------------------------
+# ---- backbones that a config or a model folder may ask for; what is said of each -----------------
 def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Settings of a backbone by the name of the attack, with words of the sentence that refuses them. folder: what they try to reach."""
+    """Settings of a backbone by the name of the attack, with words of the sentence that refuses
+    them. folder: what they try to reach."""
     small = small_run.BACKBONE["options"]
 
     def options(**values: Any) -> dict[str, Any]:
@@ -182,11 +184,10 @@ def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
 BACKBONES = tuple(backbones(Path("outside")))
 
 
-# ---- in a process of its own, whose memory is measured ---------------------------------------------------------------------
+# ---- in a process of its own, whose memory is measured -------------------------------------------
 def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    resource.setrlimit(
-        resource.RLIMIT_AS, (24 << 30, 24 << 30)
-    )  # so that a test that fails does not take the machine with it
+    # so that a test that fails does not take the machine with it
+    resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         said = function(*arguments)
@@ -209,7 +210,7 @@ def costs(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     return said, megabytes
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 def png(color: int = 0) -> bytes:
     buffer = io.BytesIO()
     Image.new("L", (8, 8), color).save(buffer, "PNG")

@@ -19,7 +19,8 @@ TRAIN = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)
 
 
 def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
-    """A method that knows the class vectors of `tasks`, and is at `step` of the last of them; its feed is `looks(*tasks)`."""
+    """A method that knows the class vectors of `tasks`, and is at `step` of the last of them; its
+    feed is `looks(*tasks)`."""
     torch.manual_seed(0)
     method: Any = METHODS[name](build(SMALL), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks

@@ -1,4 +1,5 @@
-"""The laboratory: streams of tiny tasks through the real ingest, backbone, train and evaluate stages, in this process."""
+"""The laboratory: streams of tiny tasks through the real ingest, backbone, train and evaluate
+stages, in this process."""
 
 from __future__ import annotations
 
@@ -100,8 +101,8 @@ OWN: dict[str, dict[str, Any]] = {  # where twice or half the usual value would 
 
 @dataclass(repr=False)
 class Lab:
-    """A store, and what ran in it. By stage key: `live`, the method as training left it; `finished`, what
-    it handed out at the end; `opened`, the splits whose images were looked up."""
+    """A store, and what ran in it. By stage key: `live`, the method as training left it;
+    `finished`, what it handed out at the end; `opened`, the splits whose images were looked up."""
 
     folder: Path
     group: Group = field(default_factory=Group)  # whose one rank runs every stage
@@ -265,7 +266,8 @@ class Run:
         return Carried.from_bytes(self.trained(task).read("carried.safetensors"))
 
     def served(self, after: int) -> Method:
-        """The method as it stands after a task, with all tasks up to it loaded, as `evaluate` and `predict` load it."""
+        """The method as it stands after a task, with all tasks up to it loaded, as `evaluate` and
+        `predict` load it."""
         self.prepare(self.evaluate_job(after))
         return evaluate.served(self.evaluate_job(after), self.lab.group)
 
@@ -286,7 +288,8 @@ class Run:
 
 @dataclass
 class Steps:
-    """What one rank did in one stage: rows of its micro-batches and bytes synchronised, step by step."""
+    """What one rank did in one stage: rows of its micro-batches and bytes synchronised, step by
+    step."""
 
     rows: list[list[int]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -297,8 +300,8 @@ class Steps:
 def on_ranks(
     jobs: list[StageJob], world: int, folder: Path, stop_after: dict[str, int] | None = None
 ) -> list[list[Steps]]:
-    """Runs stages on `world` processes joined by gloo. Returns what each rank did in each stage; stop_after: stage key -> the
-    number of steps after which all ranks break off."""
+    """Runs stages on `world` processes joined by gloo. Returns what each rank did in each stage;
+    stop_after: stage key -> the number of steps after which all ranks break off."""
     folder.mkdir()
     small_run.processes()
     torch.multiprocessing.start_processes(
@@ -357,7 +360,8 @@ def answers(method: Method, images: Tensor, task: str) -> Tensor:
 
 
 def other_values(method: str) -> dict[str, Any]:
-    """Every setting that a task may have of its own, at another value than it has under `BESIDE`: that of `OWN`, or any."""
+    """Every setting that a task may have of its own, at another value than it has under `BESIDE`:
+    that of `OWN`, or any."""
     cls = METHODS[method]
     fields = {info.alias or name: name for name, info in cls.Settings.model_fields.items()}
     usual = cls.Settings.model_validate(

@@ -1,9 +1,12 @@
-"""Every stage of a short stream on the strict device, and what a training step costs it; run in a process of its own.
+"""Every stage of a short stream on the strict device, and what a training step costs it; run in a
+process of its own.
 
 export PYTHONPATH=tests
-.venv/bin/python -m tests.on_strict_device             # counts per step of every method; those that rose since they were recorded
+.venv/bin/python -m tests.on_strict_device             # counts per step of every method; those that
+    rose since they were recorded
 .venv/bin/python -m tests.on_strict_device meat hat    # of some
-.venv/bin/python -m tests.on_strict_device --record    # lowers what became lower, adds what is new; see `recorded`
+.venv/bin/python -m tests.on_strict_device --record    # lowers what became lower, adds what is new;
+    see `recorded`
 """
 
 from __future__ import annotations
@@ -71,8 +74,8 @@ Step = tuple[str, str, str]  # method, scenario, training step
 
 @dataclass(frozen=True)
 class Case:
-    """Two tasks under one method. base: the first is the one that the backbone is trained on. data, train: sections of a config beside
-    what all cases have."""
+    """Two tasks under one method. base: the first is the one that the backbone is trained on. data,
+    train: sections of a config beside what all cases have."""
 
     method: str
     scenario: str
@@ -115,9 +118,10 @@ def laboratory(device: str) -> Lab:
     return Lab(folders[0] / device, Group(device=torch.device(device)))
 
 
-# ---- what is done on the device -----------------------------------------------------------------------------------------
+# ---- what is done on the device ------------------------------------------------------------------
 def results(case: Case, device: str) -> dict[str, Any]:
-    """Every stage of both tasks, evaluations with their canaries among them, and answers of the served model."""
+    """Every stage of both tasks, evaluations with their canaries among them, and answers of the
+    served model."""
     run = case.run_in(laboratory(device))
     found: dict[str, Any] = {}
     for task in range(len(run.order)):
@@ -130,7 +134,8 @@ def results(case: Case, device: str) -> dict[str, Any]:
 
 
 def served(run: Run) -> dict[str, Any]:
-    """What the finished tasks answer where they are served: told the task in mixed batches, and where the task is to be found out."""
+    """What the finished tasks answer where they are served: told the task in mixed batches, and
+    where the task is to be found out."""
     last = run.evaluate_job(len(run.order) - 1)
     jobs = [run.evaluate_job(task) for task in range(len(run.order))]
     tasks = tuple(dict.fromkeys(task for job in jobs for task in job.tasks))
@@ -149,7 +154,8 @@ def served(run: Run) -> dict[str, Any]:
 
 
 def resumed(case: Case, device: str) -> None:
-    """A stage that is interrupted, and goes on from its checkpoint, leaves what it leaves uninterrupted. Raises AssertionError."""
+    """A stage that is interrupted, and goes on from its checkpoint, leaves what it leaves
+    uninterrupted. Raises AssertionError."""
     run = case.run_in(laboratory(device))
     for job in run.stages(len(run.order) - 1):
         expected = run.artefact(job)
@@ -169,7 +175,8 @@ def resumed(case: Case, device: str) -> None:
 
 @contextlib.contextmanager
 def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Counts]]]:
-    """Inside, what each step costs by stage id: from the end of one step to the end of the next of the same epoch, the feed's part too."""
+    """Inside, what each step costs by stage id: from the end of one step to the end of the next of
+    the same epoch, the feed's part too."""
     found: dict[str, list[Counts]] = defaultdict(list)
     train_step, before = loop.train_step, [Counts()]
 
@@ -188,7 +195,7 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
         yield found
 
 
-# ---- cases in a process of their own ------------------------------------------------------------------------------------
+# ---- cases in a process of their own -------------------------------------------------------------
 def start(folder: Path) -> None:
     """Before a process takes cases, whose results go to `folder`."""
     folders.append(folder)
@@ -197,8 +204,9 @@ def start(folder: Path) -> None:
 
 
 def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, Counts]:
-    """Everything of a case on the strict device. Returns the counts of a typical step of the last task by training step. Raises
-    whatever the device refuses, and AssertionError where the results are not those of the CPU."""
+    """Everything of a case on the strict device. Returns the counts of a typical step of the last
+    task by training step. Raises whatever the device refuses, and AssertionError where the results
+    are not those of the CPU."""
     with strict_device.strict_device() as device:
         with counted(device) as steps:
             found = results(case, strict_device.NAME)
@@ -214,14 +222,14 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
     costs: dict[Step, Counts] = {}
     for job_id, each in steps.items():
         if job_id.startswith(f"{case.method}/"):
-            costs[case.method, case.scenario, job_id.rsplit("/", 1)[1]] = typical(
-                each
-            )  # those of a later task stand
+            # those of a later task stand
+            costs[case.method, case.scenario, job_id.rsplit("/", 1)[1]] = typical(each)
     return costs
 
 
 def counts_of(method: str, scenario: str) -> dict[Step, Counts]:
-    """Of each training step of a method; of one that starts from a base task those of its steps too."""
+    """Of each training step of a method; of one that starts from a base task those of its steps
+    too."""
     found = check(Case(method, scenario), compare=False, resume=False)
     return (
         found | check(Case(method, scenario, base=True), compare=False, resume=False)
@@ -237,7 +245,7 @@ def typical(steps: list[Counts]) -> Counts:
     )
 
 
-# ---- what is recorded ---------------------------------------------------------------------------------------------------
+# ---- what is recorded ----------------------------------------------------------------------------
 def recorded(text: str) -> dict[Step, Counts]:
     """The rows of the table in benchmarks/README.md: upper bounds, which may only go down."""
     return {(m, s, step): Counts(*map(int, counts)) for m, s, step, *counts in ROW.findall(text)}
@@ -284,7 +292,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(methods: list[str], record: bool) -> int:
-    """Prints the rows of these methods, and what rose; returns the exit code. record: the table's file is written anew."""
+    """Prints the rows of these methods, and what rose; returns the exit code. record: the table's
+    file is written anew."""
     text = TABLE.read_text()
     bounds, failed = recorded(text), False
     for method in methods:

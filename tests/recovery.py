@@ -1,4 +1,5 @@
-"""What recovery is measured by: an uninterrupted run, what must hold after the command was given again, and damage to files."""
+"""What recovery is measured by: an uninterrupted run, what must hold after the command was given
+again, and damage to files."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MOMENTS = 20260101  # seed of the moments at which things are killed
 
 @dataclass
 class Reference:
-    """Cards, and an uninterrupted run on them: what it left behind, what it said, and how long it took."""
+    """Cards, and an uninterrupted run on them: what it left behind, what it said, and how long it
+    took."""
 
     folder: Path
     cards: dict[str, str]
@@ -37,9 +39,10 @@ class Reference:
         """own: how its body differs from others."""
         cards = small_run.make_cards(folder, names)
         body = small_run.make_body(folder, cards, **own)
+        # the fork server is up after it
         small_run.run(
             ["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt"
-        )  # the fork server is up after it
+        )
         started = time.monotonic()
         small_run.run(
             ["run", small_run.write_config(folder / "config.yaml", body)], folder / "out.txt"
@@ -98,9 +101,8 @@ def spoil(path: Path, harm: str) -> None:
     elif harm == "truncate":
         path.write_bytes(data[: len(data) // 2])
     else:
-        data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= (
-            1  # in a tar, a byte of an image and not of the padding
-        )
+        # in a tar, a byte of an image and not of the padding
+        data[data.find(b"IDAT") + 9 if path.suffix == ".tar" else len(data) // 2] ^= 1
         path.write_bytes(data)
 
 

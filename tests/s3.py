@@ -1,4 +1,5 @@
-"""An S3-compatible server on loopback in a process of its own, behind a proxy that counts requests and makes them fail."""
+"""An S3-compatible server on loopback in a process of its own, behind a proxy that counts requests
+and makes them fail."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ ANSWERS = {
 
 @dataclass
 class Fault:
-    """kind: one of ANSWERS; `cut upload`, `cut download`: the connection ends in the middle of the body; `done, unsaid`: the server does it and
-    nobody hears; `slow`: the answer comes in small pieces; `silent`: no answer, for `hold` seconds. method, path: which requests, by their
+    """kind: one of ANSWERS; `cut upload`, `cut download`: the connection ends in the middle of the
+    body; `done, unsaid`: the server does it and nobody hears; `slow`: the answer comes in small
+    pieces; `silent`: no answer, for `hold` seconds. method, path: which requests, by their
     beginning and a part of it; "" all. times: how often."""
 
     kind: str
@@ -57,15 +59,15 @@ class Fault:
 
 @dataclass
 class Proxy:
-    """What goes to the server passes here. share: part of all requests that fail, in a way that `seed` draws. faults: those that surely fail."""
+    """What goes to the server passes here. share: part of all requests that fail, in a way that
+    `seed` draws. faults: those that surely fail."""
 
     upstream: int
     share: float = 0.0
     kinds: tuple[str, ...] = ("503", "500", "cut upload", "cut download", "slow")
     faults: list[Fault] = field(default_factory=list)
-    seen: list[tuple[str, str, str]] = field(
-        default_factory=list
-    )  # method, path with query, fault or ""
+    # method, path with query, fault or ""
+    seen: list[tuple[str, str, str]] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
     draw: random.Random = field(default_factory=lambda: random.Random(7))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -265,8 +267,8 @@ def leaks(folder: Path) -> list[str]:
 
 
 def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0) -> Any:
-    """As `small_run.start`, with these variables in the environment and short pauses between tries, all of them ours. stop_before: SIGKILL
-    before the n-th object that it writes."""
+    """As `small_run.start`, with these variables in the environment and short pauses between tries,
+    all of them ours. stop_before: SIGKILL before the n-th object that it writes."""
     process = small_run.processes().Process(
         target=main_into, args=(argv, str(out), env, stop_before)
     )

@@ -1,4 +1,5 @@
-"""Finished runs of a few seconds to serve, their bundles, and their test images as files have them."""
+"""Finished runs of a few seconds to serve, their bundles, and their test images as files have
+them."""
 
 from __future__ import annotations
 

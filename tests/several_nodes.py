@@ -1,4 +1,5 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be killed as a machine dies: at once, with all that runs on them."""
+"""A Ray cluster of several nodes on this machine, whose nodes can be killed as a machine dies: at
+once, with all that runs on them."""
 
 from __future__ import annotations
 
@@ -15,20 +16,22 @@ SMALL = {"object_store_memory": 100_000_000}
 
 
 class Nodes:
-    """A head without CPUs, and nodes of some. address: host:port of the cluster; client: what a driver outside of it gives. client_port:
-    where Ray's client server listens, if it is wanted. dashboard_port: where jobs are submitted, if any are."""
+    """A head without CPUs, and nodes of some. address: host:port of the cluster; client: what a
+    driver outside of it gives. client_port: where Ray's client server listens, if it is wanted.
+    dashboard_port: where jobs are submitted, if any are."""
 
     def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0):
         from pipeline.cluster import ENVIRONMENT
 
-        self.folder = tempfile.TemporaryDirectory(
-            prefix="acc", dir="/tmp"
-        )  # short: sockets lie below
+        # short: sockets lie below
+        self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")
         os.environ |= {**ENVIRONMENT, "RAY_TMPDIR": self.folder.name}
         from ray.cluster_utils import Cluster
 
         more: dict[str, Any] = {"ray_client_server_port": client_port} if client_port else {}
-        if dashboard_port:  # jobs go through the agent of the head, whose own port is that of any other Ray on this machine unless it is asked for
+        # jobs go through the agent of the head, whose own port is that of any other Ray on this
+        # machine unless it is asked for
+        if dashboard_port:
             more |= {
                 "include_dashboard": True,
                 "dashboard_port": dashboard_port,
@@ -73,7 +76,8 @@ class Nodes:
         self.cluster.worker_nodes.discard(node)
 
     def announce(self, node: Any, seconds: float = 120) -> None:
-        """The machine is going to be taken away: what a cloud says of a spot instance some time before."""
+        """The machine is going to be taken away: what a cloud says of a spot instance some time
+        before."""
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
 
@@ -107,7 +111,8 @@ def nodes_up(cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> 
 
 
 def wait_for(what: Any, seconds: float, or_end_of: Any = None) -> Any:
-    """What `what` gives as soon as it gives something; raises where it takes too long, or a process ends before."""
+    """What `what` gives as soon as it gives something; raises where it takes too long, or a process
+    ends before."""
     until = time.monotonic() + seconds
     while not (found := what()):
         assert or_end_of is None or or_end_of.is_alive(), "the run ended before"

@@ -1,6 +1,8 @@
-"""A cluster on paper: nodes with a worker group each, on a virtual clock, around the real graph, the real walk and the real queue.
+"""A cluster on paper: nodes with a worker group each, on a virtual clock, around the real graph,
+the real walk and the real queue.
 
-Nothing sleeps and nothing is computed: a stage lasts as long as it was dealt, and `poll` moves the clock to the next thing that happens.
+Nothing sleeps and nothing is computed: a stage lasts as long as it was dealt, and `poll` moves the
+clock to the next thing that happens.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Weather:
-    """What goes wrong. life_s: how long a node lives on average, away_s: how long it is then gone. failing: share of the tries that raise an
-    error. doomed: stages that fail for good. slow: share of the nodes that have half the speed."""
+    """What goes wrong. life_s: how long a node lives on average, away_s: how long it is then gone.
+    failing: share of the tries that raise an error. doomed: stages that fail for good. slow: share
+    of the nodes that have half the speed."""
 
     life_s: float = math.inf
     away_s: float = 60.0
@@ -46,7 +49,8 @@ class Weather:
 
 @dataclass
 class Cluster:
-    """An executor. seconds: how long each stage takes on a node of full speed, by id; a stage that is tried again goes on from its last checkpoint."""
+    """An executor. seconds: how long each stage takes on a node of full speed, by id; a stage that
+    is tried again goes on from its last checkpoint."""
 
     nodes: int
     seconds: dict[str, float]
@@ -62,9 +66,8 @@ class Cluster:
         self.speed = [
             0.5 if self.rng.random() < self.weather.slow else 1.0 for _ in range(self.nodes)
         ]
-        self.lives = (
-            [0] * self.nodes
-        )  # how often each node has died: what a dead node was about to do does not happen
+        # how often each node has died: what a dead node was about to do does not happen
+        self.lives = [0] * self.nodes
         self.running: dict[
             int, tuple[Stage, float, float]
         ] = {}  # group -> stage, when it began, what of it was done before
@@ -74,7 +77,7 @@ class Cluster:
         for node in range(self.nodes):
             self._expect_death(node)
 
-    # ---- what the driver sees ----------------------------------------------------------------------------------------
+    # ---- what the driver sees --------------------------------------------------------------------
     def submit(self, stage: Stage, depth: int) -> None:
         if isinstance(stage.job, StageJob):
             self.outbox.append(Offer(depth, stage))
@@ -85,7 +88,8 @@ class Cluster:
             )
 
     def poll(self) -> list[Event]:
-        """The next events, at whatever time they happen: never none, so that the driver never waits."""
+        """The next events, at whatever time they happen: never none, so that the driver never
+        waits."""
         while True:
             outbox, self.outbox = self.outbox, []
             events, _ = self.queue.offer(outbox)
@@ -100,7 +104,7 @@ class Cluster:
     def close(self) -> None:
         self.queue.close()
 
-    # ---- what happens on the nodes -----------------------------------------------------------------------------------
+    # ---- what happens on the nodes ---------------------------------------------------------------
     def _at(self, after_s: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self.happenings, (self.now + after_s, next(self.serial), happen))
 
@@ -169,7 +173,9 @@ class Cluster:
             self._stop(node, "lost")
             if (
                 self.rng.random() < 0.5
-            ):  # the trainer ends with its node; or it lives elsewhere, and its new workers ask again
+                # the trainer ends with its node; or it lives elsewhere, and its new workers ask
+                # again
+            ):
                 self.queue.abandon(node, "its node is gone")
         else:
             self.idle.remove(node)
@@ -182,11 +188,12 @@ class Cluster:
             self.idle.append(node)
 
 
-# ---- graphs and what they take -------------------------------------------------------------------------------------------
+# ---- graphs and what they take -------------------------------------------------------------------
 def graph(
     folder: Path, tasks: int, stars: int, chains: int, in_steps: int
 ) -> tuple[Store, Graph, Any]:
-    """The graph of a config with so many methods: stars, chains, and chains of three steps per task. Its config is returned too."""
+    """The graph of a config with so many methods: stars, chains, and chains of three steps per
+    task. Its config is returned too."""
     card = stream.draw_images(folder, 2 * tasks, train=1, test=1, sides=(16,))
     kinds = [*["linear"] * stars, *["finetune"] * chains, *["packnet"] * in_steps]
     methods = {
@@ -205,7 +212,8 @@ def graph(
 
 
 def deal(graph: Graph, seed: int, stragglers: float = 0.01) -> dict[str, float]:
-    """Seconds by stage: 20 to 200, evaluation a quarter of it; a straggler takes five times as long."""
+    """Seconds by stage: 20 to 200, evaluation a quarter of it; a straggler takes five times as
+    long."""
     rng, found = random.Random(seed), {}
     for stage in graph:
         long = rng.uniform(20, 200) * (5 if rng.random() < stragglers else 1)

@@ -1,4 +1,5 @@
-"""Runs of a few seconds on handwritten digits: cards, configs, the command line in fresh processes, what must be equal."""
+"""Runs of a few seconds on handwritten digits: cards, configs, the command line in fresh processes,
+what must be equal."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 def make_card(
     folder: Path, name: str, classes: Iterable[str], train: int = 20, test: int = 10, **card: Any
 ) -> str:
-    """Images of some digits in a folder of their own, and a card beside them. Returns the path of the card."""
+    """Images of some digits in a folder of their own, and a card beside them. Returns the path of
+    the card."""
     images, labels = digits()
     for label in classes:
         rows = np.flatnonzero(labels == int(label))[: train + test]
@@ -83,8 +85,8 @@ def make_body(
     scenario: str = "task",
     **changes: Any,
 ) -> dict[str, Any]:
-    """A config as plain values: a task per card (one that is called `base` trains the backbone), two epochs, in process. methods: labels,
-    or their settings by label."""
+    """A config as plain values: a task per card (one that is called `base` trains the backbone),
+    two epochs, in process. methods: labels, or their settings by label."""
     tasks = [
         {"name": name, "card": card, "role": "base" if name == "base" else "task"}
         for name, card in cards.items()
@@ -116,9 +118,10 @@ def write_config(path: Path, body: Mapping[str, Any]) -> str:
     return str(path)
 
 
-# ---- processes -----------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 def processes() -> Any:
-    """What starts processes forked from one that has imported everything: they are there at once."""
+    """What starts processes forked from one that has imported everything: they are there at
+    once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -127,12 +130,12 @@ def processes() -> Any:
 def start(
     argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL, within: str = ""
 ) -> Any:
-    """`python -m pipeline ARGV` in a process of its own (see `processes`).
-    What it says goes to the file `out`; the report has no pictures, which take longer than all the rest.
+    """`python -m pipeline ARGV` in a process of its own (see `processes`). What it says goes to the
+    file `out`; the report has no pictures, which take longer than all the rest.
 
-    kill_before: the process sends itself the signal `by` before its n-th system call that makes something durable.
-    within: the id of a stage; only calls while this process runs that stage are counted.
-    Returns a multiprocessing.Process, whose `kill` is SIGKILL.
+    kill_before: the process sends itself the signal `by` before its n-th system call that makes
+    something durable. within: the id of a stage; only calls while this process runs that stage are
+    counted. Returns a multiprocessing.Process, whose `kill` is SIGKILL.
     """
     process = processes().Process(target=main_into, args=(argv, str(out), kill_before, by, within))
     process.start()
@@ -146,9 +149,8 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str)
     from pipeline.report import page
 
     torch.set_num_threads(1)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell ignores it for what it starts in the background
+    # a shell ignores it for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     page.build = lambda *_: {"report.html": b"a page"}
     if kill_before:
         doom(kill_before, by, within)
@@ -166,7 +168,8 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str)
 
 
 def doom(calls: int, by: int, within: str) -> None:
-    """The signal `by` to this process before its `calls`-th fsync, rename, link or deletion of a file, within a stage if one is named."""
+    """The signal `by` to this process before its `calls`-th fsync, rename, link or deletion of a
+    file, within a stage if one is named."""
     from pipeline import launch
 
     left, counted, run_stage = itertools.count(calls, -1), [not within], launch.run_stage
@@ -201,9 +204,10 @@ def run(argv: list[str], out: Path, timeout: float = 240) -> str:
     return said
 
 
-# ---- what must be equal --------------------------------------------------------------------------------------------------
+# ---- what must be equal --------------------------------------------------------------------------
 def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, Any]]:
-    """Stage id -> manifest, of the stages of a run whose result stands; read without the code under test."""
+    """Stage id -> manifest, of the stages of a run whose result stands; read without the code under
+    test."""
     record = json.loads((Path(storage) / "runs" / name / "run.json").read_text())
     paths = {
         s["id"]: Path(storage) / "stages" / s["key"] / "manifest.json" for s in record["stages"]
@@ -214,8 +218,9 @@ def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, A
 
 
 def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
-    """Stage id -> what may not depend on interruptions: integer counts and logits digests of evaluations, digests of states,
-    shards and index, the history without its seconds; not the report, which is made of these."""
+    """Stage id -> what may not depend on interruptions: integer counts and logits digests of
+    evaluations, digests of states, shards and index, the history without its seconds; not the
+    report, which is made of these."""
     found = {}
     for stage_id, manifest in manifests(storage, name).items():
         if manifest["step"] != "report":

@@ -1,10 +1,13 @@
-"""A simulated accelerator: tensors that hold real numbers on the host, claim another device, and are as strict about it as CUDA.
+"""A simulated accelerator: tensors that hold real numbers on the host, claim another device, and
+are as strict about it as CUDA.
 
-What only a GPU shows is an error here, on a machine without one: an operation over two devices, a generator of another device,
-`.numpy()`, a write from the host. What costs a GPU its speed is counted (`Counts`). The numbers are those of the CPU's kernels.
+What only a GPU shows is an error here, on a machine without one: an operation over two devices, a
+generator of another device, `.numpy()`, a write from the host. What costs a GPU its speed is
+counted (`Counts`). The numbers are those of the CPU's kernels.
 
-The device is PyTorch's `PrivateUse1` under the name `strict`, with autograd's thread for it; nothing but this module implements its
-operations. Registering it changes the process for good, and must come before the first backward: give it a process of its own.
+The device is PyTorch's `PrivateUse1` under the name `strict`, with autograd's thread for it;
+nothing but this module implements its operations. Registering it changes the process for good, and
+must come before the first backward: give it a process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ INDEXED = {
     aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
 }
-# The size or the value of what they return is known to the host only when the device has computed it.
+# The size or the value of what they return is known to the host only when the device has computed
+# it.
 READS = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -59,8 +63,9 @@ TAKES_HOST_SCALARS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """ops: kernels that the device is given, views and copies left out. copies: from the host's pageable memory, which the
-    host waits for. reads: of values by the host, which waits until the device has computed them."""
+    """ops: kernels that the device is given, views and copies left out. copies: from the host's
+    pageable memory, which the host waits for. reads: of values by the host, which waits until the
+    device has computed them."""
 
     ops: int = 0
     copies: int = 0
@@ -187,7 +192,8 @@ class StrictDevice(TorchDispatchMode):
         )
 
     def execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One operation as it reaches the dispatcher, on the device where any of its tensors, or what it makes, is there."""
+        """One operation as it reaches the dispatcher, on the device where any of its tensors, or
+        what it makes, is there."""
         if func in PINNING:
             return PINNING[func](self, args[0])
         tensors = [*tensors_in((*args, *kwargs.values()))]
@@ -217,7 +223,7 @@ class StrictDevice(TorchDispatchMode):
             return return_and_correct_aliasing(func, args, kwargs, found)
         return found
 
-    # ---- what is refused ------------------------------------------------------------------------------------------------
+    # ---- what is refused -------------------------------------------------------------------------
     def check_devices(
         self,
         func: Any,
@@ -251,7 +257,7 @@ class StrictDevice(TorchDispatchMode):
             f"{here[0].device} and cpu! (in {func})"
         )
 
-    # ---- what is counted ------------------------------------------------------------------------------------------------
+    # ---- what is counted -------------------------------------------------------------------------
     def count_copy(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
         """`_to_copy(source, device=)` or `copy_(target, source)`."""
         source = tensors[-1]
@@ -269,7 +275,7 @@ class StrictDevice(TorchDispatchMode):
         if not func.is_view:
             self.add(ops=1, reads=int(waits(func, args, kwargs)))
 
-    # ---- pinned memory --------------------------------------------------------------------------------------------------
+    # ---- pinned memory ---------------------------------------------------------------------------
     def pin(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, StrictTensor):
             raise DeviceError(
@@ -332,9 +338,8 @@ def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     masks = [
         t for t in args[1] if isinstance(t, StrictTensor) and t.dtype in (torch.bool, torch.uint8)
     ]
-    filled = (
-        len(args) > 2 and len(args[1]) == 1 and args[2].numel() == 1
-    )  # index_put of one value under one mask is masked_fill
+    # index_put of one value under one mask is masked_fill
+    filled = len(args) > 2 and len(args[1]) == 1 and args[2].numel() == 1
     return bool(masks) and not filled
 
 
@@ -351,7 +356,8 @@ def check_generator(func: Any, kwargs: dict[str, Any], device: torch.device) -> 
 
 
 def become(parameter: Tensor, other: Tensor) -> None:
-    """`parameter` is from now on what `other` is, and still the same object, whoever refers to it: as when a real device takes it over."""
+    """`parameter` is from now on what `other` is, and still the same object, whoever refers to it:
+    as when a real device takes it over."""
     for name in ("__class__", "__dict__"):
         mine, theirs = getattr(parameter, name), getattr(other, name)
         setattr(parameter, name, theirs)
@@ -360,7 +366,8 @@ def become(parameter: Tensor, other: Tensor) -> None:
 
 
 def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which `to` stands on. PyTorch's refuses to swap a tensor that anybody has a weak reference to."""
+    """`Module._apply`, which `to` stands on. PyTorch's refuses to swap a tensor that anybody has a
+    weak reference to."""
     for child in module.children() if recurse else ():
         child._apply(fn)
     for parameter in module._parameters.values():
@@ -388,9 +395,8 @@ class Backend:
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
     manual_seed_all = staticmethod(lambda seed: None)
-    get_amp_supported_dtype = staticmethod(
-        lambda: [torch.bfloat16]
-    )  # no operation is cast: results are those of fp32
+    # no operation is cast: results are those of fp32
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
     mem_get_info = staticmethod(lambda device=None: (1 << 40, 1 << 40))
 
 
@@ -398,7 +404,8 @@ libraries: list[torch.library.Library] = []  # what one registers goes with it
 
 
 def register() -> None:
-    """Makes the device known to this process. Raises RuntimeError where another backend has taken its place."""
+    """Makes the device known to this process. Raises RuntimeError where another backend has taken
+    its place."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     if not hasattr(torch, NAME):
@@ -423,9 +430,8 @@ def strict_device() -> Iterator[StrictDevice]:
     register()
     mode = StrictDevice()
     active.append(mode)
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # torch.tensor(data, device=...) is made on the CPU, and copied by an operation
+    # torch.tensor(data, device=...) is made on the CPU, and copied by an operation
+    torch._C._set_only_lift_cpu_tensors(True)
     try:
         with (
             mode,

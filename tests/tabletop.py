@@ -42,7 +42,8 @@ Left = tuple[TaskState, Carried]  # what a task leaves
 
 
 def vit(std: float = 0.2, img_size: int = 16, **options: Any) -> Any:
-    """All its parameters are drawn: timm starts biases at zero and norms at one, where wrong treatment of them would not show."""
+    """All its parameters are drawn: timm starts biases at zero and norms at one, where wrong
+    treatment of them would not show."""
     torch.manual_seed(0)
     model = build(TINY.model_copy(update={"img_size": img_size, "options": TINY.options | options}))
     for p in model.parameters():
@@ -72,7 +73,7 @@ def rates(steps: float, train: TrainSettings = TRAININGS["adamw"]) -> Rates:
 RATES = rates(6.0)
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 def begun(
     method: Method,
     task: Task = ONE,
@@ -80,7 +81,8 @@ def begun(
     step: str = "train",
     rates: Rates = RATES,
 ) -> list[dict[str, Any]]:
-    """The parameter groups of a task that begins; nothing else has a gradient from then on, as in the loop."""
+    """The parameter groups of a task that begins; nothing else has a gradient from then on, as in
+    the loop."""
     groups = [g for g in method.begin(task, step, carried, rates, (task,)) if g["params"]]
     trained = {id(p) for g in groups for p in g["params"]}
     for p in method.parameters():
@@ -95,7 +97,8 @@ def each_step(
     steps: int = 6,
     epochs: int = 1,
 ) -> Iterator[int]:
-    """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and at 2 i + 1.
+    """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and
+    at 2 i + 1.
 
     batch_of: the batch where training stands, or the task whose `batch` it is. steps: of an epoch.
     """
@@ -145,7 +148,7 @@ def in_turn(tasks: Iterable[Task], learn: Callable[[Task, Carried | None], Left]
     return done
 
 
-# ---- serving -------------------------------------------------------------------------------------------------------------
+# ---- serving -------------------------------------------------------------------------------------
 def serving(
     method: AnyMethod, states: Iterable[TaskState], carried: Carried | None = None
 ) -> AnyMethod:

@@ -1,4 +1,5 @@
-"""Every bad config, card, source or state gets one clear sentence and exit code 2; and nothing that stood is lost."""
+"""Every bad config, card, source or state gets one clear sentence and exit code 2; and nothing that
+stood is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Site:
-    """A finished run, and what a bad input needs: its folder, its config as plain values, and a place of the test's own."""
+    """A finished run, and what a bad input needs: its folder, its config as plain values, and a
+    place of the test's own."""
 
     folder: Path
     body: dict[str, Any]
@@ -63,7 +65,8 @@ class Site:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A run of two tasks and two methods that went well. Its report is a stub: pictures take longer than all the rest."""
+    """A run of two tasks and two methods that went well. Its report is a stub: pictures take longer
+    than all the rest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
         folder = tmp_path_factory.mktemp("finished")
@@ -124,7 +127,7 @@ def card(**values: Any) -> Change:
     return lambda site: site.card(**values)
 
 
-# ---- configs -------------------------------------------------------------------------------------------------------------
+# ---- configs -------------------------------------------------------------------------------------
 CONFIGS: dict[str, tuple[Change, list[str]]] = {
     "unknown key": (entries(trian={}), ["trian is not a known key", "did you mean 'train'"]),
     "unknown key below": (
@@ -397,7 +400,7 @@ def test_a_bad_command_line_is_refused(argv, says, capfd):
         assert words in said
 
 
-# ---- cards ---------------------------------------------------------------------------------------------------------------
+# ---- cards ---------------------------------------------------------------------------------------
 CARDS: dict[str, tuple[Change, list[str]]] = {
     "missing": (task(card="digitz"), ["card 'digitz' does not exist", "did you mean 'digits'"]),
     "missing file": (task(card="nowhere/card.yaml"), ["card 'nowhere/card.yaml' does not exist"]),
@@ -488,7 +491,7 @@ def test_a_bad_card_is_named_with_its_rule_and_remedy(case, site, capfd):
         assert words in said
 
 
-# ---- sources -------------------------------------------------------------------------------------------------------------
+# ---- sources -------------------------------------------------------------------------------------
 def test_a_tar_that_is_cut_short_is_refused(site, capfd):
     tar = next((site.folder / "storage" / "stages").glob("*/*/train-00000.tar"))
     (site.own / "train.tar").write_bytes(tar.read_bytes()[:5000])
@@ -525,7 +528,7 @@ def test_validation_that_would_be_empty_is_refused(site, capfd):
     assert cli.main(["ingest", site.config()]) == 0, "what was ingested stands"
 
 
-# ---- backbones -----------------------------------------------------------------------------------------------------------
+# ---- backbones -----------------------------------------------------------------------------------
 def saved(site: Site, tensors: dict[str, torch.Tensor]) -> str:
     path = site.own / "weights.safetensors"
     safetensors.torch.save_file(tensors, path)
@@ -618,7 +621,8 @@ def test_a_bad_backbone_is_refused(case, site, capfd):
 
 
 def test_a_backbone_that_is_not_the_one_it_says_is_refused(site, capfd):
-    """Files and digests fit each other, but the weights are not those that the digest in the manifest was taken of."""
+    """Files and digests fit each other, but the weights are not those that the digest in the
+    manifest was taken of."""
     storage = site.own / "storage"
     shutil.copytree(site.folder / "storage", storage)
     state = small_run.artefact(storage, "backbone", "state.safetensors")
@@ -635,7 +639,7 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(site, capfd):
     assert "digest" in said
 
 
-# ---- training, storage, cluster ------------------------------------------------------------------------------------------
+# ---- training, storage, cluster ------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat"])
 def test_a_loss_that_is_no_number_ends_the_stage_and_says_what_to_lower(method, site, capfd):
     site.set(methods={method: {}}, train__lr=1e30, train__epochs=3)
@@ -708,7 +712,7 @@ def test_a_cluster_without_the_accelerators_asked_for_is_refused(site):
     assert "lower cluster.workers or what each takes, add nodes" in said
 
 
-# ---- as people call it ---------------------------------------------------------------------------------------------------
+# ---- as people call it ---------------------------------------------------------------------------
 def in_a_process(argv: list[str]) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", *argv],

@@ -1,4 +1,5 @@
-"""A machine without ray, mlflow and webdataset: it runs what needs none of them, and says what else needs which."""
+"""A machine without ray, mlflow and webdataset: it runs what needs none of them, and says what else
+needs which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The files of configs/cluster are what they say: Ray's versions as pinned, a token on every node and in no file, nothing open by default."""
+"""The files of configs/cluster are what they say: Ray's versions as pinned, a token on every node
+and in no file, nothing open by default."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def containers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield group, container
 
 
-# ---- Ray's launcher --------------------------------------------------------------------------------------------------------
+# ---- Ray's launcher ------------------------------------------------------------------------------
 def test_the_launchers_file_has_rays_schema():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -94,7 +95,7 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages():
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
 
-# ---- KubeRay ---------------------------------------------------------------------------------------------------------------
+# ---- KubeRay -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_has_what_kuberay_requires(name):
     found, cluster = body(name), cluster_spec(name)
@@ -116,8 +117,8 @@ def test_a_manifest_has_what_kuberay_requires(name):
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(name):
-    """The operator asks the cluster with the token of `authOptions`; another one in a container would
-    lock it out. It gives a token to the first container of a pod only."""
+    """The operator asks the cluster with the token of `authOptions`; another one in a container
+    would lock it out. It gives a token to the first container of a pod only."""
     assert cluster_spec(name)["authOptions"] == {"mode": "token"}
     assert tuple(map(int, RAY.split("."))) >= (2, 52, 0), "KubeRay refuses a token with older ones"
     assert [len(pod["containers"]) for pod in pods(name).values()] == [1] * len(pods(name))
@@ -177,9 +178,10 @@ def test_the_image_is_of_the_pinned_ray_and_a_python_that_is_supported_and_not_r
     assert all((REPOSITORY / place).exists() for place in copied)
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------
 def commands() -> list[list[str]]:
-    """Every run that README.md, slurm.sh and the job's manifest speak of, as words after `pipeline run` or the script."""
+    """Every run that README.md, slurm.sh and the job's manifest speak of, as words after `pipeline
+    run` or the script."""
     texts = [
         (CLUSTER / "README.md").read_text(),
         (CLUSTER / "slurm.sh").read_text(),
@@ -209,7 +211,7 @@ def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody():
         ), path
 
 
-# ---- Slurm -----------------------------------------------------------------------------------------------------------------
+# ---- Slurm ---------------------------------------------------------------------------------------
 FAKES = {
     "scontrol": """echo "scontrol $*" >> "$SAID"
 [ "$1" = requeue ] || printf 'node1\\nnode2\\nnode3\\n' """,
@@ -217,7 +219,8 @@ FAKES = {
 --ip-address) echo "${HOST_ADDRESS:-10.0.0.7 fe80::1}";;
 --all-ip-addresses) echo "10.0.0.7 fe80::1";;
 esac""",
-    # Runs the task of one node, and says what the real one says of a task that fails or is signalled.
+    # Runs the task of one node, and says what the real one says of a task that fails or is
+    # signalled.
     "srun": """words="srun $* mode=$RAY_AUTH_MODE"
 echo "${words//[[:space:]]/ }" >> "$SAID"
 while [[ "$1" == --* ]]; do shift; done
@@ -248,7 +251,8 @@ esac""",
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job on three nodes whose programs only say what they were called with."""
+    """The environment of a job on three nodes whose programs only say what they were called
+    with."""
     place = tmp_path / "bin"
     place.mkdir()
     for name, text in FAKES.items():

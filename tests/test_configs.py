@@ -1,4 +1,5 @@
-"""Every config that ships can be planned, and every method has one for each setting, with a search space beside it."""
+"""Every config that ships can be planned, and every method has one for each setting, with a search
+space beside it."""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ def test_a_config_is_valid_and_says_how_to_run_it(path: Path, monkeypatch: pytes
 
 
 def header_of(path: Path) -> dict[str, str]:
-    """What the keyed comments at the top of a config say, lines that go on joined to their key's."""
+    """What the keyed comments at the top of a config say, lines that go on joined to their
+    key's."""
     entries: dict[str, str] = {}
     key = ""
     for line in path.read_text().splitlines():

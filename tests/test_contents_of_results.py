@@ -156,7 +156,8 @@ def strip(storage: Path, *names: str) -> None:
 
 # ---- results that are made again -----------------------------------------------------------------
 def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
-    """From now on `stage_id` is computed with another seed, as if by a machine that rounds otherwise."""
+    """From now on `stage_id` is computed with another seed, as if by a machine that rounds
+    otherwise."""
     run_stage = launch.run_stage
 
     def run(job, *rest):

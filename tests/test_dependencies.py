@@ -1,4 +1,5 @@
-"""The packages of constraints.txt have no known vulnerability; what could not be asked is not called sound."""
+"""The packages of constraints.txt have no known vulnerability; what could not be asked is not
+called sound."""
 
 from __future__ import annotations
 
@@ -11,17 +12,19 @@ from typing import Any
 import pytest
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
+# what pip-audit says where nobody answers it
 AWAY = (
     "connect",
     "timed out",
     "resolve",
     "unreachable",
     "retries",
-)  # what pip-audit says where nobody answers it
+)
 
 
 def judge(report: dict[str, Any]) -> tuple[list[str], str]:
-    """(a sentence for each known vulnerability, how many packages could not be audited, empty where all were) of pip-audit's JSON."""
+    """(a sentence for each known vulnerability, how many packages could not be audited, empty where
+    all were) of pip-audit's JSON."""
     packages = report["dependencies"]
     found = [
         f"{p['name']} {p['version']} has {v['id']}, fixed in "

@@ -1,4 +1,5 @@
-"""Every registered method keeps every promise that applies to it, and a method that breaks one is found out."""
+"""Every registered method keeps every promise that applies to it, and a method that breaks one is
+found out."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_fine_tuning_forgets(lab: Lab, optimizer: str):
     assert (before - after).abs().max() > 0.1
 
 
-# ---- methods that break a promise ----------------------------------------------------------------------------------------
+# ---- methods that break a promise ----------------------------------------------------------------
 class Thaws(Linear):
     """Promises a frozen backbone and trains it."""
 
@@ -48,7 +49,8 @@ class Thaws(Linear):
 
 
 class HoldsGradientsOnly(FineTune):
-    """Locks all weights after the first task by their gradients alone: weight decay still moves them."""
+    """Locks all weights after the first task by their gradients alone: weight decay still moves
+    them."""
 
     forgets = False
 

@@ -21,13 +21,14 @@ from workers.methods.linear import Linear
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ABSENT = ("ray", "mlflow", "webdataset", "sklearn")
+# masks in a star, gates, pruning, exemplars, a growing network
 REHEARSED = (
     "meat",
     "hat",
     "packnet",
     "icarl",
     "dytox",
-)  # masks in a star, gates, pruning, exemplars, a growing network
+)
 LINEAR = functional.linear
 
 

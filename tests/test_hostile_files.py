@@ -1,4 +1,5 @@
-"""Files from strangers cannot run code, cannot reach outside their place, and cannot eat the memory: each is refused with one sentence."""
+"""Files from strangers cannot run code, cannot reach outside their place, and cannot eat the
+memory: each is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_what_a_process_takes_is_seen():
     assert costs(take, 300)[1] >= 290
 
 
-# ---- tars ------------------------------------------------------------------------------------------------------------------
+# ---- tars ----------------------------------------------------------------------------------------
 def archive(site: Site, *members: bytes) -> str:
     """A tar source of two good images, then these members; the path of its config."""
     good = [
@@ -141,7 +142,7 @@ def test_a_pickle_in_a_tar_is_not_loaded(site, capfd):
         assert [name.rpartition(".")[2] for name in tar.getnames()] == ["png", "cls"] * 2
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -265,9 +266,8 @@ def ingest_quietly(path: str) -> int:
 
 def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(site, monkeypatch):
     monkeypatch.setenv("PATH", f"{site.own}:{os.environ['PATH']}")
-    (site.own / "gs").write_text(
-        f"#!/bin/sh\ntouch {site.mark}\n"
-    )  # what Pillow would give PostScript to
+    # what Pillow would give PostScript to
+    (site.own / "gs").write_text(f"#!/bin/sh\ntouch {site.mark}\n")
     (site.own / "gs").chmod(0o755)
     for split in ("train", "test"):
         for n, label in enumerate("ab"):
@@ -365,7 +365,7 @@ def test_an_image_file_of_a_terabyte_is_listed_and_not_read(site, capfd):
     )
 
 
-# ---- YAML ------------------------------------------------------------------------------------------------------------------
+# ---- YAML ----------------------------------------------------------------------------------------
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )
@@ -580,7 +580,7 @@ def test_a_seed_that_numpy_does_not_take_is_refused(seed, site, capfd):
     assert "class_order_seed is" in sentence(capfd, ["plan", site.config(card)])
 
 
-# ---- files of files --------------------------------------------------------------------------------------------------------
+# ---- files of files ------------------------------------------------------------------------------
 def test_bases_that_double_are_refused(site, capfd):
     for number in range(1, 24):
         (site.own / f"{number}.yaml").write_text(
@@ -619,7 +619,7 @@ def test_a_base_that_is_a_circle_of_links_is_refused(site, capfd):
     assert "does not exist" in sentence(capfd, ["plan", str(site.own / "c.yaml")])
 
 
-# ---- files without end -----------------------------------------------------------------------------------------------------
+# ---- files without end ---------------------------------------------------------------------------
 def pipe(site: Site) -> str:
     os.mkfifo(site.own / "pipe.yaml")
     return str(site.own / "pipe.yaml")
@@ -728,7 +728,7 @@ def test_a_file_without_end_is_refused_at_once(case, kind, site, capfd):
     assert says in said or (case == "terabyte" and others.get(kind, says) in said)
 
 
-# ---- cells -----------------------------------------------------------------------------------------------------------------
+# ---- cells ---------------------------------------------------------------------------------------
 FORMULAS = [
     "=1+1",
     "+1+1",
@@ -783,7 +783,7 @@ def test_a_text_of_many_megabytes_is_no_config(site, capfd):
     )
 
 
-# ---- backbones -------------------------------------------------------------------------------------------------------------
+# ---- backbones -----------------------------------------------------------------------------------
 def no_connection(*arguments: Any, **_: Any) -> None:
     raise AssertionError(f"a connection was opened: {arguments[1:]}")
 
@@ -828,7 +828,7 @@ def test_what_a_model_itself_takes_is_an_option(options):
     assert vit.size_of(vit.check(settings)) > 10_000
 
 
-# ---- safetensors -----------------------------------------------------------------------------------------------------------
+# ---- safetensors ---------------------------------------------------------------------------------
 def tensors(header: Any, data: bytes = bytes(16), length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
@@ -914,7 +914,7 @@ def test_a_mask_that_says_it_is_larger_than_its_bits_is_refused_and_takes_no_mem
     assert megabytes < 50
 
 
-# ---- Parquet sources -------------------------------------------------------------------------------------------------------
+# ---- Parquet sources -----------------------------------------------------------------------------
 def good(**columns: Any) -> pa.Table:
     return pa.table({"image": [png(n) for n in range(4)], "label": ["a", "b", "a", "b"], **columns})
 
@@ -1009,7 +1009,7 @@ def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(column, si
     assert megabytes < 200
 
 
-# ---- torchvision -----------------------------------------------------------------------------------------------------------
+# ---- torchvision ---------------------------------------------------------------------------------
 def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(site, capfd, monkeypatch):
     from torchvision.datasets import cifar
 

@@ -1,4 +1,5 @@
-"""A store, a bundle or a name that a stranger wrote cannot run code, reach outside, or become markup: it is refused, or is only itself."""
+"""A store, a bundle or a name that a stranger wrote cannot run code, reach outside, or become
+markup: it is refused, or is only itself."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from workers.data.shards import SCHEMA, Shards
 from workers.errors import DamagedArtefact, UserError
 
 
-# ---- shards and their index ------------------------------------------------------------------------------------------------
+# ---- shards and their index ----------------------------------------------------------------------
 def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site):
     data = b"".join(
         [
@@ -219,7 +220,7 @@ def test_a_record_with_less_than_a_stage_is_none(stage, site):
     assert store.record("r") is None
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", ".", "..", "", "x\ny", "x\n"])
 def test_a_card_cannot_name_a_place(name, site, capfd):
     said = sentence(
@@ -373,7 +374,7 @@ def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(site, capfd):
     )
 
 
-# ---- model folders ---------------------------------------------------------------------------------------------------------
+# ---- model folders -------------------------------------------------------------------------------
 def model_of_a_stranger(site: Site, **changes: Any) -> str:
     """A folder whose `model.json` says whatever a stranger likes, with a digest that is right."""
     files = {

@@ -1,4 +1,5 @@
-"""The whole way through an S3-compatible server that makes requests fail: the same numbers as on a disk, and no secret anywhere."""
+"""The whole way through an S3-compatible server that makes requests fail: the same numbers as on a
+disk, and no secret anywhere."""
 
 from __future__ import annotations
 

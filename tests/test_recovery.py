@@ -1,4 +1,5 @@
-"""Kill anything at any moment: what was persisted stays, the same command goes on, and the numbers come out the same."""
+"""Kill anything at any moment: what was persisted stays, the same command goes on, and the numbers
+come out the same."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests import small_run
 from tests.recovery import MOMENTS, Crash, Reference, judge, spoil, standing, steps
 
 
-# ---- SIGKILL of the driver -----------------------------------------------------------------------------------------------
+# ---- SIGKILL of the driver -----------------------------------------------------------------------
 def killed_at_a_moment(reference: Reference, place: Path, moment: float) -> None:
     process = small_run.start(["run", reference.config(place)], place / "killed.txt")
     process.join(moment)
@@ -76,7 +77,8 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(trial, reference,
 
 @pytest.mark.slow
 def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(reference, tmp_path):
-    """Every seventh call that makes something durable; the last ones are beyond the end of the run."""
+    """Every seventh call that makes something durable; the last ones are beyond the end of the
+    run."""
     call, lived = 1, True
     while lived:
         lived = killed_at_a_call(reference, tmp_path / str(call), call)
@@ -100,7 +102,8 @@ def test_a_run_killed_again_and_again_comes_to_its_end(reference, tmp_path):
 def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_same_command(
     reference, tmp_path
 ):
-    """SIGTERM, as a cluster sends it before it takes a machine away: without checkpoints by the clock, none of the steps is made twice."""
+    """SIGTERM, as a cluster sends it before it takes a machine away: without checkpoints by the
+    clock, none of the steps is made twice."""
     longer = {
         "train": {"epochs": 40},
         "cluster": {"workers": 0, "checkpoint_s": 0, "loader_workers": 1},
@@ -177,21 +180,21 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(
     judge(reference, tmp_path, {}, capfd.readouterr().out)
 
 
-# ---- checkpoints inside a stage ------------------------------------------------------------------------------------------
+# ---- checkpoints inside a stage ------------------------------------------------------------------
 @pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
 def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
     crash_at, reference, tmp_path, quick, monkeypatch
 ):
-    """Three steps per epoch, two epochs: after every step but the last of an epoch's end there is a checkpoint."""
+    """Three steps per epoch, two epochs: after every step but the last of an epoch's end there is a
+    checkpoint."""
     config = reference.config(tmp_path)
     with pytest.raises(Crash), steps(monkeypatch, crash_at) as first:
         cli.main(["run", config])
     with steps(monkeypatch) as second:
         assert cli.main(["run", config]) == 0
     together = [*first, *second]
-    per_stage = 2 * -(
-        -2 * (20 - 2) // 16
-    )  # two classes of 20, of which 2 validate, in batches of 16
+    # two classes of 20, of which 2 validate, in batches of 16
+    per_stage = 2 * -(-2 * (20 - 2) // 16)
     assert all(together.count(stage) == per_stage for stage in together), (
         "a step was made twice or left out"
     )
@@ -227,7 +230,7 @@ def test_a_damaged_checkpoint_is_not_believed(harm, reference, tmp_path, quick, 
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-# ---- two at once ---------------------------------------------------------------------------------------------------------
+# ---- two at once ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("trial", range(2))
 def test_two_drivers_at_the_same_moment_publish_every_stage_once(trial, reference, tmp_path):
     configs = [reference.config(tmp_path), reference.config(tmp_path)]

@@ -1,4 +1,5 @@
-"""A chain over one output space, killed inside each of its steps: the same exemplars, weights and counts come out; and what is only measured can go."""
+"""A chain over one output space, killed inside each of its steps: the same exemplars, weights and
+counts come out; and what is only measured can go."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from pipeline import cli
 from tests import small_run
 from tests.recovery import Reference, judge, standing, steps
 
-CALLS = 4  # that make a checkpoint durable: a write and a move of the tensors, a write and a move of what names them
+# that make a checkpoint durable: a write and a move of the tensors, a write and a move of what
+# names them
+CALLS = 4
 CACHES = {
     "train": 4,
     "herd": 2,
@@ -39,8 +42,9 @@ TRAINING = {
 def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
     step: str, done: int, call: int, chain: Reference, tmp_path: Path, quick, monkeypatch, capsys
 ):
-    """done: of how many training steps there is a checkpoint. The one after them is lost, before its own checkpoint was written or named;
-    of herding the result, before its first file and before its manifest."""
+    """done: of how many training steps there is a checkpoint. The one after them is lost, before
+    its own checkpoint was written or named; of herding the result, before its first file and before
+    its manifest."""
     stage, config = f"dytox/b/{step}", chain.config(tmp_path)
     process = small_run.start(
         ["run", config],

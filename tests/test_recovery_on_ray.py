@@ -1,4 +1,5 @@
-"""Recovery where Ray runs the stages: whoever is killed, the run ends with the same numbers and leaves no process behind."""
+"""Recovery where Ray runs the stages: whoever is killed, the run ends with the same numbers and
+leaves no process behind."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_one_ray_worker_gives_what_this_process_gives(reference, tmp_path):
 
 @pytest.mark.slow
 def test_two_ray_workers_give_the_same_up_to_the_order_of_sums(reference, tmp_path):
-    """Gradients are summed in another order: weights differ in their last bits, predictions on few images."""
+    """Gradients are summed in another order: weights differ in their last bits, predictions on few
+    images."""
     small_run.run(["run", on_ray(reference, tmp_path, 2)], tmp_path / "out.txt")
     found = small_run.results(tmp_path / "storage")
     assert found.keys() == reference.expected.keys()
@@ -55,7 +57,8 @@ def test_two_ray_workers_give_the_same_up_to_the_order_of_sums(reference, tmp_pa
 
 
 def compare(one: Path, two: Path, stage_id: str) -> None:
-    """Floating-point tensors of a stage's files nearly equal, and of all mask bits at most one in a hundred different."""
+    """Floating-point tensors of a stage's files nearly equal, and of all mask bits at most one in a
+    hundred different."""
     for file in sorted(small_run.manifests(one)[stage_id]["files"]):
         if not file.endswith(".safetensors"):
             continue
@@ -82,7 +85,8 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> list[str]:
-    """Waits until none of them runs; the command lines of those that still do, which are then killed."""
+    """Waits until none of them runs; the command lines of those that still do, which are then
+    killed."""
     deadline = time.monotonic() + seconds
     while alive(processes) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -127,8 +131,8 @@ VICTIMS = ["driver", "worker", "tree"]
 def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
     trial, victim, workers, reference, ray_seconds, tmp_path
 ):
-    """24 trials. The moments are drawn from the part of the run in which workers exist. With two workers the reference is
-    what two workers give without interruption."""
+    """24 trials. The moments are drawn from the part of the run in which workers exist. With two
+    workers the reference is what two workers give without interruption."""
     config = on_ray(reference, tmp_path, workers)
     moment = random.Random(f"{MOMENTS}-{victim}-{workers}-{trial}").uniform(0.4, 1.0) * ray_seconds
     process = small_run.start(["run", config], tmp_path / "killed.txt")
@@ -151,9 +155,8 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
         process.join()
     before = standing(tmp_path)
     said = small_run.run(["run", config], tmp_path / "again.txt")
-    assert not gone_within(family, 100), (
-        "processes of the run are left behind"
-    )  # two agents of Ray look around once a minute
+    # two agents of Ray look around once a minute
+    assert not gone_within(family, 100), "processes of the run are left behind"
     after = small_run.attempts(tmp_path / "storage")
     assert before.items() <= after.items()
     assert victim != "worker" or "no stage was run" in said
@@ -166,8 +169,9 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
 def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_the_same_digests(
     chain, tmp_path
 ):
-    """On two workers: one of them dies while the second task is trained, after a checkpoint, and the run helps itself; then all die inside its
-    balanced step, and the same command goes on. The reference is what two workers give without interruption."""
+    """On two workers: one of them dies while the second task is trained, after a checkpoint, and
+    the run helps itself; then all die inside its balanced step, and the same command goes on. The
+    reference is what two workers give without interruption."""
     longer = {
         "train": {"epochs": 60},
         "methods": {"dytox": {"memory": 8, "steps": {"finetune": {"epochs": 200}}}},

@@ -1,4 +1,5 @@
-"""Launch on a cluster of several nodes: nodes are lost, announced to go, added; drivers come from outside and side by side. The numbers stay."""
+"""Launch on a cluster of several nodes: nodes are lost, announced to go, added; drivers come from
+outside and side by side. The numbers stay."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_proces
 
 
 def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path):
-    """Checkpoints by the clock are turned off, so what is saved was saved because of the notice; the stage has no try to lose."""
+    """Checkpoints by the clock are turned off, so what is saved was saved because of the notice;
+    the stage has no try to lose."""
     reference = Reference.made_in(
         tmp_path / "one", ("base", "a"), methods={"hat": {}}, train={"epochs": 600}
     )
@@ -82,9 +84,8 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path):
             ["run", on(nodes, reference, tmp_path, checkpoint_s=0, retries=0, groups=1)],
             tmp_path / "out.txt",
         )
-        wait_for(
-            lambda: "hat/base/train" in standing(tmp_path), 200, process
-        )  # then the next task is trained
+        # then the next task is trained
+        wait_for(lambda: "hat/base/train" in standing(tmp_path), 200, process)
         [node] = working(nodes)
         nodes.announce(node)
         process.join(240)
@@ -144,7 +145,8 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, t
 
 
 def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(references, tmp_path):
-    """The same config and store at the same moment: one driver on a node, one through Ray's client server, which stands on no node."""
+    """The same config and store at the same moment: one driver on a node, one through Ray's client
+    server, which stands on no node."""
     reference = references["star"]
     with nodes_up([1, 1], client_port=free_port()) as nodes:
         config = on(nodes, reference, tmp_path)
@@ -170,7 +172,8 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(re
 def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_with_one_that_was_stopped(
     references, tmp_path
 ):
-    """By Ray's own command, twice: the first job is stopped once a stage stands. The head has no CPUs, so the driver is not where the workers are."""
+    """By Ray's own command, twice: the first job is stopped once a stage stands. The head has no
+    CPUs, so the driver is not where the workers are."""
     reference = references["chain"]
     port = free_port()
     with nodes_up([1, 1], dashboard_port=port):
@@ -220,8 +223,8 @@ def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_w
 )
 @pytest.mark.parametrize("method", ["meat", "hat"])
 def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(method, tmp_path, capsys):
-    """A star and a chain; a node is killed while it trains, another one is added. Says how long it took until the lost stage was further than
-    before, and what had to be done again."""
+    """A star and a chain; a node is killed while it trains, another one is added. Says how long it
+    took until the lost stage was further than before, and what had to be done again."""
     base = [
         f"configs/methods/{method}-real7.yaml",
         *overrides(name="small", tracking="off", **{"train.epochs": 1, "cluster.checkpoint_s": 5}),

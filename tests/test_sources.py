@@ -1,4 +1,5 @@
-"""No source of this project loads a file in a way that could run code from it, or listens to everybody unless it is told to."""
+"""No source of this project loads a file in a way that could run code from it, or listens to
+everybody unless it is told to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Results that stand: damage is found and made good, the same command again runs nothing, and a longer stream runs what is new in it."""
+"""Results that stand: damage is found and made good, the same command again runs nothing, and a
+longer stream runs what is new in it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pipeline import run as walk
 from tests import small_run
 from tests.recovery import spoil
 
-# ---- damage --------------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 FILES = [
     ("backbone", "state.safetensors"),
     ("backbone", "task.safetensors"),
@@ -100,7 +101,8 @@ def test_a_damaged_manifest_is_no_result(harm, reference, tmp_path, quick, capsy
 def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
     stage_id, file, reference, tmp_path, quick, monkeypatch, capsys
 ):
-    """The file goes bad after the driver looked at it: the stage that reads it says so, and the one that wrote it is run."""
+    """The file goes bad after the driver looked at it: the stage that reads it says so, and the one
+    that wrote it is run."""
     config = reference.copy(tmp_path)
     storage = tmp_path / "storage"
     for stage in ("finetune/b/train", "finetune/b/evaluate"):
@@ -125,7 +127,7 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
     assert file in capsys.readouterr().out or stage_id == "data/b"
 
 
-# ---- the same command again, and a longer stream -------------------------------------------------------------------------
+# ---- the same command again, and a longer stream -------------------------------------------------
 def test_the_same_command_again_runs_nothing_and_says_so(reference, tmp_path, quick, capsys):
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")

@@ -1,4 +1,5 @@
-"""Two hundred kills, of whatever takes part in a run: the same digests at the end, nobody left behind, nothing half-written left."""
+"""Two hundred kills, of whatever takes part in a run: the same digests at the end, nobody left
+behind, nothing half-written left."""
 
 from __future__ import annotations
 
@@ -139,8 +140,8 @@ def ours(nodes: Nodes) -> list[psutil.Process]:
 
 
 def struck(rng: random.Random, nodes: Nodes, driver: Any) -> str:
-    """Waits until a worker is at work, or for so long that something hangs, and a moment more; then kills something. What it was; empty
-    where the driver has ended."""
+    """Waits until a worker is at work, or for so long that something hangs, and a moment more; then
+    kills something. What it was; empty where the driver has ended."""
     until = time.monotonic() + 120
     while driver.is_alive() and not any("TrainWorker" in title(process) for process in ours(nodes)):
         assert time.monotonic() < until, "no worker came up"

@@ -1,4 +1,5 @@
-"""What a GPU would refuse, refused without one: every method in every stage on the strict device, and what its steps cost there."""
+"""What a GPU would refuse, refused without one: every method in every stage on the strict device,
+and what its steps cost there."""
 
 from __future__ import annotations
 
@@ -76,12 +77,13 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExec
         yield process
 
 
-# ---- every method -------------------------------------------------------------------------------------------------------
+# ---- every method --------------------------------------------------------------------------------
 @pytest.mark.parametrize(("method", "scenario"), EVERY)
 def test_every_stage_of_every_method_gives_the_results_of_the_cpu(
     device: Any, method: str, scenario: str
 ):
-    """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint, serving."""
+    """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint,
+    serving."""
     counts = device.submit(on_strict_device.check, Case(method, scenario)).result()
     assert counts, "no step was counted"
     risen = sentences(counts)
@@ -143,7 +145,7 @@ def test_every_method_on_every_backbone_under_every_augmentation(
         pytest.skip(str(error))
 
 
-# ---- the device itself --------------------------------------------------------------------------------------------------
+# ---- the device itself ---------------------------------------------------------------------------
 def host(*shape: int) -> Tensor:
     return torch.ones(shape)
 
@@ -294,7 +296,7 @@ def test_a_parameter_that_is_moved_stays_the_object_that_it_is(device: Any):
     device.submit(moved).result()
 
 
-# ---- methods that would stop on a GPU -----------------------------------------------------------------------------------
+# ---- methods that would stop on a GPU ------------------------------------------------------------
 class DrawsOnTheHost(FineTune):
     """Its noise comes from a generator of the host."""
 
@@ -380,7 +382,7 @@ def test_a_method_that_makes_the_host_wait_is_found_out(device: Any):
     )
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 def test_the_table_has_a_row_for_each_training_step_of_every_method():
     trained = {
         (method, scenario, step.name)

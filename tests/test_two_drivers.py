@@ -1,4 +1,5 @@
-"""Two drivers that start at the same moment on the same config and store: each stage stands once, as one driver alone would have made it."""
+"""Two drivers that start at the same moment on the same config and store: each stage stands once,
+as one driver alone would have made it."""
 
 from __future__ import annotations
 

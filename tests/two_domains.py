@@ -1,4 +1,5 @@
-"""Two domains that could not look more different, stripes and colours, and SupSup trained on them step by step."""
+"""Two domains that could not look more different, stripes and colours, and SupSup trained on them
+step by step."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def learned(
     optimizer: Any = None,
     feed: Any = None,
 ) -> tuple[TaskState, Carried]:
-    """What a method hands out after `steps` steps on a task; optimizer: groups -> optimizer, by default AdamW."""
+    """What a method hands out after `steps` steps on a task; optimizer: groups -> optimizer, by
+    default AdamW."""
     groups = begun(method, task, steps, carried, feed)
     tabletop.train(
         method,

@@ -1,4 +1,5 @@
-"""What a finished method attends to on test images, and how its accuracy falls on images that are hidden in part, attacked, or of another source."""
+"""What a finished method attends to on test images, and how its accuracy falls on images that are
+hidden in part, attacked, or of another source."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ EPSILONS = (0.0, 1.0, 2.0, 4.0, 8.0)  # in 255ths of the range of pixels
 
 
 def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """About `most` test images of a task, evenly spread over all of them, with labels (b,) inside the task, batch by batch."""
+    """About `most` test images of a task, evenly spread over all of them, with labels (b,) inside
+    the task, batch by batch."""
     feed = Feed(job, (task,), "test", Group(), training=False)
     step, start = max(1, -(-feed.num_samples // most)), 0
     for batch in feed.evaluate():
@@ -38,8 +40,8 @@ def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tenso
 
 @torch.no_grad()
 def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
-    """Entropy, distance and scale of each head (see `Layer.rows`) while the method answers on images of `task` and is told so; over both looks
-    of a method that looks twice."""
+    """Entropy, distance and scale of each head (see `Layer.rows`) while the method answers on
+    images of `task` and is told so; over both looks of a method that looks twice."""
     with watched(method) as layers:
         for images, _ in spread(job, task, most):
             told(method, images, task.name)
@@ -48,8 +50,9 @@ def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list
 
 @dataclass
 class Maps:
-    """Some images of a task (n, H, W, 3) in [0, 1], what they are and were taken for, and maps over them by title, (n, h, w) each: what the class
-    token looks at, 1 is uniform; and of a method with top-down feedback, `selected`, in [0, 1]."""
+    """Some images of a task (n, H, W, 3) in [0, 1], what they are and were taken for, and maps over
+    them by title, (n, h, w) each: what the class token looks at, 1 is uniform; and of a method with
+    top-down feedback, `selected`, in [0, 1]."""
 
     images: Tensor
     right: list[str]
@@ -60,7 +63,8 @@ class Maps:
 
 @torch.no_grad()
 def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
-    """What `method` looks at on about `most` images of `task`; None where no network of its has a class token among patches."""
+    """What `method` looks at on about `most` images of `task`; None where no network of its has a
+    class token among patches."""
     batches = [*spread(job, task, most)]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     with gazes(method) as heard:
@@ -83,8 +87,9 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
 
 
 def _looks(heard: Sequence[Gaze], twice: bool) -> dict[str, Tensor]:
-    """By title: of one network a block in the middle and the last one, of several networks the last block of each. twice: a method that looks
-    two times; both looks of the last block that ran twice, and the last block where that is another."""
+    """By title: of one network a block in the middle and the last one, of several networks the last
+    block of each. twice: a method that looks two times; both looks of the last block that ran
+    twice, and the last block where that is another."""
     networks = list(dict.fromkeys(gaze.network for gaze in heard))
     last = [[gaze for gaze in heard if gaze.network == network][-1] for network in networks]
     if len(networks) > 1:
@@ -108,7 +113,8 @@ def _looks(heard: Sequence[Gaze], twice: bool) -> dict[str, Tensor]:
 
 
 def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
-    """s_n of the first look over patches, (n, h, w), as the second one is given it. None where the method has none for this task."""
+    """s_n of the first look over patches, (n, h, w), as the second one is given it. None where the
+    method has none for this task."""
     top_down = getattr(method, "top_down", None)
     if not isinstance(top_down, TopDown):
         return None
@@ -141,7 +147,8 @@ def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
 
 
 def told(method: Method, images: Tensor, task: str) -> Tensor:
-    """Logits among the classes of `task`; a method that finds out the task itself answers as if it had found this one."""
+    """Logits among the classes of `task`; a method that finds out the task itself answers as if it
+    had found this one."""
     place = next(
         (place for place, tasks in enumerate(method.candidates().values()) if task in tasks), None
     )
@@ -153,8 +160,8 @@ def told(method: Method, images: Tensor, task: str) -> Tensor:
 
 
 def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
-    """Correct answers, as the scenario asks for them, at each share of hidden centre and each strength of attack. A method whose answers
-    have no gradient is not attacked."""
+    """Correct answers, as the scenario asks for them, at each share of hidden centre and each
+    strength of attack. A method whose answers have no gradient is not attacked."""
     counts: dict[tuple[str, float], list[int]] = {}
 
     def count(kind: str, level: float, images: Tensor, wanted: Tensor) -> None:
@@ -190,8 +197,9 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
 
 @torch.no_grad()
 def shifted_rows(method: Method, job: StageJob, task: Task, others: Sequence[Task]) -> list[Row]:
-    """Correct answers on all test images of the cards of `others` whose classes `task` has, chosen among the classes of the card alone; and for
-    comparison the same of the task's own images of these classes, once for each card."""
+    """Correct answers on all test images of the cards of `others` whose classes `task` has, chosen
+    among the classes of the card alone; and for comparison the same of the task's own images of
+    these classes, once for each card."""
     rows = []
     for other in (other for other in others if covers(task, other)):
         columns = first_column(method, task.name) + torch.tensor(
@@ -221,7 +229,8 @@ def covers(task: Task, other: Task) -> bool:
 
 
 def occluded(images: Tensor, share: float) -> Tensor:
-    """(b, 3, H, W) -> the same with a centred rectangle of that share of the area at 0, the colour that images are normalised by."""
+    """(b, 3, H, W) -> the same with a centred rectangle of that share of the area at 0, the colour
+    that images are normalised by."""
     height, width = (round(side * math.sqrt(share)) for side in images.shape[-2:])
     top, left = (images.shape[-2] - height) // 2, (images.shape[-1] - width) // 2
     hidden = images.clone()
@@ -230,7 +239,8 @@ def occluded(images: Tensor, share: float) -> Tensor:
 
 
 def slope(method: Method, images: Tensor, wanted: Tensor, task: str) -> Tensor | None:
-    """Sign of the gradient of the cross-entropy in the images, or None where there is none. wanted: (b,) among the outputs that compete."""
+    """Sign of the gradient of the cross-entropy in the images, or None where there is none. wanted:
+    (b,) among the outputs that compete."""
     images = images.clone().requires_grad_()
     with torch.enable_grad():
         logits = answers(method, images, task)
@@ -240,7 +250,8 @@ def slope(method: Method, images: Tensor, wanted: Tensor, task: str) -> Tensor |
 
 
 def attacked(images: Tensor, uphill: Tensor, epsilon: float, backbone: BackboneSettings) -> Tensor:
-    """FGSM (Goodfellow et al., ICLR 2015): one step of epsilon in each pixel, whose range is [0, 1], and within that range."""
+    """FGSM (Goodfellow et al., ICLR 2015): one step of epsilon in each pixel, whose range is [0,
+    1], and within that range."""
     mean, std = (
         torch.tensor(values, device=images.device).view(3, 1, 1)
         for values in (backbone.mean, backbone.std)

@@ -3,13 +3,15 @@
 Layout of one artefact, `<root>/<key>/`:
 
     <attempt>/state.safetensors ...   the files of the attempt that won
-    manifest.json                     written last; names the attempt, the size and sha256 of each file, and its own sha256
+    manifest.json                     written last; names the attempt, the size and sha256 of each
+                                      file, and its own sha256
 
-Files are written below a name that only one attempt uses, and the manifest is a single atomic write, so two runs that
-compute the same artefact at the same time can never mix their files, on a disk and on an object store alike: whichever
-manifest stands decides. On a disk the first one stands and the other attempt's files are dropped at once. S3 knows a conditional PUT
-(If-None-Match), which pyarrow 25 does not offer; so on an object store of two at the same moment the last one stands, with equal
-results, and `gc` finds the other files.
+Files are written below a name that only one attempt uses, and the manifest is a single atomic
+write, so two runs that compute the same artefact at the same time can never mix their files, on a
+disk and on an object store alike: whichever manifest stands decides. On a disk the first one stands
+and the other attempt's files are dropped at once. S3 knows a conditional PUT (If-None-Match), which
+pyarrow 25 does not offer; so on an object store of two at the same moment the last one stands, with
+equal results, and `gc` finds the other files.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ from workers.regular_file import read_regular
 from workers.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
+# from filesystems that know no hard links
 NO_LINKS = (
     errno.EPERM,
     errno.ENOTSUP,
     errno.ENOSYS,
     errno.EMLINK,
-)  # from filesystems that know no hard links
+)
 LARGE_BYTES = 64 << 20
 MOST_JSON = 64 << 20
 _opened: ContextVar[Mapping[tuple[str, str], Artefact]] = ContextVar(
@@ -54,8 +57,9 @@ _opened: ContextVar[Mapping[tuple[str, str], Artefact]] = ContextVar(
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
-    """The filesystem and the path inside it of an absolute path or a URI (`s3://`, `gs://`, `hdfs://`, `file://`); see filesystem.py. Raises
-    UserError where it is none, or holds a secret."""
+    """The filesystem and the path inside it of an absolute path or a URI (`s3://`, `gs://`,
+    `hdfs://`, `file://`); see filesystem.py. Raises UserError where it is none, or holds a
+    secret."""
     if "://" not in uri:
         return fs.LocalFileSystem(), os.path.abspath(uri)
     refuse_secrets(uri)
@@ -94,7 +98,8 @@ def exists(uri: str) -> bool:
 
 
 def read_bytes(uri: str, most: int = sys.maxsize) -> bytes:
-    """The bytes of a file. Raises OSError where it is not there, is no regular file, or has more than `most` bytes."""
+    """The bytes of a file. Raises OSError where it is not there, is no regular file, or has more
+    than `most` bytes."""
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
         return read_regular(path, most)
@@ -105,8 +110,8 @@ def read_bytes(uri: str, most: int = sys.maxsize) -> bytes:
 
 
 def read_json(uri: str) -> Any:
-    """What a JSON file holds. Raises OSError where it is not there, ValueError where it is no JSON, or larger or more deeply nested than any that is
-    written here."""
+    """What a JSON file holds. Raises OSError where it is not there, ValueError where it is no JSON,
+    or larger or more deeply nested than any that is written here."""
     try:
         data = read_bytes(uri, MOST_JSON)
     except OSError as error:
@@ -120,8 +125,9 @@ def read_json(uri: str) -> Any:
 
 
 def write_bytes(uri: str, data: bytes) -> None:
-    """One atomic write: a temporary name and a move on a disk; on an object store a PUT, or above 10 MB an upload in parts, which is visible
-    once its end was asked for, and not if any part failed. Raises StorageAway where the storage does not answer."""
+    """One atomic write: a temporary name and a move on a disk; on an object store a PUT, or above
+    10 MB an upload in parts, which is visible once its end was asked for, and not if any part
+    failed. Raises StorageAway where the storage does not answer."""
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
         make_dirs(os.path.dirname(path))
@@ -142,8 +148,8 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def is_shared(folder: str) -> bool:
-    """Whether a folder is meant for a group: it passes its group on (setgid), and its group may write. What is made in it
-    is then for the group too, whatever the umask of who makes it."""
+    """Whether a folder is meant for a group: it passes its group on (setgid), and its group may
+    write. What is made in it is then for the group too, whatever the umask of who makes it."""
     mode = os.stat(folder).st_mode
     return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP)
 
@@ -155,7 +161,8 @@ def share_file(path: str) -> None:
 
 
 def make_dirs(folder: str) -> None:
-    """The folder and those above it that are not there; each for the group of the one above where that is shared."""
+    """The folder and those above it that are not there; each for the group of the one above where
+    that is shared."""
     if os.path.isdir(folder):
         return
     above = os.path.dirname(folder)
@@ -171,7 +178,8 @@ def make_dirs(folder: str) -> None:
 
 
 def passing_name() -> str:
-    """What the name of a file has in it that only a process under way needs: when its process is gone, `is_remains` tells."""
+    """What the name of a file has in it that only a process under way needs: when its process is
+    gone, `is_remains` tells."""
     return f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -190,7 +198,8 @@ def is_remains(name: str) -> bool:
 
 
 def listing(uri: str) -> dict[str, int]:
-    """Path below `uri` -> bytes, of every file there, in one listing; nothing where it is not there."""
+    """Path below `uri` -> bytes, of every file there, in one listing; nothing where it is not
+    there."""
     system, path = resolve(uri)
     infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
     return {
@@ -199,12 +208,12 @@ def listing(uri: str) -> dict[str, int]:
 
 
 def delete_dir(uri: str) -> None:
-    """Deletes a folder and all in it. No error where it is not there, or another process deletes it or writes there too."""
+    """Deletes a folder and all in it. No error where it is not there, or another process deletes it
+    or writes there too."""
     system, path = resolve(uri)
     try:
-        system.get_file_info(
-            fs.FileSelector(path)
-        )  # one request where there is nothing, in place of five
+        # one request where there is nothing, in place of five
+        system.get_file_info(fs.FileSelector(path))
         system.delete_dir(path)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -217,7 +226,8 @@ def file_info(data: bytes) -> dict[str, Any]:
 
 @dataclass
 class Attempt:
-    """One try at writing the artefact `key`; `commit` makes it visible, `discard` leaves nothing behind."""
+    """One try at writing the artefact `key`; `commit` makes it visible, `discard` leaves nothing
+    behind."""
 
     root: str
     key: str
@@ -225,15 +235,16 @@ class Attempt:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def write(self, name: str, data: bytes) -> dict[str, Any]:
-        """Writes one file and returns its size and digest. Other processes that write below the same attempt hand
-        what this returns to whoever commits (see `files`)."""
+        """Writes one file and returns its size and digest. Other processes that write below the
+        same attempt hand what this returns to whoever commits (see `files`)."""
         write_bytes(join(self.root, self.key, self.name, name), data)
         self.files[name] = file_info(data)
         return self.files[name]
 
     def commit(self, manifest: dict[str, Any]) -> bool:
-        """Publishes. Returns False, with this attempt's files dropped, where another attempt was there first. Raises OSError where the storage
-        has a file of another size than was written."""
+        """Publishes. Returns False, with this attempt's files dropped, where another attempt was
+        there first. Raises OSError where the storage has a file of another size than was
+        written."""
         target = join(self.root, self.key, MANIFEST)
         there = listing(join(self.root, self.key))
         if MANIFEST in there:
@@ -271,9 +282,8 @@ class Attempt:
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
-                os.replace(
-                    part, path
-                )  # of two at the same moment the later one stands, as on an object store
+                # of two at the same moment the later one stands, as on an object store
+                os.replace(part, path)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(part)
@@ -282,8 +292,9 @@ class Attempt:
         return True
 
     def _sweep(self, folder: str) -> None:
-        """Of a result that has just come to stand on a disk: deletes what attempts that were killed have left beside it. One that is still under
-        way finds the manifest, and is dropped anyway."""
+        """Of a result that has just come to stand on a disk: deletes what attempts that were
+        killed have left beside it. One that is still under way finds the manifest, and is
+        dropped anyway."""
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False) and entry.name != self.name:
                 delete_dir(entry.path)
@@ -293,15 +304,17 @@ class Attempt:
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
-    """sha256 of a manifest as JSON gives it back, without its own `sha256`: it holds counts, which nothing else guards."""
+    """sha256 of a manifest as JSON gives it back, without its own `sha256`: it holds counts, which
+    nothing else guards."""
     body = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def content_of(manifest: dict[str, Any]) -> str:
-    """Digest of what a result is, apart from when and how fast it was made: the images of an ingest,
-    the numbers of an evaluation, the states that training leaves; empty where a result has none of
-    these. Equal for all results of one key, unless what they were made of, or the machine, differs."""
+    """Digest of what a result is, apart from when and how fast it was made: the images of an
+    ingest, the numbers of an evaluation, the states that training leaves; empty where a result has
+    none of these. Equal for all results of one key, unless what they were made of, or the machine,
+    differs."""
     if isinstance(manifest.get("content"), str):
         return manifest["content"]
     files = manifest.get("files") or {}
@@ -324,7 +337,8 @@ def opened_once(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def stays_inside(manifest: dict[str, Any]) -> bool:
-    """Whether the files that a manifest names lie in the folder of its attempt: its digest says that nothing changed, not who wrote it."""
+    """Whether the files that a manifest names lie in the folder of its attempt: its digest says
+    that nothing changed, not who wrote it."""
     attempt, files = manifest.get("attempt"), manifest.get("files")
     if not isinstance(attempt, str) or "/" in attempt or not isinstance(files, dict):
         return False
@@ -377,7 +391,8 @@ class Artefact:
         return join(self.root, self.key, self.manifest["attempt"], name)
 
     def read(self, name: str) -> bytes:
-        """The bytes of one file. Raises DamagedArtefact where size or sha256 differ from the manifest."""
+        """The bytes of one file. Raises DamagedArtefact where size or sha256 differ from the
+        manifest."""
         problem, data = self._read(name)
         if problem:
             raise DamagedArtefact(
@@ -387,8 +402,9 @@ class Artefact:
         return data
 
     def damage(self) -> str | None:
-        """The first file that is missing, truncated or altered, in words; None when everything is as it was written. Files
-        above LARGE_BYTES (shards of big data sets) are judged by their size here and by their digests when they are read."""
+        """The first file that is missing, truncated or altered, in words; None when everything is
+        as it was written. Files above LARGE_BYTES (shards of big data sets) are judged by their
+        size here and by their digests when they are read."""
         for name, expected in self.manifest["files"].items():
             problem = (
                 self._size_problem(name) if expected["bytes"] > LARGE_BYTES else self._read(name)[0]
@@ -435,8 +451,8 @@ class Artefact:
 
 
 def withdraw(root: str, key: str) -> None:
-    """Takes a damaged artefact out of sight so that its stage runs again. Its files stay until `gc`: most may be whole, and
-    what they were made of may be gone."""
+    """Takes a damaged artefact out of sight so that its stage runs again. Its files stay until
+    `gc`: most may be whole, and what they were made of may be gone."""
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:
         system.move(path, f"{path}.damaged")

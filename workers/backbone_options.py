@@ -1,8 +1,10 @@
-"""Which options of a backbone a settings file may name: plain values of bounded size, for arguments of the model itself.
+"""Which options of a backbone a settings file may name: plain values of bounded size, for arguments
+of the model itself.
 
-A config, a model folder or a record may come from a stranger. timm's factory takes more than a model's own arguments: URLs and files to
-load weights from, folders to write to, classes and functions to call. None of those may come from a file. This half of the
-check needs no timm; `workers/model/signature.py` holds the names and types against the model's signature.
+A config, a model folder or a record may come from a stranger. timm's factory takes more than a
+model's own arguments: URLs and files to load weights from, folders to write to, classes and
+functions to call. None of those may come from a file. This half of the check needs no timm;
+`workers/model/signature.py` holds the names and types against the model's signature.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ ELSEWHERE = {
 
 
 def check_option(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless `name` may be set and `value` is plain: null, true, false, a number, a word, or a short list of those."""
+    """Raise a `ValueError` unless `name` may be set and `value` is plain: null, true, false, a
+    number, a word, or a short list of those."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r:.60} is no name of an option")
     if LOADING.fullmatch(name):

@@ -1,6 +1,8 @@
-"""A bundle: all that serves the tasks of one finished method, in one folder, without a store, a card or a pickle.
+"""A bundle: all that serves the tasks of one finished method, in one folder, without a store, a
+card or a pickle.
 
-model.json                  what it is: method, settings, tasks in stream order, preprocessing, provenance; sha256 of each file and of itself
+model.json                  what it is: method, settings, tasks in stream order, preprocessing,
+                            provenance; sha256 of each file and of itself
 backbone.safetensors        the one backbone
 tasks/NAME.safetensors      what each task left behind
 carried/STEP.safetensors    what a chain, or a star that starts from common steps, hands on
@@ -48,13 +50,14 @@ Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
 File = Annotated[
     str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")
 ]  # nothing outside the folder
+# what a task's state means nothing without
 COMMON = (
     "method",
     "settings",
     "scenario",
     "seed",
     "backbone_digest",
-)  # what a task's state means nothing without
+)
 
 
 class FileBody(Frozen):
@@ -107,7 +110,8 @@ class NeedsBody(Frozen):
 
 @dataclass(frozen=True)
 class Bundle:
-    """body: what `model.json` says. fetch: the bytes of a file by name. where: what people call it."""
+    """body: what `model.json` says. fetch: the bytes of a file by name. where: what people call
+    it."""
 
     body: Mapping[str, Any]
     fetch: Callable[[str], bytes]
@@ -115,7 +119,8 @@ class Bundle:
 
     @classmethod
     def open(cls, uri: str) -> Bundle:
-        """A folder, or any URI that pyarrow knows. Raises UserError where it is none, or not as it was written."""
+        """A folder, or any URI that pyarrow knows. Raises UserError where it is none, or not as it
+        was written."""
         try:
             body = read_json(join(uri, MODEL))
         except UserError:  # of the storage
@@ -170,7 +175,8 @@ class Bundle:
 
     @classmethod
     def of_job(cls, job: StageJob, max_pixels: int = MAX_PIXELS) -> Bundle:
-        """What `evaluate.served` loads for a job, straight from the store. Files are read when they are asked for."""
+        """What `evaluate.served` loads for a job, straight from the store. Files are read when they
+        are asked for."""
         assert job.backbone is not None
         places = {BACKBONE: (job.backbone, "state.safetensors")}
         places |= {state_file(task): (key, "task.safetensors") for task, key in job.states.items()}
@@ -180,11 +186,12 @@ class Bundle:
         artefacts = {key: Artefact.need(job.root, key) for key, _ in places.values()}
         tasks = [t for t in job.tasks if t.name in job.states]
         c = job.backbone_settings
+        # all: defaults may change
         settings = (
             METHODS[job.method]
             .Settings.model_validate(job.settings)
             .model_dump(by_alias=True, mode="json")
-        )  # all: defaults may change
+        )
         body = {
             "format": FORMAT,
             "method": job.method,
@@ -228,7 +235,8 @@ class Bundle:
 
     @property
     def most_task_bytes(self) -> int:
-        """The largest file of one task that is read for this model: twice its backbone, and a gigabyte."""
+        """The largest file of one task that is read for this model: twice its backbone, and a
+        gigabyte."""
         return 2 * self.body["files"][BACKBONE]["bytes"] + (1 << 30)
 
     def task(self, name: str) -> Task:
@@ -268,7 +276,8 @@ class Bundle:
         )
 
     def write(self, uri: str) -> None:
-        """Into a folder that is new or empty; `model.json` comes last. Raises UserError where it is neither."""
+        """Into a folder that is new or empty; `model.json` comes last. Raises UserError where it is
+        neither."""
         system, path = resolve(uri)
         from pyarrow import fs
 
@@ -367,8 +376,8 @@ class Bundle:
             ) from None
 
     def _check_sizes(self, settings: BackboneSettings) -> None:
-        """Raises UserError where settings ask for a backbone that is larger than its file, or a file is larger than any that its tasks
-        can have; nothing is read or made before."""
+        """Raises UserError where settings ask for a backbone that is larger than its file, or a
+        file is larger than any that its tasks can have; nothing is read or made before."""
         outline = vit.outline(settings)
         files = {name: info["bytes"] for name, info in self.body["files"].items()}
         least = sum(tensor.nbytes for tensor in outline.state_dict().values())
@@ -378,9 +387,8 @@ class Bundle:
                 f"settings {least}; make the folder anew with "
                 "`python -m pipeline bundle`"
             )
-        most = vit.most_bytes(outline) * (
-            len(self.body["tasks"]) + 1
-        )  # what a chain carries may hold a backbone for each task
+        # what a chain carries may hold a backbone for each task
+        most = vit.most_bytes(outline) * (len(self.body["tasks"]) + 1)
         large = next((name for name, size in files.items() if size > most), None)
         if large is not None:
             raise UserError(
@@ -395,7 +403,8 @@ class Bundle:
         files: Mapping[str, bytes] | None = None,
         carried: Mapping[str, str] | None = None,
     ) -> Bundle:
-        """The same with these tasks alone. files: the bytes of what is new. carried: step -> file, where another one takes its place."""
+        """The same with these tasks alone. files: the bytes of what is new. carried: step -> file,
+        where another one takes its place."""
         new, steps = dict(files or {}), {**self.body["carried"], **(carried or {})}
         keep = {BACKBONE, *steps.values(), *(state_file(t.name) for t in tasks)}
         infos = {name: info for name, info in self.body["files"].items() if name in keep}
@@ -451,7 +460,7 @@ def carried_file(step: str) -> str:
     return f"carried/{step}.safetensors"
 
 
-# ---- single tasks ----------------------------------------------------------------------------------------------------------
+# ---- single tasks --------------------------------------------------------------------------------
 def export_task(bundle: Bundle, name: str) -> bytes:
     """A task's state with all that another bundle must agree with, as one safetensors file."""
     task, data = bundle.task(name), bundle.read(state_file(name))
@@ -475,7 +484,8 @@ def export_task(bundle: Bundle, name: str) -> bytes:
 
 
 def import_task(uri: str, data: bytes, where: str) -> Task:
-    """Puts an exported task into the bundle at `uri`. Raises UserError where the two do not belong together."""
+    """Puts an exported task into the bundle at `uri`. Raises UserError where the two do not belong
+    together."""
     bundle = Bundle.open(uri)
     method = METHODS.get(bundle.body["method"])
     if method is None or trains_shared(method):
@@ -539,8 +549,9 @@ def carried_digests(bundle: Bundle) -> dict[str, str]:
 
 
 def remove_task(uri: str, name: str) -> str:
-    """Takes a task and its state out of the bundle at `uri`; the others answer as before, which is tried. Returns what a person should know
-    of it. Raises UserError where the others' answers are made of that task's state."""
+    """Takes a task and its state out of the bundle at `uri`; the others answer as before, which is
+    tried. Returns what a person should know of it. Raises UserError where the others' answers are
+    made of that task's state."""
     bundle = Bundle.open(uri)
     gone = bundle.task(name)
     rest = [t for t in bundle.tasks if t != gone]

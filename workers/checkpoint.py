@@ -1,7 +1,9 @@
-"""Checkpoints inside a stage: everything that decides how training goes on, as safetensors and JSON, written atomically.
+"""Checkpoints inside a stage: everything that decides how training goes on, as safetensors and
+JSON, written atomically.
 
-All randomness is a function of (seed, epoch, step, position), so the position stands for the state of every generator of
-every rank: a resumed stage meets exactly what the uninterrupted one would have met.
+All randomness is a function of (seed, epoch, step, position), so the position stands for the state
+of every generator of every rank: a resumed stage meets exactly what the uninterrupted one would
+have met.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ FILE = re.compile(r"e\d{5,}-s\d{6,}-[0-9a-f]{8}\.safetensors")
 
 @dataclass
 class Checkpoint:
-    """epoch, step: the next step to run. history: finished epochs. sums: running numbers of the unfinished epoch."""
+    """epoch, step: the next step to run. history: finished epochs. sums: running numbers of the
+    unfinished epoch."""
 
     epoch: int
     step: int
@@ -63,7 +66,8 @@ class Checkpoint:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that are trained and all buffers outside a frozen backbone; live tensors, not copies."""
+    """Parameters that are trained and all buffers outside a frozen backbone; live tensors, not
+    copies."""
     frozen = "backbone." if getattr(model, "freezes_backbone", False) else "\0"
     trained = {n: p.data for n, p in model.named_parameters() if p.requires_grad}
     return trained | {n: b for n, b in model.named_buffers() if not n.startswith(frozen)}
@@ -82,7 +86,8 @@ def save(
     best: dict[str, Tensor],
     mark: Checkpoint,
 ) -> None:
-    """One file with everything, under a name of its own; then `latest.json`, which names it with size and sha256."""
+    """One file with everything, under a name of its own; then `latest.json`, which names it with
+    size and sha256."""
     tensors = {f"model/{n}": t for n, t in trained_state(model).items()} | {
         f"best/{n}": t for n, t in best.items()
     }
@@ -115,7 +120,8 @@ def save(
 
 
 def load(root: str, key: str) -> Checkpoint | None:
-    """The last checkpoint of a stage; None where there is none or where it is damaged (the stage then starts anew)."""
+    """The last checkpoint of a stage; None where there is none or where it is damaged (the stage
+    then starts anew)."""
     folder = folder_of(root, key)
     latest = _latest(folder)
     if latest is None:
@@ -155,6 +161,5 @@ def _latest(folder: str) -> dict[str, Any] | None:
         and latest.keys() == {"file", "bytes", "sha256"}
         and isinstance(latest["file"], str)
     )
-    return (
-        latest if whole and FILE.fullmatch(latest["file"]) else None
-    )  # else `save` would delete what a stranger names
+    # else `save` would delete what a stranger names
+    return latest if whole and FILE.fullmatch(latest["file"]) else None

@@ -1,4 +1,5 @@
-"""Who computes a result: of several processes of a machine that want the same one, one does the work and the others wait for it."""
+"""Who computes a result: of several processes of a machine that want the same one, one does the
+work and the others wait for it."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives
 def claimed(
     root: str, key: str, group: dist.Group | None = None, wait: bool = True
 ) -> Iterator[None]:
-    """Holds the claim on the result `key` below `root`, which is freed when this process ends in whatever way. Ranks of a group hold it together.
-    wait: else BlockingIOError where another process has it.
+    """Holds the claim on the result `key` below `root`, which is freed when this process ends in
+    whatever way. Ranks of a group hold it together. wait: else BlockingIOError where another
+    process has it.
 
-    It saves work and decides nothing: between machines whose disks know no common locks two may compute the same result, and one of them is
-    discarded (see artefact.py). On an object store nothing is claimed: it has no lock that is freed when whoever held it dies, and one that
-    runs out after a time would need clocks that agree and a writer that never stops; computing twice, now and then, costs less.
+    It saves work and decides nothing: between machines whose disks know no common locks two may
+    compute the same result, and one of them is discarded (see artefact.py). On an object store
+    nothing is claimed: it has no lock that is freed when whoever held it dies, and one that runs
+    out after a time would need clocks that agree and a writer that never stops; computing twice,
+    now and then, costs less.
     """
     if "://" in root and not root.startswith("file://"):
         yield

@@ -1,4 +1,5 @@
-"""The ranks of one worker group: who am I, sum over all, wait for all. One rank needs no process group."""
+"""The ranks of one worker group: who am I, sum over all, wait for all. One rank needs no process
+group."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ class Group:
         return tensor
 
     def sum_gradients(self, parameters: list[Tensor]) -> int:
-        """Sums the gradients of `parameters` over ranks in a few flat buckets; a missing gradient counts as zero.
-        Returns the bytes that were synchronised per rank."""
+        """Sums the gradients of `parameters` over ranks in a few flat buckets; a missing gradient
+        counts as zero. Returns the bytes that were synchronised per rank."""
         for p in parameters:
             if (
                 p.grad is None
-            ):  # on one rank too: what the optimizer does with it must not depend on the number of ranks
+                # on one rank too: what the optimizer does with it must not depend on the number of
+                # ranks
+            ):
                 p.grad = torch.zeros_like(p)
         if self.world == 1:
             return 0
@@ -74,5 +77,6 @@ class Group:
 
 
 def in_turn(shares: list[list[Any]]) -> list[Any]:
-    """Every rank's share of what went round the ranks in turn, as one list in the order that it had."""
+    """Every rank's share of what went round the ranks in turn, as one list in the order that it
+    had."""
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]

@@ -5,7 +5,8 @@ import sys
 
 
 class UserError(ValueError):
-    """Bad input or a setting that cannot hold its promise. The command line prints its text alone and exits with 2."""
+    """Bad input or a setting that cannot hold its promise. The command line prints its text alone
+    and exits with 2."""
 
 
 class DamagedArtefact(UserError):

@@ -1,4 +1,5 @@
-"""Accuracy of a finished task from integer counts, on test data that nothing else reads; for a search on validation data."""
+"""Accuracy of a finished task from integer counts, on test data that nothing else reads; for a
+search on validation data."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Answers = tuple[
 
 @torch.no_grad()
 def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
-    """Correct and total over all ranks; the method's mode is put back afterwards. In scenario `class` all outputs compete."""
+    """Correct and total over all ranks; the method's mode is put back afterwards. In scenario
+    `class` all outputs compete."""
     was_training = method.training
     method.eval()
     counts = torch.zeros(2, dtype=torch.int64, device=group.device)
@@ -43,7 +45,8 @@ def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
 
 
 def answers(method: Method, images: Tensor, task: str) -> Tensor:
-    """Logits as the scenario asks for them: over the classes of `task`, or over all classes so far."""
+    """Logits as the scenario asks for them: over the classes of `task`, or over all classes so
+    far."""
     return method.logits(images, None if method.scenario == "class" else task)
 
 
@@ -55,8 +58,9 @@ def first_column(method: Method, task: str) -> int:
 def evaluate_task(
     job: StageJob, group: dist.Group, report: Any
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """A row of the matrix: every task that this stage may have changed. For a method that changes none, this task, and the one
-    before as a canary: measured again beside the new one, its logits must have the digest that they had."""
+    """A row of the matrix: every task that this stage may have changed. For a method that changes
+    none, this task, and the one before as a canary: measured again beside the new one, its logits
+    must have the digest that they had."""
     assert job.task is not None
     method = served(job, group)
     rewrites = method.rewrites(job.scenario)
@@ -95,7 +99,8 @@ def served(job: StageJob, group: dist.Group) -> Method:
 
 @torch.no_grad()
 def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
-    """What the method answers on this rank's share of the task's images of the job's split, batch by batch."""
+    """What the method answers on this rank's share of the task's images of the job's split, batch
+    by batch."""
     feed = Feed(job, (task,), job.split, group, training=False)
     found = []
     for batch in feed.evaluate():
@@ -112,8 +117,9 @@ def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> l
 
 
 def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits as the scenario asks for them; of a method that finds out by itself what an image belongs to also `place` (b,) among its
-    candidates and `confidence` (b,), and in scenario `class` what it answers when it is `told` (b,)."""
+    """Logits as the scenario asks for them; of a method that finds out by itself what an image
+    belongs to also `place` (b,) among its candidates and `confidence` (b,), and in scenario `class`
+    what it answers when it is `told` (b,)."""
     if not method.candidates():
         return answers(method, images, task), {}
     place, confidence = method.infer(images)
@@ -138,8 +144,9 @@ def in_order(shares: list[list[Answers]]) -> Answers:
 
 
 def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], pa.Table]:
-    """Counts, a digest of all logits in test order, and one line per test image. In scenario `class` labels and predictions are
-    positions in the one output space, and `correct_task_aware` counts what is right among the task's own classes."""
+    """Counts, a digest of all logits in test order, and one line per test image. In scenario
+    `class` labels and predictions are positions in the one output space, and `correct_task_aware`
+    counts what is right among the task's own classes."""
     keys, labels, logits, picks = found[0], torch.tensor(found[1]), found[2], found[3]
     row: dict[str, Any] = {
         "task": task.name,
@@ -187,8 +194,9 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
 def picks_of(
     candidates: dict[str, tuple[str, ...]], task: str, places: Tensor, confidence: Tensor
 ) -> dict[str, Any]:
-    """What there was to pick from and how often each was picked for images of `task`, how many picks were right, and the mean
-    confidence of right and of wrong ones, None where there are none."""
+    """What there was to pick from and how often each was picked for images of `task`, how many
+    picks were right, and the mean confidence of right and of wrong ones, None where there are
+    none."""
     right = torch.tensor([task in tasks for tasks in candidates.values()])[places]
     means = {
         name: float(some.double().mean()) if len(some) else None
@@ -206,7 +214,8 @@ def picks_of(
 
 
 def canary(job: StageJob, method: Method, old: Task, group: dist.Group) -> dict[str, Any] | None:
-    """The row of the task before, measured beside the new one; None where any rank finds its test data gone or damaged."""
+    """The row of the task before, measured beside the new one; None where any rank finds its test
+    data gone or damaged."""
     mine: list[Answers] | None
     try:
         mine = logits_of(job, method, old, group)

@@ -1,4 +1,5 @@
-"""The filesystem behind a storage URI: credentials from the environment alone, no call to find a region, patience with servers that stumble."""
+"""The filesystem behind a storage URI: credentials from the environment alone, no call to find a
+region, patience with servers that stumble."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ PATIENCE_S = 120.0  # how long a storage may fail to answer before the run ends
 FIRST_CONTACT_S = 20.0  # the same before the run has begun: its address may be wrong
 FIRST_S, LONGEST_S = 0.2, 5.0  # pauses between tries: each is twice the one before
 SAY_S = 5.0  # after so long a person is told what is waited for
+# a connection without an answer, and one without a byte, are given up
 CONNECT_S, SILENT_S = (
     5.0,
     20.0,
-)  # a connection without an answer, and one without a byte, are given up
+)
 SMALL = 8 << 20  # bytes of an object that is written by one request
 TRIES = 3  # that the client makes by itself before it reports an error
 S3_OPTIONS = (
@@ -39,7 +41,8 @@ S3_OPTIONS = (
     "region",
     "scheme",
 )
-# What may go well when it is asked again. pyarrow has nothing but the text of an error. NO_SUCH_UPLOAD: the answer to an upload's end got lost.
+# What may go well when it is asked again. pyarrow has nothing but the text of an error.
+# NO_SUCH_UPLOAD: the answer to an upload's end got lost.
 TRANSIENT = re.compile(
     r"SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|INTERNAL_ERROR|THROTTL|REQUEST_TIMEOUT|REQUEST_LIMIT|NETWORK_CONNECTION|NO_SUCH_UPLOAD"
     r"|HTTP status "
@@ -68,7 +71,8 @@ say: Callable[[str], None] = tell  # whoever has a screen puts its own here
 
 @contextlib.contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Inside, a storage that does not answer is given up after so long: for a first contact, where its address may be wrong."""
+    """Inside, a storage that does not answer is given up after so long: for a first contact, where
+    its address may be wrong."""
     token = _patience.set(seconds)
     try:
         yield
@@ -78,8 +82,8 @@ def patience(seconds: float) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=64)
 def opened(uri: str) -> tuple[fs.FileSystem, str]:
-    """The patient filesystem of a URI without its path, and where its paths start. Opens no connection to S3 or GCS. Raises what pyarrow
-    raises for URIs that it does not know."""
+    """The patient filesystem of a URI without its path, and where its paths start. Opens no
+    connection to S3 or GCS. Raises what pyarrow raises for URIs that it does not know."""
     parts = urlsplit(uri)
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
@@ -97,8 +101,8 @@ def opened(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def access_remedy(uri: str) -> str:
-    """What to check where a storage or source refuses: for a bucket its name, its region, and the place that credentials are
-    read from, never the credentials; for a folder its permissions."""
+    """What to check where a storage or source refuses: for a bucket its name, its region, and the
+    place that credentials are read from, never the credentials; for a folder its permissions."""
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "s3":
@@ -166,8 +170,9 @@ def google_credentials(uri: str) -> str:
 
 
 def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
-    """options: the query of the URI, which goes before AWS_REGION or AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL. Without
-    either the region is us-east-1: an AWS bucket elsewhere answers with an error that names its region. Raises ValueError for other options."""
+    """options: the query of the URI, which goes before AWS_REGION or AWS_DEFAULT_REGION,
+    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL. Without either the region is us-east-1: an AWS bucket
+    elsewhere answers with an error that names its region. Raises ValueError for other options."""
     unknown = next((name for name in options if name not in S3_OPTIONS), None)
     if unknown is not None:
         raise ValueError(f"{unknown!r} is no option; there are {', '.join(S3_OPTIONS)}")
@@ -196,18 +201,21 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
 
 
 def bare(system: fs.FileSystem) -> fs.FileSystem:
-    """The filesystem that `opened` made patient, for those who write through streams of their own."""
+    """The filesystem that `opened` made patient, for those who write through streams of their
+    own."""
     return system.handler.system if isinstance(system, fs.PyFileSystem) else system
 
 
 def put(system: fs.FileSystem, path: str, data: bytes) -> None:
-    """One whole object on a filesystem that `opened` gave, or nothing: an upload in parts is visible once all of them are there."""
+    """One whole object on a filesystem that `opened` gave, or nothing: an upload in parts is
+    visible once all of them are there."""
     system.handler.put(path, data)
 
 
 def patiently(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = False) -> T:
-    """`call()`, made again with growing pauses while its error is one that passes. may_be_gone: a path that is not there after a try that
-    failed was taken away by that try, and the answer is None. Raises StorageAway when patience is over, and any other error at once."""
+    """`call()`, made again with growing pauses while its error is one that passes. may_be_gone: a
+    path that is not there after a try that failed was taken away by that try, and the answer is
+    None. Raises StorageAway when patience is over, and any other error at once."""
     started, pause, said, failed = time.monotonic(), FIRST_S, False, False
     limit = PATIENCE_S if _patience.get() is None else _patience.get()
     while True:
@@ -238,7 +246,8 @@ def patiently(call: Callable[[], T], where: str, doing: str, may_be_gone: bool =
 
 
 class Reading:
-    """A file that pyarrow reads through Python: every read is made again where it failed, from where it began."""
+    """A file that pyarrow reads through Python: every read is made again where it failed, from
+    where it began."""
 
     def __init__(self, file: pa.NativeFile, where: str, path: str):
         self.file, self.where, self.path, self.at, self.closed = file, where, path, 0, False
@@ -274,11 +283,13 @@ class Reading:
 
 
 class Patient(fs.FileSystemHandler):
-    """Every operation of a filesystem, made again where it failed for a reason that passes. Files are written whole, by `put` alone: a
-    stream that is closed by an exception would publish what it has.
+    """Every operation of a filesystem, made again where it failed for a reason that passes. Files
+    are written whole, by `put` alone: a stream that is closed by an exception would publish what it
+    has.
 
-    small: the same filesystem, opened so that an object below 10 MB is one PUT and not three requests. It is for these alone: where the first
-    request of an upload in parts fails, it leaves an empty object.
+    small: the same filesystem, opened so that an object below 10 MB is one PUT and not three
+    requests. It is for these alone: where the first request of an upload in parts fails, it leaves
+    an empty object.
     """
 
     def __init__(self, system: fs.FileSystem, where: str, small: fs.FileSystem | None = None):

@@ -1,4 +1,5 @@
-"""The Hugging Face hub: whether it can be reached, asked with a deadline, because its own client waits for minutes."""
+"""The Hugging Face hub: whether it can be reached, asked with a deadline, because its own client
+waits for minutes."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from threading import Thread
 
 from workers.filesystem import SILENT_S, StorageAway
 
-DEADLINE_S = (
-    5.0  # for the first answer: a name that no server resolves may take as long as a silent one
-)
+# for the first answer: a name that no server resolves may take as long as a silent one
+DEADLINE_S = 5.0
 
 
 def problem() -> str:
     """Why the hub cannot be reached, in one line; empty where it answers, whatever it answers.
 
-    The question is asked in a thread: a look-up of a host's name knows no timeout. Later requests of this process get one.
+    The question is asked in a thread: a look-up of a host's name knows no timeout. Later requests
+    of this process get one.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -41,7 +42,8 @@ def problem() -> str:
 
 @cache
 def check_reachable() -> None:
-    """Raise StorageAway where the hub cannot be reached. Once it was, a process does not ask again."""
+    """Raise StorageAway where the hub cannot be reached. Once it was, a process does not ask
+    again."""
     from huggingface_hub import constants
 
     if reason := problem():
@@ -56,7 +58,8 @@ def check_reachable() -> None:
 
 @contextmanager
 def only_what_is_reachable() -> Iterator[None]:
-    """Inside, the hub's client takes files from its cache alone if the hub cannot be reached, and so answers at once."""
+    """Inside, the hub's client takes files from its cache alone if the hub cannot be reached, and
+    so answers at once."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE

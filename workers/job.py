@@ -1,4 +1,5 @@
-"""StageJob: all that a worker is told. Plain, picklable, with absolute URIs; also the schema of what can change a result."""
+"""StageJob: all that a worker is told. Plain, picklable, with absolute URIs; also the schema of
+what can change a result."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ LARGEST = 1e30  # of all numbers that are not whole
 
 
 class Frozen(BaseModel):
-    """Base of all settings: immutable, an unknown key is an error, and no number is so large that it overflows, or has a loop run for ever."""
+    """Base of all settings: immutable, an unknown key is an error, and no number is so large that
+    it overflows, or has a loop run for ever."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     largest_whole: ClassVar[int] = 2**63 - 1
@@ -58,8 +60,8 @@ class Neutral:
 
 
 def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """The part of some settings that belongs into a key: all values, defaults too, by their names in
-    a config; without those that are at their neutral value, at any depth of nested settings.
+    """The part of some settings that belongs into a key: all values, defaults too, by their names
+    in a config; without those that are at their neutral value, at any depth of nested settings.
 
     exclude: names of fields that the result does not depend on.
     """
@@ -103,8 +105,8 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 class ContextSettings(Frozen):
-    """Uniform attention in the blocks of a ViT (workers/model/context.py). In a pretrained backbone all but `cbs`, as it starts here, change the
-    function that was trained."""
+    """Uniform attention in the blocks of a ViT (workers/model/context.py). In a pretrained backbone
+    all but `cbs`, as it starts here, change the function that was trained."""
 
     kind: Literal["cb", "cbs", "replace", "parallel", "compensate"] = Field(
         "cb",
@@ -283,7 +285,8 @@ class Task:
     card: str
     data: str  # key of the ingest stage whose shards hold it
     classes: tuple[str, ...]
-    role: str = "task"  # or "base": the backbone was trained on it; or "unlabelled": images whose labels mean nothing
+    # or "base": the backbone was trained on it; or "unlabelled": images whose labels mean nothing
+    role: str = "task"
 
     @property
     def num_classes(self) -> int:
@@ -294,11 +297,13 @@ class Task:
 class StageJob:
     """One stage, ready to run anywhere.
 
-    tasks: every task of the stream up to and including this stage's own, in order (the base task first, if any).
-    backbone: key of the backbone stage. previous: step name -> key of each stage whose carried state this one starts from.
-    states: task name -> key of the stage that holds that task's state, in stream order: for `evaluate` all that it serves
-    (`tasks` are the same), for training in a chain the earlier ones. measured: the tasks whose data `evaluate` reads, of `split`: a search
-    looks at validation images, and at nothing else. parents: keys of all stages whose results this one may read.
+    tasks: every task of the stream up to and including this stage's own, in order (the base task
+    first, if any). backbone: key of the backbone stage. previous: step name -> key of each stage
+    whose carried state this one starts from. states: task name -> key of the stage that holds that
+    task's state, in stream order: for `evaluate` all that it serves (`tasks` are the same), for
+    training in a chain the earlier ones. measured: the tasks whose data `evaluate` reads, of
+    `split`: a search looks at validation images, and at nothing else. parents: keys of all stages
+    whose results this one may read.
     """
 
     id: str

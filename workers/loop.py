@@ -1,4 +1,5 @@
-"""The train loop. THE file to read: what a worker does with a stage, from the job to the published result."""
+"""The train loop. THE file to read: what a worker does with a stage, from the job to the published
+result."""
 
 from __future__ import annotations
 
@@ -34,13 +35,15 @@ from workers.model import noise, vit
 from workers.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
-TRAIN_REVISION = 1  # raise it when training gives other numbers: this loop, optim, feed, augmentation, noise, heads
+# raise it when training gives other numbers: this loop, optim, feed, augmentation, noise, heads
+TRAIN_REVISION = 1
 REPORT_S = 1.0  # seconds between two progress reports of a stage
 AGREE_STEPS = 8  # steps between two moments at which several ranks ask whether a checkpoint is due
 
 
 def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
-    """Runs one stage and returns its manifest. A stage whose result stands already is not run again."""
+    """Runs one stage and returns its manifest. A stage whose result stands already is not run
+    again."""
     if found := standing(job, group):
         return found
     with claimed(job.root, job.key, group):  # another run may compute it, or have done so by now
@@ -92,7 +95,8 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
 def train_task(
     job: StageJob, group: dist.Group, report: Report
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """One step of one task: the method on a fresh copy of the backbone, from the state that the step before carried on."""
+    """One step of one task: the method on a fresh copy of the backbone, from the state that the
+    step before carried on."""
     assert job.task is not None
     method = new_method(job).to(group.device)
     if method.loads_states(job.scenario):
@@ -121,7 +125,8 @@ def train_task(
 def train_backbone(
     job: StageJob, group: dist.Group, report: Report
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The shared backbone: weights from the hub, a file or random, and trained on the base task where the stream has one."""
+    """The shared backbone: weights from the hub, a file or random, and trained on the base task
+    where the stream has one."""
     torch.manual_seed(seed_of(job.seed, "backbone"))
     backbone = vit.build(job.backbone_settings)
     vit.load_weights(backbone, job.backbone_settings)
@@ -148,7 +153,8 @@ def train_backbone(
 def fit(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
 ) -> list[dict[str, Any]]:
-    """Epochs over the task's training data, resumed from the stage's checkpoint if there is one; a row per epoch."""
+    """Epochs over the task's training data, resumed from the stage's checkpoint if there is one; a
+    row per epoch."""
     assert job.task is not None
     own = job.tasks if method.trains_on == "seen" else (job.task,)
     method.keys_of = lambda task: keys_of(job.root, task, job.data.val_fraction)
@@ -214,9 +220,8 @@ def _epochs(
     group: dist.Group,
     report: Report,
 ) -> list[dict[str, Any]]:
-    found = (
-        checkpoint.load(job.root, job.key) if group.rank == 0 else None
-    )  # one rank looks, so that none starts elsewhere
+    # one rank looks, so that none starts elsewhere
+    found = checkpoint.load(job.root, job.key) if group.rank == 0 else None
     mark = group.share(found) or Checkpoint(0, 0, [], {}, {})
     best = mark.restore(method, optimizer) if mark.tensors else {}
     history, saved = list(mark.history), time.monotonic()
@@ -303,8 +308,9 @@ def train_step(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """One optimizer step over the global batch: forward and backward on this rank's micro-batches, gradients summed over
-    ranks, gate, clip, step, restore. Returns the loss and its terms, each this rank's share of the global mean."""
+    """One optimizer step over the global batch: forward and backward on this rank's micro-batches,
+    gradients summed over ranks, gate, clip, step, restore. Returns the loss and its terms, each
+    this rank's share of the global mean."""
     optim.set_rate(
         optimizer, optim.factor(progress.done, progress.total, progress.steps_per_epoch, job.train)
     )
@@ -329,7 +335,8 @@ def gradients(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Those of the global batch where the parameters stand, on every rank; returns the loss and its terms."""
+    """Those of the global batch where the parameters stand, on every rank; returns the loss and its
+    terms."""
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
     for batch in batches:
@@ -353,7 +360,8 @@ def precision_of(job: StageJob, group: dist.Group) -> contextlib.AbstractContext
 
 
 def is_due(when: float, step: int, group: dist.Group) -> bool:
-    """Whether rank 0's clock has passed `when`, or it was told to leave; all ranks hear the same, and several ask each other only now and then."""
+    """Whether rank 0's clock has passed `when`, or it was told to leave; all ranks hear the same,
+    and several ask each other only now and then."""
     if group.world > 1 and (step + 1) % AGREE_STEPS:
         return False
     return bool(group.share(time.monotonic() > when or notice.given.is_set()))
@@ -366,8 +374,9 @@ def leave_if_told(job: StageJob, group: dist.Group) -> None:
 
 
 class Sums:
-    """This rank's running sums of loss terms over an epoch, on the device so that no step waits for them; `images` counts
-    those of all ranks. start: the totals of a checkpoint, which rank 0 goes on from."""
+    """This rank's running sums of loss terms over an epoch, on the device so that no step waits for
+    them; `images` counts those of all ranks. start: the totals of a checkpoint, which rank 0 goes
+    on from."""
 
     def __init__(self, start: dict[str, float], group: dist.Group):
         mine = start if group.rank == 0 else {}
@@ -392,7 +401,8 @@ class Sums:
         }
 
     def means(self, where: str) -> dict[str, float]:
-        """Epoch means over the global batch. Raises UserError where the loss is not a finite number."""
+        """Epoch means over the global batch. Raises UserError where the loss is not a finite
+        number."""
         means = {
             name: value / self.images for name, value in self.total().items() if name != "images"
         }
@@ -428,9 +438,8 @@ class Clock:
         if now - self.said < REPORT_S:
             return
         self.said, spent = now, now - self.started
-        loss = (
-            float(sums.values["loss"]) / sums.images * sums.group.world
-        )  # of several ranks, what this one's share tells
+        # of several ranks, what this one's share tells
+        loss = float(sums.values["loss"]) / sums.images * sums.group.world
         if sums.group.world == 1:
             check_finite(loss, self.job.id)
         self.report(
@@ -467,7 +476,8 @@ def load_backbone(job: StageJob) -> torch.nn.Module:
 
 @functools.lru_cache(maxsize=1)
 def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
-    # More than a second of CPU for a ViT-B, half of it random weights that are then replaced: a warm worker pays it once.
+    # More than a second of CPU for a ViT-B, half of it random weights that are then replaced: a
+    # warm worker pays it once.
     artefact = Artefact(root, key, json.loads(manifest))
     backbone = vit.build(BackboneSettings.model_validate_json(settings))
     vit.from_bytes(backbone, artefact.read("state.safetensors"), f"backbone {key}")
@@ -482,8 +492,9 @@ def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> tor
 
 
 def new_method(job: StageJob) -> Method:
-    """The method of a stage on a fresh copy of the backbone, told where it is. What it draws from the process's generator while
-    it is made and begins is the same on every rank and in every retry."""
+    """The method of a stage on a fresh copy of the backbone, told where it is. What it draws from
+    the process's generator while it is made and begins is the same on every rank and in every
+    retry."""
     backbone = load_backbone(job)  # draws too, where this process has not read it yet
     torch.manual_seed(seed_of(job.seed, "begin", job.task.name if job.task else "", job.step))
     method = METHODS[job.method](backbone, settings_of(job), job.seed)
@@ -503,7 +514,8 @@ def load_states(job: StageJob, method: Method) -> None:
 
 
 def load_carried(job: StageJob) -> Carried | None:
-    """What the stages that this one starts from carried on, merged; None where it starts from none."""
+    """What the stages that this one starts from carried on, merged; None where it starts from
+    none."""
     if not job.previous:
         return None
     return merged(
@@ -519,7 +531,8 @@ def load_carried(job: StageJob) -> Carried | None:
 
 
 def merged(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
-    """One carried state of those of several steps, by step. Raises UserError where two of them hand on something of the same name."""
+    """One carried state of those of several steps, by step. Raises UserError where two of them hand
+    on something of the same name."""
     whole = Carried()
     owner: dict[str, str] = {}  # name -> step that hands it on
     for step, found in parts.items():

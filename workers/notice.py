@@ -1,4 +1,5 @@
-"""A notice to leave: the machine is going to be taken away. Whoever trains saves its state at the next step that it can, and goes."""
+"""A notice to leave: the machine is going to be taken away. Whoever trains saves its state at the
+next step that it can, and goes."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class Leaving(Exception):
 
 
 def listen() -> Callable[[], None]:
-    """From now on SIGTERM is a notice; a second one ends the process at once. Returns what ends the listening. Only the main thread can
-    listen; elsewhere nothing changes."""
+    """From now on SIGTERM is a notice; a second one ends the process at once. Returns what ends the
+    listening. Only the main thread can listen; elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 

@@ -1,4 +1,5 @@
-"""Optimizer and learning-rate schedule: one cosine with a linear start scales all parameter groups."""
+"""Optimizer and learning-rate schedule: one cosine with a linear start scales all parameter
+groups."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from workers.job import TrainSettings
 def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float:
     """Learning rate of step `step` (from 0) of `total`, relative to each group's peak.
 
-    `schedule: epoch`: one rate for a whole epoch, timm's cosine as DeiT and DyTox step it. It is told the number of the epoch that ended, so that
-    the first two have the same rate; and the cosine is over all epochs, so that warm-up cuts off its beginning.
+    `schedule: epoch`: one rate for a whole epoch, timm's cosine as DeiT and DyTox step it. It is
+    told the number of the epoch that ended, so that the first two have the same rate; and the
+    cosine is over all epochs, so that warm-up cuts off its beginning.
     """
     if train.schedule == "epoch":
         epochs, epoch = total // per_epoch, max(0, step // per_epoch - 1)
@@ -33,12 +35,14 @@ def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float
 
 
 def mean_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
-    """Sum of the factors over all steps: how many steps at the peak rate the schedule amounts to."""
+    """Sum of the factors over all steps: how many steps at the peak rate the schedule amounts
+    to."""
     return sum(factor(step, total, per_epoch, train) for step in range(total))
 
 
 def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Optimizer:
-    """A new optimizer (momentum never crosses a task). Groups without a rate or decay take the configured ones."""
+    """A new optimizer (momentum never crosses a task). Groups without a rate or decay take the
+    configured ones."""
     full = [
         {"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups if g["params"]
     ]
@@ -56,8 +60,9 @@ def set_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 @contextlib.contextmanager
 def ascended(parameters: list[Tensor], rho: float) -> Iterator[None]:
-    """Inside, each w stands at w + rho w^2 g / || |w| g ||, g its gradient on entry, the norm over all of them: the step uphill of ASAM
-    (Kwon et al., ICML 2021), which no rescaling of weights changes. Afterwards all are back to the last bit."""
+    """Inside, each w stands at w + rho w^2 g / || |w| g ||, g its gradient on entry, the norm over
+    all of them: the step uphill of ASAM (Kwon et al., ICML 2021), which no rescaling of weights
+    changes. Afterwards all are back to the last bit."""
     with torch.no_grad():
         moved = [(p, p.clone(), p.grad) for p in parameters if p.grad is not None]
         norm = torch.stack([(old.abs() * g).norm() for _, old, g in moved]).norm() + 1e-12

@@ -14,7 +14,8 @@ UNSIZED = 1 << 16  # bytes that are read of a file that says it has fewer, such 
 
 
 def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
-    """Open a regular file of at most `most` bytes. Raise `OSError` where there is none, where it is another kind of file, or larger."""
+    """Open a regular file of at most `most` bytes. Raise `OSError` where there is none, where it is
+    another kind of file, or larger."""
     name = os.fspath(path)
     if "\0" in name:
         raise OSError(errno.EINVAL, "a path has no NUL character", name)
@@ -34,7 +35,8 @@ def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
 
 
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a regular file of at most `most` bytes. Raise `OSError` as `open_regular` does."""
+    """The bytes of a regular file of at most `most` bytes. Raise `OSError` as `open_regular`
+    does."""
     with open_regular(path, most) as stream:
         size = os.fstat(stream.fileno()).st_size
         data = stream.read(max(size, UNSIZED))

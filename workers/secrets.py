@@ -1,4 +1,5 @@
-"""No URI holds a password or a key: what is written into configs and cards is written into records too."""
+"""No URI holds a password or a key: what is written into configs and cards is written into records
+too."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from workers.errors import UserError
 
-# A user, or a user and a password, which may hold what a URI forbids there ("/", "?", "#", "@"): up to the last "@".
-# No further than the longest password, so that a long text takes time in proportion.
+# A user, or a user and a password, which may hold what a URI forbids there ("/", "?", "#", "@"): up
+# to the last "@". No further than the longest password, so that a long text takes time in
+# proportion.
 USER = re.compile(r"(?<=://)(?:[^\s/?#:@]*:\S{0,4000}@|[^\s/?#]*@)")
-# A parameter of a query: its mark, its name, its value, and parts that an "&" within the value would make of it.
+# A parameter of a query: its mark, its name, its value, and parts that an "&" within the value
+# would make of it.
 PARAMETER = re.compile(r"([?&;#])([^\s=&;?#]{1,100})=([^\s&]*(?:&[^\s&=]+(?=&|\s|$))*)")
 PASSWORD = re.compile(r"://[^\s/?#:@]*:(.*)@", re.DOTALL)
 VARIABLES = (
@@ -45,8 +48,8 @@ NOBODY = {
 
 
 def refuse_secrets(value: Any, where: str = "") -> None:
-    """Raises UserError where a URI, or one in a mapping or list of settings, has credentials in it; the sentence does not repeat them.
-    where: what the value is called."""
+    """Raises UserError where a URI, or one in a mapping or list of settings, has credentials in it;
+    the sentence does not repeat them. where: what the value is called."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             refuse_secrets(part, f"{where}{'.' if where and not where.endswith(' ') else ''}{name}")
@@ -82,8 +85,9 @@ def _has_secret(uri: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """A URI of the environment, or an error or log that repeats it, as people may see it: without users, passwords, values of
-    parameters that are named like secrets, and without the secrets that stand in the environment of this process."""
+    """A URI of the environment, or an error or log that repeats it, as people may see it: without
+    users, passwords, values of parameters that are named like secrets, and without the secrets that
+    stand in the environment of this process."""
     for secret in _of_environment():
         text = text.replace(secret, HIDDEN)
     return PARAMETER.sub(_without_value, USER.sub("", text))
@@ -95,7 +99,8 @@ def _without_value(match: re.Match[str]) -> str:
 
 
 def _of_environment() -> Iterator[str]:
-    """Secrets that errors of libraries may repeat without the URI around them, the longest first."""
+    """Secrets that errors of libraries may repeat without the URI around them, the longest
+    first."""
     found = {os.environ.get(name, "") for name in VARIABLES}
     for name in URIS:
         password = PASSWORD.search(os.environ.get(name, ""))

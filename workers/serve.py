@@ -1,4 +1,5 @@
-"""One model that serves every task of a finished run: images of many tasks in one call, grouped by task, one backbone in memory."""
+"""One model that serves every task of a finished run: images of many tasks in one call, grouped by
+task, one backbone in memory."""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Answer:
-    """class_: its name on the card. probability: of it. task: whose class it is, "" where a discovered mask belongs to none. confidence: how sure
-    it is of the task, in [0, 1]: 1 where the task was told, what the method says where it finds out, the share of that task's classes where all
-    compete, the winning probability under the rule `confident`. probabilities: by class, the largest first."""
+    """class_: its name on the card. probability: of it. task: whose class it is, "" where a
+    discovered mask belongs to none. confidence: how sure it is of the task, in [0, 1]: 1 where the
+    task was told, what the method says where it finds out, the share of that task's classes where
+    all compete, the winning probability under the rule `confident`. probabilities: by class, the
+    largest first."""
 
     class_: str
     probability: float
@@ -50,8 +53,9 @@ class Answer:
 
 
 class Kept:
-    """What was folded for each task, as long as all of it takes no more than `limit` bytes; what was used longest ago goes first. own: storages
-    that do not count, because the backbone holds them anyway."""
+    """What was folded for each task, as long as all of it takes no more than `limit` bytes; what
+    was used longest ago goes first. own: storages that do not count, because the backbone holds
+    them anyway."""
 
     def __init__(self, limit: int, own: set[int]):
         self.limit, self.own = limit, own
@@ -83,7 +87,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Group:
-    """Answers of some images that share an output space. classes: a (task, class) for each column."""
+    """Answers of some images that share an output space. classes: a (task, class) for each
+    column."""
 
     rows: Tensor
     logits: Tensor
@@ -94,7 +99,8 @@ class Group:
 
 @dataclass
 class Served:
-    """A loaded bundle. Safe to call from several threads: decoding goes side by side, the network serves one call after the other."""
+    """A loaded bundle. Safe to call from several threads: decoding goes side by side, the network
+    serves one call after the other."""
 
     bundle: Bundle
     cache_bytes: int = CACHE_BYTES
@@ -123,7 +129,8 @@ class Served:
 
     @classmethod
     def open(cls, uri: str, cache_bytes: int = CACHE_BYTES, device: str = "cpu") -> Served:
-        """Loads the bundle at `uri` (a folder, or a URI that pyarrow knows) and checks every digest. Raises UserError."""
+        """Loads the bundle at `uri` (a folder, or a URI that pyarrow knows) and checks every
+        digest. Raises UserError."""
         return cls(Bundle.open(uri), cache_bytes, torch.device(device))
 
     @property
@@ -133,10 +140,11 @@ class Served:
 
     @property
     def mixes(self) -> bool:
-        """Whether an image's answer is its own, whatever images come with it; else those that follow each other are judged together."""
+        """Whether an image's answer is its own, whatever images come with it; else those that
+        follow each other are judged together."""
         return getattr(self.method.settings, "infer_images", 1) == 1
 
-    # ---- requests ----------------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
     def predict(
         self,
         images: Sequence[Any],
@@ -145,9 +153,11 @@ class Served:
         top: int = 0,
         limits: Limits | None = None,
     ) -> list[Answer]:
-        """images: paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or Pillow's, mixed as you like. tasks: one for all, or one
-        for each image; None where it is to be found out. rule: what happens where the method cannot: `refuse`, or `confident`: the task whose
-        head answers with the highest probability. top: how many probabilities are given; 0: all. Raises UserError."""
+        """images: paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or
+        Pillow's, mixed as you like. tasks: one for all, or one for each image; None where it is to
+        be found out. rule: what happens where the method cannot: `refuse`, or `confident`: the task
+        whose head answers with the highest probability. top: how many probabilities are given; 0:
+        all. Raises UserError."""
         wanted = self.checked(len(images), tasks, rule, top)
         limits = limits or Limits(self.bundle.body["max_pixels"], paths=True)
         return self.answers(
@@ -165,7 +175,8 @@ class Served:
         rule: str = "refuse",
         top: int = 0,
     ) -> list[str | None]:
-        """A task or None for each of `count` images. Raises UserError where a task is not served, or is missing and needed."""
+        """A task or None for each of `count` images. Raises UserError where a task is not served,
+        or is missing and needed."""
         if rule not in RULES:
             raise UserError(f"rule is {rule!r:.80}; give one of {', '.join(RULES)}")
         if isinstance(top, bool) or not isinstance(top, int) or top < 0:
@@ -195,7 +206,7 @@ class Served:
             )
         return wanted
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
+    # ---- answers ---------------------------------------------------------------------------------
     @torch.no_grad()
     def answers(
         self, pixels: NDArray[Any], tasks: Sequence[str | None], rule: Rule = "refuse", top: int = 0
@@ -236,7 +247,8 @@ class Served:
         ]
 
     def told(self, images: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Logits over the classes of each task for its rows of images, by what its masks leave where the method can cut the rest."""
+        """Logits over the classes of each task for its rows of images, by what its masks leave
+        where the method can cut the rest."""
         here = {task: mine.to(self.device) for task, mine in rows.items()}
         if self.compact is not None:
             return {
@@ -268,7 +280,8 @@ class Served:
         ]
 
     def inferred(self, rows: Tensor, images: Tensor, owners: list[tuple[str, ...]]) -> list[Group]:
-        """By the method's own choice among candidates; what several tasks share answers with the classes of the last of them."""
+        """By the method's own choice among candidates; what several tasks share answers with the
+        classes of the last of them."""
         places, sure = (t.cpu() for t in self.method.infer(images))
         found, wide = [], self.method.scenario == "class"
         logits = self.method.answer(images, places.to(self.device), None)
@@ -285,7 +298,8 @@ class Served:
         return found
 
     def worded(self, group: Group, top: int) -> list[Answer]:
-        """Numbers become names. A class name that several tasks have is given as TASK/CLASS where they compete."""
+        """Numbers become names. A class name that several tasks have is given as TASK/CLASS where
+        they compete."""
         probabilities = group.logits.float().softmax(1).cpu()
         counts = Counter(name for _, name in group.classes)
         labels = [name if counts[name] == 1 else f"{task}/{name}" for task, name in group.classes]

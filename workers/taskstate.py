@@ -1,4 +1,5 @@
-"""What a task leaves behind: masks as packed bits, tokens, a head, small copies; and what it hands on to the next task."""
+"""What a task leaves behind: masks as packed bits, tokens, a head, small copies; and what it hands
+on to the next task."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `pack`: uint8 tensor -> boolean mask of `shape`. Raises ValueError where there are more or fewer bits: a few bytes that say
-    they are a mask of billions would else become one."""
+    """The inverse of `pack`: uint8 tensor -> boolean mask of `shape`. Raises ValueError where
+    there are more or fewer bits: a few bytes that say they are a mask of billions would else
+    become one."""
     count = math.prod(shape)
     if min(shape, default=0) < 0 or bits.numel() != (count + 7) // 8:
         raise ValueError(f"{bits.numel()} bytes are no mask of shape {shape}")
@@ -36,7 +38,8 @@ def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass
 class TaskState:
-    """masks are boolean; tokens, head and copies are float tensors. `meta` is plain JSON (settings, digests, steps)."""
+    """masks are boolean; tokens, head and copies are float tensors. `meta` is plain JSON (settings,
+    digests, steps)."""
 
     task: str
     classes: tuple[str, ...]
@@ -101,13 +104,15 @@ class TaskState:
 
 @dataclass
 class Carried:
-    """What task t hands to t+1 in a chain: tensors by name, and plain JSON beside them (exemplar references, counters)."""
+    """What task t hands to t+1 in a chain: tensors by name, and plain JSON beside them (exemplar
+    references, counters)."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Carried:
-        """The same with its tensors on `device`. What a method is given lies where its backbone does."""
+        """The same with its tensors on `device`. What a method is given lies where its backbone
+        does."""
         return Carried({name: t.to(device) for name, t in self.tensors.items()}, self.meta)
 
     def to_bytes(self) -> bytes:
@@ -120,7 +125,8 @@ class Carried:
 
 
 def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, sorted by name, and JSON header of safetensors bytes. Raises UserError where they are not."""
+    """Tensors, sorted by name, and JSON header of safetensors bytes. Raises UserError where they
+    are not."""
     try:
         length = struct.unpack("<Q", data[:8])[0]
         metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})

@@ -1,1 +1,2 @@
-"""What people look at: tables, plots and one page, all read from the store and never from a live run."""
+"""What people look at: tables, plots and one page, all read from the store and never from a live
+run."""

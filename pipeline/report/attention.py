@@ -1,4 +1,5 @@
-"""Figures of attention, of heads and of robustness: one line per method of a run, faint ones for its tasks."""
+"""Figures of attention, of heads and of robustness: one line per method of a run, faint ones for
+its tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pipeline.report.plots import FAINT, INK, dress, figure_of, look
 
 
 def attention_figure(rows: Sequence[Row]) -> Figure:
-    """Per block, over heads and images: entropy, distance, and the scales of context where there are any."""
+    """Per block, over heads and images: entropy, distance, and the scales of context where there
+    are any."""
     scaled, names = any(row["scale"] is not None for row in rows), _names(rows)
     figure, axes = figure_of(10.4 if scaled else 8.6, 3.9, 1, 3 if scaled else 2)
     panels = (
@@ -50,7 +52,8 @@ def attention_figure(rows: Sequence[Row]) -> Figure:
 
 
 def robustness_figure(rows: Sequence[Row]) -> Figure:
-    """Accuracy against the hidden share of the image, against the strength of the attack, and on images of other cards; what there is."""
+    """Accuracy against the hidden share of the image, against the strength of the attack, and on
+    images of other cards; what there is."""
     kinds = [
         kind
         for kind in ("occlusion", "fgsm", "shifted")
@@ -85,7 +88,8 @@ def shown(row: Row) -> str:
 
 
 def heads_figure(rows: Sequence[Row]) -> Figure:
-    """Accuracy against the number of heads: a point for each run, a line through the means of a family."""
+    """Accuracy against the number of heads: a point for each run, a line through the means of a
+    family."""
     figure, (axes,) = figure_of(5.4, 3.9)
     dress(axes, "Heads against accuracy", "heads", "average accuracy")
     families = list(dict.fromkeys(row["family"] for row in rows))

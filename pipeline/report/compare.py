@@ -1,4 +1,5 @@
-"""Runs side by side: groups of runs that differ in their seed alone, numbers on the tasks that all have, and what else differs."""
+"""Runs side by side: groups of runs that differ in their seed alone, numbers on the tasks that all
+have, and what else differs."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from pipeline.report.files import Row
 from pipeline.report.tables import Matrix, RunTables
 from workers.errors import UserError
 
+# settings that make no other run, or change no result but in its rounding number: what it says, how
+# it is written, which end is best
 ELSEWHERE = (
     "name",
     "seed",
     "storage",
     "cluster",
     "tracking",
-)  # settings that make no other run, or change no result but in its rounding
-# number: what it says, how it is written, which end is best
+)
 NUMBERS: dict[str, tuple[str, str, Callable[..., float] | None]] = {
     "average_accuracy": ("accuracy, averaged over the tasks, after the last one", "rate", max),
     "average_incremental_accuracy": (
@@ -129,7 +131,8 @@ class Entry:
         return Spread.of(list(self.numbers[name].values()))
 
     def against(self, base: Entry, name: str) -> Spread:
-        """Differences from `base`: of runs with the same seed where there are such, else of the means, whose spreads add up as those of independent runs."""
+        """Differences from `base`: of runs with the same seed where there are such, else of the
+        means, whose spreads add up as those of independent runs."""
         own, other = self.numbers[name], base.numbers[name]
         if pairs := [seed for seed in own if seed in other]:
             return Spread.of([own[seed] - other[seed] for seed in pairs])
@@ -142,7 +145,8 @@ class Entry:
         )
 
     def rates(self, order: Sequence[str]) -> NDArray[np.float64]:
-        """Mean accuracy over the seeds, (T, T), rows and columns in the given order; NaN where one has none."""
+        """Mean accuracy over the seeds, (T, T), rows and columns in the given order; NaN where one
+        has none."""
         found = []
         for matrix in self.matrices.values():
             at = [matrix.tasks.index(task) for task in order]
@@ -152,7 +156,8 @@ class Entry:
 
 @dataclass
 class Comparison:
-    """groups in the order in which they were named; entries: their methods. notes: what a reader has to know before the numbers."""
+    """groups in the order in which they were named; entries: their methods. notes: what a reader
+    has to know before the numbers."""
 
     groups: list[Group]
     entries: list[Entry]
@@ -165,14 +170,15 @@ class Comparison:
         return all(list(m.tasks) == self.tasks for e in self.entries for m in e.matrices.values())
 
     def base(self, entry: Entry) -> Entry | None:
-        """What an entry is compared with: the same method of the first group, or its only method; None for those of the first group."""
+        """What an entry is compared with: the same method of the first group, or its only method;
+        None for those of the first group."""
         if entry.group is self.groups[0]:
             return None
         first = [e for e in self.entries if e.group is self.groups[0]]
         same = [e for e in first if e.label == entry.label]
         return same[0] if same else first[0] if len(first) == 1 else None
 
-    # ---- tables ------------------------------------------------------------------------------------------------------
+    # ---- tables ----------------------------------------------------------------------------------
     def summary_rows(self) -> list[Row]:
         return [
             {
@@ -243,7 +249,8 @@ class Comparison:
         ]
 
     def setting_rows(self) -> list[Row]:
-        """Settings that are not the same in all groups: one row for each, a column for each group."""
+        """Settings that are not the same in all groups: one row for each, a column for each
+        group."""
         return differing({g.name: g.settings for g in self.groups})
 
     def provenance_rows(self) -> list[Row]:
@@ -278,7 +285,7 @@ class Comparison:
         return {name: rows for name, rows in found.items() if rows}
 
 
-# ---- how runs become a comparison ----------------------------------------------------------------------------------------
+# ---- how runs become a comparison ----------------------------------------------------------------
 def compared(runs: Sequence[RunTables]) -> Comparison:
     """Raises UserError where the runs have no task in common."""
     groups = grouped(runs)
@@ -301,7 +308,8 @@ def compared(runs: Sequence[RunTables]) -> Comparison:
 
 
 def grouped(runs: Sequence[RunTables]) -> list[Group]:
-    """Runs with the same settings are one group, unless they have the same seed too: then something else differs."""
+    """Runs with the same settings are one group, unless they have the same seed too: then something
+    else differs."""
     groups: list[Group] = []
     for run in runs:
         name, seed = run.record["name"], run.record["config"].get("seed", 0)
@@ -320,7 +328,8 @@ def grouped(runs: Sequence[RunTables]) -> list[Group]:
 
 
 def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
-    """Tasks with the same name and classes that every method of every run is measured on, in the order of the first; and what there is to say."""
+    """Tasks with the same name and classes that every method of every run is measured on, in the
+    order of the first; and what there is to say."""
     streams = [
         {
             t["name"]: frozenset(t["classes"])

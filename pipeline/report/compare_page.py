@@ -86,7 +86,7 @@ def head(found: Comparison) -> str:
     )
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 def heading(name: str) -> str:
     return name.replace("_", " ")
 
@@ -192,7 +192,7 @@ def differences(found: Comparison) -> str:
     )
 
 
-# ---- pictures ----------------------------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------
 def curves(found: Comparison) -> Picture:
     figure, (left, right) = plots.figure_of(10.4, 3.9, 1, 2)
     for axes, number, name in (
@@ -257,7 +257,8 @@ def curves(found: Comparison) -> Picture:
 
 
 def matrices(found: Comparison) -> list[Picture]:
-    """Heat maps of entries that are compared with the same one, and below them their differences from it."""
+    """Heat maps of entries that are compared with the same one, and below them their differences
+    from it."""
     families: dict[str, list[Entry]] = {}
     for e in found.entries:
         families.setdefault((found.base(e) or e).name, []).append(e)
@@ -347,7 +348,7 @@ def heat(
     plots.task_ticks(axes, tasks)
 
 
-# ---- what else differs -------------------------------------------------------------------------------------------------
+# ---- what else differs ---------------------------------------------------------------------------
 def settings(found: Comparison) -> str:
     return difference_table(
         "settings",

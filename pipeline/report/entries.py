@@ -1,4 +1,5 @@
-"""What the record of a run gets from each finished stage: points of curves, and files that a browser can show."""
+"""What the record of a run gets from each finished stage: points of curves, and files that a
+browser can show."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ SHOWN = (
     "learning_accuracy",
     *(f"{prefix}_{name}" for prefix in BESIDE for name in AVERAGES),
 )
+# kinds of report pictures that belong to one method
 OF_LABEL = (
     "matrix",
     "picked",
@@ -34,7 +36,7 @@ OF_LABEL = (
     "capacity",
     "layers",
     "tokens",
-)  # kinds of report pictures that belong to one method
+)
 OF_RUN = ("comparison.png", "averages.png", "size_accuracy.png")
 
 
@@ -53,7 +55,8 @@ def key_name(text: str) -> str:
 
 
 def history_points(rows: Sequence[Row], step: str) -> list[Point]:
-    """Curves of one training stage over its epochs, counted from 1: `train/loss`, `train/val_accuracy`, ..."""
+    """Curves of one training stage over its epochs, counted from 1: `train/loss`,
+    `train/val_accuracy`, ..."""
     points, spent = [], 0.0
     for epoch, row in enumerate(rows, 1):
         spent += float(row.get("seconds") or 0)
@@ -73,7 +76,8 @@ def history_points(rows: Sequence[Row], step: str) -> list[Point]:
 
 
 def matrix_points(matrix: Matrix) -> list[Point]:
-    """`acc/TASK` for every entry there is, and the averages of every complete row; step = how many tasks were learned before."""
+    """`acc/TASK` for every entry there is, and the averages of every complete row; step = how many
+    tasks were learned before."""
     points = [
         Point(key_name(f"acc/{matrix.tasks[i]}"), float(matrix.rates[t, i]), t, t)
         for t, i in np.ndindex(matrix.source.shape)
@@ -104,7 +108,8 @@ def size_points(rows: Sequence[Row]) -> list[Point]:
 
 
 def pick_points(rows: Sequence[Row]) -> list[Point]:
-    """`picked_right/TASK`: share of its images that were taken for what they are, after each task."""
+    """`picked_right/TASK`: share of its images that were taken for what they are, after each
+    task."""
     return [
         Point(
             key_name(f"picked_right/{r['task']}"),
@@ -120,8 +125,9 @@ def pick_points(rows: Sequence[Row]) -> list[Point]:
 def analysis_points(
     run: str, attention: Sequence[Row], robustness: Sequence[Row], images: int
 ) -> dict[str, list[Point]]:
-    """What `analyse` found of each method of a run, by label: means over tasks and heads at each block, and accuracies over tasks at each level. images:
-    of each task; points of more images are later ones, so that they are what a run shows when it was analysed twice."""
+    """What `analyse` found of each method of a run, by label: means over tasks and heads at each
+    block, and accuracies over tasks at each level. images: of each task; points of more images are
+    later ones, so that they are what a run shows when it was analysed twice."""
     values: dict[tuple[str, str, int], list[float]] = {}
     for row in (row for row in [*attention, *robustness] if row["run"] == run):
         for name, value, step in _measures(row):
@@ -154,7 +160,8 @@ def _measures(row: Row) -> list[tuple[str, float, int]]:
 
 
 def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
-    """The matrix as heat map, JSON, CSV and Parquet; averages; sizes. Made anew after every task."""
+    """The matrix as heat map, JSON, CSV and Parquet; averages; sizes. Made anew after every
+    task."""
     matrix = tables.matrix(label)
     rows = matrix_rows(matrix)
     body = {
@@ -223,7 +230,8 @@ def listed(values: Any) -> list[list[Any]]:
 def task_files(
     tables: RunTables, label: str, task: str, views: Sequence[MaskView]
 ) -> dict[str, bytes]:
-    """What a task left behind, as pictures and tables. views: masks of the tasks so far, this task's last."""
+    """What a task left behind, as pictures and tables. views: masks of the tasks so far, this
+    task's last."""
     found: dict[str, bytes] = {}
     if not views or views[-1].task != task:
         return found

@@ -15,7 +15,8 @@ from pipeline.report.tables import RunTables
 from workers.methods import METHODS
 from workers.methods.base import Method
 
-MOST_ROWS = 8  # tasks in one mask picture; a longer stream shows some of them, the first and the last among them
+# tasks in one mask picture; a longer stream shows some of them, the first and the last among them
+MOST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def of_run(tables: RunTables) -> list[Picture]:
 
 
 def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
-    """One method: matrix, training curves, masks, tokens. views: the masks of its finished tasks."""
+    """One method: matrix, training curves, masks, tokens. views: the masks of its finished
+    tasks."""
     matrix = tables.matrix(label)
     says = (
         "Each row is the model after learning one more task, each column is a task it is tested "
@@ -204,7 +206,8 @@ def mask_views(tables: RunTables, label: str) -> list[MaskView]:
 
 
 def view_of(tables: RunTables, label: str, task: str) -> MaskView | None:
-    """None where the task is not finished or has neither masks nor tokens. What a mask is, the method says."""
+    """None where the task is not finished or has neither masks nor tokens. What a mask is, the
+    method says."""
     state = tables.state(label, task)
     if state is None:
         return None
@@ -214,7 +217,8 @@ def view_of(tables: RunTables, label: str, task: str) -> MaskView | None:
 
 
 def histories(tables: RunTables, label: str) -> list[tuple[str, list[dict[str, object]]]]:
-    """(name, epochs) of every training stage of a method, in order; the step is named where a task has several."""
+    """(name, epochs) of every training stage of a method, in order; the step is named where a task
+    has several."""
     found = []
     for task in tables.tasks(label):
         stages = [

@@ -16,7 +16,8 @@ Row = dict[str, Any]
 
 
 def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
-    """Rows -> Parquet; columns are `first` and the union of all keys, an absent value or NaN is null."""
+    """Rows -> Parquet; columns are `first` and the union of all keys, an absent value or NaN is
+    null."""
     columns = _columns(rows, first)
     sink = io.BytesIO()
     pq.write_table(

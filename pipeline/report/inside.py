@@ -1,4 +1,5 @@
-"""What `analyse` found, in the report: a section of the page, shown only while the results that it was made of stand."""
+"""What `analyse` found, in the report: a section of the page, shown only while the results that it
+was made of stand."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Part:
 
 
 def basis(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an analysis of a run looked at: its name, and the keys of its evaluations, which stand for all that is behind them."""
+    """What an analysis of a run looked at: its name, and the keys of its evaluations, which stand
+    for all that is behind them."""
     return {
         "run": record["name"],
         "evaluations": {s["id"]: s["key"] for s in record["stages"] if s["step"] == "evaluate"},
@@ -42,8 +44,8 @@ def basis(record: Mapping[str, Any]) -> dict[str, Any]:
 def written(
     parts: Mapping[str, Part], records: Sequence[Mapping[str, Any]], store: Store
 ) -> dict[str, bytes]:
-    """The files of an analysis of the runs that `records` describe, for the folder of the first, with a list of them. Earlier parts stay listed while
-    what they were made of stands."""
+    """The files of an analysis of the runs that `records` describe, for the folder of the first,
+    with a list of them. Earlier parts stay listed while what they were made of stands."""
     found = {
         name: part
         for name, part in listed(store, records[0]["name"]).items()
@@ -83,7 +85,8 @@ def listed(store: Store, run: str) -> dict[str, Any]:
 
 
 def current(part: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> bool:
-    """Whether the run of `record`, whatever its name, and every other that it was compared with and whose record is there, is still what was looked at."""
+    """Whether the run of `record`, whatever its name, and every other that it was compared with and
+    whose record is there, is still what was looked at."""
     own, *others = part["analysis-of"]
     return own["evaluations"] == basis(record)["evaluations"] and all(
         (now := store.record(other["run"])) is None or basis(now) == other for other in others

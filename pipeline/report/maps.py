@@ -1,4 +1,5 @@
-"""Maps over images: what the class token looks at, and what top-down feedback selects, laid over what the model was shown."""
+"""Maps over images: what the class token looks at, and what top-down feedback selects, laid over
+what the model was shown."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from pipeline.report.maskplots import spread
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 
-MOST_TASKS = (
-    8  # in one picture; a longer stream shows some of them, the first and the last among them
-)
+# in one picture; a longer stream shows some of them, the first and the last among them
+MOST_TASKS = 8
 CELL, GAP = 144, 6  # pixels
 SIDE = 160  # of the captions beside a row
+# of the whole; above the rows of a task; below the last one, for the scales
 TITLE, HEAD, FOOT = (
     44,
     62,
     96,
-)  # of the whole; above the rows of a task; below the last one, for the scales
+)
 APART, WIDEST = 20, 1700  # between tasks side by side, of which there are as many as fit
 OPAQUE = (0.35, 0.8)  # of a map where it is lowest and highest
 SELECTED = "selected"
@@ -36,7 +37,8 @@ SCALES = {"looks": "viridis", SELECTED: "magma"}  # two, as they say two things
 
 
 def maps_figure(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
-    """One line per image, task after task: the image, and each map over it. Maps of a kind share a scale."""
+    """One line per image, task after task: the image, and each map over it. Maps of a kind share a
+    scale."""
     entries = [entries[i] for i in spread(len(entries), MOST_TASKS)]
     titles = _titles(entries)
     tops = {
@@ -157,7 +159,8 @@ def _task(
 def over(
     image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float
 ) -> NDArray[np.float32]:
-    """image (H, W, 3), values (h, w) -> the image in grey under the map, which is resampled to it; low values let more of it through."""
+    """image (H, W, 3), values (h, w) -> the image in grey under the map, which is resampled to it;
+    low values let more of it through."""
     levels = (_sized(values[None].float())[..., 0] / top).clip(0, 1)
     opaque = (OPAQUE[0] + (OPAQUE[1] - OPAQUE[0]) * levels)[..., None]
     grey = image.mean(-1, keepdims=True)

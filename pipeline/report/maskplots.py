@@ -37,7 +37,8 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def over_image(image: NDArray[np.uint8], kept: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """image (H, W, 3), kept (gh, gw) -> the image with dropped patches darkened; H and W need not divide by the grid."""
+    """image (H, W, 3), kept (gh, gw) -> the image with dropped patches darkened; H and W need not
+    divide by the grid."""
     rows = np.arange(image.shape[0]) * kept.shape[0] // image.shape[0]
     columns = np.arange(image.shape[1]) * kept.shape[1] // image.shape[1]
     factor = np.where(kept[np.ix_(rows, columns)], 1.0, 0.18)[..., None]
@@ -47,8 +48,8 @@ def over_image(image: NDArray[np.uint8], kept: NDArray[np.bool_]) -> NDArray[np.
 def token_masks(
     entries: Sequence[tuple[str, NDArray[np.bool_], NDArray[np.uint8] | None]], most_blocks: int = 6
 ) -> Figure:
-    """One line per (task, token masks (blocks, patches), image or None): the image, then what each block still sees. A
-    single task has its blocks in lines of six."""
+    """One line per (task, token masks (blocks, patches), image or None): the image, then what each
+    block still sees. A single task has its blocks in lines of six."""
     blocks = spread(max(len(masks) for _, masks, _ in entries), most_blocks)
     panels = 1 + len(blocks)
     columns = panels if len(entries) > 1 else min(panels, 6)
@@ -82,7 +83,8 @@ def token_masks(
 def _masked(
     axes: Axes, masks: NDArray[np.bool_], block: int, image: NDArray[np.uint8] | None
 ) -> None:
-    """What one block sees; nothing where the task has no such block or the patches form no square."""
+    """What one block sees; nothing where the task has no such block or the patches form no
+    square."""
     side = math.isqrt(masks.shape[1])
     if block >= len(masks) or side * side != masks.shape[1]:
         return
@@ -135,8 +137,9 @@ def density(views: Sequence[MaskView]) -> Figure | None:
 
 
 def layers(view: MaskView) -> Figure | None:
-    """One panel per kind of mask: blocks downwards, output units to the right, coloured by the share of each unit's entries that the
-    task keeps (units side by side share a pixel where there are many)."""
+    """One panel per kind of mask: blocks downwards, output units to the right, coloured by the
+    share of each unit's entries that the task keeps (units side by side share a pixel where there
+    are many)."""
     wanted = [
         k
         for k in kinds([view])
@@ -170,9 +173,8 @@ def layers(view: MaskView) -> Figure | None:
         ax.set_xticks([])
     least = min(float(p.get_array().min()) for p in panels)
     for panel in panels:
-        panel.set_clim(
-            min(math.floor(10 * least) / 10, 0.9), 1
-        )  # masks that keep nearly all would else be one dark field
+        # masks that keep nearly all would else be one dark field
+        panel.set_clim(min(math.floor(10 * least) / 10, 0.9), 1)
     bar = figure.colorbar(
         panels[0], ax=axes, fraction=0.02, pad=0.01, format=PercentFormatter(1, decimals=0)
     )
@@ -182,7 +184,8 @@ def layers(view: MaskView) -> Figure | None:
 
 
 def used(views: Sequence[MaskView]) -> Figure | None:
-    """Capacity used, one panel per kind of mask: for each task what it uses anew and again, and the line of all that is used."""
+    """Capacity used, one panel per kind of mask: for each task what it uses anew and again, and the
+    line of all that is used."""
     wanted = kinds(list(views))[:MOST_KINDS]
     if not wanted:
         return None
@@ -256,7 +259,8 @@ def overlaps(views: Sequence[MaskView]) -> Figure | None:
 
 
 def prompts(views: Sequence[MaskView]) -> Figure | None:
-    """Learned tokens of the last task, and the cosine similarity between the tokens of all tasks."""
+    """Learned tokens of the last task, and the cosine similarity between the tokens of all
+    tasks."""
     names = list(views[-1].prompts if views else {})[:2]
     if not names:
         return None

@@ -1,6 +1,8 @@
-"""What the masks of finished tasks look like: kept shares per layer, overlap between tasks, capacity used so far."""
+"""What the masks of finished tasks look like: kept shares per layer, overlap between tasks,
+capacity used so far."""
 
-# Packed bits are compared byte by byte; a mask that grew (wider layers for later tasks) keeps its old entries in front.
+# Packed bits are compared byte by byte; a mask that grew (wider layers for later tasks) keeps its
+# old entries in front.
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ BINS = 192
 class MaskView:
     """The masks of one task, small enough to hold those of a whole stream.
 
-    tokens: (blocks, patches) boolean, or None. bits: every mask as packed bits by name. kept, sizes: set and all entries.
-    profile: kept share of each output unit of a mask, by name, in at most BINS bins. prompts: learned tokens, (tokens, width) each,
-    by name.
+    tokens: (blocks, patches) boolean, or None. bits: every mask as packed bits by name. kept,
+    sizes: set and all entries. profile: kept share of each output unit of a mask, by name, in at
+    most BINS bins. prompts: learned tokens, (tokens, width) each, by name.
     """
 
     label: str
@@ -111,8 +113,9 @@ def kinds(views: list[MaskView]) -> list[str]:
 
 
 def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:
-    """Jaccard index |A and B| / |A or B| of each pair of tasks over all blocks, shape (tasks, tasks); NaN where the two
-    have no mask of this kind and shape in common, 1 where both keep nothing."""
+    """Jaccard index |A and B| / |A or B| of each pair of tasks over all blocks, shape (tasks,
+    tasks); NaN where the two have no mask of this kind and shape in common, 1 where both keep
+    nothing."""
     result = np.full((len(views), len(views)), np.nan)
     for a, first in enumerate(views):
         for b in range(a, len(views)):
@@ -154,7 +157,8 @@ def overlap_rows(views: list[MaskView]) -> list[dict[str, Any]]:
 
 
 def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
-    """Per task, of all entries of a kind: those it is the first to use, those it uses again, and all that are used by now."""
+    """Per task, of all entries of a kind: those it is the first to use, those it uses again, and
+    all that are used by now."""
     rows, used = [], dict[str, NDArray[np.uint8]]()
     for view in views:
         fresh = again = 0
@@ -182,7 +186,8 @@ def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
 
 
 def similarity(views: list[MaskView], name: str) -> tuple[NDArray[np.float64], list[str]]:
-    """Cosine similarity between the learned tokens `name` of all tasks, (all tokens, all tokens), and who owns each row."""
+    """Cosine similarity between the learned tokens `name` of all tasks, (all tokens, all tokens),
+    and who owns each row."""
     stacks = [(v.task, v.prompts[name]) for v in views if name in v.prompts]
     width = stacks[-1][1].shape[1]
     stacks = [(task, rows) for task, rows in stacks if rows.shape[1] == width]

@@ -16,7 +16,8 @@ from pipeline.report.masks import capacity, kinds, overlap_rows
 from pipeline.report.plots import bytes_text
 from pipeline.report.tables import RunTables
 
-FITS = 1500  # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
+# a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
+FITS = 1500
 SOFT = "<span class=soft>-</span>"  # no value
 STYLE = """
 :root { color-scheme: light; --ink: #1f2328; --soft: #59636e; --line: #d8dee4; --band: #f6f8fa; --blue: #0072B2; }
@@ -49,7 +50,8 @@ dd { margin: 0 0 3px; break-inside: avoid; overflow-wrap: anywhere; } .done { co
 
 
 def build(storage: str, record: Mapping[str, Any], graph_svg: str = "") -> dict[str, bytes]:
-    """All files of the report, by name: `report.html`, the tables as CSV and Parquet, the plots as PNG."""
+    """All files of the report, by name: `report.html`, the tables as CSV and Parquet, the plots as
+    PNG."""
     tables = RunTables.load(storage, record)
     views = {label: figures.mask_views(tables, label) for label in tables.labels}
     shared = figures.of_run(tables)
@@ -254,9 +256,8 @@ ANSWERS = {
 def summary(tables: RunTables) -> str:
     rows = tables.summary()
     columns = [column for column in COLUMNS if any(column[0] in row for row in rows)]
-    even = (
-        len({(r["tasks_finished"], r["tasks"]) for r in rows}) == 1
-    )  # else the methods are not at the same point
+    # else the methods are not at the same point
+    even = len({(r["tasks_finished"], r["tasks"]) for r in rows}) == 1
     best = {
         key: pick(values)
         for key, _, _, _, pick in columns
@@ -514,7 +515,8 @@ def plain(value: Any) -> Any:
 def table_html(
     heading: Sequence[str], rows: Sequence[Sequence[Any]], left: int, safe: bool = False
 ) -> str:
-    """A table whose first `left` columns are aligned to the left. safe: cells are HTML already; else only what stands for no value is."""
+    """A table whose first `left` columns are aligned to the left. safe: cells are HTML already;
+    else only what stands for no value is."""
 
     def line(cells: Sequence[Any], tag: str) -> str:
         return (

@@ -1,4 +1,5 @@
-"""What a search varied: each parameter with its axis and its distribution in words, and how much of the accuracy each explains."""
+"""What a search varied: each parameter with its axis and its distribution in words, and how much of
+the accuracy each explains."""
 
 from __future__ import annotations
 
@@ -13,9 +14,8 @@ from pipeline.report.trials import Search, Trial, number
 
 FEWEST = 4  # finished trials, below which nothing is said about importance
 CONDITIONS = ("when", "if")
-METHOD = (
-    "method"  # the key that chooses one of several methods; settings of the others do not apply
-)
+# the key that chooses one of several methods; settings of the others do not apply
+METHOD = "method"
 KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 
 
@@ -23,8 +23,9 @@ KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 class Parameter:
     """One dimension of the search space.
 
-    key: the dotted setting. name: the key without what all have in common. dist: as in the space, "" where the space does not have it.
-    says: what values it could take, in words. categories: in order, empty for numbers. low, high: ends of the axis of numbers.
+    key: the dotted setting. name: the key without what all have in common. dist: as in the space,
+    "" where the space does not have it. says: what values it could take, in words. categories: in
+    order, empty for numbers. low, high: ends of the axis of numbers.
     """
 
     key: str
@@ -37,14 +38,16 @@ class Parameter:
     high: float = 1.0
 
     def place(self, trial: Trial) -> float:
-        """Where the trial lies on the axis: the number itself, or the index of the category; NaN where it does not have the parameter."""
+        """Where the trial lies on the axis: the number itself, or the index of the category; NaN
+        where it does not have the parameter."""
         if self.key not in trial["params"]:
             return math.nan
         value = trial["params"][self.key]
         return float(self.categories.index(text(value))) if self.categories else number(value)
 
     def at_end(self, value: Any) -> bool:
-        """Whether a number lies at an end of what was searched, so that a wider range may hold something better."""
+        """Whether a number lies at an end of what was searched, so that a wider range may hold
+        something better."""
         if self.categories:
             try:
                 order = sorted(self.categories, key=float)
@@ -63,7 +66,8 @@ def text(value: Any) -> str:
 
 
 def parameters(search: Search) -> list[Parameter]:
-    """All parameters, in the order of the space; then those that trials have and the space has not."""
+    """All parameters, in the order of the space; then those that trials have and the space has
+    not."""
     space = search.record["space"]
     keys = list(dict.fromkeys([*space, *(key for t in search.trials for key in t["params"])]))
     names = short_names(keys)
@@ -79,7 +83,8 @@ def parameters(search: Search) -> list[Parameter]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Keys without `methods.LABEL.`, or `methods.` where several methods are searched; the whole key where that is not clear."""
+    """Keys without `methods.LABEL.`, or `methods.` where several methods are searched; the whole
+    key where that is not clear."""
     labels = {
         key.split(".")[1] for key in keys if key.startswith("methods.") and key.count(".") > 1
     }
@@ -152,11 +157,13 @@ def in_words(dimension: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 
 def importance(search: Search, varied: Sequence[Parameter]) -> tuple[dict[str, float], str]:
-    """Share of the variance of accuracy among finished trials that each parameter explains by itself or with others, by key, largest first
-    (fANOVA, Hutter et al., ICML 2014); or nothing, and the sentence why.
+    """Share of the variance of accuracy among finished trials that each parameter explains by
+    itself or with others, by key, largest first (fANOVA, Hutter et al., ICML 2014); or nothing, and
+    the sentence why.
 
-    Of Optuna's measures this one agreed best with known functions at 12 to 40 trials. A parameter that a trial does not have is set to the
-    middle of its axis, or for categories to one more category, as is usual for conditional spaces.
+    Of Optuna's measures this one agreed best with known functions at 12 to 40 trials. A parameter
+    that a trial does not have is set to the middle of its axis, or for categories to one more
+    category, as is usual for conditional spaces.
     """
     standing = search.standing()
     trials = [t for t in search.trials if t["status"] == "finished" and t["number"] in standing]

@@ -1,4 +1,5 @@
-"""Figures of a run as PNG bytes: one look, colours that colour-blind people can tell apart, no global state."""
+"""Figures of a run as PNG bytes: one look, colours that colour-blind people can tell apart, no
+global state."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from numpy.typing import NDArray
 
 from pipeline.report.tables import Matrix, Row
 
-# Okabe and Ito's palette without yellow, which is too pale on white; marker and dash repeat what the colour says.
+# Okabe and Ito's palette without yellow, which is too pale on white; marker and dash repeat what
+# the colour says.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
 INK, FAINT, EMPTY = "#222222", "#9aa0a6", "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
-DRAWING = (
-    threading.Lock()
-)  # matplotlib draws in one thread at a time; the record and the report draw in two
+# matplotlib draws in one thread at a time; the record and the report draw in two
+DRAWING = threading.Lock()
 
 
 def png(figure: Figure) -> bytes:
@@ -120,9 +121,10 @@ def cells(
     return image
 
 
-# ---- accuracy ----------------------------------------------------------------------------------------------------------
+# ---- accuracy ------------------------------------------------------------------------------------
 def matrix(m: Matrix) -> Figure:
-    """Rows: after learning a task. Columns: accuracy on a task. Bold: measured. Hatched: not finished."""
+    """Rows: after learning a task. Columns: accuracy on a task. Bold: measured. Hatched: not
+    finished."""
     count = max(len(m.tasks), 1)
     side = min(max(2.2, 0.62 * count), 9.5)
     figure, (axes,) = figure_of(side + 2.6, side + 1.2)
@@ -170,7 +172,8 @@ def matrix(m: Matrix) -> Figure:
 
 
 def averages(matrices: Sequence[Matrix]) -> Figure:
-    """Average accuracy over the tasks so far, and forgetting, after each task, one line per method."""
+    """Average accuracy over the tasks so far, and forgetting, after each task, one line per
+    method."""
     figure, (left, right) = figure_of(10.4, 3.7, 1, 2)
     tasks = max((m.tasks for m in matrices), key=len, default=())
     for axes, name, title in (
@@ -181,7 +184,8 @@ def averages(matrices: Sequence[Matrix]) -> Figure:
         for index, m in enumerate(matrices):
             values = [row[name] for row in m.over_time[: m.finished]]
             at = [tasks.index(t) if t in tasks else k for k, t in enumerate(m.tasks)][: m.finished]
-            # Thinner and smaller from line to line, so that one that lies under another can still be seen.
+            # Thinner and smaller from line to line, so that one that lies under another can still
+            # be seen.
             axes.plot(
                 at,
                 values,
@@ -264,7 +268,8 @@ def comparison(summary: Sequence[Row]) -> Figure:
 
 
 def label_of(row: Row) -> str:
-    """The method, and how far it is where it is not finished: its numbers then do not compare with the others'."""
+    """The method, and how far it is where it is not finished: its numbers then do not compare with
+    the others'."""
     return (
         row["label"]
         if row["tasks_finished"] == row["tasks"]
@@ -286,7 +291,8 @@ def bytes_text(count: float | None) -> str:
 
 
 def size_accuracy(summary: Sequence[Row]) -> Figure:
-    """What is kept beside the backbone (log scale) against average accuracy, one point per method."""
+    """What is kept beside the backbone (log scale) against average accuracy, one point per
+    method."""
     figure, (axes,) = figure_of(7.2, 4.2)
     dress(
         axes,
@@ -323,8 +329,8 @@ def size_accuracy(summary: Sequence[Row]) -> Figure:
 
 
 def _labels(axes: Axes, points: Sequence[tuple[float, float, int, str]]) -> None:
-    """A name to the right of each point, moved up or down where it would touch a point or another name. Boxes are
-    (left, right, bottom, top) in shares of the axes."""
+    """A name to the right of each point, moved up or down where it would touch a point or another
+    name. Boxes are (left, right, bottom, top) in shares of the axes."""
     (left, right), (low, high) = np.log10(axes.get_xlim()), axes.get_ylim()
     at = [
         ((math.log10(x) - left) / (right - left), (y - low) / (high - low)) for x, y, _, _ in points
@@ -354,13 +360,13 @@ def _labels(axes: Axes, points: Sequence[tuple[float, float, int, str]]) -> None
         )
 
 
-# ---- training ----------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 FIXED = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
 
 
 def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> Figure | None:
-    """Loss, validation accuracy and the method's own measures over epochs; `histories` are (task or step, rows) one after
-    the other. None where there is nothing to draw."""
+    """Loss, validation accuracy and the method's own measures over epochs; `histories` are (task or
+    step, rows) one after the other. None where there is nothing to draw."""
     histories = [(name, rows) for name, rows in histories if rows]
     if not histories:
         return None
@@ -407,8 +413,8 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
 
 
 def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Which columns of a history are loss terms and which are the method's measures: measures stand after `images`, which
-    the train loop writes behind the loss terms, or after `val_total`."""
+    """Which columns of a history are loss terms and which are the method's measures: measures stand
+    after `images`, which the train loop writes behind the loss terms, or after `val_total`."""
     columns = list(dict.fromkeys(c for row in rows for c in row))
     if (
         "images" in columns
@@ -458,8 +464,8 @@ def confusion(
     answers: Sequence[str] | None = None,
     axes_say: tuple[str, str] = ("answer", "true class"),
 ) -> Figure:
-    """Share of each true class (row) that was answered as each class (column). answers: names of the columns, where they are not
-    those of the rows."""
+    """Share of each true class (row) that was answered as each class (column). answers: names of
+    the columns, where they are not those of the rows."""
     answers = names if answers is None else answers
     count = max(len(names), len(answers))
     side = min(max(2.6, 0.34 * count), 8.5)

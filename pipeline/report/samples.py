@@ -14,7 +14,8 @@ SIDE = 192  # pixels of a picture
 
 
 def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
-    """The first test image of `task` as evaluation sees it, (SIDE, SIDE, 3); None where it cannot be read."""
+    """The first test image of `task` as evaluation sees it, (SIDE, SIDE, 3); None where it cannot
+    be read."""
     from workers.data.shards import Shards, decode
 
     about = tables.task(task)

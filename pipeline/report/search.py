@@ -1,4 +1,5 @@
-"""The report of a search: one HTML page that needs nothing else, the table of its trials and its plots as files, from its records alone."""
+"""The report of a search: one HTML page that needs nothing else, the table of its trials and its
+plots as files, from its records alone."""
 
 from __future__ import annotations
 
@@ -41,24 +42,24 @@ COLUMNS = (
 )
 STATES = {"finished": "done", "stopped": "soft", "running": "pending", "failed": "bad"}
 PROTOCOLS = {
-    "end_of_stream": "Every trial learns the whole stream with settings of its own; trials are compared by "
-    "their average validation accuracy after the last "
+    "end_of_stream": "Every trial learns the whole stream with settings of its own; trials are "
+    "compared by their average validation accuracy after the last "
     "task. This chooses with hindsight: whoever meets the tasks one by one could not have tried "
     "the later ones first.",
-    "first_k_tasks": "Every trial learns the first {tasks} of the stream with settings of its own and is "
-    "compared by its average validation accuracy there. "
+    "first_k_tasks": "Every trial learns the first {tasks} of the stream with settings of its own "
+    "and is compared by its average validation accuracy there. "
     "The winner's settings then serve the whole stream, so tasks that come later had no part in "
     "the choice.",
-    "per_task": "Settings are chosen task by task, in the order of the stream. Several trials learn the "
-    "next task, each with other settings for it; all "
+    "per_task": "Settings are chosen task by task, in the order of the stream. Several trials "
+    "learn the next task, each with other settings for it; all "
     "tasks before keep the settings chosen for them. The best trial is kept and the search goes "
     "on to the next task. Such a choice is greedy: it "
     "never looks at later tasks and is never taken back, so that it can be made while tasks "
     "arrive, and need not be the best for the stream as "
     "a whole. Accuracies of trials for different tasks are averages over different tasks and do "
     "not compare.",
-    "two_streams": "Every trial learns a stream made for the search with settings of its own; trials are "
-    "compared by their average validation accuracy "
+    "two_streams": "Every trial learns a stream made for the search with settings of its own; "
+    "trials are compared by their average validation accuracy "
     "after its last task. The winner's settings are then tested on the other stream, which had "
     "no part in the choice.",
 }
@@ -77,8 +78,9 @@ SCHEDULERS = {
 
 
 def build(storage: str, name: str) -> dict[str, bytes]:
-    """All files of the report, by name: `search.html`, `trials.csv`, `trials.parquet`, the plots as PNG. Works on finished and on unfinished
-    searches. Raises UserError where there is no such search."""
+    """All files of the report, by name: `search.html`, `trials.csv`, `trials.parquet`, the plots as
+    PNG. Works on finished and on unfinished searches. Raises UserError where there is no such
+    search."""
     search = load(storage, name)
     varied = parameters(search)
     shares, reason = importance(search, varied)
@@ -257,7 +259,7 @@ def pictures_of(
     return found
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 def page(
     search: Search, varied: Sequence[Parameter], pictures: Sequence[Picture], reason: str
 ) -> str:
@@ -640,7 +642,8 @@ def device_hours(seconds: float) -> str:
 
 
 def ranked(search: Search) -> list[Trial]:
-    """Best first, phase by phase: finished trials by accuracy, then those that were stopped by how far they came, running and failed ones."""
+    """Best first, phase by phase: finished trials by accuracy, then those that were stopped by how
+    far they came, running and failed ones."""
 
     def key(t: Trial) -> tuple[Any, ...]:
         value = score(t)

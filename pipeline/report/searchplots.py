@@ -1,4 +1,5 @@
-"""Figures of a search: trials as lines over all parameters, what matters, how it went, accuracy against size, against tasks, against each parameter."""
+"""Figures of a search: trials as lines over all parameters, what matters, how it went, accuracy
+against size, against tasks, against each parameter."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ from pipeline.report.plots import (
 from pipeline.report.trials import Search, Trial, number, pareto, score, size
 
 WINNER, FINISHED, STOPPED = COLOURS[1], COLOURS[0], "#7a8087"
-ABSENT = (
-    -0.16
-)  # where an axis shows trials that do not have its parameter; its values lie from 0 to 1
+# where an axis shows trials that do not have its parameter; its values lie from 0 to 1
+ABSENT = -0.16
+# pale lines would be lost on white
 DARK = LinearSegmentedColormap.from_list(
     "dark", matplotlib.colormaps[SEQUENTIAL](np.linspace(0.3, 1, 64))
-)  # pale lines would be lost on white
+)
 PER_CENT = FuncFormatter(lambda share, _: f"{100 * share:.4g}%")
 LOOKS: dict[str, dict[str, Any]] = {  # of a point, by status
     "finished": {"marker": "o", "color": FINISHED, "markersize": 6, "label": "finished"},
@@ -91,7 +92,8 @@ def point(label: str, **style: Any) -> Line2D:
 def alike(
     trials: Sequence[Trial], chosen: Collection[int]
 ) -> list[tuple[dict[str, Any], list[Trial]]]:
-    """(look of their points, trials) by status, of those that there are; trials that stand out come last, on top."""
+    """(look of their points, trials) by status, of those that there are; trials that stand out come
+    last, on top."""
     found = [
         (look, [t for t in trials if t["status"] == status and t["number"] not in chosen])
         for status, look in LOOKS.items()
@@ -126,7 +128,8 @@ def points_of(search: Search, trials: Sequence[Trial]) -> list[Line2D]:
 
 
 def accuracy_axis(axes: Axes, search: Search, which: str = "y") -> str:
-    """Writes shares as per cent, or where trials stand in their phase as points. Returns what the axis shows."""
+    """Writes shares as per cent, or where trials stand in their phase as points. Returns what the
+    axis shows."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     if len(search.phases) > 1:
         axis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}"))
@@ -135,7 +138,7 @@ def accuracy_axis(axes: Axes, search: Search, which: str = "y") -> str:
     return "validation accuracy"
 
 
-# ---- parameters --------------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
 def unit(p: Parameter, place: float) -> float:
     """A place on the axis of a parameter as a share of its length."""
     if p.categories:
@@ -145,7 +148,8 @@ def unit(p: Parameter, place: float) -> float:
 
 
 def spread(p: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
-    """Places of trials. Those of one category are spread over `width` around it in the given order, so that none hides another."""
+    """Places of trials. Those of one category are spread over `width` around it in the given order,
+    so that none hides another."""
     places = [p.place(t) for t in trials]
     if not p.categories:
         return places
@@ -161,7 +165,8 @@ def spread(p: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
 
 
 def ticks(p: Parameter) -> list[tuple[float, str]]:
-    """(place, label) along the axis of a parameter: the categories, or both ends and round numbers between them."""
+    """(place, label) along the axis of a parameter: the categories, or both ends and round numbers
+    between them."""
     if p.categories:
         return [(i, c if len(c) <= 14 else c[:13] + "…") for i, c in enumerate(p.categories)]
     inner = (
@@ -188,7 +193,8 @@ def wrapped(name: str, width: int) -> str:
 
 
 def parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
-    """One line per trial through its settings to its accuracy, dark where that is high; the chosen ones in the winner's colour on top."""
+    """One line per trial through its settings to its accuracy, dark where that is high; the chosen
+    ones in the winner's colour on top."""
     standing, chosen = search.standing(), set(search.chosen().values())
     trials = sorted(
         search.trials,
@@ -295,7 +301,8 @@ def parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
 
 
 def draw_axis(axes: Axes, x: float, p: Parameter, absent: bool, points: bool) -> None:
-    """One upright axis with its ticks; `absent`: it also shows a place for trials without the parameter."""
+    """One upright axis with its ticks; `absent`: it also shows a place for trials without the
+    parameter."""
     axes.plot([x, x], [0, 1], color=INK, linewidth=0.9, zorder=3)
     box = {"boxstyle": "square,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
     places = [
@@ -308,7 +315,8 @@ def draw_axis(axes: Axes, x: float, p: Parameter, absent: bool, points: bool) ->
 
 
 def importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Figure:
-    """Bars: what share of the differences in accuracy each parameter explains, the largest on top."""
+    """Bars: what share of the differences in accuracy each parameter explains, the largest on
+    top."""
     keys = list(shares)[::-1]
     figure, (axes,) = figure_of(7.2, 0.9 + 0.36 * max(len(keys), 2))
     dress(
@@ -370,9 +378,10 @@ def slices(search: Search, varied: Sequence[Parameter]) -> Figure:
     return figure
 
 
-# ---- the search over time ----------------------------------------------------------------------------------------------
+# ---- the search over time ------------------------------------------------------------------------
 def history(search: Search) -> Figure:
-    """Accuracy by number of the trial, the highest so far among finished ones; failed trials and those without accuracy at the bottom."""
+    """Accuracy by number of the trial, the highest so far among finished ones; failed trials and
+    those without accuracy at the bottom."""
     compared, chosen = search.standing(), set(search.chosen().values())
     figure, (axes,) = figure_of(10.4, 3.6)
     dress(axes, "", "trial", "validation accuracy")
@@ -415,7 +424,8 @@ def history(search: Search) -> Figure:
 
 
 def curves(search: Search) -> Figure:
-    """Average validation accuracy after each task, one line per trial; those that were stopped end early."""
+    """Average validation accuracy after each task, one line per trial; those that were stopped end
+    early."""
     chosen = set(search.chosen().values())
     names = {
         r["position"]: str(r.get("task", r["position"]))
@@ -476,7 +486,8 @@ def varies(search: Search) -> bool:
 
 
 def front(search: Search) -> Figure:
-    """Accuracy against bytes of finished trials (log scale); those that nothing beats in both are joined, phase by phase."""
+    """Accuracy against bytes of finished trials (log scale); those that nothing beats in both are
+    joined, phase by phase."""
     figure, (axes,) = figure_of(7.2, 4.4)
     phases, chosen = search.phases, search.chosen()
     dress(axes, "", "bytes kept per task (log scale)", "validation accuracy", grid="both")

@@ -1,7 +1,8 @@
-"""Every number of a run, read from its stage results: matrices, metrics over time, sizes, histories, confusions.
+"""Every number of a run, read from its stage results: matrices, metrics over time, sizes,
+histories, confusions.
 
-A run that is not finished gives what is there. Nothing here is computed from a live run, so a report can be made anew
-from the store alone.
+A run that is not finished gives what is there. Nothing here is computed from a live run, so a
+report can be made anew from the store alone.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ STATE_KINDS = ("masks", "tokens", "head", "copies")
 
 @dataclass(frozen=True)
 class Matrix:
-    """R of one method: integer counts, NaN where there are none; both (T, T), rows = after task, columns = on task.
+    """R of one method: integer counts, NaN where there are none; both (T, T), rows = after task,
+    columns = on task.
 
-    source (T, T): `measured`; `follows` (equals the diagonal, because the method cannot change an earlier task's answers,
-    so it was not measured again); `missing` (not finished yet); `ahead` (a task that was not learned yet).
-    beside: other counts of the same answers, by name; their averages stand among the metrics as `NAME_average_accuracy` and so on.
+    source (T, T): `measured`; `follows` (equals the diagonal, because the method cannot change an
+    earlier task's answers, so it was not measured again); `missing` (not finished yet); `ahead` (a
+    task that was not learned yet). beside: other counts of the same answers, by name; their
+    averages stand among the metrics as `NAME_average_accuracy` and so on.
     """
 
     label: str
@@ -94,7 +97,8 @@ class RunTables:
         record: Mapping[str, Any],
         known: Mapping[str, dict[str, Any]] | None = None,
     ) -> RunTables:
-        """Reads the manifests of all stages; those in `known` (by stage id) are taken as they are."""
+        """Reads the manifests of all stages; those in `known` (by stage id) are taken as they
+        are."""
         root, found = join(storage, "stages"), {}
         for stage in record["stages"]:
             if known and stage["id"] in known:
@@ -103,7 +107,7 @@ class RunTables:
                 found[stage["id"]] = artefact
         return cls(storage, record, found)
 
-    # ---- who is who --------------------------------------------------------------------------------------------------
+    # ---- who is who ------------------------------------------------------------------------------
     @property
     def root(self) -> str:
         return join(self.storage, "stages")
@@ -134,8 +138,8 @@ class RunTables:
         return next(t for t in self.record["tasks"] if t["name"] == name)
 
     def stages(self, label: str, task: str) -> list[Mapping[str, Any]]:
-        """The stages that learned `task`, in order, without `evaluate`; for a base task that the method leaves as it is, the
-        backbone stage."""
+        """The stages that learned `task`, in order, without `evaluate`; for a base task that the
+        method leaves as it is, the backbone stage."""
         own = [
             s
             for s in self.record["stages"]
@@ -152,7 +156,8 @@ class RunTables:
         return found.manifest["result"] if found else None
 
     def state_stage(self, label: str, task: str) -> Artefact | None:
-        """The finished stage whose `task.safetensors` is what serves `task`: the one `evaluate` waits for."""
+        """The finished stage whose `task.safetensors` is what serves `task`: the one `evaluate`
+        waits for."""
         judge: Mapping[str, Any] = next(
             (s for s in self.record["stages"] if s["id"] == f"{label}/{task}/evaluate"), {}
         )
@@ -166,9 +171,10 @@ class RunTables:
                 return found
         return None
 
-    # ---- files of stages ---------------------------------------------------------------------------------------------
+    # ---- files of stages -------------------------------------------------------------------------
     def read(self, artefact: Artefact | None, name: str) -> bytes | None:
-        """A file of a stage; None, with a sentence among the problems, where it is absent or damaged."""
+        """A file of a stage; None, with a sentence among the problems, where it is absent or
+        damaged."""
         if artefact is None or name not in artefact.manifest["files"]:
             return None
         try:
@@ -215,10 +221,11 @@ class RunTables:
             self.note(str(error))
             return Carried()
 
-    # ---- numbers -----------------------------------------------------------------------------------------------------
+    # ---- numbers ---------------------------------------------------------------------------------
     def matrix(self, label: str, correct: str = "correct") -> Matrix:
-        """R of one method. correct: which count of a result row; `correct_task_aware` gives the second matrix of scenario
-        `class` (logits masked to the task's classes), all missing where `evaluate` did not write it."""
+        """R of one method. correct: which count of a result row; `correct_task_aware` gives the
+        second matrix of scenario `class` (logits masked to the task's classes), all missing where
+        `evaluate` did not write it."""
         tasks = self.tasks(label)
         size = len(tasks)
         hits, totals = np.full((size, size), np.nan), np.full((size, size), np.nan)
@@ -246,10 +253,12 @@ class RunTables:
         return Matrix(label, tuple(tasks), hits, totals, source, beside)
 
     def sizes(self, label: str) -> list[Row]:
-        """After each finished task: bytes of everything that has to be kept, the growth ratio, and what the task cost.
+        """After each finished task: bytes of everything that has to be kept, the growth ratio, and
+        what the task cost.
 
-        A chain that retrains the backbone carries a changed copy of it; that copy is counted under `carried`, beside the
-        backbone that all methods share. What a base task hands to every task of a star stays there.
+        A chain that retrains the backbone carries a changed copy of it; that copy is counted under
+        `carried`, beside the backbone that all methods share. What a base task hands to every task
+        of a star stays there.
         """
         base = self.artefacts.get("backbone")
         shared = int(base.manifest.get("bytes", 0)) if base else 0
@@ -302,7 +311,8 @@ class RunTables:
         }
 
     def summary(self) -> list[Row]:
-        """One row per method: its metrics after the last complete row, its sizes, and what its logits say."""
+        """One row per method: its metrics after the last complete row, its sizes, and what its
+        logits say."""
         rows = []
         for label in self.labels:
             matrix, sizes = self.matrix(label), self.sizes(label)
@@ -336,8 +346,9 @@ class RunTables:
         return rows
 
     def evidence(self, label: str) -> list[Row]:
-        """Per task: how often it was measured, and whether its logits had the same sha256 each time. Only what was measured on one
-        kind of device with one number of threads is compared: others sum in another order."""
+        """Per task: how often it was measured, and whether its logits had the same sha256 each
+        time. Only what was measured on one kind of device with one number of threads is compared:
+        others sum in another order."""
         seen: dict[str, dict[str, list[str]]] = {}
         for after in self.tasks(label):
             for row in self.measured(label, after):
@@ -368,14 +379,15 @@ class RunTables:
         return f"{provenance.get('device')} {provenance.get('threads')}"
 
     def measured(self, label: str, after: str) -> list[Row]:
-        """What was measured after learning `after`: the row of the matrix, or of a star the new task and its canary, the
-        task before, which is measured again beside the new one."""
+        """What was measured after learning `after`: the row of the matrix, or of a star the new
+        task and its canary, the task before, which is measured again beside the new one."""
         result = self.result(label, after) or {"rows": []}
         return [*result["rows"], *([result["canary"]] if result.get("canary") else [])]
 
     def picks(self, label: str) -> list[Row]:
-        """Of a method that finds out by itself what an image belongs to: after each task, for each task measured then, how many images
-        it judged right, and how sure it was of right and of wrong ones on average. Of other methods nothing."""
+        """Of a method that finds out by itself what an image belongs to: after each task, for each
+        task measured then, how many images it judged right, and how sure it was of right and of
+        wrong ones on average. Of other methods nothing."""
         found = []
         for index, after in enumerate(self.tasks(label)):
             for row in (r for r in self.measured(label, after) if "picks" in r):
@@ -398,8 +410,8 @@ class RunTables:
     def picked(
         self, label: str, after: str | None = None
     ) -> tuple[NDArray[np.int64], list[str], list[str]] | None:
-        """Counts (task, candidate) of what images were taken for after learning `after`, by default the last finished task; names of
-        both axes."""
+        """Counts (task, candidate) of what images were taken for after learning `after`, by default
+        the last finished task; names of both axes."""
         stages = [
             t
             for t in self.tasks(label)
@@ -415,14 +427,16 @@ class RunTables:
         )
 
     def verdict(self, label: str) -> str:
-        """`identical` or `changed` where earlier tasks were measured again, else `not measured again`."""
+        """`identical` or `changed` where earlier tasks were measured again, else `not measured
+        again`."""
         said = [r["logits_equal"] for r in self.evidence(label) if r["logits_equal"] is not None]
         return "not measured again" if not said else "identical" if all(said) else "changed"
 
     def confusion(
         self, label: str, after: str, task: str
     ) -> tuple[NDArray[np.int64], list[str]] | None:
-        """Counts (true, predicted) on `task` after learning `after`, and the class names of both axes."""
+        """Counts (true, predicted) on `task` after learning `after`, and the class names of both
+        axes."""
         table = self.table(self.artefacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
             return None
@@ -442,7 +456,7 @@ class RunTables:
         np.add.at(counts, (truth, guess), 1)
         return counts, names
 
-    # ---- the run as a whole ------------------------------------------------------------------------------------------
+    # ---- the run as a whole ----------------------------------------------------------------------
     def stage_rows(self) -> list[Row]:
         rows = []
         for stage in self.record["stages"]:
@@ -469,7 +483,8 @@ class RunTables:
         return rows
 
     def warnings(self) -> list[Row]:
-        """Sentences of the stages, equal ones once with the number of stages that said them, then what could not be read."""
+        """Sentences of the stages, equal ones once with the number of stages that said them, then
+        what could not be read."""
         said: dict[str, list[str]] = {}
         for stage_id, artefact in self.artefacts.items():
             for sentence in artefact.manifest.get("warnings") or []:
@@ -527,7 +542,8 @@ class RunTables:
 
 
 def matrix_rows(matrix: Matrix) -> list[Row]:
-    """A matrix in long format, one row per entry; entries of tasks not learned yet only where they were measured."""
+    """A matrix in long format, one row per entry; entries of tasks not learned yet only where they
+    were measured."""
     return [
         {
             "label": matrix.label,

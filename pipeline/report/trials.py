@@ -1,4 +1,5 @@
-"""The records of a search as they lie in the store: its trials, what each is worth, and the rule that chooses among them."""
+"""The records of a search as they lie in the store: its trials, what each is worth, and the rule
+that chooses among them."""
 
 from __future__ import annotations
 
@@ -15,9 +16,8 @@ from workers.errors import UserError
 
 Trial = dict[str, Any]
 STATUSES = ("finished", "stopped", "running", "failed")
-SLACK = (
-    1e-9  # accuracies closer than this are equal: the order of a summation must not choose a winner
-)
+# accuracies closer than this are equal: the order of a summation must not choose a winner
+SLACK = 1e-9
 FIELDS: dict[str, tuple[type, ...]] = {
     "number": (int,),
     "phase": (str,),
@@ -43,8 +43,8 @@ RECORD: dict[str, type] = {
 class Search:
     """What is recorded of a search.
 
-    record: its search.json. trials: sorted by number. winner: its winner.json, None before there is one. problems: sentences on files that
-    could not be used and are left out.
+    record: its search.json. trials: sorted by number. winner: its winner.json, None before there is
+    one. problems: sentences on files that could not be used and are left out.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Search:
 
     @property
     def phases(self) -> list[str]:
-        """The phases that trials belong to, in the order of the stream; `[""]` where trials are of one kind."""
+        """The phases that trials belong to, in the order of the stream; `[""]` where trials are of
+        one kind."""
         names = self.record["tasks"]
         met = list(dict.fromkeys(t["phase"] for t in self.trials))
         return sorted(met, key=lambda phase: names.index(phase) if phase in names else len(names))
@@ -75,15 +76,17 @@ class Search:
         return next((t for t in self.trials if t["number"] == number), None)
 
     def chosen(self) -> dict[str, int]:
-        """The trial that each phase chose: what winner.json says of the phase that its trial belongs to, else `best`, so far."""
+        """The trial that each phase chose: what winner.json says of the phase that its trial
+        belongs to, else `best`, so far."""
         found = {phase: best(self.of(phase), self.tolerance) for phase in self.phases}
         if self.winner is not None and (trial := self.trial(self.winner["trial"])) is not None:
             found[trial["phase"]] = trial["number"]
         return {phase: trial for phase, trial in found.items() if trial is not None}
 
     def standing(self) -> dict[int, float]:
-        """What compares trials, by number: their score, or in a search of several phases (whose scores are of different tasks) their score less
-        the best of their phase. Failed trials and those without a score are not among them."""
+        """What compares trials, by number: their score, or in a search of several phases (whose
+        scores are of different tasks) their score less the best of their phase. Failed trials and
+        those without a score are not among them."""
         scored = [t for t in self.trials if t["status"] != "failed" and not math.isnan(score(t))]
         tops = dict.fromkeys(self.phases, 0.0)
         if len(tops) > 1:
@@ -94,7 +97,7 @@ class Search:
         return {t["number"]: score(t) - tops[t["phase"]] for t in scored}
 
 
-# ---- what a trial is worth ---------------------------------------------------------------------------------------------
+# ---- what a trial is worth -----------------------------------------------------------------------
 def number(value: Any) -> float:
     """A finite number as a float; NaN for anything else."""
     return (
@@ -110,18 +113,21 @@ def score(trial: Mapping[str, Any]) -> float:
 
 
 def size(trial: Mapping[str, Any]) -> float:
-    """Bytes kept per task after the last task that the trial completed; NaN where they are not known."""
+    """Bytes kept per task after the last task that the trial completed; NaN where they are not
+    known."""
     return number(trial["results"][-1].get("bytes")) if trial["results"] else math.nan
 
 
 def completed(trial: Mapping[str, Any]) -> int:
-    """How many tasks the trial has learned; the ones before the first that it was judged on count too."""
+    """How many tasks the trial has learned; the ones before the first that it was judged on count
+    too."""
     return trial["results"][-1]["position"] + 1 if trial["results"] else 0
 
 
 def pareto(trials: Iterable[Trial]) -> list[int]:
-    """Numbers, in ascending order, of the finished trials than which no other finished one is better in accuracy or bytes and not worse in
-    the other. Trials that are equal in both stand or fall together; one of unknown size counts as larger than all."""
+    """Numbers, in ascending order, of the finished trials than which no other finished one is
+    better in accuracy or bytes and not worse in the other. Trials that are equal in both stand or
+    fall together; one of unknown size counts as larger than all."""
     points = _finished(trials)
     return sorted(
         n
@@ -131,8 +137,9 @@ def pareto(trials: Iterable[Trial]) -> list[int]:
 
 
 def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:
-    """The number of the trial that wins: of the finished ones whose score is at most `tolerance` below the best score the one with the
-    fewest bytes, of these the lowest number. None where none has finished. Trials must be of one phase."""
+    """The number of the trial that wins: of the finished ones whose score is at most `tolerance`
+    below the best score the one with the fewest bytes, of these the lowest number. None where none
+    has finished. Trials must be of one phase."""
     points = _finished(trials)
     top = max((a for _, a, _ in points), default=math.nan)
     return min(
@@ -141,7 +148,8 @@ def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:
 
 
 def _finished(trials: Iterable[Trial]) -> list[tuple[int, float, float]]:
-    """(number, accuracy, bytes) of finished trials that have a score; unknown bytes are infinite."""
+    """(number, accuracy, bytes) of finished trials that have a score; unknown bytes are
+    infinite."""
     return [
         (t["number"], score(t), math.inf if math.isnan(size(t)) else size(t))
         for t in trials
@@ -149,10 +157,10 @@ def _finished(trials: Iterable[Trial]) -> list[tuple[int, float, float]]:
     ]
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 def load(storage: str, name: str) -> Search:
-    """Reads `<storage>/searches/NAME`. Files that are damaged or do not belong there are named in `problems` and left out.
-    Raises UserError where there is no such search."""
+    """Reads `<storage>/searches/NAME`. Files that are damaged or do not belong there are named in
+    `problems` and left out. Raises UserError where there is no such search."""
     folder, problems = join(storage, "searches", name), list[str]()
     names = _names(join(folder, "trials"))
     if not names and not exists(join(folder, "search.json")):
@@ -179,7 +187,8 @@ def load(storage: str, name: str) -> Search:
 
 
 def _names(folder: str) -> list[str]:
-    """What lies in a folder, in order; nothing where there is none. Files that are being written are not among it."""
+    """What lies in a folder, in order; nothing where there is none. Files that are being written
+    are not among it."""
     system, path = resolve(folder)
     return sorted(
         i.base_name

@@ -1,4 +1,5 @@
-"""MLflow in memory, with the calls that a record needs; it can go away before or in the middle of any of them, and refuse what is asked."""
+"""MLflow in memory, with the calls that a record needs; it can go away before or in the middle of
+any of them, and refuse what is asked."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Refused(Exception):
 
 
 class FakeMlflow:
-    """The client and the server in one. A call that fails `after` was done all the same: only its answer was lost."""
+    """The client and the server in one. A call that fails `after` was done all the same: only its
+    answer was lost."""
 
     def __init__(self, fault: Fault = lambda number, name: ""):
         self.fault, self.count, self.names, self.runs = fault, itertools.count(1), [], {}
@@ -68,7 +70,7 @@ class FakeMlflow:
         self.get_experiment()
         return self, URI, "1"
 
-    # ---- what the server does ------------------------------------------------------------------------------------------
+    # ---- what the server does --------------------------------------------------------------------
     def do_get_experiment(self) -> None:
         pass
 
@@ -112,9 +114,8 @@ class FakeMlflow:
                 "a parameter never changes"
             )
         for m in metrics:
-            run.points.setdefault(m.key, {})[m.step, m.timestamp, m.value] = (
-                None  # in the order in which they first came
-            )
+            # in the order in which they first came
+            run.points.setdefault(m.key, {})[m.step, m.timestamp, m.value] = None
         run.tags.update({t.key: t.value for t in tags})
 
     def do_log_inputs(self, key: str, datasets: Any) -> None:
@@ -140,7 +141,7 @@ class FakeMlflow:
                 with open(path, "rb") as stream:
                     self.runs[key].files[os.path.relpath(path, folder)] = stream.read()
 
-    # ---- what tests look at ----------------------------------------------------------------------------------------------
+    # ---- what tests look at ----------------------------------------------------------------------
     def found(self, name: str, **tags: str) -> Any:
         """The one run with this name and these tags."""
         runs = [
@@ -152,7 +153,8 @@ class FakeMlflow:
         return runs[0]
 
     def contents(self) -> dict[tuple[str, ...], Any]:
-        """Everything that was written, by the names on the way down to a run; AssertionError where two runs have the same."""
+        """Everything that was written, by the names on the way down to a run; AssertionError where
+        two runs have the same."""
         body = {}
         for run in self.runs.values():
             way, above = [run.name], run

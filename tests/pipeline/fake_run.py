@@ -1,4 +1,5 @@
-"""A small finished run in a store, written without training anything: a base task, three tasks, three methods."""
+"""A small finished run in a store, written without training anything: a base task, three tasks,
+three methods."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ BACKBONE_BYTES = 220_000
 
 
 def accuracy(label: str, after: int, task: int) -> float:
-    """meat is a star, hat-small a chain that keeps what it promised, finetune a chain that forgets."""
+    """meat is a star, hat-small a chain that keeps what it promised, finetune a chain that
+    forgets."""
     best = [0.95, 0.84, 0.71, 0.9][task]
     if label == "finetune":
         return max(best + 0.02 - 0.19 * (after - task), 0.21)
@@ -142,7 +144,8 @@ def record(name: str = "tiny") -> dict[str, Any]:
 
 
 def write(storage: str, only: set[str] | None = None) -> list[tuple[Stage, dict[str, Any]]]:
-    """Writes the results of all stages, or of those whose id is in `only`; the report stage has none."""
+    """Writes the results of all stages, or of those whose id is in `only`; the report stage has
+    none."""
     done = []
     for stage in stages():
         if stage.step == "report" or (only is not None and stage.id not in only):

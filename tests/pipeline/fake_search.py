@@ -49,7 +49,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
 def results(
     params: dict[str, Any], tasks: list[str], rng: random.Random, offset: int = 0
 ) -> list[dict[str, Any]]:
-    """A known function of the settings with a little noise: the learning rate matters most, then alpha; lambda sets the size."""
+    """A known function of the settings with a little noise: the learning rate matters most, then
+    alpha; lambda sets the size."""
     level = (
         0.86
         - 0.16 * (math.log10(params["methods.meat.mask_lr"]) + 2.0) ** 2 / 0.25
@@ -83,7 +84,8 @@ def results(
 def trial(
     number: int, params: dict[str, Any] | None = None, status: str = "finished", **other: Any
 ) -> dict[str, Any]:
-    """A record of one trial; without settings it has seeded ones. accuracy, bytes: its only result."""
+    """A record of one trial; without settings it has seeded ones. accuracy, bytes: its only
+    result."""
     rng = random.Random(number)
     params = draw(rng) if params is None else params
     if "accuracy" in other:
@@ -141,7 +143,8 @@ def trials(count: int, scheduler: str = "asha") -> list[dict[str, Any]]:
 
 
 def per_task(count: int, tasks: list[str] | None = None) -> list[dict[str, Any]]:
-    """A greedy search: `count` trials for each task after the first one's best, and so on; each is judged after its last task alone."""
+    """A greedy search: `count` trials for each task after the first one's best, and so on; each is
+    judged after its last task alone."""
     found: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     for position, task in enumerate(tasks or TASKS[:4]):

@@ -1,4 +1,5 @@
-"""Promises of `analyse`: tables and pictures of finished runs in their reports and records, and a sentence where there is nothing to look at."""
+"""Promises of `analyse`: tables and pictures of finished runs in their reports and records, and a
+sentence where there is nothing to look at."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Say = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Finished runs, without and with scaled context, with one head, without attention; and one that was never run."""
+    """Finished runs, without and with scaled context, with one head, without attention; and one
+    that was never run."""
     folder = tmp_path_factory.mktemp("analyse")
     cards = small_run.make_cards(folder, "ab")
     options = {**small_run.BACKBONE["options"], "num_heads": 1}
@@ -73,7 +75,8 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def say(configs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> Say:
-    """Gives a command, names of configs in place of their paths; returns its code and what it said."""
+    """Gives a command, names of configs in place of their paths; returns its code and what it
+    said."""
 
     def given(*arguments: str) -> tuple[int, str]:
         code = cli.main([configs.get(a, a) for a in arguments])
@@ -95,7 +98,7 @@ def page_of(configs: dict[str, str], name: str) -> str:
     return (out(configs, name) / "report.html").read_text()
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 def test_a_run_gets_tables_pictures_and_a_line_per_method(configs: dict[str, str], say: Say):
     code, said = say("analyse", "plain", "--images", "8", "--robustness")
     rows = rows_of(configs, "plain", "analysis")
@@ -232,7 +235,7 @@ def test_a_network_without_attention_is_tested_all_the_same(configs: dict[str, s
     assert not (out(configs, "convolutions") / "analysis.png").exists()
 
 
-# ---- another card ------------------------------------------------------------------------------------------------------------
+# ---- another card --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def inverted(configs: dict[str, str]) -> str:
     """The digits of task b, dark on white: a card with test images alone."""
@@ -312,7 +315,7 @@ def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say
     assert said.count("\n") == 1
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say):
     (out(configs, "plain") / "analysis.json").unlink(missing_ok=True)
     say("analyse", "plain", "--images", "8", "--robustness", "--maps", "1")
@@ -398,7 +401,7 @@ def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
         assert inside.shown(page, {"name": "some", "stages": []}, store) == page
 
 
-# ---- maps --------------------------------------------------------------------------------------------------------------------------
+# ---- maps ----------------------------------------------------------------------------------------
 def test_a_map_lies_where_its_patches_are():
     image = np.zeros((maps.CELL, maps.CELL, 3), np.float32)
     look = torch.zeros(4, 4)
@@ -430,7 +433,7 @@ def test_what_is_selected_stands_between_two_looks_and_may_be_absent():
     } <= set(words)
 
 
-# ---- the record ------------------------------------------------------------------------------------------------------------------------
+# ---- the record ----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tracked(configs: dict[str, str]) -> str:
     path = Path(configs["scaled"])

@@ -1,4 +1,5 @@
-"""Promises of the graph: its shape follows from what a method carries, its steps wait for what they say, pictures show all."""
+"""Promises of the graph: its shape follows from what a method carries, its steps wait for what they
+say, pictures show all."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_pat
         shutil.rmtree(tmp_path / "raw")
 
 
-# ---- star, chain, union --------------------------------------------------------------------------------------------------
+# ---- star, chain, union --------------------------------------------------------------------------
 def test_what_carries_nothing_is_a_star(tmp_path):
     graph, _ = graph_of(tmp_path, "meat")
     for task in "abc":
@@ -222,7 +223,7 @@ def test_a_card_is_ingested_once_however_many_tasks_it_has(tmp_path):
     assert {t.data for t in tasks} == {graph["data/digits"].key}
 
 
-# ---- steps ---------------------------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_path):
     graph, _ = graph_of(tmp_path, "chained")
     assert graph["chained/a/prune"].parents == ("backbone", "data/digits", "chained/a/train")
@@ -437,7 +438,7 @@ def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_p
     assert len({stage.key for stage in measured}) == 3
 
 
-# ---- what a task has of its own ------------------------------------------------------------------------------------------
+# ---- what a task has of its own ------------------------------------------------------------------
 def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the_common_ones(
     tmp_path,
 ):
@@ -608,7 +609,7 @@ def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
         graph_of(tmp_path, "meat", stream={"tasks": [BASE, {**BASE, "name": "second"}]})
 
 
-# ---- pictures ------------------------------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------
 LABELS = ("finetune", "meat", "joint", "chained", "side")
 
 

@@ -1,4 +1,5 @@
-"""Promises of the command line: what plan says is what run does, gc asks first, and what is printed is few lines for people."""
+"""Promises of the command line: what plan says is what run does, gc asks first, and what is printed
+is few lines for people."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Reports are stubs: pictures take longer than all the rest. The names of the runs that one was made for."""
+    """Reports are stubs: pictures take longer than all the rest. The names of the runs that one was
+    made for."""
     made: list[str] = []
 
     def build(storage: str, record: dict[str, Any], picture: str) -> dict[str, bytes]:
@@ -79,7 +81,7 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str
     return capsys.readouterr().out
 
 
-# ---- plan ----------------------------------------------------------------------------------------------------------------
+# ---- plan ----------------------------------------------------------------------------------------
 def table(said: str) -> dict[str, tuple[str, str]]:
     """Stage id -> (hit or miss, reason) of what plan printed."""
     rows = [re.match(r"(hit|miss) +(\S+) +[0-9a-f]{12} *(.*)$", line) for line in said.splitlines()]
@@ -153,7 +155,7 @@ def test_plan_writes_the_picture(own, tmp_path, capsys):
     assert "name a file in a folder that is there" in capsys.readouterr().err
 
 
-# ---- ingest, report ------------------------------------------------------------------------------------------------------
+# ---- ingest, report ------------------------------------------------------------------------------
 def test_ingest_brings_the_data_and_trains_nothing(finished, tmp_path, capsys):
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
     said = output(capsys, "ingest", run.config())
@@ -194,7 +196,7 @@ def test_report_of_an_unfinished_run_shows_what_is_there(own, pages, capsys):
     assert "meat/b/evaluate" not in small_run.attempts(own.storage)
 
 
-# ---- gc ------------------------------------------------------------------------------------------------------------------
+# ---- gc ------------------------------------------------------------------------------------------
 @pytest.fixture
 def littered(own, capsys) -> Run:
     """A run whose record was removed: five results belong to no named run any more."""
@@ -253,7 +255,7 @@ def test_gc_of_a_storage_that_is_not_there_deletes_nothing(tmp_path, capsys):
     assert not (tmp_path / "nowhere").exists()
 
 
-# ---- what is printed -----------------------------------------------------------------------------------------------------
+# ---- what is printed -----------------------------------------------------------------------------
 def test_a_run_prints_a_line_per_stage_and_a_summary(finished):
     lines = finished.said.splitlines()
     stages = [line for line in lines if line.startswith("[")]

@@ -1,4 +1,5 @@
-"""Promises of the cluster as the driver has it: shares, sizes of groups, what does not fit, nodes that differ; refusals in one sentence."""
+"""Promises of the cluster as the driver has it: shares, sizes of groups, what does not fit, nodes
+that differ; refusals in one sentence."""
 
 from __future__ import annotations
 
@@ -93,9 +94,8 @@ def test_what_does_not_fit_is_said_with_what_there_is():
         "GPUs\\)",
     ):
         cluster.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1))
-    cluster.check_fits(
-        around, ClusterSettings(workers=2, gpus_per_worker=1, groups=1)
-    )  # nodes may be started on demand
+    # nodes may be started on demand
+    cluster.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1, groups=1))
     cluster.check_fits(around, ClusterSettings(workers=9, min_workers=4))
     with pytest.raises(UserError, match="5 workers"):
         cluster.check_fits(around, ClusterSettings(workers=9, min_workers=5))
@@ -171,7 +171,8 @@ def test_an_address_that_answers_is_good(listening):
 
 
 class Gate:
-    """A gRPC server that lets in requests with the right token alone, as Ray's head and client server do."""
+    """A gRPC server that lets in requests with the right token alone, as Ray's head and client
+    server do."""
 
     def __init__(self, token: str):
         self.token, self.methods = token, list[str]()
@@ -253,9 +254,10 @@ def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(
         assert "RAY_AUTH_MODE=token" in told.stdout
 
 
-# ---- joined or started ------------------------------------------------------------------------------------------------------
+# ---- joined or started ---------------------------------------------------------------------------
 class FakeRay:
-    """What it is started with; each start fails with the next of `errors`, as long as there are any."""
+    """What it is started with; each start fails with the next of `errors`, as long as there are
+    any."""
 
     def __init__(self, *errors: Exception, up: bool = False):
         self.errors, self.up, self.started, self.ended = [*errors], up, [], 0
@@ -274,7 +276,8 @@ class FakeRay:
 
 @pytest.fixture
 def bare_environment(monkeypatch):
-    """None of the variables that we set or read is there; what a test sets in it is gone after it."""
+    """None of the variables that we set or read is there; what a test sets in it is gone after
+    it."""
     for name in (*cluster.ENVIRONMENT, "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -325,7 +328,8 @@ def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
 def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(
     bare_environment, listening, monkeypatch
 ):
-    """Ray refuses a variable that is given twice, in a sentence that repeats all of them: credentials too."""
+    """Ray refuses a variable that is given twice, in a sentence that repeats all of them:
+    credentials too."""
     from ray.runtime_env.runtime_env import _merge_runtime_env
 
     job = {
@@ -448,9 +452,10 @@ def test_a_private_cluster_has_a_second_try(error, said, bare_environment, monke
     assert (len(ray.started), ray.ended) == (2, 2)
 
 
-# ---- its nodes ----------------------------------------------------------------------------------------------------------------
+# ---- its nodes -----------------------------------------------------------------------------------
 class Asked:
-    """A Ray on which functions run here; `answers`: what a node says instead, by id, or raises. Who was asked stands in `nodes`."""
+    """A Ray on which functions run here; `answers`: what a node says instead, by id, or raises. Who
+    was asked stands in `nodes`."""
 
     def __init__(self, answers=None):
         import ray.exceptions

@@ -1,4 +1,5 @@
-"""Promises of `compare`: groups of seeds, right means and differences, common tasks alone, what differs, one page, one sentence per mistake."""
+"""Promises of `compare`: groups of seeds, right means and differences, common tasks alone, what
+differs, one page, one sentence per mistake."""
 
 import copy
 import csv
@@ -24,7 +25,8 @@ TASKS = [t["name"] for t in fake_run.TASKS]
 
 
 def run_of(storage, name, seed=3, labels=("meat",), shift=0, tasks=TASKS, commit="", **settings):
-    """A run of some methods. shift: how many more test images of each task are answered right than in the store."""
+    """A run of some methods. shift: how many more test images of each task are answered right than
+    in the store."""
     record = copy.deepcopy(fake_run.record(name))
     record["config"] |= {
         "seed": seed,
@@ -58,7 +60,7 @@ def text_of(html):
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>", "", html)))
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage):
     runs = [
         run_of(storage, "a", 0),
@@ -154,7 +156,7 @@ def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage)
     assert [b.name if (b := found.base(e)) else None for e in found.entries] == [None, "one", "one"]
 
 
-# ---- tasks ---------------------------------------------------------------------------------------------------------------
+# ---- tasks ---------------------------------------------------------------------------------------
 def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage):
     whole, part = run_of(storage, "a"), run_of(storage, "b", tasks=["shapes", "birds", "roots"])
     found = compared([whole, part])
@@ -211,7 +213,7 @@ def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage):
     assert "finished up to 3 of these 4" in text_of(page(found))
 
 
-# ---- what else differs -----------------------------------------------------------------------------------------------------
+# ---- what else differs ---------------------------------------------------------------------------
 def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(storage):
     found = compared(
         [
@@ -240,7 +242,7 @@ def test_shared_stages_are_those_with_the_same_key(storage):
     assert {row["runs"] for row in found.stage_rows()} == {"a, b"}
 
 
-# ---- the page and the command ----------------------------------------------------------------------------------------------
+# ---- the page and the command --------------------------------------------------------------------
 def test_the_page_needs_nothing_else_and_says_what_it_shows(storage):
     html = page(
         compared(

@@ -1,4 +1,5 @@
-"""Promises of the config: what it reads, what it refuses, and that a key changes exactly where a result can."""
+"""Promises of the config: what it reads, what it refuses, and that a key changes exactly where a
+result can."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def without_base() -> Config:
     return config(stream={"tasks": copy.deepcopy(BODY["stream"]["tasks"][1:])})
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(BODY))
@@ -277,7 +278,7 @@ def test_paths_become_absolute_and_addresses_stay(tmp_path, monkeypatch):
     assert absolute("s3://bucket/x") == "s3://bucket/x"
 
 
-# ---- keys ----------------------------------------------------------------------------------------------------------------
+# ---- keys ----------------------------------------------------------------------------------------
 def keys_of(found: Config, folder: Any) -> dict[str, str]:
     graph, _ = build.graph_of(found, Store(str(folder)))
     return {stage.id: stage.key for stage in graph}
@@ -559,7 +560,7 @@ def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path):
     ]
 
 
-# ---- configs that build on others ----------------------------------------------------------------------------------------
+# ---- configs that build on others ----------------------------------------------------------------
 def written(folder, **files):
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)

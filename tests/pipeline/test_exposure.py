@@ -1,4 +1,5 @@
-"""Servers listen for this machine alone unless a person says otherwise, and then say what that means; the password of one that is used is never said."""
+"""Servers listen for this machine alone unless a person says otherwise, and then say what that
+means; the password of one that is used is never said."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(host, capfd,
     assert ("anyone who reaches" in capfd.readouterr().err) == (host != "127.0.0.1")
 
 
-# ---- a tracking server that asks for a password ---------------------------------------------------------------------------
+# ---- a tracking server that asks for a password --------------------------------------------------
 RUN = {
     "info": {
         "run_id": "r1",
@@ -136,7 +137,8 @@ ANSWERS = {
 
 @pytest.fixture
 def tracking_server(monkeypatch):
-    """Its port, and the headers by which it was asked. The environment names it with its password."""
+    """Its port, and the headers by which it was asked. The environment names it with its
+    password."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,5 @@
-"""A stage that fails leaves its whole traceback with node, rank and log, and its sentence names our own line and that file."""
+"""A stage that fails leaves its whole traceback with node, rank and log, and its sentence names our
+own line and that file."""
 
 from __future__ import annotations
 

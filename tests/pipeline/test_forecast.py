@@ -1,4 +1,5 @@
-"""Promises of `plan --cost`: what a run will take, from what was measured, and nothing where nothing was."""
+"""Promises of `plan --cost`: what a run will take, from what was measured, and nothing where
+nothing was."""
 
 import io
 import shutil
@@ -43,7 +44,8 @@ def planned(folder, cards, methods=("finetune",), **changes):
 def finished(
     folder, cards, methods=("finetune",), wall_s=10.0, epoch_s=3.0, workers=1, device=CPU, **changes
 ):
-    """Publishes results by hand as if all stages had run: wall seconds in all, and seconds per epoch."""
+    """Publishes results by hand as if all stages had run: wall seconds in all, and seconds per
+    epoch."""
     store, graph, tasks, checked = planned(folder, cards, methods, **changes)
     for stage in graph:
         if isinstance(stage.job, StageJob):
@@ -99,9 +101,8 @@ def test_more_workers_take_as_many_device_seconds_in_less_time(at):
 
 
 def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(at):
-    finished(
-        *at, wall_s=10.0
-    )  # 20, 40 and 60 images in 10 s each: the median is 4 images in a second
+    # 20, 40 and 60 images in 10 s each: the median is 4 images in a second
+    finished(*at, wall_s=10.0)
     found = costs(*at, name="next", train={"epochs": 4})
     cost = found.costs["finetune/b/evaluate"]
     assert cost.images == 3 * TEST

@@ -1,4 +1,5 @@
-"""Promises of the driver's worker groups, stepped by hand with a Ray that is none: who is started, dismissed, given up, and what is said of it."""
+"""Promises of the driver's worker groups, stepped by hand with a Ray that is none: who is started,
+dismissed, given up, and what is said of it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from workers.errors import UserError
 
 
 class Remote:
-    """The queue as an actor: its methods answer at once, `look_around` with what stands in `around`."""
+    """The queue as an actor: its methods answer at once, `look_around` with what stands in
+    `around`."""
 
     def __init__(self, around: Any):
         self.queue, self.around = Queue(), around

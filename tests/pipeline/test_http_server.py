@@ -1,4 +1,5 @@
-"""What strangers send to a served model costs nobody else an answer: slow and half-sent requests, large images, foreign hosts."""
+"""What strangers send to a served model costs nobody else an answer: slow and half-sent requests,
+large images, foreign hosts."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def trickle(client: socket.socket) -> bool:
     return False
 
 
-# ---- slow clients ----------------------------------------------------------------------------------------------------------
+# ---- slow clients --------------------------------------------------------------------------------
 @pytest.mark.parametrize("half", [b"", HALF_HEAD, HALF_BODY], ids=["nothing", "head", "body"])
 def test_half_sent_requests_hold_up_nobody(half: bytes) -> None:
     with serving(requests=4) as server, ExitStack() as stack:
@@ -210,7 +211,7 @@ def test_where_the_system_allows_few_connections_fewer_are_taken(
     assert made == [(4096, 4096)]
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 class Stuck:
     """A model that never answers."""
 
@@ -292,7 +293,7 @@ def test_a_body_of_unknown_length_is_refused_once_it_is_too_large() -> None:
         assert (status, "more than 1000 bytes" in body["error"]) == (413, True)
 
 
-# ---- hosts -----------------------------------------------------------------------------------------------------------------
+# ---- hosts ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("listen", "names", "host", "is_allowed"),
     [
@@ -365,7 +366,7 @@ def test_a_port_that_is_taken_is_said_in_one_sentence() -> None:
         pass
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 def one_bit(side: int) -> bytes:
     """A PNG of some kB with side x side pixels."""
     stream = io.BytesIO()
@@ -379,7 +380,8 @@ def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     from pipeline.deployment import Deployment, answered
 
     class Alone(Deployment.func_or_class):  # type: ignore[misc]
-        """Requests are answered one by one: what puts them into a batch needs a replica of Ray Serve."""
+        """Requests are answered one by one: what puts them into a batch needs a replica of Ray
+        Serve."""
 
         async def together(self, asked: Any) -> Any:
             return (await asyncio.to_thread(answered, self.served, [asked]))[0]

@@ -1,4 +1,5 @@
-"""Sources on the Hugging Face hub where it cannot be reached: one sentence within a deadline, and no question about what stands."""
+"""Sources on the Hugging Face hub where it cannot be reached: one sentence within a deadline, and
+no question about what stands."""
 
 from __future__ import annotations
 

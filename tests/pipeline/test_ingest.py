@@ -1,4 +1,5 @@
-"""Promises of ingest: nothing is dropped in silence, the result does not depend on who worked, every format gives the same."""
+"""Promises of ingest: nothing is dropped in silence, the result does not depend on who worked,
+every format gives the same."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def listed(root: Path, key: str = "k") -> list[dict[str, str]]:
     )
 
 
-# ---- the result ----------------------------------------------------------------------------------------------------------
+# ---- the result ----------------------------------------------------------------------------------
 def test_every_image_is_found_again_byte_for_byte(source, tmp_path):
     manifest, shards = run(card_of(source), tmp_path)
     assert manifest["counts"] == {"train": 20, "test": 8}
@@ -146,7 +147,7 @@ def test_a_class_more_leaves_the_keys_of_the_others_as_they_were(source, tmp_pat
     )
 
 
-# ---- bad images ----------------------------------------------------------------------------------------------------------
+# ---- bad images ----------------------------------------------------------------------------------
 def test_corrupt_unlabelled_and_other_files_are_listed_with_a_reason(source, tmp_path):
     whole = (source / "train" / "cat" / "00.png").read_bytes()
     (source / "train" / "cat" / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -459,7 +460,7 @@ def test_equal_names_in_two_archives_of_one_name_get_keys_of_their_own(source, t
     assert len(keys) == len(set(keys)) == 56
 
 
-# ---- Unicode forms -----------------------------------------------------------------------------------
+# ---- Unicode forms -------------------------------------------------------------------------------
 NFC, NFD = "caf\u00e9", "cafe\u0301"
 
 
@@ -523,7 +524,7 @@ def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(what, sour
         load(str(file))
 
 
-# ---- what a card promises ------------------------------------------------------------------------------------------------
+# ---- what a card promises ------------------------------------------------------------------------
 def test_a_missing_source_is_named_with_the_remedy(tmp_path):
     assert fingerprint(card_of(tmp_path / "nowhere")) is None
     with pytest.raises(UserError, match=r"nowhere does not exist; put the data there"):
@@ -617,7 +618,7 @@ def test_classes_from_source_are_the_folders_and_must_be_as_many_as_promised(sou
         load(str(file))
 
 
-# ---- formats -------------------------------------------------------------------------------------------------------------
+# ---- formats -------------------------------------------------------------------------------------
 def parquet_card(folder: Path, source: Path, as_struct: bool = True, numbers: bool = True) -> Card:
     for split in ("train", "test"):
         rows = []
@@ -786,7 +787,7 @@ def test_a_real_data_set_holds_what_its_card_promises(tmp_path, monkeypatch):
     ).hexdigest() == (shards.index["sha256"][0].as_py())
 
 
-# ---- images without labels -----------------------------------------------------------------------------------------------
+# ---- images without labels -----------------------------------------------------------------------
 def without_labels(card: Card) -> Card:
     return card.model_copy(
         update={"classes": ("image",), "source": card.source.model_copy(update={"label": None})}

@@ -28,7 +28,8 @@ def publish(store: Store, key: str, files: dict[str, bytes]) -> bool:
 
 
 def test_keys_are_pinned():
-    """A change of the key function would orphan every stored result: it must be made on purpose, by raising KEY_VERSION."""
+    """A change of the key function would orphan every stored result: it must be made on purpose, by
+    raising KEY_VERSION."""
     inputs = {
         "step": "train",
         "lambda": 0.9,

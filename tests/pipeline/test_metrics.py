@@ -1,4 +1,5 @@
-"""Promises of the metrics: the worked case of the reference, and the shapes that broke other code bases."""
+"""Promises of the metrics: the worked case of the reference, and the shapes that broke other code
+bases."""
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ CLASS_INCREMENTAL = [[0.9, 0, 0, 0], [0.7, 0.8, 0, 0], [0.75, 0.6, 0.85, 0], [0.
     ],
 )
 def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(name, value):
-    """The first task counts in the average; the older formula of forgetting is what DyTox's tables were made with."""
+    """The first task counts in the average; the older formula of forgetting is what DyTox's tables
+    were made with."""
     assert metrics.all_metrics(CLASS_INCREMENTAL)[name] == pytest.approx(value, abs=1e-7)
     assert metrics.pooled_accuracies(CLASS_INCREMENTAL) == pytest.approx(
         [0.9, 0.75, 0.7333333, 0.575], abs=1e-7

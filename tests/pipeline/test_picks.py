@@ -16,7 +16,8 @@ NAMES = [t["name"] for t in fake_run.TASKS]
 
 
 def picks(after: int, task: int) -> dict[str, Any]:
-    """Three of four images are taken for what they are, the rest for the first task; of the first task all."""
+    """Three of four images are taken for what they are, the rest for the first task; of the first
+    task all."""
     total = fake_run.IMAGES[task]
     right = total if task == 0 else 3 * total // 4
     counts = [0] * (after + 1)

@@ -1,4 +1,5 @@
-"""What trials of a population take over from each other is a function of their records, for any number side by side."""
+"""What trials of a population take over from each other is a function of their records, for any
+number side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Promises of predict, bundle, tasks and the MLflow model: a finished run answers anywhere as it was evaluated, and mistakes get one sentence."""
+"""Promises of predict, bundle, tasks and the MLflow model: a finished run answers anywhere as it
+was evaluated, and mistakes get one sentence."""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ def test_other_mistakes_get_one_sentence(run, capsys, tmp_path):
     assert "stage hat/b/evaluate has no result yet; finish the run" in text
 
 
-# ---- MLflow ----------------------------------------------------------------------------------------------------------------
+# ---- MLflow --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     import mlflow

@@ -1,4 +1,5 @@
-"""Promises of the report: it tells what the store holds, finished or not, and its page needs nothing else."""
+"""Promises of the report: it tells what the store holds, finished or not, and its page needs
+nothing else."""
 
 import io
 import json
@@ -46,7 +47,7 @@ def half(folder, *missing):
     return RunTables.load(str(folder), fake_run.record())
 
 
-# ---- matrices ----------------------------------------------------------------------------------------------------------
+# ---- matrices ------------------------------------------------------------------------------------
 def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_the_rest_follows(
     tables,
 ):
@@ -75,7 +76,8 @@ def test_a_star_does_not_forget_and_fine_tuning_does(tables):
 
 
 def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero(tmp_path):
-    """What was not measured must not be filled in from the diagonal: a chain can have changed it."""
+    """What was not measured must not be filled in from the diagonal: a chain can have changed
+    it."""
     fake_run.write(str(tmp_path))
     tables = RunTables.load(str(tmp_path), fake_run.record())
     result = tables.artefacts["finetune/roots/evaluate"].manifest["result"]
@@ -95,9 +97,8 @@ def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path):
     assert nothing.final == {}
     row = next(r for r in tables.summary() if r["label"] == "hat-small")
     assert math.isnan(row["average_accuracy"])
-    assert row["growth"] == pytest.approx(
-        1 + 528 / fake_run.BACKBONE_BYTES
-    )  # the head of the base task is there
+    # the head of the base task is there
+    assert row["growth"] == pytest.approx(1 + 528 / fake_run.BACKBONE_BYTES)
 
 
 def test_an_empty_store_gives_a_page_and_no_numbers(tmp_path):
@@ -147,7 +148,7 @@ def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(st
     assert "top-5" in page.summary(tables)
 
 
-# ---- sizes -------------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables):
     rows = tables.sizes("meat")
     assert [r["after"] for r in rows] == ["shapes", "birds", "leaves", "roots"]
@@ -180,7 +181,7 @@ def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(tab
     )
 
 
-# ---- evidence ----------------------------------------------------------------------------------------------------------
+# ---- evidence ------------------------------------------------------------------------------------
 def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
     assert {r["label"]: r["answers"] for r in tables.summary()} == {
         "meat": "identical",
@@ -228,7 +229,7 @@ def test_a_confusion_matrix_counts_every_test_image(tables):
     assert np.trace(counts) == tables.matrix("finetune").correct[3, 1]
 
 
-# ---- masks -------------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 def view(task, **masks):
     return MaskView.of(
         "m", TaskState(task, (), "m", "", masks={k.replace("_", "."): v for k, v in masks.items()})
@@ -292,7 +293,7 @@ def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(t
     assert figures.token_picture(tables, figures.mask_views(tables, "meat")) != with_image
 
 
-# ---- files and page ----------------------------------------------------------------------------------------------------
+# ---- files and page ------------------------------------------------------------------------------
 def test_tables_are_written_as_csv_and_as_equal_parquet(report, tables):
     rows = pq.read_table(io.BytesIO(report["matrix.parquet"])).to_pylist()
     assert len(rows) == 30
@@ -446,7 +447,7 @@ def test_artefacts_are_only_read(storage, report):
     assert Artefact.need(f"{storage}/stages", stage.key).damage() is None
 
 
-# ---- capacity and layers -------------------------------------------------------------------------------------------------
+# ---- capacity and layers -------------------------------------------------------------------------
 def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now():
     a, b = (
         view("a", blocks_0_fc1=torch.tensor([1, 1, 0, 0]).bool()),

@@ -1,4 +1,5 @@
-"""A search: its file, what it refuses, points that a kill does not change; and whole searches on Ray Tune."""
+"""A search: its file, what it refuses, points that a kill does not change; and whole searches on
+Ray Tune."""
 
 from __future__ import annotations
 
@@ -280,9 +281,8 @@ def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int
     stopped: set[str] = set()
     for task in range(1, count + 1):
         for place, one in enumerate(trials):
-            rising = (
-                0.0 if one is trials[-1] else place / 10
-            )  # each better than those before it, but for the last
+            # each better than those before it, but for the last
+            rising = 0.0 if one is trials[-1] else place / 10
             result = {"task": task, "accuracy": rising if task < count else 1 - place / 10}
             if (
                 one.trial_id not in stopped
@@ -323,7 +323,7 @@ def test_room_in_the_cluster() -> None:
         room({"CPU": 8.0}, gpus_per_worker=1)
 
 
-# ---- on Ray Tune ---------------------------------------------------------------------------------------------------------
+# ---- on Ray Tune ---------------------------------------------------------------------------------
 def started(path: str, out: Path, *more: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

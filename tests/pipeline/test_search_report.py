@@ -1,4 +1,5 @@
-"""Promises of the report of a search: it tells what the records hold, finished or not, and its page needs nothing else."""
+"""Promises of the report of a search: it tells what the records hold, finished or not, and its page
+needs nothing else."""
 
 import csv
 import io
@@ -117,7 +118,7 @@ def check_page(found):
             assert np.asarray(Image.open(io.BytesIO(data)).convert("L")).std() > 3, name
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 def test_a_finished_search_gives_its_page_its_table_and_all_pictures(forty):
     assert set(forty[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES
     check_page(forty)
@@ -163,7 +164,7 @@ def test_the_same_records_give_the_same_files(tmp_path):
     assert made(tmp_path / "a", some)[1] == made(tmp_path / "b", some)[1]
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty):
     text, won = words(forty), forty[0].trial(forty[0].winner["trial"])
     top = forty[0].trial(best(forty[0].trials))
@@ -379,9 +380,8 @@ def test_a_search_that_is_not_there_is_one_sentence(tmp_path):
 
 @pytest.mark.slow
 def test_five_hundred_trials_give_a_page_of_sane_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        search, "importance", lambda *_: ({}, "not now")
-    )  # takes seconds of 500 trials
+    # takes seconds of 500 trials
+    monkeypatch.setattr(search, "importance", lambda *_: ({}, "not now"))
     found = made(tmp_path, fake.trials(500))
     without_pictures = re.sub(r"base64,[^\"]*", "", page_of(found))
     assert len(without_pictures) < 500_000
@@ -409,7 +409,7 @@ def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path):
     check_page(found)
 
 
-# ---- parameters and their importance -----------------------------------------------------------------------------------
+# ---- parameters and their importance -------------------------------------------------------------
 def of(tmp_path, some, space=None):
     body = fake.record()
     fake.write(tmp_path, body | ({"space": space} if space is not None else {}), some)
@@ -528,7 +528,7 @@ def test_without_optuna_everything_else_is_there(tmp_path, monkeypatch):
     check_page(found)
 
 
-# ---- pictures ----------------------------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------
 def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty):
     found: Search = forty[0]
     axes = searchplots.parallel(found, parameters(found)).axes[0]

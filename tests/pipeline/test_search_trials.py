@@ -1,4 +1,5 @@
-"""Promises of a search's records: which trial wins, which are on the front, and that no damaged file stops anything."""
+"""Promises of a search's records: which trial wins, which are on the front, and that no damaged
+file stops anything."""
 
 import json
 import math
@@ -17,7 +18,7 @@ def points(*pairs, status="finished"):
     return [fake.trial(n, {}, status, accuracy=a, bytes=b) for n, (a, b) in enumerate(pairs)]
 
 
-# ---- who wins ----------------------------------------------------------------------------------------------------------
+# ---- who wins ------------------------------------------------------------------------------------
 def test_without_tolerance_the_highest_accuracy_wins():
     assert best(points((0.80, 100), (0.90, 900), (0.85, 1)), 0.0) == 1
 
@@ -70,7 +71,7 @@ def test_the_score_is_the_last_accuracy_not_the_best():
     assert size(t) == t["results"][-1]["bytes"]
 
 
-# ---- the front ---------------------------------------------------------------------------------------------------------
+# ---- the front -----------------------------------------------------------------------------------
 def test_the_front_holds_what_nothing_beats_in_both():
     assert pareto(
         points((0.9, 900), (0.8, 100), (0.85, 500), (0.84, 600), (0.79, 100), (0.9, 950))
@@ -92,7 +93,7 @@ def test_no_trials_have_no_winner_and_no_front():
     assert pareto([]) == []
 
 
-# ---- phases ------------------------------------------------------------------------------------------------------------
+# ---- phases --------------------------------------------------------------------------------------
 def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path):
     some = fake.per_task(4)
     for t in some:  # the last task's trials have the lowest numbers
@@ -124,7 +125,7 @@ def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path):
     assert load(str(tmp_path), "one").standing() == {0: 0.9, 1: 0.7}
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 def test_trials_come_sorted_with_what_an_early_record_does_not_have(tmp_path):
     fake.write(
         tmp_path,
@@ -163,9 +164,8 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path):
     folder = tmp_path / "searches/hurt"
     for name, data in DAMAGE.items():
         (folder / "trials" / name).write_bytes(data)
-    (folder / "trials/0010.json.ab12cd34.part").write_bytes(
-        b"{"
-    )  # is being written by a live search
+    # is being written by a live search
+    (folder / "trials/0010.json.ab12cd34.part").write_bytes(b"{")
     (folder / "winner.json").write_text('{"trial": "the third"}')
     search = load(str(tmp_path), "hurt")
     assert [t["number"] for t in search.trials] == [0]

@@ -1,4 +1,5 @@
-"""Promises of both servers: mixed requests are answered as in this process, bad ones get one sentence, and a storm leaves them alive."""
+"""Promises of both servers: mixed requests are answered as in this process, bad ones get one
+sentence, and a storm leaves them alive."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-# ---- Ray Serve -------------------------------------------------------------------------------------------------------------
+# ---- Ray Serve -----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def ray_serve(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     folder, port = tmp_path_factory.mktemp("ray"), browse.free_port("127.0.0.1")
@@ -228,7 +229,7 @@ def test_ray_serve_answers_while_strangers_send_slowly_or_much(run, ray_serve):
     assert (status, len(json.loads(text)["predictions"][0]["probabilities"])) == (200, 2)
 
 
-# ---- MLflow ----------------------------------------------------------------------------------------------------------------
+# ---- MLflow --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def mlflow_server(
     run: Finished, tmp_path_factory: pytest.TempPathFactory
@@ -315,7 +316,7 @@ def test_mlflow_outlives_a_storm(run, mlflow_server):
     assert post(url, data)[0] == 200
 
 
-# ---- without a server --------------------------------------------------------------------------------------------------------
+# ---- without a server ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("data", "said"),
     [

@@ -1,4 +1,5 @@
-"""Promises of the scheduler on clusters that exist on paper: the real graph, walk and queue; see tests/simulation.py."""
+"""Promises of the scheduler on clusters that exist on paper: the real graph, walk and queue; see
+tests/simulation.py."""
 
 import gc
 import tracemalloc
@@ -33,7 +34,8 @@ def simulate(
 
 
 def check_spans(graph: Graph, spans: list[Span]) -> None:
-    """Order respects parents, no stage and no group does two things at a time, and what is done is done once."""
+    """Order respects parents, no stage and no group does two things at a time, and what is done is
+    done once."""
     done = {s.stage: s.end for s in spans if s.how == "done"}
     assert len(done) == sum(s.how == "done" for s in spans)
     for span in spans:
@@ -118,7 +120,8 @@ def test_two_simulations_from_one_seed_are_the_same(tmp_path):
 
 
 def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path):
-    """Bytes per stage of chains of ten tasks: 90 of them against 9. Edges count as well: the report waits for every evaluation."""
+    """Bytes per stage of chains of ten tasks: 90 of them against 9. Edges count as well: the report
+    waits for every evaluation."""
     sizes = []
     for chains in (9, 90):
         _, graph, _ = simulation.graph(tmp_path / str(chains), 10, 0, chains, 0)

@@ -1,4 +1,5 @@
-"""Promises of the record: everything is in MLflow once, whatever was interrupted, and MLflow never stops a run."""
+"""Promises of the record: everything is in MLflow once, whatever was interrupted, and MLflow never
+stops a run."""
 
 import json
 import os
@@ -55,7 +56,8 @@ def recorded(tmp_path_factory):
 
 
 def contents(storage):
-    """(label, task) -> run, every run of the experiment; and the length of each metric's history."""
+    """(label, task) -> run, every run of the experiment; and the length of each metric's
+    history."""
     client, _, experiment = track_mlflow.open_store(storage)
     runs = client.search_runs([experiment], max_results=1000)
     histories = {
@@ -204,7 +206,7 @@ def test_another_graph_of_the_same_name_gets_runs_of_its_own():
     )
 
 
-# ---- when MLflow fails -------------------------------------------------------------------------------------------------
+# ---- when MLflow fails ---------------------------------------------------------------------------
 def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path):
     said: list[str] = []
     settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=0)
@@ -258,7 +260,7 @@ def test_the_server_works_without_job_processes(tmp_path):
     assert track_mlflow.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 
-# ---- tags, data, this machine --------------------------------------------------------------------------------------------
+# ---- tags, data, this machine --------------------------------------------------------------------
 def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded):
     runs = recorded.after.runs
     keys = {s.id: s.key for s in fake_run.stages()}

@@ -1,4 +1,5 @@
-"""The database of records: whole or not there, whenever its maker is killed; found again whatever its folder is called."""
+"""The database of records: whole or not there, whenever its maker is killed; found again whatever
+its folder is called."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
         "no version": "CREATE TABLE runs (id)",
         "no tables": "CREATE TABLE alembic_version (version_num)",
         "no row": "CREATE TABLE runs (id); CREATE TABLE alembic_version (version_num)",
-        "another version": "CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES "
-        "('older')",
+        "another version": "CREATE TABLE alembic_version (version_num); INSERT INTO "
+        "alembic_version VALUES ('older')",
     }[left]
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript(statements)
@@ -196,7 +197,7 @@ def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
     assert left == ["mlflow.db"]
 
 
-# ---- what waiting does not mend -----------------------------------------------------------------------------------------------
+# ---- what waiting does not mend ------------------------------------------------------------------
 def failures() -> list[Exception]:
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE

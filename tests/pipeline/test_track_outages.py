@@ -1,4 +1,5 @@
-"""Promises of the record when MLflow goes away or refuses: a run never waits, everything is there afterwards, in order and once."""
+"""Promises of the record when MLflow goes away or refuses: a run never waits, everything is there
+afterwards, in order and once."""
 
 import json
 import os
@@ -39,7 +40,7 @@ def record_into(fake, storage, monkeypatch, pictures=False, settings=None):
     return recorder, said
 
 
-# ---- the outbox --------------------------------------------------------------------------------------------------------
+# ---- the outbox ----------------------------------------------------------------------------------
 class Server:
     """Answers while it is up."""
 
@@ -151,7 +152,7 @@ def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(monkeypatch):
     assert server.heard == [1]
 
 
-# ---- the record of a run ---------------------------------------------------------------------------------------------------
+# ---- the record of a run -------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("how", "stride"),
     [
@@ -172,9 +173,8 @@ def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
         *range(1, 12),
         *range(12, calls + 1, stride),
     ]:  # at first, while runs are opened, each call
-        fake = FakeMlflow(
-            lambda n, name, at=number: how if at <= n < at + 3 else ""
-        )  # two probes fail as well
+        # two probes fail as well
+        fake = FakeMlflow(lambda n, name, at=number: how if at <= n < at + 3 else "")
         recorder, said = record_into(fake, storage, monkeypatch)
         assert recorder.warnings == []
         assert len(said) == 2, f"call {number}"
@@ -185,9 +185,10 @@ def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
 def test_a_refused_call_costs_its_own_part_alone(storage, monkeypatch):
     whole, fake = FakeMlflow(), FakeMlflow()
     record_into(whole, storage, monkeypatch)
+    # that of the third data set
     fake.fault = lambda n, name: (
         "refuse" if name == "log_inputs" and fake.calls.count("log_inputs") == 3 else ""
-    )  # that of the third data set
+    )
     recorder, said = record_into(fake, storage, monkeypatch)
     assert said == []
     assert recorder.warnings == [
@@ -289,9 +290,10 @@ def test_what_may_pass_is_told_from_what_never_will():
     assert not any(map(track_mlflow.transient, staying))
 
 
-# ---- a real server -----------------------------------------------------------------------------------------------------------
+# ---- a real server -------------------------------------------------------------------------------
 class RealServer:
-    """`mlflow server` on a port of its own, with SQLite in a folder; it can be killed and started again."""
+    """`mlflow server` on a port of its own, with SQLite in a folder; it can be killed and started
+    again."""
 
     def __init__(self, folder):
         folder.mkdir()

@@ -1,4 +1,5 @@
-"""Promises of the record of a search: trials below it, curves, the winner, all of it again from the store, and nothing twice."""
+"""Promises of the record of a search: trials below it, curves, the winner, all of it again from the
+store, and nothing twice."""
 
 import json
 from pathlib import Path

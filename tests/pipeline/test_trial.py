@@ -1,4 +1,5 @@
-"""A trial of a search, without Ray: what it reads, what it shares, and what its record says however it ended."""
+"""A trial of a search, without Ray: what it reads, what it shares, and what its record says however
+it ended."""
 
 from __future__ import annotations
 

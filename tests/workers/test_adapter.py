@@ -1,4 +1,5 @@
-"""Adapters of all kinds: they start as the backbone, sit where they should, their sizes are the formula's, and no task touches another."""
+"""Adapters of all kinds: they start as the backbone, sit where they should, their sizes are the
+formula's, and no task touches another."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def six_tasks_bytes(width: int, bottleneck: int) -> int:
     ("width", "classifier_mb", "total_mb"), [(192, 23, 29.2), (384, 86, 98.5), (256, 27, 35.3)]
 )
 def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float):
-    """The column Adaptor-B as it was inferred for 24 units: on top of the table's rounded sizes of DeiT-Ti, DeiT-S and T2T-ViT-12."""
+    """The column Adaptor-B as it was inferred for 24 units: on top of the table's rounded sizes of
+    DeiT-Ti, DeiT-S and T2T-ViT-12."""
     assert classifier_mb + six_tasks_bytes(width, AdapterSettings().width) / 1e6 == pytest.approx(
         total_mb, abs=0.06
     )
@@ -106,18 +108,20 @@ def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float
 def test_the_totals_of_the_table_itself_are_those_of_32_units(
     width: int, parameters: int, table: int
 ):
-    """Those sizes have the heads in them already, so the totals above count heads twice. Counted once, from the parameters of the
-    backbones with their ImageNet heads and in units of 2^20 bytes as for the table's other columns, 32 units give the table."""
+    """Those sizes have the heads in them already, so the totals above count heads twice. Counted
+    once, from the parameters of the backbones with their ImageNet heads and in units of 2^20 bytes
+    as for the table's other columns, 32 units give the table."""
     assert round((4 * parameters + six_tasks_bytes(width, 32)) / 2**20) == table
     assert round((4 * parameters + six_tasks_bytes(width, 24)) / 2**20) < table
 
 
-# ---- kinds ---------------------------------------------------------------------------------------------------------------
+# ---- kinds ---------------------------------------------------------------------------------------
 KINDS = ("houlsby", "pfeiffer", "adaptformer")
 
 
 def by_hand(model: Any, t: dict[str, Tensor], kind: str) -> Tensor:
-    """The blocks written out. Behind the FFN before the residual add, or beside it, fed with the residual stream and not with its norm."""
+    """The blocks written out. Behind the FFN before the residual add, or beside it, fed with the
+    residual stream and not with its norm."""
     x = model.norm_pre(model._pos_embed(model.patch_embed(images())))
     for i, block in enumerate(model.blocks):
         x = x + block.attn(block.norm1(x))
@@ -157,7 +161,8 @@ def test_each_kind_sits_where_its_paper_has_it(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str):
-    """The trap of both projections at zero: neither would ever get a gradient, and the last bias alone would be trained."""
+    """The trap of both projections at zero: neither would ever get a gradient, and the last bias
+    alone would be trained."""
     method = adapter(kind=kind)
     groups = begun(method)
     assert torch.equal(answers(method), method.heads["one"](vit()(images())))
@@ -174,7 +179,8 @@ def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str):
 
 @pytest.mark.parametrize(("kind", "each"), [("houlsby", 2), ("pfeiffer", 1), ("adaptformer", 1)])
 def test_the_size_of_each_kind_is_the_formula(kind: str, each: int):
-    """2 d m + d + m for each adapter: 12 * 99,136 = 1.19 M for one of 64 units in each block of a ViT-B."""
+    """2 d m + d + m for each adapter: 12 * 99,136 = 1.19 M for one of 64 units in each block of a
+    ViT-B."""
     assert 12 * (2 * 768 * 64 + 768 + 64) == 12 * 99_136
     method = adapter(kind=kind, width=7)
     begun(method)
@@ -267,7 +273,7 @@ def test_a_norm_behind_the_ffn_is_no_place_for_adaptformer():
         Adapter.fits(AdapterSettings(kind="adaptformer"), vit(block_fn=ResPostBlock))
 
 
-# ---- sizes and work ------------------------------------------------------------------------------------------------------
+# ---- sizes and work ------------------------------------------------------------------------------
 def test_adapters_of_another_width_are_refused():
     state = trained(adapter(width=8), steps=1)
     with pytest.raises(
@@ -282,7 +288,6 @@ def test_the_work_per_image_counts_the_adapters():
     tokens, width, hidden = 5, 32, 24
     added = 2 * 2 * tokens * 2 * width * hidden
     block = tokens * (12 * width * width + 2 * tokens * width)
-    last = (
-        2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
-    )  # its class token alone is read
+    # its class token alone is read
+    last = 2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
     assert share == pytest.approx(1 + added / (4 * 3 * 64 * width + block + last))

@@ -1,4 +1,5 @@
-"""Adapters as a mechanism: where they sit, that they come and go exactly, and that a copy of the backbone has none."""
+"""Adapters as a mechanism: where they sit, that they come and go exactly, and that a copy of the
+backbone has none."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ IMAGES = tabletop.images(3)
 
 
 def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:
-    """The blocks written out, an adapter behind attention and one behind the FFN, both before the residual add."""
+    """The blocks written out, an adapter behind attention and one behind the FFN, both before the
+    residual add."""
 
     def adapt(x: Tensor, site: int) -> Tensor:
         hidden = F.gelu(x @ tensors["down"][site].T + tensors["down_bias"][site])
@@ -127,7 +129,8 @@ def test_a_compiled_backbone_turns_too():
     "sites", [(houlsby, HOULSBY, None), (parallel, ("",), "norm2")], ids=["behind", "beside"]
 )
 def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(sites: Any):
-    """A warm worker runs stage after stage in one process, and blocks are alike but for their hooks."""
+    """A warm worker runs stage after stage in one process, and blocks are alike but for their
+    hooks."""
     plain, model = vit(), vit()
     expected = plain(IMAGES)
     compile_blocks(plain, backend="eager")

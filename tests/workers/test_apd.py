@@ -1,4 +1,5 @@
-"""APD: weights from a shared and an own part, earlier tasks that follow or hold, zeros that are stored as nothing."""
+"""APD: weights from a shared and an own part, earlier tasks that follow or hold, zeros that are
+stored as nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def batch(step: int = 0, rows: range = range(8), size: int = 8, classes: int = 2
 def begun(
     tasks: int = 1, before: tuple[list[TaskState], Carried] | None = None, **settings: Any
 ) -> Apd:
-    """At the first step of the last of `tasks` tasks; before: what the earlier ones left, else they are trained."""
+    """At the first step of the last of `tasks` tasks; before: what the earlier ones left, else they
+    are trained."""
     method, (states, carried) = (
         apd(**settings),
         before or (([], None) if tasks == 1 else left_by(tasks - 1, **settings)),
@@ -133,7 +135,7 @@ def first() -> tuple[list[TaskState], Carried]:
     return left_by(1)
 
 
-# ---- the weights ---------------------------------------------------------------------------------------------------
+# ---- the weights ---------------------------------------------------------------------------------
 def test_weights_and_their_gradients_are_those_of_the_composed_operations():
     torch.manual_seed(0)
     sigma, v, tau = (
@@ -206,10 +208,11 @@ def test_sigma_decays_at_the_first_task_only(first):
     ]
 
 
-# ---- what holds earlier tasks --------------------------------------------------------------------------------------
+# ---- what holds earlier tasks --------------------------------------------------------------------
 def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first):
-    """The residual theta_i* - (sigma .* M_i + tau_i) is exactly 0: so is the term, as long as tau_i does not move, and its gradient;
-    and where tau_i may move, so is the gradient of whatever is zero in tau_i."""
+    """The residual theta_i* - (sigma .* M_i + tau_i) is exactly 0: so is the term, as long as tau_i
+    does not move, and its gradient; and where tau_i may move, so is the gradient of whatever is
+    zero in tau_i."""
     method = begun(2, first, retro="frozen_tau")
     for site in method.sites:
         value, gradient = method.anchor(site)
@@ -223,10 +226,11 @@ def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first):
         assert gradient is not None
         assert tau.any()
         assert torch.equal(gradient != 0, tau != 0)
+        # what shrinking tau saves
         price = (
             method.settings.lambda1 * tau.abs().sum()
             - tau.count_nonzero() * method.settings.lambda1**2 / 200
-        )  # what shrinking tau saves
+        )
         assert torch.allclose(value, price, rtol=1e-4)
 
 
@@ -289,7 +293,8 @@ def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("zeros", "bound"), [("proximal", 4e-5), ("threshold", 4e-4 + 4e-5)])
 def test_earlier_weights_move_within_the_bound_under_any_optimizer(first, optimizer, zeros, bound):
-    """Sigma moves by far more: tau_i takes it up, to lambda1 / lambda2, or lambda1 more where an entry is cut."""
+    """Sigma moves by far more: tau_i takes it up, to lambda1 / lambda2, or lambda1 more where an
+    entry is cut."""
     before = theta(served(*first), 0)
     method = trained(begun(2, first, zeros=zeros, lambda2=10.0), optimizer=optimizer)
     state, carried = method.finish()
@@ -384,7 +389,7 @@ def test_measures_are_those_of_what_is_stored(first):
     assert "drift" not in begun().measures()
 
 
-# ---- zeros ---------------------------------------------------------------------------------------------------------
+# ---- zeros ---------------------------------------------------------------------------------------
 def test_what_is_stored_has_no_entry_up_to_the_threshold(first, monkeypatch):
     method = trained(begun(2, first))
     carried = method.finish()[1]
@@ -402,9 +407,8 @@ def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_st
     rows = tau.detach().flatten()
     rows[:6] = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.5, -0.5])
     gradient = torch.zeros_like(rows)
-    gradient[:6] = torch.tensor(
-        [0.9, 1.5, -3.0, 4.0, 9.0, -1.0]
-    )  # the price of tau is in it, where tau is not zero
+    # the price of tau is in it, where tau is not zero
+    gradient[:6] = torch.tensor([0.9, 1.5, -3.0, 4.0, 9.0, -1.0])
     for p in method.own_tau.values():
         p.grad = torch.zeros_like(p)
     tau.grad = gradient.view_as(tau).clone()
@@ -454,7 +458,7 @@ def test_a_tau_that_never_left_zero_is_said(first):
     assert not trained(begun(2, first)).warnings()
 
 
-# ---- what is stored ------------------------------------------------------------------------------------------------
+# ---- what is stored ------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.04, 1.0])
 def test_a_sparse_tensor_comes_back_from_the_smaller_of_two_forms(share):
     torch.manual_seed(0)

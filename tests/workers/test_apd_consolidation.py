@@ -1,4 +1,5 @@
-"""APD's consolidation: what similar tasks agree on is stored once, moves no weight far, and every method's promises hold after it."""
+"""APD's consolidation: what similar tasks agree on is stored once, moves no weight far, and every
+method's promises hold after it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def test_clusters_of_worked_points(points, count, expected):
 
 
 def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
-    """After a consolidation of tasks whose tau at SITE begin with these values, and are zero elsewhere."""
+    """After a consolidation of tasks whose tau at SITE begin with these values, and are zero
+    elsewhere."""
     method = apd(**{"consolidate_every": len(taus), "gap": 0.1, "clusters": 1, **settings})
     method.sigma = {site: w.detach().clone() for site, w in method.sites.items()}
     for i, tau in enumerate(taus):
@@ -70,8 +72,8 @@ def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
 
 
 def test_consolidation_by_hand():
-    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as the gap; far.
-    Their mean size is 0.5, so that a gap of 1/8 is 1/16."""
+    """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as
+    the gap; far. Their mean size is 0.5, so that a gap of 1/8 is 1/16."""
     one = torch.tensor([0.3125, 0.3125, 0.0625, -0.015625, 0.75, 0.5, 2.0])
     two = torch.tensor([0.34375, 0.625, 0.0, 0.03125, 0.75, 0.5625, 0.234375])
     assert float(mean_size(torch.stack([one, two]))) == 0.5
@@ -171,6 +173,7 @@ def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
 
 def test_clusters_grow_with_every_consolidation():
     far = [torch.tensor([float(v)]) for v in (0, 5, 50)]
+    # 0 and 5 are together, and share nothing
     assert (
         len(
             {
@@ -184,10 +187,11 @@ def test_clusters_grow_with_every_consolidation():
             }
         )
         == 0
-    )  # 0 and 5 are together, and share nothing
+    )
+    # three clusters for three tasks
     method = consolidating(
         [torch.tensor([v]) for v in (5.0, 5.05, 50.0)], consolidate_every=1, clusters=1
-    )  # three clusters for three tasks
+    )
     assert not method.shared[SITE]
 
 

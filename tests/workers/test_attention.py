@@ -38,7 +38,7 @@ def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[T
     return found
 
 
-# ---- measures ------------------------------------------------------------------------------------------------------------------
+# ---- measures ------------------------------------------------------------------------------------
 def test_entropy_and_distance_of_known_attention():
     uniform, own = torch.full((1, 1, 4, 4), 0.25), torch.eye(4)[None, None]
     apart = distances((2, 2))
@@ -151,7 +151,7 @@ def test_looking_changes_nothing_and_leaves_nothing():
     assert layers[0].images == before
 
 
-# ---- of methods ------------------------------------------------------------------------------------------------------------------
+# ---- of methods ----------------------------------------------------------------------------------
 def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab):
     run = lab.run_of(
         "hat",
@@ -197,7 +197,7 @@ def test_a_method_that_guesses_the_task_is_told_it(lab: Lab):
     )
 
 
-# ---- maps over images ------------------------------------------------------------------------------------------------------------
+# ---- maps over images ----------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}], ids=["plain", "registers"])
 def test_a_gaze_is_the_class_tokens_row_of_attention(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -304,7 +304,7 @@ def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]):
     assert set(found.answered) <= {name for task in job.tasks for name in task.classes}
 
 
-# ---- another source ----------------------------------------------------------------------------------------------------------------
+# ---- another source ------------------------------------------------------------------------------
 def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab):
     run = lab.run("finetune")
     job, method = run.evaluate_job(1), run.served(1)
@@ -337,7 +337,7 @@ def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab):
         )
 
 
-# ---- hidden and attacked -----------------------------------------------------------------------------------------------------------
+# ---- hidden and attacked -------------------------------------------------------------------------
 def test_the_centre_is_hidden():
     x = torch.ones(2, 3, 10, 10)
     hidden = occluded(x, 0.36)

@@ -1,4 +1,5 @@
-"""Augmentation: what a sample meets depends on seed, epoch, step and its place in the batch, on nothing else."""
+"""Augmentation: what a sample meets depends on seed, epoch, step and its place in the batch, on
+nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def draw(
 
 
 def pictures(n: int, side: int, seed: int = 0) -> torch.Tensor:
-    """Smooth coloured gradients with noise, uint8 (n, 3, side, side): every operation has something to act on."""
+    """Smooth coloured gradients with noise, uint8 (n, 3, side, side): every operation has something
+    to act on."""
     noise = torch.Generator().manual_seed(seed)
     corners = torch.randint(40, 200, (n, 3, 3, 3), generator=noise).float()
     smooth = torch.nn.functional.interpolate(
@@ -66,7 +68,7 @@ def one_op(name: str, pixels: torch.Tensor, level: float) -> torch.Tensor:
     return randaugment.apply(pixels, policy, (128, 100, 80))
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------
 def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch():
     settings = backbone(24, 0.75)
     augment = Augment(FULL, settings, training=False)
@@ -91,7 +93,7 @@ def test_training_without_any_augmentation_is_evaluation():
     assert targets is None
 
 
-# ---- crop and flip -----------------------------------------------------------------------------------------------
+# ---- crop and flip -------------------------------------------------------------------------------
 def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image():
     pixels, side = pictures(16, 20), 13
     top, left = torch.randint(0, 8, (2, 16), generator=torch.Generator().manual_seed(3)).unbind(0)
@@ -160,7 +162,7 @@ def test_boxes_keep_to_the_image_the_area_and_the_ratio():
     assert ratio.max() < 1.38
 
 
-# ---- RandAugment -------------------------------------------------------------------------------------------------
+# ---- RandAugment ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", randaugment.OPS)
 @pytest.mark.parametrize("level", [9.0, -9.0])
 def test_every_operation_changes_the_image_and_keeps_its_form(name, level):
@@ -187,7 +189,8 @@ def test_enhancements_are_those_of_pillow(factor):
         expected = torch.stack(
             [from_pil(enhance(as_pil(image)).enhance(factor)) for image in pixels]
         )
-        # the factor takes a detour over a float32 level, so that a value on the edge may fall to the other side
+        # the factor takes a detour over a float32 level, so that a value on the edge may fall to
+        # the other side
         difference = (one_op(name, pixels, level).int() - expected.int()).abs()
         assert difference.max() <= 1, name
         assert (difference > 0).float().mean() < 0.01, name
@@ -224,9 +227,8 @@ def test_translation_brings_in_the_fill_colour():
 
 
 def test_geometry_is_that_of_pillow_away_from_the_edge():
-    image = torch.nn.functional.avg_pool2d(pictures(1, 56).float(), 9, 1, 4).to(
-        torch.uint8
-    )  # blurred: no aliasing
+    # blurred: no aliasing
+    image = torch.nn.functional.avg_pool2d(pictures(1, 56).float(), 9, 1, 4).to(torch.uint8)
     picture, bilinear = as_pil(image[0]), Image.Resampling.BILINEAR
     expected = {
         "rotate": picture.rotate(18, resample=bilinear),
@@ -251,7 +253,7 @@ def test_a_policy_uses_every_operation_half_of_the_time():
     assert 0.47 < (policy.levels > 0).float().mean() < 0.53
 
 
-# ---- erasing -----------------------------------------------------------------------------------------------------
+# ---- erasing -------------------------------------------------------------------------------------
 def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise():
     settings, pixels = backbone(32), torch.zeros((300, 3, 32, 32), dtype=torch.uint8)
     images, _ = Augment(DataSettings(erase=0.5), settings, True)(
@@ -270,7 +272,7 @@ def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise():
     assert not torch.equal(images[first], images[second])
 
 
-# ---- mixing ------------------------------------------------------------------------------------------------------
+# ---- mixing --------------------------------------------------------------------------------------
 def test_partners_are_a_permutation_that_changes_with_the_step():
     assert sorted(partner_of(draw(50)).tolist()) == list(range(50))
     assert torch.equal(partner_of(draw(50)), partner_of(draw(50, [3])))
@@ -361,7 +363,7 @@ def test_a_batch_over_several_tasks_is_neither_mixed_nor_smoothed():
     assert torch.equal(images, Augment(unmixed, backbone(), True)(pixels, labels, None, draw(8))[0])
 
 
-# ---- randomness --------------------------------------------------------------------------------------------------
+# ---- randomness ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("how", ["none", "pad", "resized"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_together_make_the_batch_of_one_rank(how, ranks):

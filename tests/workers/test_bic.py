@@ -1,4 +1,5 @@
-"""BiC: the bias and how it is fitted, the loss by hand, who is trained on what, and two steps that stand side by side."""
+"""BiC: the bias and how it is fitted, the loss by hand, who is trained on what, and two steps that
+stand side by side."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from workers.taskstate import Carried
 NEW = slice(3, 5)
 
 
-# ---- the bias ------------------------------------------------------------------------------------------------------------
+# ---- the bias ------------------------------------------------------------------------------------
 def logits(n: int = 40, seed: int = 0) -> Tensor:
     return torch.randn(n, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -76,14 +77,14 @@ def test_the_decay_holds_beta_alone():
 
 
 def test_it_takes_back_what_was_done_to_the_new_outputs():
-    """Labels drawn from softmax(z), new outputs then stretched and lifted: the inverse comes out, up to the noise of the labels."""
+    """Labels drawn from softmax(z), new outputs then stretched and lifted: the inverse comes out,
+    up to the noise of the labels."""
     z = 2 * logits(200_000)
     labels = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(1)).squeeze(
         1
     )
-    of_class = torch.cat([(labels == c).nonzero()[:30_000] for c in range(5)]).squeeze(
-        1
-    )  # as many of each
+    # as many of each
+    of_class = torch.cat([(labels == c).nonzero()[:30_000] for c in range(5)]).squeeze(1)
     z, labels = z[of_class], labels[of_class]
     alpha, beta = fit_bias(biased(z, NEW, torch.tensor([2.0, 1.0])), labels, NEW, 0.0).tolist()
     assert (alpha, beta) == (pytest.approx(0.5, abs=0.01), pytest.approx(-0.5, abs=0.02))
@@ -106,7 +107,7 @@ def test_where_all_are_told_apart_already_the_fit_still_ends():
     assert (biased(z.double(), NEW, found).argmax(1) == labels).all()
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 BIASES = {
     "a": torch.tensor([0.5, 1.0], dtype=torch.float64),
     "b": torch.tensor([2.0, -1.0], dtype=torch.float64),
@@ -160,9 +161,10 @@ def test_it_answers_with_the_bias_of_the_last_task_or_of_all(mode: str):
     ), "none of its own yet"
 
 
-# ---- who is trained on what ----------------------------------------------------------------------------------------------
+# ---- who is trained on what ----------------------------------------------------------------------
 def looked_at(run: Run, task: int) -> dict[str, list[tuple[str, str]]]:
-    """Step -> (class, key) of every sample that its feeds give; the steps of a task are run a second time for it."""
+    """Step -> (class, key) of every sample that its feeds give; the steps of a task are run a
+    second time for it."""
     found: dict[str, list[tuple[str, str]]] = {}
     for job in run.stages(task):
         run.artefact(job)
@@ -263,7 +265,7 @@ def test_what_is_held_out_hangs_on_the_seed_and_on_no_order():
     assert set(held[0]) != set(held[2])
 
 
-# ---- side by side --------------------------------------------------------------------------------------------------------
+# ---- side by side --------------------------------------------------------------------------------
 def handed_on(run: Run, task: int, step: str) -> Carried:
     job = next(job for job in run.stages(task) if job.step == step)
     return Carried.from_bytes(run.artefact(job).read("carried.safetensors"))

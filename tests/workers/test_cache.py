@@ -1,4 +1,5 @@
-"""The cache of a node: shards come once and whole, room is made of what was used longest ago, and never of what is in use."""
+"""The cache of a node: shards come once and whole, room is made of what was used longest ago, and
+never of what is in use."""
 
 from __future__ import annotations
 
@@ -171,7 +172,7 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path):
     assert (found, made) == ([b"1234"] * 3, [1])
 
 
-# ---- between processes, and what is promised of the folder ---------------------------------------------------------------
+# ---- between processes, and what is promised of the folder ---------------------------------------
 def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(tmp_path):
     cache = Cache(str(tmp_path), 250)
     keep(cache, "old")
@@ -271,7 +272,7 @@ def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(tmp_path, monkeypatc
     )
 
 
-# ---- shards on an object store ------------------------------------------------------------------------------------------
+# ---- shards on an object store -------------------------------------------------------------------
 @pytest.fixture
 def shards(bucket, tmp_path, monkeypatch) -> Shards:
     """40 images in shards of 15, and a cache."""

@@ -1,4 +1,5 @@
-"""Promises of checkpoints: whole or absent, the last one that was finished, and nothing of a frozen backbone."""
+"""Promises of checkpoints: whole or absent, the last one that was finished, and nothing of a frozen
+backbone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One of several processes does the work: claims are held, freed by death, and leave nothing behind."""
+"""One of several processes does the work: claims are held, freed by death, and leave nothing
+behind."""
 
 from __future__ import annotations
 

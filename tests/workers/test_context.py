@@ -1,4 +1,5 @@
-"""Promises of Context Broadcasting: its equations (T21 to T29 and the golden numbers), its place in a block, and every method on such a backbone."""
+"""Promises of Context Broadcasting: its equations (T21 to T29 and the golden numbers), its place in
+a block, and every method on such a backbone."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def scaled(width: int, own: float, start: float) -> ScaledContext:
     return ScaledContext("mean", width, own, start).double()
 
 
-# ---- the equations -------------------------------------------------------------------------------------------------------------
+# ---- the equations -------------------------------------------------------------------------------
 def test_the_golden_numbers():
     x = torch.tensor([[[1.0, 2], [3, 6], [5, 1]]], dtype=torch.float64)
     assert Context("mean")(x).tolist() == [[[2.0, 2.5], [3.0, 4.5], [4.0, 2.0]]]
@@ -155,7 +156,7 @@ def test_other_contexts_are_the_maximum_and_the_class_token():
     assert torch.allclose(Context("class")(x), (x + x[:, :1]) / 2, atol=1e-14)
 
 
-# ---- in a backbone -------------------------------------------------------------------------------------------------------------
+# ---- in a backbone -------------------------------------------------------------------------------
 @pytest.mark.parametrize("changes", [{}, {"init_values": 0.3}], ids=["plain", "layer-scale"])
 def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(changes: dict[str, Any]):
     model = built(options=changes)
@@ -346,7 +347,7 @@ def test_a_network_that_grows_counts_it_too():
     ]
 
 
-# ---- masks ---------------------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("kind", "own"),
     [("cb", {}), ("cb", {"blocks": [1]}), ("cb", {"pool": "max"}), ("cbs", {}), ("replace", {})],
@@ -391,7 +392,7 @@ def test_masks_of_tokens_refuse_heads_that_would_see_past_them(kind: str):
         Meat(built(kind), MeatSettings(), 0)
 
 
-# ---- settings ------------------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 def test_without_it_keys_are_those_of_before_there_was_any():
     plain, null = BackboneSettings(), BackboneSettings(context=None)
     assert (
@@ -460,7 +461,7 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]):
         config.check(body, "here")
 
 
-# ---- methods on such a backbone --------------------------------------------------------------------------------------------------
+# ---- methods on such a backbone ------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat", "hat", "packnet", "dytox"])
 @pytest.mark.parametrize("kind", ["cb", "cbs"])
 def test_methods_learn_and_are_stored_with_it(

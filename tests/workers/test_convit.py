@@ -1,4 +1,5 @@
-"""DyTox's encoder and its task attention: against their equations written out one image, and one token, at a time."""
+"""DyTox's encoder and its task attention: against their equations written out one image, and one
+token, at a time."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ def shaken(module: nn.Module) -> Any:
     return module.double().eval()
 
 
-# ---- gated positional self-attention -------------------------------------------------------------------------------------------
+# ---- gated positional self-attention -------------------------------------------------------------
 def written_out(layer: GatedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """ConViT's own form: the table of positions for each image, content and position mixed, rows divided by their sums."""
+    """ConViT's own form: the table of positions for each image, content and position mixed, rows
+    divided by their sums."""
     b, n, width = x.shape
     side, heads = math.isqrt(n), layer.num_heads
     r = torch.tensor(
@@ -105,7 +107,8 @@ def test_it_starts_as_a_convolution_of_three_by_three():
 
 
 def test_patches_and_positions_are_tied_to_their_places():
-    """Permuting patches with their positional rows is nothing to plain attention, and something to this one (T11)."""
+    """Permuting patches with their positional rows is nothing to plain attention, and something to
+    this one (T11)."""
     model = shaken(ConViT(**SMALL))
     x, order = (
         torch.randn(2, 16, 48, dtype=torch.float64),
@@ -157,9 +160,10 @@ def test_it_is_a_backbone_like_any_other():
     vit.check(settings)
 
 
-# ---- task attention ----------------------------------------------------------------------------------------------------------
+# ---- task attention ------------------------------------------------------------------------------
 def one_at_a_time(block: TaskAttention, token: Tensor, patches: Tensor) -> Tensor:
-    """The paper's: one token before the patches, keys and values of all of them. (D,), (B, N, D) -> (B, D)."""
+    """The paper's: one token before the patches, keys and values of all of them. (D,), (B, N, D) ->
+    (B, D)."""
     b, heads = len(patches), block.num_heads
     z = block.norm1(torch.cat([token.expand(b, 1, -1), patches], 1))
     q = block.q(z[:, :1]).view(b, 1, heads, -1).transpose(1, 2)

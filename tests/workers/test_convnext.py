@@ -1,4 +1,5 @@
-"""ConvNeXts as backbones: how they are built, sized, loaded, digested and compiled, and what every method does with one."""
+"""ConvNeXts as backbones: how they are built, sized, loaded, digested and compiled, and what every
+method does with one."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def convnext(img_size: int = 16, **options: Any) -> Any:
     return model.eval()
 
 
-# ---- built ---------------------------------------------------------------------------------------------------------------
+# ---- built ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name", ["convnext_atto", "convnext_tiny_hnf", "convnextv2_atto", "convnext_zepto_rms_ols"]
 )
@@ -126,7 +127,7 @@ def test_stochastic_depth_is_drawn_by_sample():
     assert not torch.allclose(model.eval()(images()), whole, atol=1e-2)
 
 
-# ---- loaded --------------------------------------------------------------------------------------------------------------
+# ---- loaded --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options", [{}, {"head_norm_first": True}, {"use_grn": True, "ls_init_value": None}]
 )
@@ -234,7 +235,7 @@ def test_each_block_is_compiled_for_all_stages_with_and_without_gradients():
                 )
 
 
-# ---- under every method --------------------------------------------------------------------------------------------------
+# ---- under every method --------------------------------------------------------------------------
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_works_on_it_or_says_in_a_sentence_before_anything_runs_why_not(
     lab: Lab, name: str

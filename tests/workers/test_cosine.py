@@ -1,4 +1,5 @@
-"""Cosine heads: what they compare, where new class vectors start, and the worked values of the losses on similarities."""
+"""Cosine heads: what they compare, where new class vectors start, and the worked values of the
+losses on similarities."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def features(n: int = 6, seed: int = 0) -> Tensor:
     return torch.randn(n, D, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- heads ---------------------------------------------------------------------------------------------------------------
+# ---- heads ---------------------------------------------------------------------------------------
 def test_an_output_is_the_scaled_cosine_with_the_class_vector():
     layer, h = heads()["a"], features()
     expected = torch.stack([F.cosine_similarity(h, w.expand_as(h)) for w in layer.weight[:, 0]], 1)
@@ -119,7 +120,7 @@ def test_similarities_are_in_full_precision_under_autocast():
     assert torch.equal(found, expected)
 
 
-# ---- imprinting ----------------------------------------------------------------------------------------------------------
+# ---- imprinting ----------------------------------------------------------------------------------
 def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_length_asked_for():
     h, labels = features(12) * torch.arange(1.0, 13)[:, None], torch.arange(12) % 3
     found = imprinted(h, labels, 3, 1, 0.7, 0)
@@ -131,7 +132,8 @@ def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_lengt
 
 
 def test_proxies_point_along_the_clusters_of_their_class():
-    """Two directions in each class, far apart, with a little noise: the proxies find both, whatever the lengths of features."""
+    """Two directions in each class, far apart, with a little noise: the proxies find both, whatever
+    the lengths of features."""
     axes = torch.eye(D)[:4]
     noise = 0.01 * torch.randn(40, D, generator=torch.Generator().manual_seed(1))
     h = (axes[torch.arange(40) % 4] + noise) * torch.linspace(1, 9, 40)[:, None]
@@ -145,7 +147,8 @@ def test_proxies_point_along_the_clusters_of_their_class():
 
 
 def test_clusters_are_those_of_lloyds_algorithm():
-    """At the end each centre is the mean of the points that are nearest to it; the same again from the same seed."""
+    """At the end each centre is the mean of the points that are nearest to it; the same again from
+    the same seed."""
     points = normalised(features(60))
     centres = k_means(points, 5, torch.Generator().manual_seed(3))
     nearest = torch.cdist(points, centres).argmin(1)
@@ -177,7 +180,7 @@ def test_too_few_points_or_equal_ones_still_give_every_centre(n: int):
     ).all()
 
 
-# ---- losses --------------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 S = torch.tensor([[0.8, 0.3, 0.6, 0.5], [0.1, 0.2, 0.9, 0.4]], dtype=torch.float64)
 
 
@@ -225,7 +228,8 @@ def test_nca_has_the_worked_value():
 
 
 def test_the_own_class_is_no_part_of_the_sum():
-    """One unit further to the right, a sample costs eta less, without end; with the own class in the sum it would flatten out."""
+    """One unit further to the right, a sample costs eta less, without end; with the own class in
+    the sum it would flatten out."""
     further = SIMS + F.one_hot(LABELS, 3)
     assert float(
         nca(SIMS, LABELS, 2.0, 0.6, False) - nca(further, LABELS, 2.0, 0.6, False)

@@ -77,7 +77,7 @@ def served(done: list[Left], cls: type[CtrTsm] = CtrTsm) -> Any:
     return serving(ctr(cls), [state for state, _ in done], done[-1][1])
 
 
-# ---- forgetting ----------------------------------------------------------------------------------------------------------
+# ---- forgetting ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_answers_stay_bit_for_bit_through_later_tasks(optimizer: str):
     done = stream(optimizer=optimizer, tasks=(ONE, TWO, THREE))
@@ -157,7 +157,7 @@ def test_the_backbone_is_not_touched(cls: type[CtrTsm]):
     assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit(patch_size=4))
 
 
-# ---- masks ---------------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 def test_without_output_units_the_adapters_are_the_identity():
     method = ctr()
     started(method, ONE)
@@ -171,7 +171,8 @@ def test_without_output_units_the_adapters_are_the_identity():
 
 
 def test_masks_in_the_weights_are_masks_on_the_units():
-    """Same features, and the gradient of an embedding is the published one, s_max sigmoid(e) sigmoid(-e) dL/dm."""
+    """Same features, and the gradient of an embedding is the published one, s_max sigmoid(e)
+    sigmoid(-e) dL/dm."""
     method = ctr(s_max=10.0, width=3)
     started(method, ONE)
     a, x = method.adapters, torch.randn(2, 5, 32)
@@ -210,7 +211,8 @@ def test_masks_harden_in_every_epoch():
 def test_the_loss_is_cross_entropy_plus_c_times_what_the_task_in_training_takes_anew(
     cls: type[CtrTsm],
 ):
-    """R of the first task is the mean of its masks; of a later one, that over units that are free. Never that of another task."""
+    """R of the first task is the mean of its masks; of a later one, that over units that are free.
+    Never that of another task."""
     method, progress = ctr(cls, c=0.5), Progress(0, 1, 1, STEPS)
     started(method, ONE)
     loss, terms = method.loss(batch(), progress)

@@ -1,4 +1,5 @@
-"""CTR as a whole: the knowledge-sharing module against its equations, written out, and what it does to earlier tasks."""
+"""CTR as a whole: the knowledge-sharing module against its equations, written out, and what it does
+to earlier tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from workers.model.protect import Protector
 from workers.taskstate import Carried, TaskState
 
 
-# ---- the knowledge-sharing module ----------------------------------------------------------------------------------------
+# ---- the knowledge-sharing module ----------------------------------------------------------------
 def module(tasks: int = 3, filters: int = 4) -> dict[str, Tensor]:
     torch.manual_seed(6)
     return {
@@ -39,7 +40,8 @@ def module(tasks: int = 3, filters: int = 4) -> dict[str, Tensor]:
 
 
 def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tensor:
-    """The published module with its intended order of indices: loops over images, tasks and tokens."""
+    """The published module with its intended order of indices: loops over images, tasks and
+    tokens."""
 
     def pooled(u: Tensor, kind: str, added: Tensor | float = 0.0) -> Tensor:  # u: (N, 9)
         found = []
@@ -146,7 +148,7 @@ def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: in
         assert torch.allclose(own, other, atol=1e-5)
 
 
-# ---- the whole of CTR ----------------------------------------------------------------------------------------------------
+# ---- the whole of CTR ----------------------------------------------------------------------------
 def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged():
     method = ctr(CtrFull, mask_lr=0.05)
     optimizer = started(method, TWO, stream(CtrFull, tasks=(ONE,))[0][1])
@@ -178,7 +180,8 @@ def test_without_their_lock_decay_moves_the_capsules_of_later_tasks(
 
 
 def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not():
-    """Documented: CTR with knowledge sharing can change earlier answers, by what is shared alone."""
+    """Documented: CTR with knowledge sharing can change earlier answers, by what is shared
+    alone."""
     done = stream(CtrFull)
     before, after = served(done[:1], CtrFull), served(done, CtrFull)
     own = [method.serving_weights("one") for method in (before, after)]

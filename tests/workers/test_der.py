@@ -1,4 +1,5 @@
-"""DER: its loss and what learns in each step, the balanced subset, extractors that never change and are stored once, and those that lose units."""
+"""DER: its loss and what learns in each step, the balanced subset, extractors that never change and
+are stored once, and those that lose units."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def backbone(settings: BackboneSettings = SMALL, seed: int = 0) -> Any:
 def task_state(
     name: str, task: Task, place: int, parts: dict[str, dict[str, Tensor]] | None = None
 ) -> TaskState:
-    """Of a finished task: an extractor of other weights, and rows of W over as many extractors as there were."""
+    """Of a finished task: an extractor of other weights, and rows of W over as many extractors as
+    there were."""
     parts = parts or {"copies": dict(backbone(seed=10 + place).named_parameters())}
     head = {
         "weight": torch.randn(
@@ -69,8 +71,8 @@ def begun(
     kept: dict[str, Tensor] | None = None,
     **settings: Any,
 ) -> Any:
-    """At `step` of the last of `tasks`; the others are finished, all have samples in its batches. own: the extractor that the task was given.
-    kept: the units of pruned extractors, else all."""
+    """At `step` of the last of `tasks`; the others are finished, all have samples in its batches.
+    own: the extractor that the task was given. kept: the units of pruned extractors, else all."""
     torch.manual_seed(0)
     method = METHODS[name](backbone(), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
@@ -128,7 +130,7 @@ def stepped(
     return {name: not torch.equal(p, before[name]) for name, p in method.named_parameters()}
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("soft", [False, True])
 def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool):
     method = begun("der", A, B, C, auxiliary=0.7)
@@ -199,7 +201,7 @@ def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(tempe
     assert torch.allclose(method.eval().logits(b.images, None), z, rtol=1e-4, atol=1e-4)
 
 
-# ---- what learns ---------------------------------------------------------------------------------------------------------
+# ---- what learns ---------------------------------------------------------------------------------
 def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor():
     method = begun("der", A, B)
     before = digest_of(method.extractors)
@@ -286,7 +288,7 @@ def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(
     assert [step for step, anew in enumerate(found) if anew] == ([] if at is None else [at])
 
 
-# ---- the balanced subset -------------------------------------------------------------------------------------------------
+# ---- the balanced subset -------------------------------------------------------------------------
 def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn():
     memory = {"a": {"a1": [f"a1/{i}" for i in range(7)], "a2": [f"a2/{i}" for i in range(5)]}}
     method = begun("der", A, B, memory=memory)
@@ -319,7 +321,7 @@ def test_training_sees_the_task_whole_and_all_exemplars():
     }
 
 
-# ---- in a stream ---------------------------------------------------------------------------------------------------------
+# ---- in a stream ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", EVERY)
 def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str):
     run = stream(lab, name, memory=20)
@@ -409,7 +411,7 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str):
     assert torch.allclose(found.head["weight"], alone.head["weight"], atol=1e-3)
 
 
-# ---- pruning -------------------------------------------------------------------------------------------------------------
+# ---- pruning -------------------------------------------------------------------------------------
 def test_the_scale_of_masks_has_the_worked_values():
     assert [annealed(step, 5, 10.0) for step in range(5)] == pytest.approx(
         [0.1, 2.575, 5.05, 7.525, 10.0]
@@ -417,7 +419,8 @@ def test_the_scale_of_masks_has_the_worked_values():
 
 
 def test_the_gradient_of_an_embedding_is_compensated():
-    """What reaches e, over what plain sigmoid(s e) would give, is sigmoid(e)(1 - sigmoid(e)) / (s sigmoid(s e)(1 - sigmoid(s e))), times s_max."""
+    """What reaches e, over what plain sigmoid(s e) would give, is sigmoid(e)(1 - sigmoid(e)) / (s
+    sigmoid(s e)(1 - sigmoid(s e))), times s_max."""
     method = begun("der_p", A, s_max=10.0)
     e, s = method.mask.embedding, annealed(2, 5, 10.0)
     (found,) = torch.autograd.grad(method.mask.sample(s).sum(), e)
@@ -431,7 +434,8 @@ def test_the_gradient_of_an_embedding_is_compensated():
 
 
 def test_the_sparsity_is_the_share_of_weights_between_groups_of_units():
-    """sum_l |m_{l-1}|_1 |m_l|_1 / sum_l c_{l-1} c_l over the weights of the blocks, the residual stream counting as all there."""
+    """sum_l |m_{l-1}|_1 |m_l|_1 / sum_l c_{l-1} c_l over the weights of the blocks, the residual
+    stream counting as all there."""
     method = begun("der_p", A, s_max=10.0, sparsity=0.3)
     b = batch(A)
     loss, terms = method.loss(b, Progress(0, 1, 1, 5))
@@ -566,7 +570,7 @@ def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate():
         )
 
 
-# ---- Simple-DER ----------------------------------------------------------------------------------------------------------
+# ---- Simple-DER ----------------------------------------------------------------------------------
 def test_old_outputs_are_held_to_those_before_the_task():
     method = begun("simple_der", A, B, C, tau=3.0, distillation=0.4)
     stepped(method, A, B, C)
@@ -609,7 +613,8 @@ def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_g
 
 
 def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on():
-    """A bias is one more weight into a unit. That of a key adds the same to all scores of a query, so it passes nothing on."""
+    """A bias is one more weight into a unit. That of a key adds the same to all scores of a query,
+    so it passes nothing on."""
     vit = backbone()
     found, block = magnitudes(vit), vit.blocks[1]
     (q, k, v), (q_bias, _, v_bias) = block.attn.qkv.weight.chunk(3), block.attn.qkv.bias.chunk(3)

@@ -26,7 +26,8 @@ def test_distillation_has_the_worked_values(tau: float, expected: float):
 
 @pytest.mark.parametrize("tau", [1.0, 2.0])
 def test_distillation_has_the_gradient_of_the_divergence(tau: float):
-    """KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch: what the two differ by does not depend on z."""
+    """KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch: what the two differ by does
+    not depend on z."""
     student = [Z.clone().requires_grad_() for _ in range(2)]
     kd_ce(student[0], Y, tau).backward()
     F.kl_div(
@@ -40,7 +41,8 @@ def test_distillation_has_the_gradient_of_the_divergence(tau: float):
     ("tau", "divergence", "mean"), [(1.0, 0.28101033, 0.09367011), (2.0, 0.08528288, 0.02842763)]
 )
 def test_the_divergence_has_the_worked_values(tau: float, divergence: float, mean: float):
-    """KD_ce less what the teacher does not know itself; and a mean over entries too, a third of it for three classes, times tau^2."""
+    """KD_ce less what the teacher does not know itself; and a mean over entries too, a third of it
+    for three classes, times tau^2."""
     assert float(kd_ce(Z, Y, tau) - kd_ce(Y, Y, tau)) == pytest.approx(divergence, abs=1e-6)
     assert float(kd_kl(Z, Y, tau)) == pytest.approx(tau**2 * mean, abs=1e-6)
 
@@ -53,10 +55,11 @@ def test_sigmoid_distillation_has_the_worked_value():
 def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float):
     expected = F.binary_cross_entropy((Z / tau).softmax(1), (Y / tau).softmax(1))
     assert float(kd_bce(Z, Y, tau)) == pytest.approx(float(expected), abs=1e-6)
+    # softmax of (0, -1) and of (2, 2), second entry; of two classes both entries cost the same
     p, q = (
         math.e**-1 / (1 + math.e**-1),
         0.5,
-    )  # softmax of (0, -1) and of (2, 2), second entry; of two classes both entries cost the same
+    )
     two = kd_bce(torch.tensor([[2.0, 2.0]]), torch.tensor([[0.0, -1.0]]), 1.0)
     assert float(two) == pytest.approx(-(p * math.log(q) + (1 - p) * math.log(1 - q)), abs=1e-6)
 
@@ -106,7 +109,7 @@ def test_distillation_works_in_mixed_precision(kd: Callable[[Tensor, Tensor], Te
         assert torch.allclose(kd(Z.float(), Y.float()), expected, atol=1e-6)
 
 
-# ---- the teacher ---------------------------------------------------------------------------------------------------------
+# ---- the teacher ---------------------------------------------------------------------------------
 def network() -> tuple[nn.Module, dict[str, nn.Linear]]:
     torch.manual_seed(0)
     options = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"}

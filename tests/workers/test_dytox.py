@@ -1,4 +1,5 @@
-"""DyTox: its loss and parameter counts as published, what learns and what rests in each step, what a task leaves behind."""
+"""DyTox: its loss and parameter counts as published, what learns and what rests in each step, what
+a task leaves behind."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def stepped(method: Any, *tasks: Task) -> dict[str, bool]:
     return {name: not torch.equal(p, before[name]) for name, p in method.named_parameters()}
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch):
     """Two old classes and one new; the first sample is of the new one, the second of an old one."""
     method = begun(ONE, Task("new", "card", "", ("n1",)))
@@ -149,7 +150,7 @@ def test_the_first_task_has_cross_entropy_alone_and_an_unmoved_network_teaches_n
     assert later.loss(batch(ONE, TWO), START)[1]["kd"].item() == pytest.approx(0, abs=1e-7)
 
 
-# ---- what learns ---------------------------------------------------------------------------------------------------------------
+# ---- what learns ---------------------------------------------------------------------------------
 def test_training_moves_the_network_and_the_new_token_and_no_older_one():
     method = begun(ONE, TWO)
     taught = copy.deepcopy(method.before[0].state_dict())
@@ -231,7 +232,7 @@ def test_on_a_vision_transformer_patches_may_change_places_with_their_positions(
     handle.remove()
 
 
-# ---- sizes ---------------------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("image", "tasks", "classes", "total"),
     [
@@ -279,7 +280,7 @@ def test_a_task_leaves_its_token_and_its_head():
     )
 
 
-# ---- other encoders, refusals --------------------------------------------------------------------------------------------------
+# ---- other encoders, refusals --------------------------------------------------------------------
 def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block():
     method = begun(
         ONE,
@@ -344,7 +345,7 @@ def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place():
     assert a["x"].weight.abs().max() <= 32**-0.5
 
 
-# ---- sharpness -----------------------------------------------------------------------------------------------------------------
+# ---- sharpness -----------------------------------------------------------------------------------
 def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were():
     torch.manual_seed(1)
     weights = [
@@ -397,7 +398,7 @@ def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
     )
 
 
-# ---- the chain -----------------------------------------------------------------------------------------------------------------
+# ---- the chain -----------------------------------------------------------------------------------
 def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab):
     run = lab.run_of(
         "dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 12}}
@@ -415,7 +416,8 @@ def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab):
 
 
 def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab):
-    """Training an old token and head, herding everything, the balanced step the encoder, which learns on as many images of each class."""
+    """Training an old token and head, herding everything, the balanced step the encoder, which
+    learns on as many images of each class."""
     run = lab.run_of(
         "dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 20}}
     )

@@ -1,4 +1,5 @@
-"""E2E: its loss by hand, the balanced images that it is fine-tuned on, and the memory that stays."""
+"""E2E: its loss by hand, the balanced images that it is fine-tuned on, and the memory that
+stays."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from workers.model.exemplars import SELECTIONS
 from workers.taskstate import Carried
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 def apart(kd: str, student: Tensor, teacher: Tensor, tau: float) -> Tensor:
     q, p = (student / tau).softmax(1), (teacher / tau).softmax(1)
     return F.binary_cross_entropy(q, p) if kd == "bce" else -(p * q.log()).sum(1).mean()
@@ -63,7 +64,7 @@ def test_fine_tuning_starts_where_its_teacher_is_and_trains_all_weights():
     assert not any(p.requires_grad for p in method.teacher.backbone.parameters())
 
 
-# ---- noise ---------------------------------------------------------------------------------------------------------------
+# ---- noise ---------------------------------------------------------------------------------------
 def noisy(
     step: int = 0, rows: slice = slice(None), done: int = 0, **settings: Any
 ) -> dict[str, Tensor]:
@@ -102,9 +103,10 @@ def test_noise_is_the_same_on_all_ranks_and_another_in_each_step():
     assert not any(torch.equal(one[name], later[name]) for name in one)
 
 
-# ---- the steps -----------------------------------------------------------------------------------------------------------
+# ---- the steps -----------------------------------------------------------------------------------
 def test_it_is_fine_tuned_on_as_many_images_of_each_class_and_keeps_fewer(lab: Lab):
-    """A memory of 10: five of each of two classes, while fine-tuning five of each of five, and two of each in the end."""
+    """A memory of 10: five of each of two classes, while fine-tuning five of each of five, and two
+    of each in the end."""
     run = stream(lab, "e2e", memory=10)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],

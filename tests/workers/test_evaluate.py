@@ -1,4 +1,5 @@
-"""Promises of measuring, and of what a step is given: all outputs compete in scenario `class`, canaries, memory, merged carries."""
+"""Promises of measuring, and of what a step is given: all outputs compete in scenario `class`,
+canaries, memory, merged carries."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def predictions(artefact: Artefact) -> list[dict[str, Any]]:
     return pq.read_table(pa.BufferReader(artefact.read("predictions.parquet"))).to_pylist()
 
 
-# ---- scenario `class` ----------------------------------------------------------------------------------------------------
+# ---- scenario `class` ----------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "joint"])
 def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str):
     run = in_class_scenario(lab, method)
@@ -97,7 +98,8 @@ def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_
 
 
 def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not(lab: Lab):
-    """Old heads are trained by new samples alone: what both knew of the first task is lost where the outputs compete."""
+    """Old heads are trained by new samples alone: what both knew of the first task is lost where
+    the outputs compete."""
     old = {
         method: in_class_scenario(lab, method).evaluated(1)["rows"][0]
         for method in ("finetune", "joint")
@@ -182,7 +184,7 @@ def tiny(cls: type[Method]) -> Method:
     return cls(vit.build(BackboneSettings(img_size=16, options=options)), cls.Settings(), 0)
 
 
-# ---- canaries ------------------------------------------------------------------------------------------------------------
+# ---- canaries ------------------------------------------------------------------------------------
 def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab):
     run = lab.run("meat")
     first, second = run.evaluated(0), run.evaluated(1)
@@ -237,7 +239,7 @@ def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab):
     assert canary(job, method, job.tasks[0], Beside()) is None
 
 
-# ---- what a step starts from -----------------------------------------------------------------------------------------------
+# ---- what a step starts from ---------------------------------------------------------------------
 def carrying(root: str, key: str, carried: Carried) -> str:
     attempt = Attempt(root, key)
     attempt.write("carried.safetensors", carried.to_bytes())
@@ -271,7 +273,8 @@ def test_steps_side_by_side_hand_on_together_and_never_the_same_name(lab: Lab, t
 
 
 class Rehearses(FineTune):
-    """Keeps four samples of each task, and trains on those of earlier tasks too; then on remembered samples alone."""
+    """Keeps four samples of each task, and trains on those of earlier tasks too; then on remembered
+    samples alone."""
 
     name = "rehearses"
     reads = "seen"
@@ -346,7 +349,7 @@ def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab):
     assert feeds[0].seed == feeds[1].seed != feeds[2].seed
 
 
-# ---- what is recorded ----------------------------------------------------------------------------------------------------
+# ---- what is recorded ----------------------------------------------------------------------------
 def test_a_column_that_begins_later_is_kept():
     table = pq.read_table(
         pa.BufferReader(

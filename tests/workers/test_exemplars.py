@@ -1,4 +1,5 @@
-"""Exemplars: worked orders and quotas, what each rule chooses against plain loops, and answers by the nearest mean."""
+"""Exemplars: worked orders and quotas, what each rule chooses against plain loops, and answers by
+the nearest mean."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def chosen(rule: str, features: Tensor, count: int, seed: int = 0) -> list[int]:
     return SELECTIONS[rule](features, count, noise(seed))
 
 
-# ---- how many ------------------------------------------------------------------------------------------------------------
+# ---- how many ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
@@ -66,7 +67,7 @@ def test_a_number_per_class_counts_whatever_the_number_of_classes():
     assert [quota(2000, 20, seen) for seen in (1, 10, 1000)] == [20, 20, 20]
 
 
-# ---- which ---------------------------------------------------------------------------------------------------------------
+# ---- which ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("rule", "expected"), [("herding", [1, 3, 0, 4, 2]), ("rebuffi", [1, 3, 0, 2, 4])]
 )
@@ -132,9 +133,8 @@ def test_the_released_form_gives_up_after_its_rounds_and_fills_up(monkeypatch: p
 
 
 def test_closest_sorts_by_the_distance_of_the_features_as_they_are():
-    features = torch.tensor(
-        [[9.0, 0.0], [2.0, 1.0], [1.0, 1.0], [0.0, 2.0]]
-    )  # mean (3, 1); as directions the last is farthest, not the first
+    # mean (3, 1); as directions the last is farthest, not the first
+    features = torch.tensor([[9.0, 0.0], [2.0, 1.0], [1.0, 1.0], [0.0, 2.0]])
     assert closest(features, 4, noise()) == [1, 2, 3, 0]
     found = some_class(3)
     distances = (found - found.mean(0)).norm(dim=1)[closest(found, 60, noise())]
@@ -187,7 +187,7 @@ def test_a_feature_of_zeros_does_no_harm(rule: str):
     assert sorted(chosen(rule, features, 8)) == [*range(8)]
 
 
-# ---- the nearest mean ----------------------------------------------------------------------------------------------------
+# ---- the nearest mean ----------------------------------------------------------------------------
 FEATURES, LABELS = some_class(11, 30, 8), torch.arange(30) % 4
 
 

@@ -1,4 +1,5 @@
-"""Promises of the feed: every sample exactly once, the same for any number of ranks, loader threads and places of pixels."""
+"""Promises of the feed: every sample exactly once, the same for any number of ranks, loader threads
+and places of pixels."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def feed_of(
 def samples(
     feeds: list[Feed], epoch: int = 0, start: int = 0
 ) -> list[dict[int, tuple[bytes, int, int]]]:
-    """Per step: position in the global batch -> what the sample is after augmentation. Stand-ins are left out."""
+    """Per step: position in the global batch -> what the sample is after augmentation. Stand-ins
+    are left out."""
     steps: list[dict[int, tuple[bytes, int, int]]] = []
     for feed in feeds:
         for step, batches in enumerate(feed.epoch(epoch, start)):
@@ -157,7 +159,7 @@ def plain(feed: Feed, epoch: int = 0) -> Counter:
     return Counter(image for step in samples([feed], epoch) for image, _, _ in step.values())
 
 
-# ---- exactly once, the same everywhere -----------------------------------------------------------------------------------
+# ---- exactly once, the same everywhere -----------------------------------------------------------
 @pytest.mark.parametrize("place", PLACES)
 def test_every_sample_comes_exactly_once_per_epoch(root, place):
     feed = feed_of(root, place, training=False)
@@ -225,9 +227,8 @@ def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(root, 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_several_tasks_are_mixed_and_keep_their_labels(root, place):
-    shared = Task(
-        "warm", "colours", "colours", ("blue", "red")
-    )  # classes of another task, in another order
+    # classes of another task, in another order
+    shared = Task("warm", "colours", "colours", ("blue", "red"))
     tasks = (SHAPES, COLOURS, shared)
     feed = feed_of(root, place, tasks=tasks, training=False)
     found = Counter()
@@ -250,7 +251,7 @@ def test_several_tasks_are_mixed_and_keep_their_labels(root, place):
     assert len(first) > 1
 
 
-# ---- repeated augmentation -----------------------------------------------------------------------------------------------
+# ---- repeated augmentation -----------------------------------------------------------------------
 UNCHANGED = {
     "crop": "none",
     "flip": 0.0,
@@ -339,7 +340,7 @@ def test_copies_of_a_streamed_image_are_decoded_once(root, monkeypatch):
     assert set(decoded.values()) == {1}
 
 
-# ---- measuring -----------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_measuring_deals_whole_batches_in_a_fixed_order(root, world):
     kept = feed_of(root, "resident", split="test", training=False)
@@ -359,7 +360,7 @@ def test_measuring_deals_whole_batches_in_a_fixed_order(root, world):
         assert [key.split("/")[1] for key in keys] == [COLOURS.classes[label] for label in labels]
 
 
-# ---- validation ----------------------------------------------------------------------------------------------------------
+# ---- validation ----------------------------------------------------------------------------------
 def keys_of(feed: Feed) -> set[str]:
     return set(feed.rows.table["key"].to_pylist())
 
@@ -410,7 +411,7 @@ def test_empty_splits_and_classes_are_refused(root):
         )
 
 
-# ---- the cache, and damage -----------------------------------------------------------------------------------------------
+# ---- the cache, and damage -----------------------------------------------------------------------
 def test_the_cache_is_written_once_and_mended_when_cut_short(root, tmp_path):
     cache = tmp_path / "cache"
     expected = samples([feed_of(root, "resident")])
@@ -533,7 +534,7 @@ def test_a_shard_that_is_cut_short_or_missing_is_damage(root, place, left):
         use(root, place)
 
 
-# ---- decoding ------------------------------------------------------------------------------------------------------------
+# ---- decoding ------------------------------------------------------------------------------------
 def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)

@@ -1,4 +1,5 @@
-"""Storage on an object store: errors that pass are outlived, others are said at once, and nothing is ever half there."""
+"""Storage on an object store: errors that pass are outlived, others are said at once, and nothing
+is ever half there."""
 
 from __future__ import annotations
 
@@ -77,9 +78,8 @@ def test_a_large_write_is_whole_or_absent(kind, part, bucket, patience_of_ours):
     with filesystem.patience(0), pytest.raises(UserError, match="does not answer"):
         write_bytes(join(bucket.uri, "a"), LARGE)
     done = kind == "done, unsaid" and part == "?uploadId"  # nobody heard that it was done
-    assert (
-        list(s3.files(bucket.upstream, bucket.bucket).values()) == [LARGE] * done
-    )  # pyarrow itself would leave an empty object here
+    # pyarrow itself would leave an empty object here
+    assert list(s3.files(bucket.upstream, bucket.bucket).values()) == [LARGE] * done
     bucket.faults[:] = [Fault(kind, path=part, times=2)]
     write_bytes(join(bucket.uri, "a"), LARGE)
     assert read_bytes(join(bucket.uri, "a")) == LARGE
@@ -138,7 +138,7 @@ def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(
     assert said.count("\n") == 1
 
 
-# ---- how long it is waited, and for what ----------------------------------------------------------------------------------
+# ---- how long it is waited, and for what ---------------------------------------------------------
 class Clock:
     """In place of `time`: nobody sleeps, and how long somebody would have stands in `slept`."""
 
@@ -314,9 +314,10 @@ def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_
         )
 
 
-# ---- every operation ------------------------------------------------------------------------------------------------------
+# ---- every operation -----------------------------------------------------------------------------
 class Stumbles:
-    """A disk whose every operation fails once in a way that passes, and then does what it is asked."""
+    """A disk whose every operation fails once in a way that passes, and then does what it is
+    asked."""
 
     def __init__(self):
         self.disk, self.failed = fs.LocalFileSystem(), []
@@ -436,7 +437,7 @@ def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"1"
 
 
-# ---- what was done although nobody heard --------------------------------------------------------------------------------
+# ---- what was done although nobody heard ---------------------------------------------------------
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "POST"])
 def test_deleting_and_moving_are_done_once(method, bucket, patience_of_ours):
     for name in ("a", "k/manifest.json", "folder/x", "folder/y"):
@@ -479,7 +480,7 @@ def test_a_stage_is_published_only_with_all_its_files(harm, bucket):
         }
 
 
-# ---- how often it is asked ----------------------------------------------------------------------------------------------
+# ---- how often it is asked -----------------------------------------------------------------------
 def test_few_requests_are_made(bucket):
     resolve("s3://elsewhere/without/a/region")
     assert not bucket.seen, "a region was asked for"
@@ -530,7 +531,7 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket):
     assert len(bucket.seen) <= 6 + 2 + 2, "a manifest was read of every stage"
 
 
-# ---- where it is, and who may -------------------------------------------------------------------------------------------
+# ---- where it is, and who may --------------------------------------------------------------------
 def test_the_uri_goes_before_the_environment(monkeypatch):
     made: list[dict] = []
     monkeypatch.setattr(filesystem.fs, "S3FileSystem", lambda **options: made.append(options))
@@ -636,7 +637,7 @@ def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch):
     )
 
 
-# ---- what is said where a bucket refuses -----------------------------------------------------------------------------------
+# ---- what is said where a bucket refuses ---------------------------------------------------------
 CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",

@@ -57,7 +57,8 @@ def trained(
 
 
 def chain(optimizer: str = "adamw", cls: type[Hat] = Hat, **settings: Any) -> list[Left]:
-    """Two tasks, each on a backbone of its own, as stages are; half of the units are on from the start."""
+    """Two tasks, each on a backbone of its own, as stages are; half of the units are on from the
+    start."""
     made = cls.Settings(**{"start": "normal", "c": 0.1, "mask_lr": 0.05, **settings})
     return in_turn(
         (ONE, TWO), lambda task, carried: trained(cls(vit(), made, 1), task, carried, optimizer)
@@ -71,7 +72,7 @@ def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
     )
 
 
-# ---- the loss -----------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 def test_the_loss_is_cross_entropy_plus_c_times_r():
     method = Hat(vit(), HatSettings(c=0.5, price="absolute", schedule="linear", s_min=None), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
@@ -87,7 +88,8 @@ def test_the_loss_is_cross_entropy_plus_c_times_r():
 
 @pytest.mark.parametrize("compensation", ["exact", "official"])
 def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensation: Any):
-    """Of the step before, over all units that have a gradient, whatever c and R added to it; times the number of free units."""
+    """Of the step before, over all units that have a gradient, whatever c and R added to it; times
+    the number of free units."""
     method = Hat(vit(), HatSettings(c=0.5, start="normal", compensation=compensation), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     method.uses = (torch.arange(384) % 3 == 0).short()
@@ -119,7 +121,7 @@ def test_a_step_in_which_no_unit_has_a_gradient_leaves_the_price():
     assert method.price == 7
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 SHARED = ("qkv.weight", "qkv.bias", "attn.proj.weight", "fc1.weight", "fc1.bias", "fc2.weight")
 AFFINE = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.proj.bias", "fc2.bias")
 
@@ -210,7 +212,7 @@ def test_embeddings_differ_between_tasks_and_not_between_runs():
     assert not torch.equal(start(ONE), start(TWO))
 
 
-# ---- zero forgetting -----------------------------------------------------------------------------------------------------
+# ---- zero forgetting -----------------------------------------------------------------------------
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_answers_of_the_first_task_stay_bit_for_bit(optimizer: str, affine: bool):
@@ -270,7 +272,7 @@ def test_soft_masks_at_test_would_change_the_answers():
         assert not torch.equal(head(method.features(images())), hard)
 
 
-# ---- what is stored ------------------------------------------------------------------------------------------------------
+# ---- what is stored ------------------------------------------------------------------------------
 def test_the_cumulative_mask_is_the_union_of_the_stored_masks_and_never_shrinks():
     done = chain()
     masks = [torch.cat(list(state.masks.values())) for state, _ in done]
@@ -310,9 +312,8 @@ def test_measures_and_the_share_of_work():
     method = Hat(vit(), HatSettings(start="normal"), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     with torch.no_grad():
-        method.mask.embedding.copy_(
-            torch.where(torch.arange(384) < 96, 1.0, -1.0)
-        )  # two blocks of 32 + 32 + 128: a half of the first
+        # two blocks of 32 + 32 + 128: a half of the first
+        method.mask.embedding.copy_(torch.where(torch.arange(384) < 96, 1.0, -1.0))
     method.uses = (torch.arange(384) >= 288).short()
     assert method.measures() == {"density": 0.25, "capacity": 0.5, "free": 0.5}
     work = [
@@ -323,7 +324,7 @@ def test_measures_and_the_share_of_work():
     assert work[0] > work[1] > work[2] > 0
 
 
-# ---- what cannot work, and what a person should know ----------------------------------------------------------------------
+# ---- what cannot work, and what a person should know ---------------------------------------------
 def refused(train: dict[str, Any], **settings: Any) -> None:
     Hat.check(HatSettings(**settings), TrainSettings(**train), DataSettings(), "task")
 
@@ -377,7 +378,7 @@ def test_a_full_network_still_learns_a_head_and_a_choice_of_units():
     assert not all(bool(m.all()) for m in state.masks.values())
 
 
-# ---- AdaHAT --------------------------------------------------------------------------------------------------------------
+# ---- AdaHAT --------------------------------------------------------------------------------------
 def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full():
     """Under plain SGD the step of every entry is that of no protection, times r / (n + r)."""
     method = AdaHat(vit(), AdaHatSettings(start="normal", intensity=0.3, eps=0.1, mask_lr=0.05), 1)

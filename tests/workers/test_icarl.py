@@ -1,4 +1,5 @@
-"""iCaRL: its losses by hand and the worked one, answers by class means, and the memory behind them."""
+"""iCaRL: its losses by hand and the worked one, answers by class means, and the memory behind
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from workers.taskstate import Carried
 CLASSES = {"two": ["0", "1"], "three": ["2", "3", "4"]}
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 def test_the_loss_has_the_worked_value(monkeypatch: pytest.MonkeyPatch):
     """The second sample's own label is an old class, and its teacher stands in for it."""
     one = Task("c", "card", "", ("c1",))
@@ -106,7 +107,7 @@ def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str):
     assert terms.keys() == {name}
 
 
-# ---- answers -------------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 def test_it_answers_by_the_nearest_mean_of_the_exemplars_as_the_network_sees_them_now(lab: Lab):
     run = stream(lab, "icarl", memory=10)
     served, images, carried = run.served(1), run.images(1), run.carried(1)
@@ -170,7 +171,7 @@ def test_means_move_with_the_network_and_not_with_its_heads():
     assert not torch.equal(method.logits(images, None), before)
 
 
-# ---- the memory ----------------------------------------------------------------------------------------------------------
+# ---- the memory ----------------------------------------------------------------------------------
 def test_old_classes_keep_the_start_of_their_lists_and_all_share_the_memory(lab: Lab):
     run = stream(lab, "icarl", memory=11)
     first, second = (run.carried(task).meta[MEMORY] for task in (0, 1))

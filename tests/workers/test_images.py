@@ -1,4 +1,5 @@
-"""Promises of what is taken in: every kind of image becomes the pixels of evaluation, and what cannot gets one sentence, before it costs much."""
+"""Promises of what is taken in: every kind of image becomes the pixels of evaluation, and what
+cannot gets one sentence, before it costs much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""KSM: the reference's worked numbers and invariants, its masks and copies as trained, stored and served."""
+"""KSM: the reference's worked numbers and invariants, its masks and copies as trained, stored and
+served."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def scores(count: int = 5000) -> Tensor:
     return 0.01 * torch.randn(count, generator=torch.Generator().manual_seed(0))
 
 
-# ---- the equations -------------------------------------------------------------------------------------------------------
+# ---- the equations -------------------------------------------------------------------------------
 def test_the_worked_example_of_the_soft_mask():
     mask = SoftBinary(WORKED, 5e-3)
     assert mask.hard().tolist() == [1.0, 0.5, 0.0, 0.0]
@@ -74,7 +75,8 @@ def test_mask_values_are_one_or_at_most_a_half():
     ids=["all off and equal", "all on", "all off", "all at zero", "at the threshold"],
 )
 def test_a_layer_without_a_range_has_no_nan(values, want):
-    """On entries count as zero for the least and the largest, off ones at exactly zero get nothing."""
+    """On entries count as zero for the least and the largest, off ones at exactly zero get
+    nothing."""
     mask = SoftBinary(torch.tensor(values), torch.tensor(5e-3).item())
     assert mask.hard().tolist() == want
     mask.sample().sum().backward()
@@ -189,7 +191,7 @@ def test_every_granularity_trains_masks_of_its_shape_and_serves_them(settings, s
     assert torch.equal(answers(server), answers(method))
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("soft", [True, False])
 def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft):
     method = ksm(soft=soft)
@@ -265,7 +267,7 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
     )
 
 
-# ---- what is stored and served -------------------------------------------------------------------------------------------
+# ---- what is stored and served -------------------------------------------------------------------
 def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training():
     method = ksm()
     state = trained(method)
@@ -306,7 +308,8 @@ def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones():
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(share):
-    """(N / g) (1 + 32 rho) bits of masks and 9,600 floats of norms; 576 of the kernels are those of the patch embedding."""
+    """(N / g) (1 + 32 rho) bits of masks and 9,600 floats of norms; 576 of the kernels are those of
+    the patch embedding."""
     method = Ksm(build(BackboneSettings()), KsmSettings(), seed=1)
     begun(method, TWO)
     off = 0
@@ -325,7 +328,7 @@ def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(sh
     assert off == pytest.approx(share * kernels, abs=49)
 
 
-# ---- people's mistakes ---------------------------------------------------------------------------------------------------
+# ---- people's mistakes ---------------------------------------------------------------------------
 def test_mistakes_get_a_sentence():
     check = partial(Ksm.check, data=DataSettings(), scenario="task")
     check(KsmSettings(), TrainSettings())

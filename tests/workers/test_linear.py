@@ -1,4 +1,5 @@
-"""The linear probe on features that are computed once: the same numbers as recomputing them, and only where they stay the same."""
+"""The linear probe on features that are computed once: the same numbers as recomputing them, and
+only where they stay the same."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def probe(lab: Lab, **data: Any) -> Run:
     "data", [{}, {"smoothing": 0.2}, {"repeats": 2}, {"resident_mb": 0}], ids=repr
 )
 def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]):
-    """Up to rounding: a sample meets other neighbours in the forward. Smoothed labels, repeated images and streamed ones too."""
+    """Up to rounding: a sample meets other neighbours in the forward. Smoothed labels, repeated
+    images and streamed ones too."""
     job = probe(lab, **data).stages(0)[0]
     with counted() as seen:
         found = lab.stage(job)
@@ -130,7 +132,7 @@ def test_two_ranks_train_the_same_head(lab: Lab):
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
 
 
-# ---- the feed ------------------------------------------------------------------------------------------------------------
+# ---- the feed ------------------------------------------------------------------------------------
 def made_of(images: torch.Tensor) -> torch.Tensor:
     return images.flatten(1).double().cumsum(1)[:, -2:]
 
@@ -138,7 +140,8 @@ def made_of(images: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_feed_gives_what_it_holds_in_place_of_images(root, place: str, world: int):  # noqa: F811
-    """For each sample, in any epoch, for any number of ranks; labels and targets are those of its image."""
+    """For each sample, in any epoch, for any number of ranks; labels and targets are those of its
+    image."""
     options: dict[str, Any] = {"batch": 4, "accumulate": 2, "data": {**PLAIN, "smoothing": 0.1}}
     plain = feed_of(root, place, **options)
     feeds = [feed_of(root, place, rank, world, **options) for rank in range(world)]
@@ -184,7 +187,7 @@ def test_a_feed_that_holds_something_decodes_nothing_more(root, place: str):  # 
     look.assert_not_called()
 
 
-# ---- full fine-tuning of a network per task ------------------------------------------------------------------------------
+# ---- full fine-tuning of a network per task ------------------------------------------------------
 def test_individual_stores_a_network_and_a_head_and_nothing_else(lab: Lab):
     run = lab.run("individual")
     live = run.live(0)

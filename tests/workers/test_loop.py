@@ -1,4 +1,5 @@
-"""Promises of the train loop: an interruption, the number of ranks and what ran before change nothing."""
+"""Promises of the train loop: an interruption, the number of ranks and what ran before change
+nothing."""
 
 from __future__ import annotations
 
@@ -29,15 +30,17 @@ AUGMENTED = {
     "erase": 0.5,
     "smoothing": 0.1,
 }
+# three whole batches, and one sample over: a rank of two has no row in the last step
 SAMPLES, BATCH = (
     70,
     23,
-)  # three whole batches, and one sample over: a rank of two has no row in the last step
+)
 PER_EPOCH = 4
 
 
 def augmented(lab: Lab, method: str, optimizer: str = "adamw", **train: Any) -> Run:
-    """Everything that is random is on, and the best epoch is kept. The first task is trained, without interruption."""
+    """Everything that is random is on, and the best epoch is kept. The first task is trained,
+    without interruption."""
     settings = {**OPTIMIZERS[optimizer], "batch_size": BATCH, "keep": "best", **train}
     run = lab.run_of(method, settings, data=AUGMENTED, backbone={**TINY, "drop_path": 0.3})
     run.trained(0)
@@ -61,7 +64,8 @@ def interrupt(lab: Lab, job: StageJob, steps: int) -> None:
 def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order_of_summation(
     lab: Lab,
 ):
-    """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what rounding began, and Adam more so."""
+    """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what
+    rounding began, and Adam more so."""
     run = lab.run("finetune", "sgd", epochs=1)
     (job,), found = run.stages(0), []
     run.prepare(job)
@@ -81,7 +85,7 @@ def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order
             assert torch.allclose(tensor, two[name], rtol=0, atol=limit), name
 
 
-# ---- interruptions -------------------------------------------------------------------------------------------------------
+# ---- interruptions -------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat"])
 @pytest.mark.parametrize(
     ("steps", "place"),
@@ -190,7 +194,7 @@ def test_checkpoints_are_written_no_more_often_than_asked_for(lab: Lab):
         assert not folder_of(job).exists()
 
 
-# ---- one task after another ----------------------------------------------------------------------------------------------
+# ---- one task after another ----------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_momentum_never_crosses_tasks(lab: Lab, monkeypatch: pytest.MonkeyPatch, optimizer: str):
     run, states, step = augmented(lab, "finetune", optimizer, epochs=1), [], loop.train_step
@@ -206,7 +210,8 @@ def test_momentum_never_crosses_tasks(lab: Lab, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab):
-    """A rate that ruins what a good first epoch learned: the first epoch's answers are the ones that are kept."""
+    """A rate that ruins what a good first epoch learned: the first epoch's answers are the ones
+    that are kept."""
     run = augmented(lab, "linear", "sgd", keep="best", epochs=4)
     right = [row["val_correct"] for row in history(run.trained(0))]
     best = right.index(max(right))
@@ -235,7 +240,7 @@ def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(l
     assert Artefact.open(job.root, job.key) is None
 
 
-# ---- ranks ---------------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 RANKED = {
     "finetune": ("finetune", "sgd", {}),
     "finetune accumulated": ("finetune", "sgd", {"accumulate": 2}),
@@ -247,7 +252,8 @@ RANKED = {
 
 @pytest.fixture(scope="module")
 def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
-    """Everything that is asked of two ranks, in one start of two processes: label -> one-rank run, two-rank stage, steps."""
+    """Everything that is asked of two ranks, in one start of two processes: label -> one-rank run,
+    two-rank stage, steps."""
     runs = {
         label: augmented(lab, method, optimizer, keep="last", **train)
         for label, (method, optimizer, train) in RANKED.items()
@@ -275,7 +281,8 @@ def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
 
 @pytest.mark.parametrize("label", RANKED)
 def test_two_ranks_equal_one(ranked: dict[str, Any], label: str):
-    """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the same."""
+    """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the
+    same."""
     run, job, _ = ranked[label]
     close(history(run.trained(0)), history(Artefact.need(job.root, job.key)), 1e-3)
     for one, two in zip(
@@ -341,9 +348,8 @@ def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str,
     assert len(first.rows) == PER_EPOCH + 2
     with interrupted_after(1000) as done:
         resumed = lab.stage(job)
-    assert (
-        len(done) == 2 * PER_EPOCH
-    )  # two ranks ask each other at the end of an epoch, and every AGREE_STEPS steps
+    # two ranks ask each other at the end of an epoch, and every AGREE_STEPS steps
+    assert len(done) == 2 * PER_EPOCH
     for one, two in zip(tensors_of(run.trained(0)), tensors_of(resumed), strict=True):
         assert torch.allclose(one, two, atol=1e-4)
 
@@ -354,12 +360,13 @@ def test_a_rank_alone_needs_no_process_group():
     assert Group().gather(5) == [5]
 
 
-# ---- compiled blocks -------------------------------------------------------------------------------------------------------
+# ---- compiled blocks -----------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
 def test_blocks_run_compiled_whichever_way_a_method_runs_them(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Weights in place of the backbone's, forward_features, forward_intermediates: the compiler sees blocks, and the numbers stay."""
+    """Weights in place of the backbone's, forward_features, forward_intermediates: the compiler
+    sees blocks, and the numbers stay."""
     plain, seen = lab.run(method, epochs=1), list[str]()
 
     def backend(graph: Any, examples: Any) -> Any:
@@ -381,7 +388,7 @@ def test_blocks_run_compiled_whichever_way_a_method_runs_them(
     assert any("scaled_dot_product_attention" in graph for graph in seen)
 
 
-# ---- the notice itself -------------------------------------------------------------------------------------------------------
+# ---- the notice itself ---------------------------------------------------------------------------
 def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_again_afterwards():
     heard: list[int] = []
     usual = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))

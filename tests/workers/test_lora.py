@@ -1,4 +1,5 @@
-"""LoRA: it starts as the backbone, its branch and its merged weights say the same, and what it stores is the formula's."""
+"""LoRA: it starts as the backbone, its branch and its merged weights say the same, and what it
+stores is the formula's."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def divergence(z: Tensor, y: Tensor, tau: float) -> Tensor:
     return -((y / tau).softmax(1) * (z / tau).log_softmax(1)).sum(1).mean()
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tau", [1.0, 2.0])
 def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_one(tau: float):
     method = lwf(A, B, C, **{"lambda": 0.7, "tau": tau})
@@ -141,7 +141,8 @@ def test_old_heads_are_trained_along_without_weight_decay_on_biases():
 
 
 def test_distillation_keeps_the_old_answers_on_new_images():
-    """How far the old head's softmax goes away from the teacher's in ten steps, with and without."""
+    """How far the old head's softmax goes away from the teacher's in ten steps, with and
+    without."""
     train, apart = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9), {}
     for weight in (0.0, 1.0):
         method = lwf(A, B, **{"lambda": weight})
@@ -154,7 +155,7 @@ def test_distillation_keeps_the_old_answers_on_new_images():
     assert 0 < apart[1.0] < 0.5 * apart[0.0]
 
 
-# ---- the new head alone --------------------------------------------------------------------------------------------------
+# ---- the new head alone --------------------------------------------------------------------------
 def steps(
     method: Lwf, train: TrainSettings, which: range, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -200,7 +201,7 @@ def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps():
     )
 
 
-# ---- what is handed on ---------------------------------------------------------------------------------------------------
+# ---- what is handed on ---------------------------------------------------------------------------
 def test_carried_are_the_weights_and_the_older_heads_and_stored_is_the_own_one():
     method = lwf(A, B, C)
     state, carried = method.finish()
@@ -241,7 +242,8 @@ def test_an_old_head_is_served_as_it_is_by_now(lab: Lab):
 
 
 def test_the_head_of_a_base_task_is_distilled_too(lab: Lab):
-    """The first task of the chain has a teacher: the backbone with the head that it was trained with."""
+    """The first task of the chain has a teacher: the backbone with the head that it was trained
+    with."""
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(TASKS[name]), "role": role}
         for name, role in (("two", "base"), ("three", "task"))

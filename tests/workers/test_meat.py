@@ -1,4 +1,5 @@
-"""MEAT: the reference's worked numbers and invariants, its masks as stored, served and physically applied."""
+"""MEAT: the reference's worked numbers and invariants, its masks as stored, served and physically
+applied."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> Tas
     )
 
 
-# ---- the equations -------------------------------------------------------------------------------------------------
+# ---- the equations -------------------------------------------------------------------------------
 def test_the_worked_rows_of_masked_attention():
     policy = torch.tensor([[1.0, 0.0, 1.0]])
     row = MaskedSoftmax.apply(torch.tensor([[1.0, 2.0, 3.0]]), policy)
@@ -182,7 +183,7 @@ def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm():
     assert not mask.hard().any()
 
 
-# ---- training ------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("settings", "groups"),
     [
@@ -296,7 +297,7 @@ def test_bf16_training_keeps_masks_and_their_gradients_in_fp32():
     )
 
 
-# ---- serving -------------------------------------------------------------------------------------------------------
+# ---- serving -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
 def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn):
     plain = vit()
@@ -435,7 +436,7 @@ def test_stored_bits_are_the_papers_formula():
     assert state.sizes()["masks"] * 8 == 3_541_296
 
 
-# ---- physically pruned inference -----------------------------------------------------------------------------------
+# ---- physically pruned inference -----------------------------------------------------------------
 @pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
 @pytest.mark.parametrize(
     "changes",
@@ -482,7 +483,7 @@ def test_the_share_of_operations_is_one_without_masks_and_falls_with_them():
     assert method.flops_share(base) == 1.0
 
 
-# ---- people's mistakes ---------------------------------------------------------------------------------------------
+# ---- people's mistakes ---------------------------------------------------------------------------
 def test_mistakes_get_a_sentence():
     with pytest.raises(
         UserError, match=r"token_mask_blocks is \[1, 9\], but the backbone has blocks 0 to 2"

@@ -1,4 +1,5 @@
-"""MEAT on a ResNet: channels in the place of tokens, convolutions in that of the FFN; and what a CNN is as a backbone."""
+"""MEAT on a ResNet: channels in the place of tokens, convolutions in that of the FFN; and what a
+CNN is as a backbone."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ BOTH = pytest.mark.parametrize("settings", [BASIC, BOTTLENECK], ids=["basic", "b
 
 
 def resnet(settings: BackboneSettings = BASIC, **options: Any) -> Any:
-    """Lively in every entry, so that nothing hides behind a zero: random statistics, no zero at the end of a block."""
+    """Lively in every entry, so that nothing hides behind a zero: random statistics, no zero at the
+    end of a block."""
     torch.manual_seed(0)
     model = vit.build(settings.model_copy(update={"options": settings.options | options}))
     for name, tensor in model.state_dict().items():
@@ -60,7 +62,7 @@ def served(method: Meat, state: TaskState) -> Tensor:
     return method.eval().logits(images(), state.task)
 
 
-# ---- where the masks are ---------------------------------------------------------------------------------------------
+# ---- where the masks are -------------------------------------------------------------------------
 def test_the_masks_of_resnet18_and_resnet50_have_the_sizes_that_follow_from_their_widths():
     def bits(name: str, entries: Any) -> int:
         sites = sites_of(vit.check(BackboneSettings(name=name, weights="hub")), "all", entries)
@@ -126,7 +128,7 @@ def test_masks_sit_only_in_the_blocks_that_were_named():
         meat(token_mask_blocks=[0, 1], ffn_masks="off").load(with_random_masks(method))
 
 
-# ---- what they do ----------------------------------------------------------------------------------------------------
+# ---- what they do --------------------------------------------------------------------------------
 @BOTH
 def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(settings):
     method, plain = begun(meat(resnet(settings))).eval(), resnet(settings)
@@ -243,7 +245,7 @@ def test_ranks_sample_what_one_process_samples():
         assert torch.allclose(one, two, atol=1e-6)
 
 
-# ---- training and serving ----------------------------------------------------------------------------------------------
+# ---- training and serving ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("settings", "kinds"),
     [
@@ -297,7 +299,7 @@ def test_masks_that_never_flip_are_reported_by_their_names():
     ]
 
 
-# ---- physically pruned inference ---------------------------------------------------------------------------------------
+# ---- physically pruned inference -----------------------------------------------------------------
 @BOTH
 @pytest.mark.parametrize("ffn", ["weight", "off"])
 def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(settings, ffn):
@@ -337,9 +339,8 @@ def test_where_channels_depend_on_each_other_none_is_cut(changes):
     method = meat(resnet(**changes))
     state = with_random_masks(method)
     assert torch.allclose(served(method, state), method.compact("one")(images()), atol=1e-5)
-    assert (method.flops_share(state) == 1) == (
-        changes is GROUPS
-    )  # anti-aliasing is where a block strides
+    # anti-aliasing is where a block strides
+    assert (method.flops_share(state) == 1) == (changes is GROUPS)
 
 
 def test_multiply_adds_are_counted_by_hand():
@@ -356,7 +357,7 @@ def test_multiply_adds_are_counted_by_hand():
     )
 
 
-# ---- a CNN as a backbone -----------------------------------------------------------------------------------------------
+# ---- a CNN as a backbone -------------------------------------------------------------------------
 def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch():
     assert not any(
         m.training for m in vit.build(BASIC).modules() if isinstance(m, nn.BatchNorm2d)

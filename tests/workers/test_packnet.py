@@ -1,4 +1,5 @@
-"""PackNet: the reference's worked numbers and invariants, who owns what, and what no later task can move."""
+"""PackNet: the reference's worked numbers and invariants, who owns what, and what no later task can
+move."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def shares(carried: Carried) -> list[float]:
     return [float((every == number).float().mean()) for number in range(int(every.max()) + 1)]
 
 
-# ---- pruning -------------------------------------------------------------------------------------------------------
+# ---- pruning -------------------------------------------------------------------------------------
 def test_the_worked_example_frees_the_two_smallest():
     weight = torch.tensor([0.1, -0.5, 0.3, -0.2])
     assert smallest(weight, torch.ones(4, dtype=torch.bool), 0.5).tolist() == [0, 3]
@@ -171,7 +172,7 @@ def test_owners_stay_once_they_are_set():
             assert bool((owners(after)[site] <= after.meta["owner"]).all())
 
 
-# ---- what stays ----------------------------------------------------------------------------------------------------
+# ---- what stays ----------------------------------------------------------------------------------
 def forgotten(optimizer: str, **settings: Any) -> list[str]:
     """Tasks of a stream of three whose answers moved after any later task."""
     states, carried = stream([ONE, TWO, THREE], optimizer, **settings)
@@ -287,7 +288,7 @@ def test_a_step_leaves_what_it_was_handed_alone():
     assert first.to_bytes() == before
 
 
-# ---- where tasks start -----------------------------------------------------------------------------------------------
+# ---- where tasks start ---------------------------------------------------------------------------
 def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_what_is_owned():
     method = packnet()
     begun(method, ONE, "train", None)
@@ -373,7 +374,7 @@ def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
     assert torch.equal(answers(served([state], after, per_task_affine=True), THREE), live)
 
 
-# ---- steps, settings, sizes ------------------------------------------------------------------------------------------
+# ---- steps, settings, sizes ----------------------------------------------------------------------
 @pytest.mark.parametrize("step", ["prune", "retrain"])
 def test_head_and_copies_go_on_from_the_step_before(step: str):
     method = packnet(per_task_affine=True)
@@ -456,7 +457,8 @@ def test_masks_for_display_are_what_a_task_is_served_with():
 
 
 def test_sizes_are_those_of_the_reference():
-    """One byte of owner per weight, 5,455,872 on DeiT-Ti, for all tasks together; a task costs its head."""
+    """One byte of owner per weight, 5,455,872 on DeiT-Ti, for all tasks together; a task costs its
+    head."""
     method = PackNet(
         build(BackboneSettings(options={"weight_init": "skip"})), PackNetSettings(), seed=0
     )
@@ -471,7 +473,8 @@ def test_sizes_are_those_of_the_reference():
 
 
 def test_what_pruning_does_to_the_accuracy_is_measured(lab: Lab):
-    """On held-out images, between the last epoch of `train` and the first of `retrain`; nothing counts as trained there."""
+    """On held-out images, between the last epoch of `train` and the first of `retrain`; nothing
+    counts as trained there."""
     run = lab.run("packnet")
     prune = run.artefact(run.stages(0)[1])
     (row,) = history(prune)

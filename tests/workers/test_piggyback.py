@@ -1,4 +1,5 @@
-"""Piggyback: the reference's worked numbers and invariants, its masks as trained, stored and served."""
+"""Piggyback: the reference's worked numbers and invariants, its masks as trained, stored and
+served."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     )
 
 
-# ---- the equations -------------------------------------------------------------------------------------------------------
+# ---- the equations -------------------------------------------------------------------------------
 def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero():
     values = torch.tensor([-0.3, 0.0, 5e-3, 5.1e-3, -1e-9, 0.2])
     assert Threshold(values, 5e-3).hard().tolist() == [False, False, False, True, False, True]
@@ -68,7 +69,8 @@ def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero():
 
 
 def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry():
-    """dL/dM = (delta x^T) .* W, whether the entry is on or off; worked by hand for y = (M .* W) x and L = delta . y."""
+    """dL/dM = (delta x^T) .* W, whether the entry is on or off; worked by hand for y = (M .* W) x
+    and L = delta . y."""
     weight, x, delta = (
         torch.tensor([[1.0, -2.0], [3.0, 0.5]]),
         torch.tensor([2.0, -1.0]),
@@ -118,7 +120,7 @@ def test_real_values_start_where_the_settings_say():
         assert mask is None or torch.allclose(mask.scores, weight.abs().mean().expand_as(weight))
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps():
     method = piggyback(mask_travel=3.0)
     for steps in (10.0, 1000.0):
@@ -237,7 +239,7 @@ def test_a_task_that_is_trained_anew_is_served_as_training_has_it():
         assert torch.equal(answers(method), method.heads["one"](vit()(images())))
 
 
-# ---- what is stored and served -------------------------------------------------------------------------------------------
+# ---- what is stored and served -------------------------------------------------------------------
 @pytest.mark.parametrize("ternary", [False, True])
 def test_the_stored_bits_give_the_answers_of_the_real_values(ternary):
     method = piggyback(ternary=ternary, mask_travel=10.0)
@@ -309,7 +311,7 @@ def test_the_stored_size_is_a_bit_per_weight_or_two(ternary, bits):
     }
 
 
-# ---- people's mistakes ---------------------------------------------------------------------------------------------------
+# ---- people's mistakes ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("settings", "train", "message"),
     [

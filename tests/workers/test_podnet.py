@@ -1,4 +1,5 @@
-"""PODNet: the worked value of POD and what it does not see, the loss by hand, and its proxies in a stream."""
+"""PODNet: the worked value of POD and what it does not see, the loss by hand, and its proxies in a
+stream."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from workers.model.pod import features_and_maps, pod, pooled
 from workers.model.vit import build, digest_of
 
 
-# ---- POD -----------------------------------------------------------------------------------------------------------------
+# ---- POD -----------------------------------------------------------------------------------------
 def some_maps(seed: int, height: int = 3, width: int = 3) -> Tensor:
     return torch.randn(
         2, 4, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
@@ -91,7 +92,7 @@ def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: Backbone
         )
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 def test_the_loss_is_nca_and_what_holds_features_and_maps_grows_with_the_tasks():
     method, b = (
         begun("podnet", A, B, C, lambda_c=2.0, lambda_f=0.5, scale=3.0, proxies=2),
@@ -200,7 +201,7 @@ def test_fine_tuning_is_nca_alone():
     assert begun("podnet", A, B, step="finetune").loss(batch(A, B), START)[1].keys() == {"nca"}
 
 
-# ---- in a stream ---------------------------------------------------------------------------------------------------------
+# ---- in a stream ---------------------------------------------------------------------------------
 def test_every_class_has_its_proxies_and_the_classifier_is_tuned_from_the_second_task_on(lab: Lab):
     run = stream(lab, "podnet", proxies=3)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
@@ -243,7 +244,7 @@ def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str 
         assert torch.allclose(old.norm(dim=2), torch.ones(2, 3), rtol=1e-5)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}, {"smoothing": 0.1}])
 def test_soft_targets_are_refused(data: dict[str, float]):
     with pytest.raises(UserError, match="set all three to 0"):

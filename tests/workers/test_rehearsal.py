@@ -1,4 +1,5 @@
-"""Rehearsal: one memory for any number of ranks, which samples a step trains on, and what of the past it can look at."""
+"""Rehearsal: one memory for any number of ranks, which samples a step trains on, and what of the
+past it can look at."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def counts(carried: Carried) -> dict[str, list[int]]:
     }
 
 
-# ---- how many --------------------------------------------------------------------------------------------------------------------
+# ---- how many ------------------------------------------------------------------------------------
 def test_a_memory_is_shared_equally_and_never_grows_beyond_its_size(lab: Lab):
     run = run_of(lab, memory=14)
     assert [counts(run.carried(task)) for task in (0, 1)] == [
@@ -74,7 +75,8 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
 
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(lab: Lab, method: str):
-    """All that a task hands on counts, also what is remembered for another purpose than training."""
+    """All that a task hands on counts, also what is remembered for another purpose than
+    training."""
     run = three_tasks(
         lab, method, memory=17, per_class=0, **({"top_k": 1} if method == "ucir" else {})
     )
@@ -119,7 +121,7 @@ def test_a_memory_without_room_for_each_class_is_refused():
     METHODS["replay"].fits(RehearsalSettings(memory=3), torch.nn.Identity(), tasks)
 
 
-# ---- which -----------------------------------------------------------------------------------------------------------------------
+# ---- which ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_without_augmentation(
     lab: Lab, selection: str
@@ -154,7 +156,8 @@ def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_wi
 def ranked(
     lab: Lab, request: pytest.FixtureRequest
 ) -> dict[str, tuple[Run, list[StageJob], list[StageJob]]]:
-    """All that is asked of so many ranks, in one start: method -> run, its stages, the same on ranks. Of `replay` the last herding alone."""
+    """All that is asked of so many ranks, in one start: method -> run, its stages, the same on
+    ranks. Of `replay` the last herding alone."""
     found: dict[str, tuple[Run, list[StageJob], list[StageJob]]] = {}
     for method in ("replay", "dytox", "icarl"):
         run = lab.run_of(
@@ -186,7 +189,8 @@ def ranked(
 def test_any_number_of_ranks_keeps_the_same_exemplars(
     ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]],
 ):
-    """By the same weights: every rank looks at its share of the images, and all choose from all (C13)."""
+    """By the same weights: every rank looks at its share of the images, and all choose from all
+    (C13)."""
     _, (alone,), (many,) = ranked["replay"]
     assert Artefact.need(many.root, many.key).read("carried.safetensors") == Artefact.need(
         alone.root, alone.key
@@ -222,7 +226,8 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
 
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, method: str):
-    """C17: nothing is remembered yet. With BiC as many as will be remembered to fit the bias are held out from the start."""
+    """C17: nothing is remembered yet. With BiC as many as will be remembered to fit the bias are
+    held out from the start."""
     runs = [run_of(lab, method, memory=memory, per_class=0) for memory in (20, 40)]
     steps = [[job.step for job in runs[0].stages(task)] for task in (0, 1)]
     small, large = (
@@ -237,7 +242,7 @@ def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, met
     assert small[1]["train"] != large[1]["train"]
 
 
-# ---- what a task starts from and leaves ----------------------------------------------------------------------------------
+# ---- what a task starts from and leaves ----------------------------------------------------------
 @pytest.mark.parametrize("method", [name for name in REHEARSAL if METHODS[name].taught])  # type: ignore[attr-defined]
 def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, method: str):
     """To the last bit, after a whole training beside it (C10)."""
@@ -263,7 +268,8 @@ def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, me
 
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str):
-    """Weights, biases and buffers are what the step before handed on, to the last bit (C8); class means are new."""
+    """Weights, biases and buffers are what the step before handed on, to the last bit (C8); class
+    means are new."""
     run = run_of(lab, method, memory=20)
     run.trained(1)
     by_key = {job.key: job for job in run.stages(1)}
@@ -281,7 +287,8 @@ def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str
 
 
 def everything(artefact: Artefact) -> dict[str, Tensor]:
-    """What a step of task `three` left of the network, by name, wherever it is kept: carried on, or in the task's state."""
+    """What a step of task `three` left of the network, by name, wherever it is kept: carried on, or
+    in the task's state."""
     carried, state = (
         Carried.from_bytes(artefact.read("carried.safetensors")),
         TaskState.from_bytes(artefact.read("task.safetensors"), "state"),
@@ -321,7 +328,7 @@ def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters():
     assert begun("replay", A, B).old_share == pytest.approx(2 / 5)
 
 
-# ---- what a step trains on ---------------------------------------------------------------------------------------------------------
+# ---- what a step trains on -----------------------------------------------------------------------
 def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(lab: Lab):
     run = run_of(lab, memory=10)
     kept = run.carried(0)
@@ -343,7 +350,8 @@ def test_the_loss_of_replay_is_cross_entropy_over_all_classes():
 
 
 def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab):
-    """A batch of a task and of exemplars has one output space, in which samples of different tasks are mixed."""
+    """A batch of a task and of exemplars has one output space, in which samples of different tasks
+    are mixed."""
     run = lab.run_of(
         "replay", QUICK, data={"mixup": 0.8, "smoothing": 0.1}, methods={"replay": {"memory": 10}}
     )

@@ -1,4 +1,5 @@
-"""RPS-Net on a ViT: the union of paths, what learns and what is frozen, candidates that do not know of each other, and how one is chosen."""
+"""RPS-Net on a ViT: the union of paths, what learns and what is frozen, candidates that do not know
+of each other, and how one is chosen."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ D = Task("d", "card", "", ("d1", "d2"))
 Left = tuple[TaskState, Carried]
 
 
-# ---- paths -------------------------------------------------------------------------------------------------------------------
+# ---- paths ---------------------------------------------------------------------------------------
 def path(*places: tuple[int, int], seed: int = 0) -> Path:
     """All its numbers are drawn."""
     found = Path([*places], 32, 5)
@@ -104,9 +105,10 @@ def test_a_path_has_as_many_parameters_as_the_formula_says():
     assert sum(p.numel() for p in path((1, 0)).parameters()) == 2 * d * m + d + m
 
 
-# ---- a stream, step by step ----------------------------------------------------------------------------------------------------
+# ---- a stream, step by step ----------------------------------------------------------------------
 def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
-    """`train` of the last task begins; each task before it was moved as training would, and left what it leaves."""
+    """`train` of the last task begins; each task before it was moved as training would, and left
+    what it leaves."""
     settings = {"every": 1, "width": 5, **settings}
     left: list[Left] = []
     for place, task in enumerate(tasks):
@@ -217,7 +219,7 @@ def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained():
     assert not begun(A, B, modules=50).warnings()
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("every", "expected"), [(1, [1.0, 1.0, 2.5, 5.0]), (2, [1.0, 1.0, 1.0, 2.5]), (3, [1.0] * 4)]
 )
@@ -259,7 +261,7 @@ def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path():
     assert torch.equal(loss, F.cross_entropy(method.logits(batch(A).images, None), batch(A).labels))
 
 
-# ---- candidates ----------------------------------------------------------------------------------------------------------------
+# ---- candidates ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("candidate", [0, 1, 2])
 def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: int):
     beside, alone = begun(A, B, candidates=3), begun(A, B, candidates=3)
@@ -363,7 +365,7 @@ def test_what_is_kept_of_one_epoch_for_all_is_refused():
     Rpsnet.check(RpsnetSettings(), TrainSettings(), data, "class")
 
 
-# ---- through the stages --------------------------------------------------------------------------------------------------------
+# ---- through the stages --------------------------------------------------------------------------
 def four(lab: Lab, **settings: Any) -> Run:
     """Four tasks, one epoch each."""
     tasks = {"p": "01", "q": "2", "r": "3", "s": "4"}

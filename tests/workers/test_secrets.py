@@ -1,4 +1,5 @@
-"""Credentials are refused wherever a URI may be written, and shown nowhere: the sentences do not repeat them."""
+"""Credentials are refused wherever a URI may be written, and shown nowhere: the sentences do not
+repeat them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Promises of the served model: what evaluation recorded is what it answers; mixed batches equal single images; tasks come and go."""
+"""Promises of the served model: what evaluation recorded is what it answers; mixed batches equal
+single images; tasks come and go."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def mixed(run: Finished, count: int = 5) -> tuple[list[bytes], list[str]]:
     return [data for data, _ in order], [name for _, name in order]
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [*TOLD, *FOUND_OUT])
 def test_as_many_answers_are_right_as_evaluation_recorded(runs, name):
     run, right = runs(name), {}
@@ -222,7 +223,7 @@ def test_what_cannot_be_answered_gets_a_sentence(runs, arguments, said):
         runs("meat").served.predict([np.zeros((4, 4, 3), np.uint8)], **arguments)
 
 
-# ---- folders ---------------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
 @pytest.fixture
 def folder(runs, tmp_path):
     def write(name: str) -> str:
@@ -299,7 +300,7 @@ def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder):
     assert bundles.import_task(place, data, "two.task").name == "two"
 
 
-# ---- tasks that come and go ------------------------------------------------------------------------------------------------
+# ---- tasks that come and go ----------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup", "supsup_nn", *CHAINS])
 def test_a_removed_task_is_not_served_and_the_others_answer_as_before(runs, folder, name):
     place, images = folder(name), runs(name).images("three")[0]

@@ -1,4 +1,5 @@
-"""Two users of a group on one storage, whatever their umasks: what one writes the other reads, replaces and deletes."""
+"""Two users of a group on one storage, whatever their umasks: what one writes the other reads,
+replaces and deletes."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ def use(storage: str, name: str) -> None:
 
 
 def as_user(user: int, group: int, mask: int, call: Callable[[], None]) -> str:
-    """`call()` in a process of another user. Returns the traceback, empty where there is none. The interpreter may lie where that user cannot
-    read, so the process is forked with all that it needs imported."""
+    """`call()` in a process of another user. Returns the traceback, empty where there is none. The
+    interpreter may lie where that user cannot read, so the process is forked with all that it needs
+    imported."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

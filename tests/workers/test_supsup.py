@@ -1,4 +1,5 @@
-"""SupSup: the reference's worked numbers, its masks and shared outputs, and finding out the task."""
+"""SupSup: the reference's worked numbers, its masks and shared outputs, and finding out the
+task."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def answers(method: SupSup, task: str | None, images: Tensor) -> Tensor:
     return method.eval().logits(images, task).clone()
 
 
-# ---- the reference's worked numbers ----------------------------------------------------------------------------------------
+# ---- the reference's worked numbers --------------------------------------------------------------
 WORKED = {"w": torch.tensor([[3.0, -3.0], [3.0, -3.0]])}  # inputs x outputs
 MASKS = [
     {"w": torch.tensor([[True, True], [False, False]])},
@@ -190,7 +191,7 @@ def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous():
     assert torch.allclose(outputs.grad[:, 2:], outputs.softmax(1)[:, 2:])
 
 
-# ---- masks -----------------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.3, 0.5, 0.77, 0.9, 1.0])
 def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float):
     drawn = torch.randn(13, 7, generator=torch.Generator().manual_seed(0))
@@ -288,7 +289,7 @@ def test_under_random_weights_nothing_of_the_pretrained_layers_is_left():
         )
 
 
-# ---- shared outputs ----------------------------------------------------------------------------------------------------------
+# ---- shared outputs ------------------------------------------------------------------------------
 def test_the_loss_runs_over_all_outputs_also_with_soft_targets():
     method, here = made(), batch(COLOURS, 0)
     begun(method, COLOURS)
@@ -365,10 +366,11 @@ def test_a_base_task_gets_a_mask_where_it_shares_the_outputs():
     assert SupSup.planned(SupSupSettings(outputs=0), -1) == ()
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------------------
+# ---- what is kept --------------------------------------------------------------------------------
 @pytest.mark.parametrize("outputs", [0, 100])
 def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int):
-    """A bit for each of N_w = 5,455,872 weights, and for each of the shared outputs', or a head of 32 bits per number."""
+    """A bit for each of N_w = 5,455,872 weights, and for each of the shared outputs', or a head of
+    32 bits per number."""
     torch.manual_seed(0)
     method = SupSup(build(BackboneSettings()), SupSupSettings(outputs=outputs), 0)
     begun(method, COLOURS)
@@ -385,7 +387,8 @@ def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int):
 
 
 def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Those on the first task, before and after the second, which has more classes, is trained beside it."""
+    """Those on the first task, before and after the second, which has more classes, is trained
+    beside it."""
     images = samples(STRIPES, 8)[0]
     method.load(learned(made(**settings), STRIPES, 6, optimizer=KEPT[optimizer])[0])
     before = answers(method, "stripes", images)
@@ -416,7 +419,7 @@ def test_old_answers_would_not_stay_if_the_weights_were_trained():
     assert not torch.equal(*kept_answers(Thaws(vit(), SupSupSettings(outputs=10), 1), "adamw", {}))
 
 
-# ---- finding out the task ------------------------------------------------------------------------------------------------------
+# ---- finding out the task ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "settings",
     [
@@ -474,7 +477,8 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states
 def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(
     states: list[TaskState],
 ):
-    """By default: the log of the share that all outputs but those of the task's classes have of the softmax, however many it has."""
+    """By default: the log of the share that all outputs but those of the task's classes have of the
+    softmax, however many it has."""
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
     assert left_over(outputs, 2).exp().tolist() == pytest.approx([0.119203, 0.5], abs=1e-6)
     method, images = serving(states), samples(COLOURS, 3)[0]
@@ -518,7 +522,7 @@ def test_heads_of_their_own_need_the_task():
     assert method.candidates() == {}
 
 
-# ---- measuring -----------------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 def not_told(lab: Lab, method: str, **settings: Any) -> Run:
     stream = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}

@@ -46,7 +46,8 @@ def chain() -> Chain:
 
 
 def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every mask gets its score from here, the slope of H; returns how many masks were superposed, decision by decision."""
+    """Every mask gets its score from here, the slope of H; returns how many masks were superposed,
+    decision by decision."""
     counts: list[int] = []
 
     def judge(masks: Any, alive: Any, groups: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPat
     return counts
 
 
-# ---- which mask is trained -------------------------------------------------------------------------------------------------
+# ---- which mask is trained -----------------------------------------------------------------------
 def test_another_domain_gets_a_mask_of_its_own_and_one_that_returns_its_old_one(chain: Chain):
     assert [state.meta["mask"] for state, _ in chain] == [0, 1, 0]
     assert [state.meta["masks"] for state, _ in chain] == [1, 2, 2]
@@ -86,7 +87,8 @@ def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain):
 def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(
     chain: Chain, monkeypatch: pytest.MonkeyPatch, slope: list[float], mask: int
 ):
-    """One mask is known, four untrained ones fill up: with k = 5 the threshold of nu is 1.125 / 5, at a slope of -0.1508."""
+    """One mask is known, four untrained ones fill up: with k = 5 the threshold of nu is 1.125 / 5,
+    at a slope of -0.1508."""
     nu = shares(torch.tensor([slope]))[0]
     assert (5 * nu[0] >= 1.125) == (mask == 0)
     method = made()
@@ -208,7 +210,7 @@ def test_what_decides_later_is_in_a_checkpoint():
     assert {"bank", "counter", "trained"} <= set(trained_state(method))
 
 
-# ---- what is carried -------------------------------------------------------------------------------------------------------
+# ---- what is carried -----------------------------------------------------------------------------
 def test_a_bit_per_weight_and_mask_is_carried_and_a_state_holds_nothing_but_numbers(chain: Chain):
     entries = sum(weight.numel() for weight in made().sites.values())
     assert [t.numel() for t in chain[2][1].tensors.values()] == [2 * -(-entries // 8)]
@@ -241,7 +243,7 @@ def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain):
     assert all(torch.equal(mask, stored[site]) for site, mask in shown.items())
 
 
-# ---- how it answers --------------------------------------------------------------------------------------------------------
+# ---- how it answers ------------------------------------------------------------------------------
 @pytest.mark.parametrize("infer_images", [1, 5])
 def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(
     chain: Chain, infer_images: int

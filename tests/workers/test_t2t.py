@@ -1,4 +1,5 @@
-"""T2T-ViT: its tokens-to-token module and attention by hand, its sizes to the unit, its weights, and MEAT on it."""
+"""T2T-ViT: its tokens-to-token module and attention by hand, its sizes to the unit, its weights,
+and MEAT on it."""
 
 from __future__ import annotations
 
@@ -57,22 +58,22 @@ def saved(tensors: dict[str, Tensor], folder: Any) -> BackboneSettings:
     return TINY.model_copy(update={"weights": path})
 
 
-# ---- sizes ---------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 def test_its_weights_are_counted_to_the_unit():
     sites = weight_sites(vit.check(BackboneSettings(name="t2t_vit_12")))
     assert sum(w.numel() for w in sites.values()) == 6_602_304
     assert sum(w.numel() for name, w in sites.items() if name.startswith("patch_embed.")) == 310_848
+    # biases, norms, class token
     assert (
         sum(p.numel() for p in vit.check(BackboneSettings(name="t2t_vit_12")).parameters())
         == 6_602_304 + 28_070
-    )  # biases, norms, class token
+    )
 
 
 def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table():
     backbone = vit.build(BackboneSettings(name="t2t_vit_12"))
-    weights = (
-        sum(p.numel() for p in backbone.parameters()) + 2 * 32 * 64 + 1000 * (256 + 1)
-    )  # with random features and ImageNet's head
+    # with random features and ImageNet's head
+    weights = sum(p.numel() for p in backbone.parameters()) + 2 * 32 * 64 + 1000 * (256 + 1)
     initial = 4 * weights  # fixed positions need no bytes
     heads = sum(4 * c * (256 + 1) for c in CLASSES)
     meat, piggyback = (
@@ -106,7 +107,7 @@ def test_any_multiple_of_sixteen_pixels_will_do(side):
     assert model(images(2, side)).shape == (2, 32)
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------------------
 def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels():
     image = torch.arange(2 * 8 * 8, dtype=torch.float32).view(1, 2, 8, 8)
     first = windows(image, 7, 4, 2)[0]  # (2 * 2, 2 * 49)
@@ -229,7 +230,7 @@ def test_bf16_is_close_to_fp32():
             assert torch.allclose(module(images()).float(), exact, atol=0.05)
 
 
-# ---- what is trained, what is part of the weights --------------------------------------------------------------------
+# ---- what is trained, what is part of the weights ------------------------------------------------
 def test_positions_and_random_features_are_weights_that_nothing_trains():
     model = t2t()
     fixed = {"pos_embed", "patch_embed.attention1.w", "patch_embed.attention2.w"}
@@ -255,7 +256,7 @@ def test_random_features_follow_the_seed_and_count_in_the_digest():
     assert torch.equal(other(images()), one(images()))
 
 
-# ---- released weights ----------------------------------------------------------------------------------------------
+# ---- released weights ----------------------------------------------------------------------------
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_released_weights_are_read_under_their_own_names(prefix, tmp_path):
     source = t2t()
@@ -308,7 +309,7 @@ def test_mistakes_get_a_sentence():
         vit.check(TINY.model_copy(update={"options": {"patch_size": 8}}))
 
 
-# ---- MEAT on it ----------------------------------------------------------------------------------------------------
+# ---- MEAT on it ----------------------------------------------------------------------------------
 def meat(**settings: Any) -> Meat:
     return Meat(t2t(), MeatSettings(**settings), seed=1)
 
@@ -349,18 +350,18 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn):
     assert torch.allclose(
         method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5
     )
+    # Linear layers
     embedding = (
         3 * 7 * 7 * 192 * 256
         + 3 * 64 * 64 * 256
         + 64 * 9 * 192 * 64
         + 3 * 64 * 64 * 64
         + 64 * 9 * 32 * 16
-    )  # Linear layers
+    )
     features = (4 * 64 * 32 + 2 * 32) * (256 + 64) - 2 * 32 * (256 + 64) + 32 * (256 + 64)
     block = 17 * (4 * 32 * 32 + 2 * 17 * 32 + 4 * 32 * 32)
-    last = 16 * (
-        2 * 32 * 32 + 17 * 32 * 2 + 4 * 32 * 32
-    )  # the class token is the only query of the last block
+    # the class token is the only query of the last block
+    last = 16 * (2 * 32 * 32 + 17 * 32 * 2 + 4 * 32 * 32)
     assert (
         flops(method.backbone, plan(method.backbone, method.sites.by_block({})))
         == embedding + features + 3 * block - last

@@ -1,4 +1,5 @@
-"""Promises of stored states: bits and bytes come back as they were, and nothing else can be loaded."""
+"""Promises of stored states: bits and bytes come back as they were, and nothing else can be
+loaded."""
 
 from __future__ import annotations
 

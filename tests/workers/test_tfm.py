@@ -1,4 +1,5 @@
-"""TFM: what grows, what stays bit for bit, and that weights in effect are what the states say, unit by unit."""
+"""TFM: what grows, what stays bit for bit, and that weights in effect are what the states say, unit
+by unit."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def stream(
     backbone: nn.Module | None = None,
     **settings: Any,
 ) -> list[Left]:
-    """What each task of a stream leaves, each trained by a method of its own on a fresh copy of the backbone, as the loop does."""
+    """What each task of a stream leaves, each trained by a method of its own on a fresh copy of the
+    backbone, as the loop does."""
     backbone = backbone or vit()
     return in_turn(
         tasks,
@@ -97,7 +99,7 @@ def answers(method: Tfm, task: str) -> Tensor:
     return method.logits(images(), task).clone()
 
 
-# ---- nothing is forgotten ------------------------------------------------------------------------------------------------
+# ---- nothing is forgotten ------------------------------------------------------------------------
 def old_answers_stay(cls: type[Tfm], train: TrainSettings, **settings: Any) -> None:
     found = stream(cls, train, **settings)
     last = served(found, cls)
@@ -213,7 +215,7 @@ def test_weight_decay_acts_on_rows_and_columns_alone():
     } == {"gamma", "beta"}
 
 
-# ---- states and widths ---------------------------------------------------------------------------------------------------
+# ---- states and widths ---------------------------------------------------------------------------
 def states_of(found: list[Left], site: str) -> Tensor:
     """(units, tasks): 0 unused, 1 forward-only, 2 normal."""
     masks = [state.masks for state, _ in found]
@@ -295,8 +297,8 @@ def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: l
 def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(
     settings: dict[str, Any], heads: int
 ):
-    """The formula on DeiT-Ti's geometry, to the byte: 13,824 units of the backbone; each block gets 80 hidden units, and 64 channels
-    at two sites with a head."""
+    """The formula on DeiT-Ti's geometry, to the byte: 13,824 units of the backbone; each block gets
+    80 hidden units, and 64 channels at two sites with a head."""
     carried, units = None, 13_824
     for task in TASKS[:2]:
         method = Tfm(build(BackboneSettings()), TfmSettings(**settings), 0)
@@ -343,9 +345,10 @@ def test_what_is_handed_on_is_a_copy_of_what_was_received(first: str):
     }
 
 
-# ---- the weights in effect -----------------------------------------------------------------------------------------------
+# ---- the weights in effect -----------------------------------------------------------------------
 def by_hand(backbone: nn.Module, state: TaskState, carried: Carried) -> nn.Module:
-    """A plain, wider timm ViT with a task's units in it; normalisation acts on activations, by hooks."""
+    """A plain, wider timm ViT with a task's units in it; normalisation acts on activations, by
+    hooks."""
     t, wide = carried.tensors, copy.deepcopy(backbone)
     for i, block in enumerate(wide.blocks):  # type: ignore[arg-type]
         attention, mlp = block.attn, block.mlp
@@ -427,7 +430,8 @@ def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_a_task_starts_from_what_there_is(options: dict[str, Any]):
-    """Wider, but with columns at 0 and nothing renormalised, the features are those of the network before."""
+    """Wider, but with columns at 0 and nothing renormalised, the features are those of the network
+    before."""
     backbone = vit(**options)
     state, carried = stream(backbone=backbone, tasks=TASKS[:1], **GROWN)[0]
     plain = replace(
@@ -457,7 +461,8 @@ def test_a_task_starts_from_what_there_is(options: dict[str, Any]):
     ],
 )
 def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, cut: str):
-    """Whether it is an old one or a new one; without its channel of q an attention sees no product with k."""
+    """Whether it is an old one or a new one; without its channel of q an attention sees no product
+    with k."""
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     wide = by_hand(vit(), state, carried)
     before = answers(served([(state, carried)]), "one")
@@ -534,7 +539,7 @@ def test_a_task_that_is_trained_again_is_served_as_it_stands():
     assert torch.allclose(answers(method, "one"), method.heads["one"](vit()(images())), atol=1e-4)
 
 
-# ---- mistakes ------------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 def test_mistakes_get_a_sentence():
     found = stream(**GROWN)
     with pytest.raises(

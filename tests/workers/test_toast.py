@@ -1,4 +1,5 @@
-"""TOAST: two passes against the same written out in full, what is trained and stored, and the start that a base task gives."""
+"""TOAST: two passes against the same written out in full, what is trained and stored, and the start
+that a base task gives."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ def method_of(name: str = "toast", backbone: Any = None, **settings: Any) -> Any
 
 
 def moved(method: Any) -> None:
-    """As if trained: everything of the task in training stands elsewhere, feedback layers large enough to reach every block or stage, and a
-    prior that some tokens look towards and others away from."""
+    """As if trained: everything of the task in training stands elsewhere, feedback layers large
+    enough to reach every block or stage, and a prior that some tokens look towards and others away
+    from."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in method.own.values():
@@ -59,7 +61,8 @@ def layers_of(method: Any) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(method: Any, pictures: Tensor) -> Tensor:
-    """Two whole passes with attention written out, the whole qkv layer on what is fed back, feedback from layer to layer."""
+    """Two whole passes with attention written out, the whole qkv layer on what is fed back,
+    feedback from layer to layer."""
     model, own, s = method.backbone, dict(method.own.items()), method.settings
     top = s.feedback_from or len(model.blocks)
 
@@ -97,7 +100,7 @@ def steered(method: Any, pictures: Tensor) -> Tensor:
     return method.features(pictures)
 
 
-# ---- the two passes ------------------------------------------------------------------------------------------------------
+# ---- the two passes ------------------------------------------------------------------------------
 def test_the_golden_mask():
     x, prior = torch.tensor([[[3.0, 4.0], [-1.0, 0.0], [0.0, 2.0]]]), torch.tensor([1.0, 0.0])
     assert torch.allclose(selected(x, prior), torch.tensor([[[1.8, 2.4], [0.0, 0.0], [0.0, 0.0]]]))
@@ -270,7 +273,7 @@ def test_a_compiled_backbone_is_steered_too():
         assert torch.equal(method.backbone(images()), vit()(images()))
 
 
-# ---- what is trained and stored ------------------------------------------------------------------------------------------
+# ---- what is trained and stored ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "settings", "step", "names"),
     [
@@ -299,7 +302,8 @@ def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: 
 
 
 def test_the_shares_of_a_vit_b():
-    """By number and to the unit: 14.08 % of all parameters, with P 14.67 %; lite 0.73 %, none of them counting a head."""
+    """By number and to the unit: 14.08 % of all parameters, with P 14.67 %; lite 0.73 %, none of
+    them counting a head."""
 
     def trained(name: str, **settings: Any) -> int:
         method = method_of(name, backbone, **settings)
@@ -330,9 +334,8 @@ def test_the_shares_of_a_vit_b():
     assert [
         round(100 * share, 2) for share in (without / (size + without), full / (size + full))
     ] == [14.16, 14.67]
-    assert 14_155_776 / (size + 14_155_776 + 589_824) == pytest.approx(
-        0.1408, abs=5e-5
-    )  # the reference's share leaves xi out and P in the whole
+    # the reference's share leaves xi out and P in the whole
+    assert 14_155_776 / (size + 14_155_776 + 589_824) == pytest.approx(0.1408, abs=5e-5)
     assert round(100 * lite / 100e6, 2) == 0.74
     assert lite / (size + full) == pytest.approx(0.0073, abs=5e-5)
 
@@ -350,9 +353,10 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
     """Its low-rank parts start with B = 0; A gets no gradient then, B does."""
     full, lite = method_of(), method_of("toast_lite")
     for method in (full, lite):
+        # as if pretuned
         method.start["w2"] = 0.2 * torch.randn(
             2, 32, 32, generator=torch.Generator().manual_seed(4)
-        )  # as if pretuned
+        )
         begun(method)
     assert torch.equal(tabletop.answers(full), tabletop.answers(lite))
     assert not torch.allclose(
@@ -409,7 +413,8 @@ def begun_anew(name: str) -> Any:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(name: str):
-    """W1 = I hands down what is selected; W2 = 0 adds none of it yet, and is what gets a gradient first."""
+    """W1 = I hands down what is selected; W2 = 0 adds none of it yet, and is what gets a gradient
+    first."""
     method = begun_anew(name)
     assert torch.equal(steered(method, images()), vit()(images()))
     method.loss(tabletop.batch(), PROGRESS)[0].backward()
@@ -478,16 +483,15 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str):
     method = method_of(name, vit(depth=4), feedback_to=1, feedback_from=3)
     tokens, width = 5, 32
     block = tokens * (12 * width * width + 2 * tokens * width)
-    last = (
-        2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
-    )  # its class token alone is read
+    # its class token alone is read
+    last = 2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
     share = method.flops_share(tabletop.trained(method))
     assert share == pytest.approx(
         1 + 2 * (block + tokens * width * width) / (4 * 3 * 64 * width + 3 * block + last)
     )
 
 
-# ---- pretuning -----------------------------------------------------------------------------------------------------------
+# ---- pretuning -----------------------------------------------------------------------------------
 def test_the_variational_loss_is_zero_where_a_layer_undoes_its_block_and_moves_nothing_else():
     generator = torch.Generator().manual_seed(0)
     undo = torch.randn(2, 6, 6, generator=generator, dtype=torch.float64)

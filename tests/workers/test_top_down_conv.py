@@ -1,4 +1,5 @@
-"""TOAST on a ConvNeXt: two passes against the same written out in full with transposed convolutions, what is trained and stored, the start."""
+"""TOAST on a ConvNeXt: two passes against the same written out in full with transposed
+convolutions, what is trained and stored, the start."""
 
 from __future__ import annotations
 
@@ -102,9 +103,10 @@ def steered(method: Any, pictures: Tensor) -> Tensor:
     return method.features(pictures)
 
 
-# ---- the two passes ------------------------------------------------------------------------------------------------------
+# ---- the two passes ------------------------------------------------------------------------------
 def test_the_golden_mask():
-    """Places (3, 4), (-1, 0), (0, 2) and the prior (1, 0): cosines 0.6, -1, 0. What is fed back is the raw place."""
+    """Places (3, 4), (-1, 0), (0, 2) and the prior (1, 0): cosines 0.6, -1, 0. What is fed back is
+    the raw place."""
     method = method_of(feedback_from=1)  # behind an early stage nothing is normalised
     x = torch.tensor([[3.0, -1.0, 0.0], [4.0, 0.0, 2.0]])[None, :, None]
     assert torch.allclose(
@@ -262,7 +264,7 @@ def test_a_compiled_backbone_is_steered_too():
         assert torch.equal(method.backbone(images()), convnext()(images()))
 
 
-# ---- what is trained and stored ------------------------------------------------------------------------------------------
+# ---- what is trained and stored ------------------------------------------------------------------
 def test_feedback_layers_have_the_shapes_of_their_stages():
     assert method_of().top_down.shapes() == {
         "w1_0": (8, 8),
@@ -330,9 +332,8 @@ def test_what_is_trained(name: str, step: str, parts: set[str]):
 
 def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
     full, lite = method_of(), method_of("toast_lite")
-    handed = Carried(
-        {n: t + 0.1 for n, t in full.start.items()}
-    )  # as some `pretune` left it: nothing is zero
+    # as some `pretune` left it: nothing is zero
+    handed = Carried({n: t + 0.1 for n, t in full.start.items()})
     for method in (full, lite):
         begun(method, ONE, handed)
     assert torch.equal(tabletop.answers(full), tabletop.answers(lite))
@@ -442,7 +443,7 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
     assert to or feedback == pytest.approx(318e6, rel=0.01)
 
 
-# ---- pretuning -----------------------------------------------------------------------------------------------------------
+# ---- pretuning -----------------------------------------------------------------------------------
 def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_nothing_else():
     method, generator = in_double(), torch.Generator().manual_seed(0)
     layers = {name: nn.Parameter(p.detach().clone()) for name, p in method.own.items()}
@@ -529,7 +530,7 @@ def test_every_task_starts_from_what_pretuning_left(name: str):
     )
 
 
-# ---- in the laboratory ---------------------------------------------------------------------------------------------------
+# ---- in the laboratory ---------------------------------------------------------------------------
 ON_LAB = {
     "name": "convnext_atto",
     "img_size": 16,

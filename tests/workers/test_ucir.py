@@ -1,4 +1,5 @@
-"""UCIR: its loss by hand and in parts, what each step trains, where new class vectors start, and what the chain hands on."""
+"""UCIR: its loss by hand and in parts, what each step trains, where new class vectors start, and
+what the chain hands on."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from workers.model.vit import build, digest_of
 from workers.taskstate import Carried
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("base", [0.0, 5.0])
 def test_the_loss_is_cross_entropy_the_turn_of_features_and_a_margin_of_old_classes(base: float):
     method, b = (
@@ -133,7 +134,7 @@ def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: L
     assert total.tolist() == [7, 3 * 36]
 
 
-# ---- what is trained -----------------------------------------------------------------------------------------------------
+# ---- what is trained -----------------------------------------------------------------------------
 def digests(method: Any) -> dict[str, Any]:
     return {
         "backbone": digest_of(method.backbone),
@@ -192,7 +193,7 @@ def test_new_vectors_start_along_their_class_means_under_the_network_before():
     )
 
 
-# ---- in a stream ---------------------------------------------------------------------------------------------------------
+# ---- in a stream ---------------------------------------------------------------------------------
 def test_a_chain_keeps_old_vectors_and_hands_on_each_head_once(lab: Lab):
     run = stream(lab, "ucir")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
@@ -295,7 +296,7 @@ def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab:
     assert row["correct"] > 0.6 * row["total"]
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}])
 def test_images_of_two_classes_are_refused(data: dict[str, float]):
     with pytest.raises(UserError, match="set both to 0"):

@@ -1,5 +1,6 @@
-"""Unit masks: the same as masking activations and as cutting units out; locks that hold exactly what an earlier task reads; the annealed
-sigmoid that makes them, and the price R of units, with the worked numbers of HAT."""
+"""Unit masks: the same as masking activations and as cutting units out; locks that hold exactly
+what an earlier task reads; the annealed sigmoid that makes them, and the price R of units, with the
+worked numbers of HAT."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int):
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
 def test_masked_weights_are_masked_activations(qkv_bias: bool):
-    """Queries after their bias, attention's output before proj, hidden neurons before fc2; values and gradients."""
+    """Queries after their bias, attention's output before proj, hidden neurons before fc2; values
+    and gradients."""
     model = vit(qkv_bias=qkv_bias)
     masks = {site: torch.rand(size, requires_grad=True) for site, size in unit_sites(model).items()}
     found = functional_call(model, masked_weights(model, masks), (images(),))
@@ -76,7 +78,8 @@ def test_all_units_on_are_the_weights_themselves():
 
 
 def test_cutting_unused_units_out_leaves_the_answers():
-    """Rows of fc1 and columns of fc2, and channels of values, which may be cut where nothing is added to what is cut."""
+    """Rows of fc1 and columns of fc2, and channels of values, which may be cut where nothing is
+    added to what is cut."""
     model = vit()
     masks = some_units(model)
     found = functional_call(model, masked_weights(model, masks), (images(),))
@@ -129,7 +132,8 @@ def test_locks_are_those_of_the_table():
 
 
 def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not():
-    """Bit for bit, and for every locked row and column: the table locks no entry too few and none that is not read."""
+    """Bit for bit, and for every locked row and column: the table locks no entry too few and none
+    that is not read."""
     model = vit()
     masks = some_units(model)
     before = functional_call(model, masked_weights(model, masks), (images(),))
@@ -148,7 +152,8 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not():
             )
             entries[group] += 1.0
             if "qkv.bias" in name and 16 <= group < 32:
-                continue  # softmax does not see what a key's bias adds to all keys alike, up to rounding
+                # softmax does not see what a key's bias adds to all keys alike, up to rounding
+                continue
             assert not torch.equal(
                 functional_call(model, masked_weights(model, masks), (images(),)), before
             ), (name, group)
@@ -173,7 +178,7 @@ def test_a_fused_block_is_refused_before_anything_runs():
     Hat.fits(HatSettings(), vit())
 
 
-# ---- the annealed sigmoid ------------------------------------------------------------------------------------------------
+# ---- the annealed sigmoid ------------------------------------------------------------------------
 def test_the_mask_becomes_a_step_as_the_scale_grows_and_is_a_half_at_scale_zero():
     e = torch.tensor([-2.0, -0.1, 0.1, 3.0])
     mask = AnnealedSigmoid(e, s_max=400)
@@ -273,7 +278,7 @@ def test_where_embeddings_start():
     assert math.isclose(float(start("sparse").std()), 1, abs_tol=0.01)
 
 
-# ---- R -------------------------------------------------------------------------------------------------------------------
+# ---- R -------------------------------------------------------------------------------------------
 def test_r_of_the_worked_example():
     past = torch.tensor([True, False, False, False])
     assert newly_used([torch.tensor([1, 1, 0, 0.5])], [past]) == 0.5

@@ -1,4 +1,5 @@
-"""VPT: prompts stand where the paper has them, touch nothing else, and cost what the formula says."""
+"""VPT: prompts stand where the paper has them, touch nothing else, and cost what the formula
+says."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def drawn(blocks: int, prompts: int = 3) -> Tensor:
 def by_hand(
     model: Any, prompts: Tensor, images: Tensor = IMAGES, passed_on: bool = False
 ) -> Tensor:
-    """The forward written out. passed_on: deep prompts are not replaced, the first block's go through."""
+    """The forward written out. passed_on: deep prompts are not replaced, the first block's go
+    through."""
     prefix, count = model.num_prefix_tokens, prompts.shape[1]
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     front, patches, p = x[:, :prefix], x[:, prefix:], prompts[0].expand(len(x), -1, -1)

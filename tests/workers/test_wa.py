@@ -1,4 +1,5 @@
-"""WA: its loss by hand, the worked alignment and what it leaves alone, and where in a stream it happens."""
+"""WA: its loss by hand, the worked alignment and what it leaves alone, and where in a stream it
+happens."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ OLD = torch.tensor([[3.0, 4.0], [0.0, 5.0]], dtype=torch.float64)
 NEW = torch.tensor([[6.0, 8.0], [0.0, 20.0]], dtype=torch.float64)
 
 
-# ---- alignment -----------------------------------------------------------------------------------------------------------
+# ---- alignment -----------------------------------------------------------------------------------
 def test_the_ratio_has_the_worked_value():
     gamma = weight_ratio(OLD, NEW)
     assert float(gamma) == pytest.approx(1 / 3, abs=1e-12)
@@ -89,7 +90,7 @@ def test_gamma_below_1_and_a_step_that_aligns_nothing_are_not_warned_about():
     assert begun("wa", A, B).warnings() == []
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tau", [1.0, 2.0])
 def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_classes(tau: float):
     method, b = begun("wa", A, B, C, tau=tau), batch(A, B, C)
@@ -138,7 +139,7 @@ def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(nonneg
     assert min(p.min().item() for p in method.backbone.parameters()) < 0
 
 
-# ---- in a stream ---------------------------------------------------------------------------------------------------------
+# ---- in a stream ---------------------------------------------------------------------------------
 def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab: Lab):
     run = stream(lab, "wa")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [

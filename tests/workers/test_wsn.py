@@ -72,7 +72,7 @@ def served(states: list[TaskState], carried: Carried) -> Wsn:
     return serving(wsn(), states, carried)
 
 
-# ---- what is selected --------------------------------------------------------------------------------------------------
+# ---- what is selected ----------------------------------------------------------------------------
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
 def test_a_task_uses_exactly_its_share_of_every_layer(density: float):
     (state,), _ = stream([ONE], density=density)
@@ -105,7 +105,8 @@ def test_random_scores_are_drawn_anew_for_a_task_and_are_the_same_for_a_seed():
 
 @pytest.mark.parametrize("start", ["magnitude", "random"])
 def test_weights_and_scores_have_the_gradients_of_their_product(start: str):
-    """dW = m .* g where nothing is locked, d|s| = W .* g, also for scores of entries that are not selected."""
+    """dW = m .* g where nothing is locked, d|s| = W .* g, also for scores of entries that are not
+    selected."""
     method = wsn(start=start)
     for _ in training(method, ONE, None):
         break
@@ -132,7 +133,7 @@ def test_weights_and_scores_are_trained_together_and_nothing_else_of_the_backbon
     assert any(not torch.equal(mask, start[site]) for site, mask in method.hard().items())
 
 
-# ---- what stays --------------------------------------------------------------------------------------------------------
+# ---- what stays ----------------------------------------------------------------------------------
 def forgotten(optimizer: str) -> list[str]:
     """Tasks of a stream of three whose answers moved after any later task."""
     states, carried = stream(TASKS, optimizer)
@@ -206,9 +207,8 @@ def test_a_task_that_finds_nothing_free_to_use_is_told_of():
     method = wsn(mask_lr=1e-9)
     with torch.no_grad():
         for site, mask in one.masks.items():
-            first.tensors[f"weights/{site}"][~mask] = (
-                0  # so that |W| chooses what the task before chose
-            )
+            # so that |W| chooses what the task before chose
+            first.tensors[f"weights/{site}"][~mask] = 0
     for _ in training(method, TWO, first):
         pass
     assert "all weights that it uses belong to earlier tasks" in method.warnings()[0]
@@ -252,9 +252,10 @@ def test_serving_writes_nothing_into_the_weights():
     assert digest_of(method.backbone) == before
 
 
-# ---- what is stored ----------------------------------------------------------------------------------------------------
+# ---- what is stored ------------------------------------------------------------------------------
 def test_sizes_are_those_of_the_reference():
-    """A bit per weight and the head for a task, 5,455,872 bits on DeiT-Ti; weights and a bit each are carried."""
+    """A bit per weight and the head for a task, 5,455,872 bits on DeiT-Ti; weights and a bit each
+    are carried."""
     method = Wsn(build(BackboneSettings(options={"weight_init": "skip"})), WsnSettings(), seed=0)
     method.begin(ONE, "train", None, Rates(1e-3, 0.05, 8, 10.0), (ONE,))
     state, carried = method.finish()

@@ -1,10 +1,13 @@
-"""From decoded uint8 images to what the model eats: crop, flip, RandAugment, normalise, erase, mix; batched, on device.
+"""From decoded uint8 images to what the model eats: crop, flip, RandAugment, normalise, erase, mix;
+batched, on device.
 
-Every decision (where to crop, which operation, whom to mix with) is a value, drawn on the CPU for the whole global
-batch from (seed, epoch, step), of which a rank takes its own rows. So a sample meets the same augmentation for any
-number of ranks, on any device, and small decisions never make the host wait for the accelerator.
+Every decision (where to crop, which operation, whom to mix with) is a value, drawn on the CPU for
+the whole global batch from (seed, epoch, step), of which a rank takes its own rows. So a sample
+meets the same augmentation for any number of ranks, on any device, and small decisions never make
+the host wait for the accelerator.
 
-Letters: b samples of this rank, S side of the cached square image, s side of the model's input, K classes.
+Letters: b samples of this rank, S side of the cached square image, s side of the model's input, K
+classes.
 """
 
 from __future__ import annotations
@@ -23,20 +26,21 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 
 CPU = torch.device("cpu")
-ATTEMPTS = (
-    10  # boxes tried before a random resized crop takes the whole image, or erasing leaves it alone
-)
+# boxes tried before a random resized crop takes the whole image, or erasing leaves it alone
+ATTEMPTS = 10
 ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def partner_of(draw: Draw) -> Tensor:
-    """(size,) on the CPU, a permutation: the position in the global batch of the one that each sample is mixed with."""
+    """(size,) on the CPU, a permutation: the position in the global batch of the one that each
+    sample is mixed with."""
     return torch.randperm(draw.size, generator=draw.generator("partner", CPU))
 
 
 def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
-    """pixels (b, C, S, S), corners (b,) and flips (b,) on the CPU -> (b, C, side, side); flips come after the crop."""
+    """pixels (b, C, S, S), corners (b,) and flips (b,) on the CPU -> (b, C, side, side); flips come
+    after the crop."""
     if pixels.device.type == "cpu":  # a loop over slices: 2 to 4 times faster than the gather below
         source, out = pixels.numpy(), np.empty((*pixels.shape[:2], side, side), np.uint8)
         for i, (y, x, mirrored) in enumerate(
@@ -50,9 +54,8 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
 
 def crop_at_once(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
     """`crop` by one gather, for devices where a loop over images would cost a kernel each."""
-    windows = pixels.unfold(2, side, 1).unfold(
-        3, side, 1
-    )  # a view (b, C, S-side+1, S-side+1, side, side)
+    # a view (b, C, S-side+1, S-side+1, side, side)
+    windows = pixels.unfold(2, side, 1).unfold(3, side, 1)
     rows, top, left, flip = (
         t.to(pixels.device) for t in (torch.arange(len(pixels)), top, left, flip)
     )
@@ -62,7 +65,8 @@ def crop_at_once(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles in pixels, one per sample, all (b,) on the CPU. `found` is False where no attempt fitted."""
+    """Rectangles in pixels, one per sample, all (b,) on the CPU. `found` is False where no attempt
+    fitted."""
 
     top: Tensor
     left: Tensor
@@ -77,8 +81,8 @@ class Boxes:
 def draw_boxes(
     draw: Draw, tag: str, side: int, area: tuple[float, float], ratio: tuple[float, float]
 ) -> Boxes:
-    """For each sample of the global batch the first of ATTEMPTS boxes that fits a square of the given side: its share
-    of the area is uniform, its height / width uniform in the logarithm."""
+    """For each sample of the global batch the first of ATTEMPTS boxes that fits a square of the
+    given side: its share of the area is uniform, its height / width uniform in the logarithm."""
     u = torch.rand(
         (draw.size, ATTEMPTS, 2), generator=draw.generator(f"{tag}.box", CPU), dtype=torch.float64
     )
@@ -100,8 +104,9 @@ def draw_boxes(
 
 @dataclass(frozen=True)
 class Mix:
-    """What remains of a sample: `blend` (b,) is its weight in mixup, 1 under cutmix; `boxes` (b, 4) the top, bottom,
-    left and right of what is cut from the partner, empty under mixup; `share` (b,) its weight in the target."""
+    """What remains of a sample: `blend` (b,) is its weight in mixup, 1 under cutmix; `boxes` (b, 4)
+    the top, bottom, left and right of what is cut from the partner, empty under mixup; `share` (b,)
+    its weight in the target."""
 
     blend: Tensor
     boxes: Tensor
@@ -112,7 +117,8 @@ class Mix:
 
 
 class Augment:
-    """Turns pixels into model inputs and labels into targets, as `DataSettings` says; random only while training."""
+    """Turns pixels into model inputs and labels into targets, as `DataSettings` says; random only
+    while training."""
 
     def __init__(self, data: DataSettings, backbone: BackboneSettings, training: bool):
         low, high = data.crop_scale
@@ -152,11 +158,13 @@ class Augment:
         partner_pixels: Tensor | None = None,
         partner_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or None if labels do.
+        """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or
+        None if labels do.
 
-        `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.rows]`. They are not needed (and not
-        looked at) where this rank holds its partners itself, as a single rank does. With num_classes None (a batch over
-        several tasks without a common output space) samples are neither mixed nor smoothed.
+        `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.rows]`. They are
+        not needed (and not looked at) where this rank holds its partners itself, as a single rank
+        does. With num_classes None (a batch over several tasks without a common output space)
+        samples are neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
             raise ValueError(
@@ -177,17 +185,19 @@ class Augment:
         return images, targets
 
     def targets(self, labels: Tensor, num_classes: int | None) -> Tensor | None:
-        """(b,) -> (b, K), or None where labels do; those of samples that are not mixed, or not yet."""
+        """(b,) -> (b, K), or None where labels do; those of samples that are not mixed, or not
+        yet."""
         soft = self.training and (self.needs_partner or self.data.smoothing)
         return self._targets(labels, num_classes) if soft and num_classes is not None else None
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's statistics."""
+        """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
+        statistics."""
         if self.scale.device != pixels.device:
             self.scale, self.shift = self.scale.to(pixels.device), self.shift.to(pixels.device)
         return pixels.float().mul_(self.scale).add_(self.shift)
 
-    # ---- one sample -----------------------------------------------------------------------------------------------
+    # ---- one sample ------------------------------------------------------------------------------
     def _augment(self, pixels: Tensor, draw: Draw) -> Tensor:
         """All that happens to a sample alone; partners meet it too, under their own rows."""
         rows = draw.rows.cpu()
@@ -214,9 +224,8 @@ class Augment:
             start = torch.full((len(rows),), (self.size_in - self.side) // 2)
             return crop(pixels, start, start, flip, self.side)
         reach, margin = self.side // 8, (self.size_in - self.side) // 2
-        pad = max(
-            0, reach - margin
-        )  # black, and only where the cached image has no pixels of its own
+        # black, and only where the cached image has no pixels of its own
+        pad = max(0, reach - margin)
         shift = torch.rand((draw.size, 2), generator=draw.generator("crop", CPU))[rows]
         top, left = (margin + pad - reach + (shift * (2 * reach + 1)).long()).unbind(1)
         return crop(F.pad(pixels, (pad,) * 4), top, left, flip, self.side)
@@ -243,10 +252,11 @@ class Augment:
         return images.round_().clamp_(0, 255).to(torch.uint8)
 
     def _erase(self, images: Tensor, draw: Draw, rows: Tensor) -> Tensor:
-        """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a box, in place.
+        """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a
+        box, in place.
 
-        The noise is cut from one field per step, at a place of the sample's own: a field costs four images, noise for
-        the whole global batch on each rank would cost the batch.
+        The noise is cut from one field per step, at a place of the sample's own: a field costs four
+        images, noise for the whole global batch on each rank would cost the batch.
         """
         chosen = (
             torch.rand(draw.size, generator=draw.generator("erase", CPU))[rows] < self.data.erase
@@ -269,7 +279,7 @@ class Augment:
             ]
         return images
 
-    # ---- pairs of samples -----------------------------------------------------------------------------------------
+    # ---- pairs of samples ------------------------------------------------------------------------
     def _partners(
         self,
         images: Tensor,
@@ -299,8 +309,9 @@ class Augment:
         return F.one_hot(labels.long(), num_classes) * (1 - smoothing) + smoothing / num_classes
 
     def _plan_mix(self, draw: Draw) -> Mix:
-        """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the samples each where
-        both are on. timm by default draws one weight and one box per batch; here each sample has its own."""
+        """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the
+        samples each where both are on. timm by default draws one weight and one box per batch; here
+        each sample has its own."""
         size, side, data = draw.size, self.side, self.data
         blend, cut = (
             self._beta(draw, tag, alpha)

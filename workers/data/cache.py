@@ -1,7 +1,9 @@
-"""What a node keeps of the storage: shards and decoded images in one folder, each made once, shared by its processes, below a size.
+"""What a node keeps of the storage: shards and decoded images in one folder, each made once, shared
+by its processes, below a size.
 
-A disk may give back other bytes than were written, without a word. So what is kept has digests, and is checked when a process
-first reads it: a shard as a whole (`Cache.kept`), decoded images one by one (`Blocks`). What is damaged is made again.
+A disk may give back other bytes than were written, without a word. So what is kept has digests, and
+is checked when a process first reads it: a shard as a whole (`Cache.kept`), decoded images one by
+one (`Blocks`). What is damaged is made again.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from workers.errors import UserError
 Write = Callable[[BinaryIO], None]
 PIECE = 16 << 20  # bytes that are hashed at a time
 DIGEST = hashlib.sha256().digest_size
-_checked: set[tuple[int, int, int]] = (
-    set()
-)  # files that this process found to be what they should be
+# files that this process found to be what they should be
+_checked: set[tuple[int, int, int]] = set()
 
 
 class Kept(io.FileIO):
-    """A file of the cache, open for reading. As long as it is open it is in use, and is not deleted to make room."""
+    """A file of the cache, open for reading. As long as it is open it is in use, and is not deleted
+    to make room."""
 
     def read_at(self, size: int, offset: int) -> bytes:
         """`size` bytes at `offset`, fewer at the end; thread-safe."""
@@ -44,15 +46,16 @@ class Kept(io.FileIO):
 
 @dataclass(frozen=True)
 class Cache:
-    """folder: on a disk of this node. limit: bytes; what was not used for longest is deleted before it is passed, and never what is in use:
-    if that alone is more, it is passed."""
+    """folder: on a disk of this node. limit: bytes; what was not used for longest is deleted before
+    it is passed, and never what is in use: if that alone is more, it is passed."""
 
     folder: str
     limit: int
 
     def kept(self, name: str, size: int, write: Write, sha256: str = "") -> Kept:
-        """The file `name` of `size` bytes, which `write` fills where it is not there whole: one process of the node does, the others wait.
-        sha256: what the file must hold; one that holds anything else is made again. Raises UserError where the disk has no room, or gives back
+        """The file `name` of `size` bytes, which `write` fills where it is not there whole: one
+        process of the node does, the others wait. sha256: what the file must hold; one that holds
+        anything else is made again. Raises UserError where the disk has no room, or gives back
         other bytes than were written, and whatever `write` raises; then there is no file."""
         path = os.path.join(self.folder, name)
         for _ in range(3):
@@ -60,9 +63,8 @@ class Cache:
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with _locked(f"{path}.lock"):
                     found = _in_use(path, size) or self._made(path, size, write)
-                os.utime(
-                    found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns)
-                )  # from now on it is the one that was used last
+                # from now on it is the one that was used last
+                os.utime(found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns))
                 if not sha256 or _is(found, sha256):
                     return found
             found.close()
@@ -92,9 +94,8 @@ class Cache:
         with _locked(os.path.join(self.folder, "room.lock")):
             self._make_room(size)
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            fcntl.flock(
-                descriptor, fcntl.LOCK_SH
-            )  # held until it is closed: also under its later name
+            # held until it is closed: also under its later name
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
             os.truncate(descriptor, size)  # counted as a whole from now on
         found = Kept(descriptor)
         try:
@@ -104,9 +105,9 @@ class Cache:
                 if stream.tell() != size:
                     raise OSError(f"{stream.tell()} bytes were made of {size}")
                 stream.flush()
-                os.fsync(
-                    stream.fileno()
-                )  # its size was set before: after a machine went down nothing else tells that it is whole
+                # its size was set before: after a machine went down nothing else tells that it is
+                # whole
+                os.fsync(stream.fileno())
             os.replace(part, path)
         except BaseException:
             found.close()
@@ -115,7 +116,8 @@ class Cache:
         return found
 
     def _make_room(self, size: int) -> None:
-        """Deletes what processes that died left behind, and then what was used longest ago until `size` bytes more are below the limit."""
+        """Deletes what processes that died left behind, and then what was used longest ago until
+        `size` bytes more are below the limit."""
         files = sorted(self._files())
         total = sum(part for _, _, part in files) + size
         for _, path, part in sorted(files, key=lambda file: not file[1].endswith(".part")):
@@ -147,8 +149,8 @@ class Cache:
 
 
 class Blocks:
-    """Rows of bytes in a file of the cache, behind them the sha256 of each. A row is checked when it is first read here; a
-    damaged one is made again, and written into its place."""
+    """Rows of bytes in a file of the cache, behind them the sha256 of each. A row is checked when
+    it is first read here; a damaged one is made again, and written into its place."""
 
     def __init__(
         self,
@@ -158,7 +160,8 @@ class Blocks:
         shape: tuple[int, ...],
         make: Callable[[int], NDArray[np.uint8]],
     ):
-        """start: where the first of shape[0] rows of shape[1:] bytes begins. make: gives what row i should be."""
+        """start: where the first of shape[0] rows of shape[1:] bytes begins. make: gives what row i
+        should be."""
         self.cache, self.file, self.start, self.make = cache, file, start, make
         self.rows = np.memmap(file, np.uint8, "r", start, shape)
         self.digests = np.memmap(file, np.uint8, "r", start + self.rows.nbytes, (shape[0], DIGEST))

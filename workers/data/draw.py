@@ -1,7 +1,9 @@
-"""Random numbers that belong to a sample: a pure function of (seed, epoch, step, position in the global batch).
+"""Random numbers that belong to a sample: a pure function of (seed, epoch, step, position in the
+global batch).
 
-Every rank draws for the whole global batch and keeps its own rows, so a sample meets the same augmentation and the same
-Gumbel noise whatever the number of ranks, and a resumed run meets what the uninterrupted one met, without saved state.
+Every rank draws for the whole global batch and keeps its own rows, so a sample meets the same
+augmentation and the same Gumbel noise whatever the number of ranks, and a resumed run meets what
+the uninterrupted one met, without saved state.
 """
 
 from __future__ import annotations
@@ -46,11 +48,13 @@ class Draw:
         return torch.Generator(device).manual_seed(seed_of(self.seed, self.epoch, self.step, tag))
 
     def per_sample(self, tag: str, *shape: int, device: torch.device | None = None) -> Tensor:
-        """Uniform [0, 1) numbers of shape (b, *shape), the same for a sample whatever rank holds it."""
+        """Uniform [0, 1) numbers of shape (b, *shape), the same for a sample whatever rank holds
+        it."""
         device = device or self.device
         full = torch.rand((self.size, *shape), generator=self.generator(tag, device), device=device)
         return full[self.rows_there if device == self.device else self.rows.to(device)]
 
     def shared(self, tag: str, *shape: int) -> Tensor:
-        """Uniform [0, 1) numbers of the given shape, equal on all ranks and micro-batches of the step."""
+        """Uniform [0, 1) numbers of the given shape, equal on all ranks and micro-batches of the
+        step."""
         return torch.rand(shape, generator=self.generator(tag), device=self.device)

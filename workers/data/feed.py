@@ -1,4 +1,5 @@
-"""The feed: every sample of some tasks exactly once per epoch, or some of them repeatedly; the same for any number of ranks and loader threads."""
+"""The feed: every sample of some tasks exactly once per epoch, or some of them repeatedly; the same
+for any number of ranks and loader threads."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ AT_ONCE = 128  # images of a batch that is measured
 class Feed:
     """Batches of one split of `tasks`.
 
-    `train` is what validation leaves of it. training=True augments; `epoch` is for training, `evaluate` for measuring.
-    Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) % accumulate. Images are kept
-    decoded where they fit into `data.resident_mb`, else they are streamed. memory: task name -> the sample keys that are
-    all it gives of that task (see `Method.memory`). Raises UserError where a split is empty.
+    `train` is what validation leaves of it. training=True augments; `epoch` is for training,
+    `evaluate` for measuring. Position p of a global batch goes to rank p % world, and there to
+    micro-batch (p // world) % accumulate. Images are kept decoded where they fit into
+    `data.resident_mb`, else they are streamed. memory: task name -> the sample keys that are all it
+    gives of that task (see `Method.memory`). Raises UserError where a split is empty.
 
-    With `data.repeats` r above 1 (repeated augmentation, as DeiT and DyTox have it) an epoch has as many samples as without: the first
-    ceil(n / r) images of its shuffle, each r times, one copy right after the other and each augmented on its own. Where it differs from
-    their sampler: n is not rounded down to a multiple of 256, which leaves an epoch over fewer images without a batch.
+    With `data.repeats` r above 1 (repeated augmentation, as DeiT and DyTox have it) an epoch has as
+    many samples as without: the first ceil(n / r) images of its shuffle, each r times, one copy
+    right after the other and each augmented on its own. Where it differs from their sampler: n is
+    not rounded down to a multiple of 256, which leaves an epoch over fewer images without a batch.
     """
 
     def __init__(
@@ -46,14 +49,15 @@ class Feed:
     ):
         self.tasks, self.group = tasks, group
         self.batch_size, self.accumulate = job.train.batch_size, job.train.accumulate
-        # A second step on the same samples (`retrain`) meets them in another order and under other noise than the first.
+        # A second step on the same samples (`retrain`) meets them in another order and under other
+        # noise than the first.
         step = () if job.step in ("train", "backbone") else (job.step,)
         self.seed = seed_of(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
-        self.held: Tensor | None = (
-            None  # (n, ...): what batches hold in place of images, in table order
-        )
-        # Several tasks share an output space in scenario `class` alone, that of all tasks so far; else nothing is mixed or smoothed.
+        # (n, ...): what batches hold in place of images, in table order
+        self.held: Tensor | None = None
+        # Several tasks share an output space in scenario `class` alone, that of all tasks so far;
+        # else nothing is mixed or smoothed.
         space = tasks if len(tasks) == 1 else job.tasks
         self.num_classes = (
             sum(task.num_classes for task in space)
@@ -93,8 +97,9 @@ class Feed:
 
     @torch.no_grad()
     def hold(self, made_of: Callable[[Tensor], Tensor]) -> None:
-        """From now on batches hold what `made_of` makes of images (b, 3, H, W), computed here once, each rank its share; no image is looked
-        at again. Does nothing where augmentation makes each time another image. The same to the last bit for any number of ranks."""
+        """From now on batches hold what `made_of` makes of images (b, 3, H, W), computed here once,
+        each rank its share; no image is looked at again. Does nothing where augmentation makes each
+        time another image. The same to the last bit for any number of ranks."""
         if self.augment.repeats_itself:
             mine = [
                 made_of(batch.images).cpu()
@@ -103,8 +108,8 @@ class Feed:
             self.held = torch.cat(in_turn(self.group.gather(mine))).to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
-        """From `start_step` on, the micro-batches of each optimizer step: as many on every rank. Those that got no sample
-        of a ragged last batch hold a stand-in of weight 0."""
+        """From `start_step` on, the micro-batches of each optimizer step: as many on every rank.
+        Those that got no sample of a ragged last batch hold a stand-in of weight 0."""
 
         def wanted(step: int, size: int) -> Iterable[int]:
             if self.held is not None:
@@ -122,8 +127,9 @@ class Feed:
             ]
 
     def evaluate(self, batch: int = AT_ONCE) -> Iterator[Batch]:
-        """This rank's share of all samples in table order: batch j goes whole to rank j % world, so that a sample meets the
-        same neighbours, and gets the same logits to the last bit, for any number of ranks."""
+        """This rank's share of all samples in table order: batch j goes whole to rank j % world, so
+        that a sample meets the same neighbours, and gets the same logits to the last bit, for any
+        number of ranks."""
         assert self.augment.repeats_itself, (
             "this feed for training augments; make one with training=False to measure"
         )
@@ -143,8 +149,8 @@ class Feed:
                 yield replace(self._batch(draw, rows, pixels, 1.0), keys=self.rows.keys(rows))
 
     def _deal(self, size: int) -> list[tuple[Tensor, float]]:
-        """What of a global batch each of this rank's micro-batches holds: positions, and their share of the batch. Where
-        nothing is left, the first sample stands in with a share of 0."""
+        """What of a global batch each of this rank's micro-batches holds: positions, and their
+        share of the batch. Where nothing is left, the first sample stands in with a share of 0."""
         step = self.group.world * self.accumulate
         parts = [
             torch.arange(size)[first::step]
@@ -171,9 +177,10 @@ class Feed:
         here = torch.from_numpy(rows)
         places = self.rows.labels + self.first[self.rows.tasks]  # in the common output space
         mine, others = here[draw.rows], self._partners(draw)
+        # one copy
         columns = torch.stack([self.rows.labels[mine], self.rows.tasks[mine], places[mine]]).to(
             device
-        )  # one copy
+        )
         if self.held is None:
             partner = (
                 (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)

@@ -1,4 +1,5 @@
-"""Images as people send them: paths, bytes, base64, arrays, Pillow's; each becomes the pixels that evaluation would have seen, or one sentence."""
+"""Images as people send them: paths, bytes, base64, arrays, Pillow's; each becomes the pixels that
+evaluation would have seen, or one sentence."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class Limits:
-    """What is taken in. paths: whether strings may name files here; a server must not read its host's files for strangers. images: most in
-    one request. image_bytes: most of one encoded image. body_bytes: most of all images of a request as they are sent. total_pixels: most
-    of all images of a request together, by their headers; None: any number."""
+    """What is taken in. paths: whether strings may name files here; a server must not read its
+    host's files for strangers. images: most in one request. image_bytes: most of one encoded image.
+    body_bytes: most of all images of a request as they are sent. total_pixels: most of all images
+    of a request together, by their headers; None: any number."""
 
     max_pixels: int = MAX_PIXELS
     total_pixels: int | None = None
@@ -41,7 +43,8 @@ class Limits:
 
 
 class PixelBudget:
-    """Bounds the memory of decoding: images that threads decode at the same moment have at most `most` pixels together."""
+    """Bounds the memory of decoding: images that threads decode at the same moment have at most
+    `most` pixels together."""
 
     def __init__(self, most: int):
         self.most, self.used = most, 0
@@ -65,8 +68,9 @@ class PixelBudget:
 def pixels_of(
     images: Sequence[Any], side: int, limits: Limits, budget: PixelBudget | None = None
 ) -> NDArray[np.uint8]:
-    """Images of any kind -> uint8 (n, 3, side, side), as `decode` makes them of the bytes in shards. budget: shared by threads that decode.
-    Raises UserError with the place of the first that cannot be used."""
+    """Images of any kind -> uint8 (n, 3, side, side), as `decode` makes them of the bytes in
+    shards. budget: shared by threads that decode. Raises UserError with the place of the first that
+    cannot be used."""
     if isinstance(images, (str, bytes, bytearray)):
         raise UserError("images is a single one; give a list of images")
     if len(images) > limits.images:
@@ -134,7 +138,8 @@ def size_of(image: Any) -> int:
 
 
 def upright(image: Any, limits: Limits) -> Image.Image:
-    """One image of any kind -> Pillow's, in RGB. Raises UserError, whose text goes on after the image's place."""
+    """One image of any kind -> Pillow's, in RGB. Raises UserError, whose text goes on after the
+    image's place."""
     if isinstance(image, Image.Image):
         check_pixels(image.width, image.height, limits)
         return _decoded(lambda: rgb(image))
@@ -162,13 +167,15 @@ def encoded(image: Any, limits: Limits) -> bytes:
 
 
 def decoded(data: bytes, limits: Limits) -> Image.Image:
-    """Bytes of an image file -> RGB. Too many pixels are refused by the header, before one is decoded."""
+    """Bytes of an image file -> RGB. Too many pixels are refused by the header, before one is
+    decoded."""
     image = opened(data, limits)
     return _decoded(lambda: rgb(image))
 
 
 def opened(data: bytes, limits: Limits) -> Image.Image:
-    """An image whose header was read, and whose pixels were not. Raises UserError where it is none, or has too many pixels."""
+    """An image whose header was read, and whose pixels were not. Raises UserError where it is none,
+    or has too many pixels."""
     try:
         image = open_image(data, limits.max_pixels, FORMATS)
     except ValueError as error:

@@ -1,12 +1,16 @@
-"""RandAugment on a batch of uint8 images: timm's `rand-m<magnitude>-mstd0.5-inc1`, without a loop over images.
+"""RandAugment on a batch of uint8 images: timm's `rand-m<magnitude>-mstd0.5-inc1`, without a loop
+over images.
 
-Cubuk et al. 2020 (arXiv 1909.13719) in the form that DeiT, MEAT and DyTox train with: each of n operations is one of
-15, drawn with replacement, applied with probability 0.5 at a strength drawn from N(magnitude, 0.5). Instead of one
-function per image, three families each take all their images at once: lookup tables, affine maps, and blends with a
-degenerate image. Tables and blends are Pillow's. Two deviations from timm: posterize keeps at least 1 bit (timm asks
-for 0 at high magnitude, which Pillow 13 refuses), and affine maps are bilinear (timm: bilinear or bicubic, by chance).
+Cubuk et al. 2020 (arXiv 1909.13719) in the form that DeiT, MEAT and DyTox train with: each of n
+operations is one of 15, drawn with replacement, applied with probability 0.5 at a strength drawn
+from N(magnitude, 0.5). Instead of one function per image, three families each take all their images
+at once: lookup tables, affine maps, and blends with a degenerate image. Tables and blends are
+Pillow's. Two deviations from timm: posterize keeps at least 1 bit (timm asks for 0 at high
+magnitude, which Pillow 13 refuses), and affine maps are bilinear (timm: bilinear or bicubic, by
+chance).
 
-Shapes: b images of a global batch, n of them under one operation; levels are (n,), signed, in [-10, 10].
+Shapes: b images of a global batch, n of them under one operation; levels are (n,), signed, in [-10,
+10].
 """
 
 from __future__ import annotations
@@ -26,8 +30,9 @@ PROBABILITY, STRENGTH_STD, STRONGEST = 0.5, 0.5, 10.0
 
 @dataclass(frozen=True)
 class Policy:
-    """What happens to each sample of the global batch. ops: (size, n) positions in OPS, -1 where nothing happens.
-    levels: (size, n) signed strengths. Both on the CPU, so that grouping never waits for the device."""
+    """What happens to each sample of the global batch. ops: (size, n) positions in OPS, -1 where
+    nothing happens. levels: (size, n) signed strengths. Both on the CPU, so that grouping never
+    waits for the device."""
 
     ops: Tensor
     levels: Tensor
@@ -49,7 +54,8 @@ def plan(draw: Draw, n: int, magnitude: float) -> Policy:
 
 
 def apply(pixels: Tensor, policy: Policy, fill: tuple[int, ...]) -> Tensor:
-    """pixels uint8 (b, 3, S, S) -> the same shape and type. fill: colour that affine maps bring in from outside."""
+    """pixels uint8 (b, 3, S, S) -> the same shape and type. fill: colour that affine maps bring in
+    from outside."""
     out = pixels.clone()
     for ops, levels in zip(policy.ops.unbind(1), policy.levels.unbind(1), strict=True):
         for family, names in FAMILIES.items():
@@ -65,14 +71,15 @@ def apply(pixels: Tensor, policy: Policy, fill: tuple[int, ...]) -> Tensor:
     return out
 
 
-# ---- lookup tables: operations that map each value of a channel to another ---------------------------------------
+# ---- lookup tables: operations that map each value of a channel to another -----------------------
 def _look_up(pixels: Tensor, tables: Tensor, fill: tuple[int, ...]) -> Tensor:
     """tables: uint8 (n, 3, 256)."""
     return tables.gather(2, pixels.flatten(2).long()).view_as(pixels)
 
 
 def _table(values: Tensor) -> Tensor:
-    """values (n or 1, 1 or 3, 256), any type, truncated and clipped as Pillow does -> uint8 (n, 3, 256)."""
+    """values (n or 1, 1 or 3, 256), any type, truncated and clipped as Pillow does -> uint8 (n, 3,
+    256)."""
     return values.clamp(0, 255).to(torch.uint8).expand(-1, 3, -1)
 
 
@@ -87,9 +94,8 @@ def _per_image(level: Tensor, pixels: Tensor) -> Tensor:
 def _autocontrast(pixels: Tensor, level: Tensor) -> Tensor:
     flat = pixels.flatten(2)
     low, high = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
-    scale = torch.full_like(high, 255.0) / (
-        high - low
-    )  # `255.0 / tensor` would multiply by a rounded reciprocal
+    # `255.0 / tensor` would multiply by a rounded reciprocal
+    scale = torch.full_like(high, 255.0) / (high - low)
     stretched = (_values(pixels) * scale + -low * scale).nan_to_num(0.0)
     return _table(torch.where(high > low, stretched, _values(pixels).double()))
 
@@ -127,9 +133,8 @@ def _solarize_add(pixels: Tensor, level: Tensor) -> Tensor:
 
 def _contrast(pixels: Tensor, level: Tensor) -> Tensor:
     count = pixels[0, 0].numel()
-    mean = (2 * _grey(pixels).long().sum((1, 2, 3)) + count) // (
-        2 * count
-    )  # rounded, as Pillow does
+    # rounded, as Pillow does
+    mean = (2 * _grey(pixels).long().sum((1, 2, 3)) + count) // (2 * count)
     mean = mean[:, None, None]
     return _table(mean + (_values(pixels) - mean) * _per_image(_factor(level), pixels))
 
@@ -138,9 +143,10 @@ def _brightness(pixels: Tensor, level: Tensor) -> Tensor:
     return _table(_values(pixels) * _per_image(_factor(level), pixels))
 
 
-# ---- blends with a degenerate image ------------------------------------------------------------------------------
+# ---- blends with a degenerate image --------------------------------------------------------------
 def _factor(level: Tensor) -> Tensor:
-    """1 is the image itself, 0 the degenerate one, above 1 exaggerates. timm's `increasing` form, 0.1 to 1.9."""
+    """1 is the image itself, 0 the degenerate one, above 1 exaggerates. timm's `increasing` form,
+    0.1 to 1.9."""
     return (1 + 0.9 * level / STRONGEST).clamp(min=0.1)
 
 
@@ -166,7 +172,8 @@ def _grey(pixels: Tensor) -> Tensor:
 
 
 def _smooth(pixels: Tensor) -> Tensor:
-    """Pillow's SMOOTH: a 3x3 box with weight 5 in the middle; the outermost pixels stay. Exact: in integers."""
+    """Pillow's SMOOTH: a 3x3 box with weight 5 in the middle; the outermost pixels stay. Exact: in
+    integers."""
     out = pixels.int()
     rows = out[:, :, :-2] + out[:, :, 1:-1] + out[:, :, 2:]
     total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * out[:, :, 1:-1, 1:-1]
@@ -175,9 +182,10 @@ def _smooth(pixels: Tensor) -> Tensor:
     return smooth
 
 
-# ---- affine maps -------------------------------------------------------------------------------------------------
+# ---- affine maps ---------------------------------------------------------------------------------
 def _warp(pixels: Tensor, theta: Tensor, fill: tuple[int, ...]) -> Tensor:
-    """theta: (n, 2, 3) from output to input coordinates, both in [-1, 1]. Outside the image there is `fill`."""
+    """theta: (n, 2, 3) from output to input coordinates, both in [-1, 1]. Outside the image there
+    is `fill`."""
     colour = torch.tensor(fill, dtype=torch.float32, device=pixels.device).view(3, 1, 1)
     grid = F.affine_grid(theta, list(pixels.shape), align_corners=False)
     moved = F.grid_sample(
@@ -197,15 +205,13 @@ def _rotate(pixels: Tensor, level: Tensor) -> Tensor:
 
 
 def _shear_x(pixels: Tensor, level: Tensor) -> Tensor:
-    return _theta(
-        [[1, s, s, 0, 1, 0] for s in (0.3 * level / STRONGEST).tolist()]
-    )  # about the top edge
+    # about the top edge
+    return _theta([[1, s, s, 0, 1, 0] for s in (0.3 * level / STRONGEST).tolist()])
 
 
 def _shear_y(pixels: Tensor, level: Tensor) -> Tensor:
-    return _theta(
-        [[1, 0, 0, s, 1, s] for s in (0.3 * level / STRONGEST).tolist()]
-    )  # about the left edge
+    # about the left edge
+    return _theta([[1, 0, 0, s, 1, s] for s in (0.3 * level / STRONGEST).tolist()])
 
 
 def _translate_x(pixels: Tensor, level: Tensor) -> Tensor:
@@ -216,7 +222,8 @@ def _translate_y(pixels: Tensor, level: Tensor) -> Tensor:
     return _theta([[1, 0, 0, 0, 1, 2 * s] for s in (0.45 * level / STRONGEST).tolist()])
 
 
-# family -> {operation: (its pixels (n, 3, S, S), its levels (n,)) -> what the family needs to apply it}
+# family -> {operation: (its pixels (n, 3, S, S), its levels (n,)) -> what the family needs to apply
+# it}
 FAMILIES: dict[
     Callable[[Tensor, Tensor, tuple[int, ...]], Tensor],
     dict[str, Callable[[Tensor, Tensor], Tensor]],

@@ -1,4 +1,5 @@
-"""Rows: which images a feed gives, with what label; validation data is held out of train here and nowhere else."""
+"""Rows: which images a feed gives, with what label; validation data is held out of train here and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from workers.job import Task
 class Rows:
     """The images of some tasks in a fixed order: by data set, then as the shards hold them.
 
-    shards: one per data set. table: the index rows with two more columns, `data` (place in `shards`) and `position`.
-    labels: (n,) positions in the class list of each row's task. tasks: (n,) places in the tasks that were asked for.
+    shards: one per data set. table: the index rows with two more columns, `data` (place in
+    `shards`) and `position`. labels: (n,) positions in the class list of each row's task. tasks:
+    (n,) places in the tasks that were asked for.
     """
 
     shards: tuple[Shards, ...]
@@ -56,8 +58,9 @@ class Rows:
 
 
 def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
-    """(train, val). Of each class, the round(fraction * n) rows whose key has the lowest sha256 are val: at least one
-    where there are two or more, and never all. Depends neither on the order of rows nor on the other classes."""
+    """(train, val). Of each class, the round(fraction * n) rows whose key has the lowest sha256 are
+    val: at least one where there are two or more, and never all. Depends neither on the order of
+    rows nor on the other classes."""
     members: dict[str, list[tuple[bytes, int]]] = {}
     for row, (name, key) in enumerate(
         zip(table["class"].to_pylist(), table["key"].to_pylist(), strict=True)
@@ -78,8 +81,9 @@ def select(
     memory: Mapping[str, Collection[str]] | None = None,
     cache: Cache | None = None,
 ) -> Rows:
-    """The rows of `tasks` in `split` (`train`, `val`, `test`); of a task in `memory`, those of the named keys alone. cache: see `Shards.open`.
-    Raises UserError where a split is empty, or a class in train, or where a remembered key is not in the split."""
+    """The rows of `tasks` in `split` (`train`, `val`, `test`); of a task in `memory`, those of the
+    named keys alone. cache: see `Shards.open`. Raises UserError where a split is empty, or a class
+    in train, or where a remembered key is not in the split."""
     keys = list(dict.fromkeys(task.data for task in tasks))
     shards = tuple(Shards.open(root, key, cache) for key in keys)
     parts = []

@@ -1,4 +1,5 @@
-"""Shards: the tars and the index that ingest wrote, read at random or as a stream, records checked against digests."""
+"""Shards: the tars and the index that ingest wrote, read at random or as a stream, records checked
+against digests."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from workers.errors import DamagedArtefact, UserError
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
+# of all that Pillow knows: PostScript is a program, and others are seldom looked after
 READ = (
     "BMP",
     "GIF",
@@ -32,7 +34,7 @@ READ = (
     "PPM",
     "TIFF",
     "WEBP",
-)  # of all that Pillow knows: PostScript is a program, and others are seldom looked after
+)
 TILE = (322, 323)  # TIFF's tags of a tile's sides
 PIECE = 16 << 20  # bytes of a shard that are asked for at a time
 SCHEMA = pa.schema(
@@ -41,16 +43,15 @@ SCHEMA = pa.schema(
         for name in ("split", "key", "class", "shard", "offset", "bytes", "sha256", "ext")
     ]
 )
-Image.MAX_IMAGE_PIXELS = (
-    None  # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
-)
+# `open_image` has its own limit, a setting, and applies it before a pixel is decoded
+Image.MAX_IMAGE_PIXELS = None
 
 
 class Shards:
     """The images of one ingest stage.
 
-    index: one row per image: split, key, class, shard (file name), offset and bytes of the image inside the shard,
-    sha256, ext. Rows stand in the order in which the shards hold them.
+    index: one row per image: split, key, class, shard (file name), offset and bytes of the image
+    inside the shard, sha256, ext. Rows stand in the order in which the shards hold them.
     """
 
     def __init__(self, artefact: Artefact, index: pa.Table, cache: Cache | None = None):
@@ -61,14 +62,14 @@ class Shards:
         )
         self.max_pixels = int(artefact.manifest.get("max_pixels", MAX_PIXELS))
         self._mending = Lock()
-        self._file = lru_cache(maxsize=8)(
-            self._open
-        )  # rows are read shard after shard; of those that are open none can leave the cache
+        # rows are read shard after shard; of those that are open none can leave the cache
+        self._file = lru_cache(maxsize=8)(self._open)
 
     @classmethod
     def open(cls, root: str, key: str, cache: Cache | None = None) -> Shards:
-        """cache: where whole shards are kept that lie on no disk; without it they are read piece by piece from where they lie.
-        Raises DamagedArtefact where the stage result is missing or its index is not what was written."""
+        """cache: where whole shards are kept that lie on no disk; without it they are read piece by
+        piece from where they lie. Raises DamagedArtefact where the stage result is missing or its
+        index is not what was written."""
         artefact = Artefact.need(root, key)
         return cls(artefact, sound(artefact), cache)
 
@@ -77,7 +78,8 @@ class Shards:
         return self.artefact.key
 
     def select(self, split: str, classes: Sequence[str]) -> pa.Table:
-        """The rows of a split that belong to `classes`, in index order, with their place in the index as `position`."""
+        """The rows of a split that belong to `classes`, in index order, with their place in the
+        index as `position`."""
         table = self.index.append_column("position", pa.array(np.arange(self.index.num_rows)))
         wanted = pc.and_(
             pc.equal(table["split"], split),
@@ -89,11 +91,13 @@ class Shards:
         return self.artefact.uri(shard)
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
-        """`size` bytes at `offset` of a shard; thread-safe. Fewer where the shard is truncated (see `verify`)."""
+        """`size` bytes at `offset` of a shard; thread-safe. Fewer where the shard is truncated (see
+        `verify`)."""
         return self._file(shard).read_at(size, offset)
 
     def verify(self, record: str, data: bytes, sha256: str) -> bytes:
-        """`data` itself, where it is what ingest wrote, else what the storage has of it. Raises DamagedArtefact where that is damaged too."""
+        """`data` itself, where it is what ingest wrote, else what the storage has of it. Raises
+        DamagedArtefact where that is damaged too."""
         if hashlib.sha256(data).hexdigest() != sha256 and self.cache is not None:
             data = self._fetched_again(record)
         if hashlib.sha256(data).hexdigest() != sha256:
@@ -105,8 +109,9 @@ class Shards:
         return data
 
     def stream(self, shards: Sequence[str], seed: int | None = None) -> Iterator[tuple[str, bytes]]:
-        """(key, image bytes) of all records of `shards` through WebDataset: shard after shard, each in its own order.
-        The shards come as they are given, or shuffled by `seed`. Raises DamagedArtefact where one is cut short."""
+        """(key, image bytes) of all records of `shards` through WebDataset: shard after shard, each
+        in its own order. The shards come as they are given, or shuffled by `seed`. Raises
+        DamagedArtefact where one is cut short."""
         import webdataset as wds
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -130,7 +135,8 @@ class Shards:
             ) from None
 
     def _opened(self, sources: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        # WebDataset's own opener knows neither s3:// nor our credentials: every shard is opened through pyarrow.
+        # WebDataset's own opener knows neither s3:// nor our credentials: every shard is opened
+        # through pyarrow.
         for source in sources:
             with self._open(source["url"]) as stream:
                 yield {"url": source["url"], "stream": stream}
@@ -175,7 +181,8 @@ class Shards:
             )
 
     def _fetched_again(self, record: str) -> bytes:
-        """A damaged record from the storage, whose shard may be whole: the copy in the cache is dropped. One thread does it for all."""
+        """A damaged record from the storage, whose shard may be whole: the copy in the cache is
+        dropped. One thread does it for all."""
         assert self.cache is not None
         row = self.index.filter(pc.equal(self.index["key"], record)).to_pylist()[0]
         with self._mending:
@@ -200,7 +207,8 @@ def _kept_as(info: dict[str, Any]) -> str:
 
 
 def sound(artefact: Artefact) -> pa.Table:
-    """The index of an ingest stage. Raises DamagedArtefact where it is none, or points to bytes that its shards do not have."""
+    """The index of an ingest stage. Raises DamagedArtefact where it is none, or points to bytes
+    that its shards do not have."""
     try:
         table = pq.read_table(io.BytesIO(artefact.read(INDEX)))
         if table.schema != SCHEMA:
@@ -217,9 +225,10 @@ def sound(artefact: Artefact) -> pa.Table:
             [artefact.manifest["files"][name]["bytes"] for name in shards.dictionary.to_pylist()],
             pa.int64(),
         )
+        # bytes of the shard behind the image
         after = pc.subtract(
             sizes.take(shards.indices), pc.add_checked(table["offset"], table["bytes"])
-        )  # bytes of the shard behind the image
+        )
         if (
             min(pc.min(column).as_py() or 0 for column in (table["offset"], table["bytes"], after))
             < 0
@@ -238,8 +247,9 @@ def sound(artefact: Artefact) -> pa.Table:
 def open_image(
     data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = READ
 ) -> Image.Image:
-    """An image whose header was read and whose pixels were not. Raises ValueError or OSError where it is none, or too big. A small TIFF may be a
-    corner of one huge tile, which is decoded whole."""
+    """An image whose header was read and whose pixels were not. Raises ValueError or OSError
+    where it is none, or too big. A small TIFF may be a corner of one huge tile, which is decoded
+    whole."""
     image = Image.open(io.BytesIO(data), formats=formats)
     tags = getattr(image, "tag_v2", {})
     for width, height in (image.size, [tags.get(tag, 0) for tag in TILE]):
@@ -262,8 +272,8 @@ def rgb(image: Image.Image) -> Image.Image:
 
 
 def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic, antialiased), the middle kept.
-    Raises UserError where the bytes cannot be decoded."""
+    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic,
+    antialiased), the middle kept. Raises UserError where the bytes cannot be decoded."""
     try:
         image = rgb(open_image(data, max_pixels))
     except (OSError, ValueError, SyntaxError) as error:

@@ -1,7 +1,9 @@
-"""Where decoded pixels come from: a cache that is decoded once (Resident), or the shards anew each epoch (Streamed).
+"""Where decoded pixels come from: a cache that is decoded once (Resident), or the shards anew each
+epoch (Streamed).
 
-Both give the same thing, `steps`: batch after batch, the rows that it consists of and a function from positions in the
-batch to their pixels. The order of rows is a pure function of (seed, epoch): no rank, worker or clock has a part in it.
+Both give the same thing, `steps`: batch after batch, the rows that it consists of and a function
+from positions in the batch to their pixels. The order of rows is a pure function of (seed, epoch):
+no rank, worker or clock has a part in it.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from workers.data.rows import Rows
 from workers.data.shards import decode
 from workers.errors import DamagedArtefact, require_package
 
-WINDOW = 4096  # records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
+# records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
+WINDOW = 4096
 AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
-DECODING = 1  # raise it when `decode` gives other pixels: older caches are then not used, and results are made anew
+# raise it when `decode` gives other pixels: older caches are then not used, and results are made
+# anew
+DECODING = 1
 
 T = TypeVar("T")
 Pixels = Callable[
@@ -44,13 +49,14 @@ Steps = Iterator[tuple[NDArray[np.int64], Pixels]]
 
 class Source(Protocol):
     def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
-        """From step `start` on: the rows of each global batch, and their pixels. Every row comes once, or the first rows come
-        `repeats` times, until there are as many; the last batch is ragged. epoch None: every row once, in table order."""
+        """From step `start` on: the rows of each global batch, and their pixels. Every row comes
+        once, or the first rows come `repeats` times, until there are as many; the last batch is
+        ragged. epoch None: every row once, in table order."""
 
 
 class Resident:
-    """All pixels decoded once to uint8 (n, side, side, 3): on the GPU where there is one with room, else a memory map
-    that the ranks of a node share, else (no `cache` folder) plain memory."""
+    """All pixels decoded once to uint8 (n, side, side, 3): on the GPU where there is one with room,
+    else a memory map that the ranks of a node share, else (no `cache` folder) plain memory."""
 
     def __init__(
         self,
@@ -95,9 +101,8 @@ class Resident:
         if isinstance(self.pixels, Tensor):
             found = self.pixels[rows.to(self.device)]
         else:
-            found = torch.from_numpy(self.pixels[rows.numpy()]).to(
-                self.device
-            )  # a copy, checked where it comes from a disk
+            # a copy, checked where it comes from a disk
+            found = torch.from_numpy(self.pixels[rows.numpy()]).to(self.device)
         return found.permute(0, 3, 1, 2).contiguous()
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
@@ -117,7 +122,8 @@ class Resident:
         return pixels
 
     def _mapped(self, cache: Cache) -> Blocks:
-        """The file `<cache>/<hash of rows and side>.npy`, written first where it is not there yet."""
+        """The file `<cache>/<hash of rows and side>.npy`, written first where it is not there
+        yet."""
         what = f"{DECODING}|{self.rows.digest()}|{self.side}|digests"
         name = hashlib.sha256(what.encode()).hexdigest()[:32] + ".npy"
         header = io.BytesIO()
@@ -129,17 +135,18 @@ class Resident:
             stream.write(header.getvalue())
             Blocks.write(stream, self._decoded())
 
-        file = cache.kept(
-            name, header.tell() + Blocks.size(self.shape), write
-        )  # in use for as long as this source is
+        # in use for as long as this source is
+        file = cache.kept(name, header.tell() + Blocks.size(self.shape), write)
         return Blocks(cache, file, header.tell(), self.shape, self._decode)
 
 
 class Streamed:
-    """Shards read from end to end each epoch through WebDataset, by a pipeline built anew with an explicit seed.
+    """Shards read from end to end each epoch through WebDataset, by a pipeline built anew with an
+    explicit seed.
 
-    Every rank reads all bytes, which is cheap, and decodes its own images only, which is not. Shards are shuffled,
-    data sets mixed in proportion to what is left of each, records shuffled in a window.
+    Every rank reads all bytes, which is cheap, and decodes its own images only, which is not.
+    Shards are shuffled, data sets mixed in proportion to what is left of each, records shuffled in
+    a window.
     """
 
     def __init__(
@@ -178,9 +185,8 @@ class Streamed:
                 )
             for step, group in enumerate(iter(lambda: list(islice(records, batch)), [])):
                 if step >= start:
-                    mine = dict(
-                        group[position] for position in wanted(step, len(group))
-                    )  # copies of an image are decoded once
+                    # copies of an image are decoded once
+                    mine = dict(group[position] for position in wanted(step, len(group)))
                     yield (
                         np.array([row for row, _ in group]),
                         {row: pool.submit(self._decode, row, data) for row, data in mine.items()},
@@ -227,7 +233,8 @@ class Streamed:
             yield next(streams[data])
 
     def _of(self, data: int, epoch: int | None) -> Iterator[tuple[int, bytes]]:
-        """The rows of one data set. The index is the authority: what it lacks is skipped, and all that it has must come."""
+        """The rows of one data set. The index is the authority: what it lacks is skipped, and all
+        that it has must come."""
         shards, rows_of = self.rows.shards[data], self.rows_of[data]
         missing = sum(map(len, rows_of.values()))
         seed = None if epoch is None else seed_of(self.seed, "shards", data, epoch)

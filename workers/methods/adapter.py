@@ -1,7 +1,9 @@
-"""Bottleneck adapters in every block of a frozen backbone, trained per task: Houlsby's two, Pfeiffer's one, or AdaptFormer's beside the FFN.
+"""Bottleneck adapters in every block of a frozen backbone, trained per task: Houlsby's two,
+Pfeiffer's one, or AdaptFormer's beside the FFN.
 
-Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019 (MEAT's Table 1, column Adaptor-B). Pfeiffer et al.:
-AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting Vision Transformers for Scalable Visual Recognition, NeurIPS 2022.
+Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019 (MEAT's Table 1, column
+Adaptor-B). Pfeiffer et al.: AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting Vision
+Transformers for Scalable Visual Recognition, NeurIPS 2022.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ class AdapterSettings(MethodSettings):
 
 
 class Adapter(Method):
-    """A star. `houlsby`: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN, inside the residual branch; `pfeiffer`:
-    behind the FFN alone; `adaptformer`: x' + FFN(LN x') + 0.1 W_up relu(W_down x'), x' the residual stream before the FFN. Stored per
-    task: 2 d m + d + m floats for each adapter (2 L of Houlsby's, L of the others) and a head.
+    """A star. `houlsby`: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN,
+    inside the residual branch; `pfeiffer`: behind the FFN alone; `adaptformer`: x' + FFN(LN x') +
+    0.1 W_up relu(W_down x'), x' the residual stream before the FFN. Stored per task: 2 d m + d + m
+    floats for each adapter (2 L of Houlsby's, L of the others) and a head.
 
-    Where it differs from the papers: W_up starts at zero for every kind, so that a task starts as the backbone itself (never W_down
-    too: neither would get a gradient); layer norms stay frozen with the rest. Learning rate and weight decay are those of the head.
+    Where it differs from the papers: W_up starts at zero for every kind, so that a task starts as
+    the backbone itself (never W_down too: neither would get a gradient); layer norms stay frozen
+    with the rest. Learning rate and weight decay are those of the head.
     """
 
     name = "adapter"
@@ -153,7 +157,8 @@ class Adapter(Method):
 
 
 def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
-    """Where adapters of a kind sit. AdaptFormer's is added behind the block, which is behind the FFN's residual add."""
+    """Where adapters of a kind sit. AdaptFormer's is added behind the block, which is behind the
+    FFN's residual add."""
     if kind != "adaptformer":
         return AdapterSites(backbone, houlsby, HOULSBY if kind == "houlsby" else ("mlp",))
     if any(isinstance(block, ResPostBlock) for block in backbone.blocks):
@@ -171,7 +176,8 @@ def tokens_of(backbone: Any) -> int:
 
 
 def added_share(backbone: Any, weights: int) -> float:
-    """Multiply-adds of layers with `weights` entries in all that see every token, relative to those of the plain backbone."""
+    """Multiply-adds of layers with `weights` entries in all that see every token, relative to those
+    of the plain backbone."""
     return (
         tokens_of(backbone)
         * weights

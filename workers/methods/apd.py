@@ -1,6 +1,8 @@
-"""APD: weights as a shared part, scaled per task and output feature, plus a sparse part of each task's own; both go on learning.
+"""APD: weights as a shared part, scaled per task and output feature, plus a sparse part of each
+task's own; both go on learning.
 
-Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, ICLR 2020.
+Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter
+Decomposition, ICLR 2020.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from workers.model.weights import Copies, norm_names, weight_sites
 from workers.taskstate import Carried, TaskState, pack, unpack
 
 ROUNDS = 100  # of k-means, which ends far earlier
-MUCH = 0.5  # share of a task's own entries from which on a consolidation that replaces them is warned about
+# share of a task's own entries from which on a consolidation that replaces them is warned about
+MUCH = 0.5
 
 
 class ApdSettings(MethodSettings):
@@ -52,16 +55,17 @@ class ApdSettings(MethodSettings):
     )
     gap: NonNegativeFloat = Field(
         0.1,
-        description="entries of tau that differ within a cluster by at most this many times the mean "
-        "size of its entries "
+        description="entries of tau that differ within a cluster by at most this many times the "
+        "mean size of its entries "
         "become one shared value",
     )
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """The nonzero entries of a tensor: `values` in order, and where they are. `at`: int32 positions in the flat tensor, or
-    `bits`: one bit for each entry, whichever needs less (bits from 1 in 32 entries on)."""
+    """The nonzero entries of a tensor: `values` in order, and where they are. `at`: int32 positions
+    in the flat tensor, or `bits`: one bit for each entry, whichever needs less (bits from 1 in 32
+    entries on)."""
 
     values: Tensor
     where: Tensor
@@ -106,7 +110,8 @@ class Sparse:
 
 
 def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
-    """(owner, site, tensor) of everything below `KIND/OWNER/SITE` among the tensors of a carried state."""
+    """(owner, site, tensor) of everything below `KIND/OWNER/SITE` among the tensors of a carried
+    state."""
     for name, values in tensors.items():
         if name.startswith(f"{kind}/") and name.endswith("/values"):
             prefix = name.removesuffix("/values")
@@ -116,29 +121,35 @@ def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, s
 
 
 class Apd(Method):
-    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of the blocks, M_t = sigmoid(v_t) one number per output feature,
-    tau_t sparse. sigma learns at every task, so that old answers move, and
+    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of the blocks, M_t =
+    sigmoid(v_t) one number per output feature, tau_t sparse. sigma learns at every task, so that
+    old answers move, and
 
         lambda1 sum_{i<=t} |tau_i|_1 + lambda2 sum_{i<t} 1/2 |theta_i* - (sigma .* M_i + tau_i)|^2
 
-    beside the cross-entropy keeps them near (theta_i*: what task i had when task t began). A task's state holds what stays: v_t,
-    norms, biases, head. What later tasks change is carried: sigma, and for each task tau_i as values and positions.
+    beside the cross-entropy keeps them near (theta_i*: what task i had when task t began). A task's
+    state holds what stays: v_t, norms, biases, head. What later tasks change is carried: sigma, and
+    for each task tau_i as values and positions.
 
     Where it differs from the reference code, and why:
-    - The tau of earlier tasks are in no other term, so their best values for a given sigma are known: soft(theta_i* - sigma .* M_i,
-      lambda1 / lambda2). They are put in (`retro: train`) instead of being trained. What is left of the two terms is Huber's function
-      of theta_i* - sigma .* M_i: the same minimum, with one tensor per task in memory instead of five, zeros that are exact, and
-      a gradient that stays bounded by lambda1 whatever lambda2 is. In one task theta_i moves by lambda1 / lambda2 at most, and
-      where `zeros: threshold` cuts an entry, by lambda1 more.
-    - v of earlier tasks are fixed, which the code intends and does not do. Weight decay is the optimizer's: on v_t, tau_t and the
-      head, and on sigma at the first task.
+    - The tau of earlier tasks are in no other term, so their best values for a given sigma are
+      known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2). They are put in (`retro: train`)
+      instead of being trained. What is left of the two terms is Huber's function of theta_i* -
+      sigma .* M_i: the same minimum, with one tensor per task in memory instead of five, zeros that
+      are exact, and a gradient that stays bounded by lambda1 whatever lambda2 is. In one task
+      theta_i moves by lambda1 / lambda2 at most, and where `zeros: threshold` cuts an entry, by
+      lambda1 more.
+    - v of earlier tasks are fixed, which the code intends and does not do. Weight decay is the
+      optimizer's: on v_t, tau_t and the head, and on sigma at the first task.
     - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone itself.
-    - `zeros: proximal` holds an entry of tau_t at zero until the gradient there exceeds lambda1, and stops at zero what would
-      change its sign: what is trained is then what is stored.
-    - Consolidation shares an entry only where at least two tasks of the cluster have one: for one alone there is nothing to save.
-      Shared values are constants from then on; what is trained is sigma, and what each tau has left.
-    - `gap` is relative to the entries of tau. The code's absolute one (1e-2 for a LeNet) is several times the size of
-      most entries that a ViT trains, so that they would all be replaced, whatever the tasks have learned.
+    - `zeros: proximal` holds an entry of tau_t at zero until the gradient there exceeds lambda1,
+      and stops at zero what would change its sign: what is trained is then what is stored.
+    - Consolidation shares an entry only where at least two tasks of the cluster have one: for one
+      alone there is nothing to save. Shared values are constants from then on; what is trained is
+      sigma, and what each tau has left.
+    - `gap` is relative to the entries of tau. The code's absolute one (1e-2 for a LeNet) is several
+      times the size of most entries that a ViT trains, so that they would all be replaced, whatever
+      the tasks have learned.
     """
 
     name = "apd"
@@ -187,7 +198,8 @@ class Apd(Method):
 
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        """Every K-th task ends with a consolidation; the base task stays with the backbone as it is."""
+        """Every K-th task ends with a consolidation; the base task stays with the backbone as it
+        is."""
         assert isinstance(settings, ApdSettings)
         every = settings.consolidate_every
         return (
@@ -220,7 +232,7 @@ class Apd(Method):
             str, tuple[int, int]
         ] = {}  # by a consolidation: task -> entries of its tau, and of those that were
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -239,7 +251,8 @@ class Apd(Method):
         self.tau.pop(task.name, None)
         first = not self.sigma
         scale = torch.tensor(s.v_start).sigmoid()
-        # What does not change in this task: sigma*, and of each earlier task tau* and M as a column. Carried or loaded, so no checkpoint needs them.
+        # What does not change in this task: sigma*, and of each earlier task tau* and M as a
+        # column. Carried or loaded, so no checkpoint needs them.
         self.start = {
             site: (w.detach() / scale if first else self.sigma[site]).to(device)
             for site, w in self.sites.items()
@@ -270,9 +283,10 @@ class Apd(Method):
         self.own_copies = Copies(
             self.backbone, copied_names(self.backbone, list(self.sites)) if s.copies else []
         )
+        # dicts are not registered
         self.parts = nn.ParameterList(
             [*sigma.values(), *self.own_v.values(), *self.own_tau.values()]
-        )  # dicts are not registered
+        )
         self.sigma = dict(sigma)
         return [
             *groups,
@@ -312,9 +326,11 @@ class Apd(Method):
 
     @torch.no_grad()
     def anchor(self, site: str) -> tuple[Tensor, Tensor | None]:
-        """What holds the earlier tasks' weights at a site, and its gradient for sigma. With d = sigma - sigma*, task i would need
-        a = tau_i* - d .* M_i to keep theta_i*. retro train: tau_i is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| +
-        lambda2 / 2 (a - tau_i)^2 = lambda2 (c a - c^2 / 2), c = a clipped at lambda1 / lambda2. frozen_tau: lambda2 / 2 (d .* M_i)^2."""
+        """What holds the earlier tasks' weights at a site, and its gradient for sigma. With d =
+        sigma - sigma*, task i would need a = tau_i* - d .* M_i to keep theta_i*. retro train: tau_i
+        is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| + lambda2 / 2 (a - tau_i)^2 =
+        lambda2 (c a - c^2 / 2), c = a clipped at lambda1 / lambda2. frozen_tau: lambda2 / 2 (d .*
+        M_i)^2."""
         weight, limit = self.settings.lambda2, self.settings.lambda1 / self.settings.lambda2
         if not self.rows:
             return self.start[site].new_zeros(()), None
@@ -353,8 +369,8 @@ class Apd(Method):
 
     @torch.no_grad()
     def tau_of(self, task: str, site: str) -> Tensor:
-        """tau of a task at a site as it would be stored now: of the one in training without its small entries, of earlier ones
-        what retro training makes of it."""
+        """tau of a task at a site as it would be stored now: of the one in training without its
+        small entries, of earlier ones what retro training makes of it."""
         if not self.step or (task != self.task_name and self.settings.retro == "frozen_tau"):
             return self.tau[task][site].dense(self.sites[site])
         if task == self.task_name:
@@ -380,8 +396,9 @@ class Apd(Method):
 
     @torch.no_grad()
     def measures(self) -> dict[str, float]:
-        """The share of zeros in tau. While training, how far all earlier tasks' weights have moved in this task, relative
-        to their size; after a consolidation, the share of all tasks' entries that shared values replaced."""
+        """The share of zeros in tau. While training, how far all earlier tasks' weights have moved
+        in this task, relative to their size; after a consolidation, the share of all tasks' entries
+        that shared values replaced."""
         taus = [self.tau_of(str(self.task_name), site) for site in self.sites]
         found = {
             "tau_zeros": 1
@@ -460,7 +477,8 @@ class Apd(Method):
         return {name: t.detach() for name, t in parts.items()}
 
     def carried(self) -> Carried:
-        """`sigma/SITE`; `tau/TASK/SITE` and `shared/NUMBER/SITE` as sparse tensors; in meta the tasks in order, and who shares."""
+        """`sigma/SITE`; `tau/TASK/SITE` and `shared/NUMBER/SITE` as sparse tensors; in meta the
+        tasks in order, and who shares."""
         tensors = {f"sigma/{site}": t.detach().clone() for site, t in self.sigma.items()}
         for task, taus in self.tau.items():
             for site, tau in taus.items():
@@ -478,12 +496,12 @@ class Apd(Method):
             },
         )
 
-    # ---- consolidation -----------------------------------------------------------------------------------------------
+    # ---- consolidation ---------------------------------------------------------------------------
     @torch.no_grad()
     def consolidate(self) -> None:
-        """Per site: tasks with similar tau (what they share already counted in) form a cluster; where its largest and its smallest
-        value are at most `gap` mean sizes of its entries apart, all members take the middle from one shared tensor, and
-        their own tau is zero."""
+        """Per site: tasks with similar tau (what they share already counted in) form a cluster;
+        where its largest and its smallest value are at most `gap` mean sizes of its entries apart,
+        all members take the middle from one shared tensor, and their own tau is zero."""
         count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
         self.replaced = dict.fromkeys(self.tau, (0, 0))
         for site in self.sites:
@@ -521,7 +539,7 @@ class Apd(Method):
         )
         return next(parts, torch.zeros_like(self.sites[site]))
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         self.step, self.sigma = "", _below(carried.tensors, "sigma/")
@@ -574,8 +592,9 @@ class Apd(Method):
 
 
 class Decomposed(torch.autograd.Function):
-    """sigma (o, i), v (o,), tau (o, i) -> sigma .* sigmoid(v) + tau; |tau|_1; and a scalar function of sigma whose value and gradient
-    (None: none) are known already. All in one, since every pass over (o, i) costs about as much as the optimizer does."""
+    """sigma (o, i), v (o,), tau (o, i) -> sigma .* sigmoid(v) + tau; |tau|_1; and a scalar function
+    of sigma whose value and gradient (None: none) are known already. All in one, since every pass
+    over (o, i) costs about as much as the optimizer does."""
 
     @staticmethod
     def forward(
@@ -601,13 +620,15 @@ class Decomposed(torch.autograd.Function):
 
 
 def mean_size(values: Tensor) -> Tensor:
-    """Scalar: the mean of |v| over the entries of `values` that are not zero; 0 where there is none."""
+    """Scalar: the mean of |v| over the entries of `values` that are not zero; 0 where there is
+    none."""
     return values.abs().sum() / values.count_nonzero().clamp(min=1)
 
 
 def cluster(points: Tensor, count: int) -> list[int]:
-    """k-means of points (n, d) -> the cluster of each. The first point is the first centre, each further one is the point farthest
-    from those before; among equals the first is taken, so that the same points always give the same clusters."""
+    """k-means of points (n, d) -> the cluster of each. The first point is the first centre, each
+    further one is the point farthest from those before; among equals the first is taken, so that
+    the same points always give the same clusters."""
 
     def distances(centres: Tensor) -> Tensor:
         return torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")

@@ -7,20 +7,25 @@ The life of a method during one step of one task (`workers/loop.py` drives it):
 
     Mine.check(settings, train, data, scenario)      # when the config is read, before anything runs
     Mine.fits(settings, backbone, tasks)             # when the graph is built, before anything runs
-    method = Mine(backbone, settings, seed)          # backbone: a fresh copy, never shared with another task
+    method = Mine(backbone, settings, seed)          # backbone: a fresh copy, never shared with
+        another task
     method.scenario, method.stream = "task", tasks   # the loop says where the method is
-    for state in earlier_states: method.load(state)  # a chain with `needs_states`, or in scenario `class`
-    memory = method.memory(task, step, carried)      # the earlier samples that the feed gives beside the task's own
+    for state in earlier_states: method.load(state)  # a chain with `needs_states`, or in scenario
+        `class`
+    memory = method.memory(task, step, carried)      # the earlier samples that the feed gives
+        beside the task's own
     groups = method.begin(task, step, carried, rates, tasks)
-    method.look_ahead(feed)                          # this and what follows not where the step does not train
+    method.look_ahead(feed)                          # this and what follows not where the step does
+        not train
     for batch in feed:
         loss, terms = method.loss(batch, progress)
         loss.backward(); method.after_backward(); optimizer.step(); method.after_step(progress)
     state, carried = method.finish()
 
-and while it serves: `method.load(state)` for each task, `method.attach(carried)` for a chain, then `method.logits(images, task)`.
-The process's own generator is seeded from (seed, task, step) before `Mine(...)`, so that a module may start from PyTorch's
-defaults and is the same on all ranks and in every retry. Noise while training comes from `Batch.draw`, and from nowhere else.
+and while it serves: `method.load(state)` for each task, `method.attach(carried)` for a chain, then
+`method.logits(images, task)`. The process's own generator is seeded from (seed, task, step) before
+`Mine(...)`, so that a module may start from PyTorch's defaults and is the same on all ranks and in
+every retry. Noise while training comes from `Batch.draw`, and from nowhere else.
 """
 
 from __future__ import annotations
@@ -46,11 +51,12 @@ from workers.taskstate import Carried, TaskState
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a task. `trains=False`: no epochs, `begin` and `finish` do it all (herding, pruning); `measured`: such a step is
-    validated, so that one sees what it did to the accuracy. `after`: the steps
-    of the same task that it waits for, and whose carried states it gets, merged; None means the one before it in the list,
-    () none: it starts where the first step does. What no step waits for, the next task waits for. The last in the list
-    leaves the task's state. `later`: the first task of the stream, a base task too, goes without it: there are no earlier classes."""
+    """One step of a task. `trains=False`: no epochs, `begin` and `finish` do it all (herding,
+    pruning); `measured`: such a step is validated, so that one sees what it did to the accuracy.
+    `after`: the steps of the same task that it waits for, and whose carried states it gets, merged;
+    None means the one before it in the list, () none: it starts where the first step does. What no
+    step waits for, the next task waits for. The last in the list leaves the task's state. `later`:
+    the first task of the stream, a base task too, goes without it: there are no earlier classes."""
 
     name: str
     trains: bool = True
@@ -63,12 +69,14 @@ class Step:
 class Batch:
     """What a rank holds of one global batch.
 
-    images: float (b, 3, H, W), augmented and normalised, or what the feed holds in their place. labels: (b,) positions in the class list of each sample's task.
-    tasks: (b,) indices into the tasks being trained on. targets: soft targets under mixup, cutmix or smoothing: over the classes
-    (b, num_classes) of the one task that all samples belong to, else in scenario `class` over those of all tasks so far; or None. draw: the noise of this step.
-    weight: this rank's (micro-batch's) share of the global batch; 0 where a rank got a stand-in sample in a ragged last
-    batch. The loop multiplies the loss by it and sums gradients over micro-batches and ranks. counts: how many samples of each task the
-    whole global batch holds, for a mean over some of them.
+    images: float (b, 3, H, W), augmented and normalised, or what the feed holds in their place.
+    labels: (b,) positions in the class list of each sample's task. tasks: (b,) indices into the
+    tasks being trained on. targets: soft targets under mixup, cutmix or smoothing: over the classes
+    (b, num_classes) of the one task that all samples belong to, else in scenario `class` over those
+    of all tasks so far; or None. draw: the noise of this step. weight: this rank's (micro-batch's)
+    share of the global batch; 0 where a rank got a stand-in sample in a ragged last batch. The loop
+    multiplies the loss by it and sums gradients over micro-batches and ranks. counts: how many
+    samples of each task the whole global batch holds, for a mean over some of them.
     """
 
     images: Tensor
@@ -86,7 +94,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands: epoch and step counted from 0, step inside the epoch, and how many there are of each."""
+    """Where training stands: epoch and step counted from 0, step inside the epoch, and how many
+    there are of each."""
 
     epoch: int
     step: int
@@ -104,8 +113,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Rates:
-    """What `begin` may need to choose learning rates: the configured peak and decay, the global batch size, and
-    `mean_rate_steps` = sum over all steps of the schedule's factor (so lr * mean_rate_steps = the way one entry can go)."""
+    """What `begin` may need to choose learning rates: the configured peak and decay, the global
+    batch size, and `mean_rate_steps` = sum over all steps of the schedule's factor (so lr *
+    mean_rate_steps = the way one entry can go)."""
 
     lr: float
     weight_decay: float
@@ -114,13 +124,15 @@ class Rates:
 
 
 class MethodSettings(Frozen):
-    """Base of a method's own settings; a subclass lists its hyper-parameters with ranges and defaults."""
+    """Base of a method's own settings; a subclass lists its hyper-parameters with ranges and
+    defaults."""
 
     largest_whole: ClassVar[int] = 1_000_000
 
 
 def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
-    """Raises UserError for `mask_lr: auto` under SGD: how far that goes in a step depends on the gradients, Adam's way does not."""
+    """Raises UserError for `mask_lr: auto` under SGD: how far that goes in a step depends on the
+    gradients, Adam's way does not."""
     if mask_lr == "auto" and train.optimizer != "adamw":
         raise UserError(
             f"mask_lr is 'auto' with train.optimizer {train.optimizer!r}: the rate is derived "
@@ -137,45 +149,44 @@ class Method(nn.Module):
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
     starts_from: ClassVar[
         tuple[str, ...]
-    ] = ()  # of a star: steps on the base task, or on images without labels, whose carried states all tasks start from and
+        # of a star: steps on the base task, or on images without labels, whose carried states all
+        # tasks start from and
+    ] = ()
     # are served with
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
     revision: ClassVar[int] = 1  # raise it when results change
-    trains_on: ClassVar[Literal["task", "seen"]] = (
-        "task"  # "seen": all tasks so far, as joint training does
-    )
-    reads: ClassVar[Literal["task", "seen"] | None] = (
-        None  # whose data the stages wait for; None: what it trains on; memory needs "seen"
-    )
-    needs_states: ClassVar[bool] = (
-        False  # a chain that loads the states of all earlier tasks before `begin`
-    )
+    # "seen": all tasks so far, as joint training does
+    trains_on: ClassVar[Literal["task", "seen"]] = "task"
+    # whose data the stages wait for; None: what it trains on; memory needs "seen"
+    reads: ClassVar[Literal["task", "seen"] | None] = None
+    # a chain that loads the states of all earlier tasks before `begin`
+    needs_states: ClassVar[bool] = False
     needs_vit: ClassVar[bool] = (
-        False  # it works on the blocks or tokens of a VisionTransformer; False: on parameters by name
+        # it works on the blocks or tokens of a VisionTransformer; False: on parameters by name
+        False
     )
     freezes_backbone: ClassVar[bool] = True
     forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
-    starts_as_backbone: ClassVar[bool] = (
-        True  # before its first step a task's features are those of the backbone
-    )
+    # before its first step a task's features are those of the backbone
+    starts_as_backbone: ClassVar[bool] = True
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
-    per_task: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # settings, by their names in a config, that a task may have of its own: no other task's steps,
+    # settings, by their names in a config, that a task may have of its own: no other task's steps,
     # no serving and no `fits` needs to know with which value a state was trained
+    per_task: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def check(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        """Raises UserError where these settings cannot work together; asked before anything runs."""
+        """Raises UserError where these settings cannot work together; asked before anything
+        runs."""
 
     @classmethod
     def fits(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        """Raises UserError where the method cannot work on this backbone, which has shapes but no weights (device `meta`), or on
-        these tasks; asked before anything runs."""
+        """Raises UserError where the method cannot work on this backbone, which has shapes but no
+        weights (device `meta`), or on these tasks; asked before anything runs."""
         if cls.needs_vit and not isinstance(backbone, VisionTransformer):
             raise UserError(
                 f"{cls.name!r} works on the blocks of a vision transformer, and the backbone is "
@@ -185,24 +196,27 @@ class Method(nn.Module):
 
     @classmethod
     def rewrites(cls, scenario: str) -> bool:
-        """True where a later stage can change the answers on earlier tasks, so that each row of the matrix is measured. In
-        scenario `class` a new task's outputs compete with the old ones, whatever the method."""
+        """True where a later stage can change the answers on earlier tasks, so that each row of the
+        matrix is measured. In scenario `class` a new task's outputs compete with the old ones,
+        whatever the method."""
         return bool(cls.carries) or cls.trains_on == "seen" or scenario == "class"
 
     @classmethod
     def loads_states(cls, scenario: str) -> bool:
-        """True where a chain's step gets the states of all earlier tasks: on demand, and for one growing output space."""
+        """True where a chain's step gets the states of all earlier tasks: on demand, and for one
+        growing output space."""
         return bool(cls.carries) and (cls.needs_states or scenario == "class")
 
     @classmethod
     def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        """Which of `steps` the task at `position` goes through: tasks count from 0; -1 is the base task, which the backbone was
-        trained on, and which most methods leave as it is."""
+        """Which of `steps` the task at `position` goes through: tasks count from 0; -1 is the base
+        task, which the backbone was trained on, and which most methods leave as it is."""
         return cls.steps if position >= 0 else ()
 
     @classmethod
     def unread(cls, step: str) -> frozenset[str]:
-        """Settings that a training step does not read: it is told their defaults, and no change of them runs it again."""
+        """Settings that a training step does not read: it is told their defaults, and no change of
+        them runs it again."""
         return frozenset()
 
     @classmethod
@@ -220,12 +234,10 @@ class Method(nn.Module):
         self.effective: dict[
             str, Tensor
         ] = {}  # parameter of the backbone -> the tensor that stands in for it
-        self.serving: tuple[str, torch.device] | None = (
-            None  # whose `serving_weights` are in effect
-        )
-        self.folded: Callable[[str], dict[str, Tensor]] | None = (
-            None  # set by whoever serves many tasks: a cache of `serving_weights`
-        )
+        # whose `serving_weights` are in effect
+        self.serving: tuple[str, torch.device] | None = None
+        # set by whoever serves many tasks: a cache of `serving_weights`
+        self.folded: Callable[[str], dict[str, Tensor]] | None = None
         self.task: Task | None = None
         self.scenario = "task"  # set by the loop, before anything else is called
         self.stream: tuple[
@@ -246,18 +258,20 @@ class Method(nn.Module):
         """Where the backbone is, and with it all that computes."""
         return next(self.backbone.parameters()).device
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
-        """Which remembered samples `step` of `task` trains on: task name -> keys in its train split. Earlier tasks are added
-        to the feed; where `task` itself is named, of it too the feed gives these keys alone. Needs `reads = "seen"`."""
+        """Which remembered samples `step` of `task` trains on: task name -> keys in its train
+        split. Earlier tasks are added to the feed; where `task` itself is named, of it too the feed
+        gives these keys alone. Needs `reads = "seen"`."""
         return {}
 
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
-        """Prepares for `step` of `task` and returns the optimizer's parameter groups (`params`, optional `lr`,
-        `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in the order of `Batch.tasks`. In scenario
-        `class` all heads are trained, since they answer together."""
+        """Prepares for `step` of `task` and returns the optimizer's parameter groups (`params`,
+        optional `lr`, `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in
+        the order of `Batch.tasks`. In scenario `class` all heads are trained, since they answer
+        together."""
         self.task, self.training_tasks, self.serving, self.effective = task, tasks, None, {}
         for each in tasks:
             self.heads.add(each.name, each.num_classes, self.seed)
@@ -277,8 +291,9 @@ class Method(nn.Module):
         ]
 
     def look_ahead(self, feed: Any) -> None:
-        """Before the first step, also of a resumed stage, when it is settled what is trained: of the feed of the epochs, and of the one that they
-        are validated on, what can be computed once instead of in every epoch (`Feed.hold`)."""
+        """Before the first step, also of a resumed stage, when it is settled what is trained: of
+        the feed of the epochs, and of the one that they are validated on, what can be computed once
+        instead of in every epoch (`Feed.hold`)."""
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar to minimise (a mean over the batch) and its named terms, detached."""
@@ -287,13 +302,14 @@ class Method(nn.Module):
         return loss, {"ce": loss.detach()}
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """Tensors that stand in for parameters of the backbone in this step, by parameter name, with gradients: W_eff = f(mask) .* W
-        and the like. The backbone's own parameters are never written to."""
+        """Tensors that stand in for parameters of the backbone in this step, by parameter name,
+        with gradients: W_eff = f(mask) .* W and the like. The backbone's own parameters are never
+        written to."""
         return {}
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> the backbone's features (b, d) (of a ViT those of the class token after the final norm), with
-        `effective` in place."""
+        """images (b, 3, H, W) -> the backbone's features (b, d) (of a ViT those of the class token
+        after the final norm), with `effective` in place."""
         return (
             functional_call(self.backbone, self.effective, (images,))
             if self.effective
@@ -301,8 +317,8 @@ class Method(nn.Module):
         )
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy of each sample, a mean over the batch: under the head of its own task, or in scenario `class` over
-        the outputs of all tasks so far."""
+        """Cross-entropy of each sample, a mean over the batch: under the head of its own task, or
+        in scenario `class` over the outputs of all tasks so far."""
         if self.scenario == "class":
             return self._cross_entropy_over_all(features, batch)
         if len(self.training_tasks) == 1:
@@ -325,7 +341,8 @@ class Method(nn.Module):
         )
 
     def wide_labels(self, batch: Batch) -> Tensor:
-        """(b,) scenario `class`: each sample's class among all so far, in the order of `columns`."""
+        """(b,) scenario `class`: each sample's class among all so far, in the order of
+        `columns`."""
         columns = self.columns()
         first = torch.tensor(
             [columns[t.name].start for t in self.training_tasks], device=batch.tasks.device
@@ -333,7 +350,8 @@ class Method(nn.Module):
         return batch.labels + first[batch.tasks]
 
     def wide_targets(self, batch: Batch) -> Tensor:
-        """(b, classes so far) scenario `class`: what each sample should be, one-hot or soft, in the order of `columns`."""
+        """(b, classes so far) scenario `class`: what each sample should be, one-hot or soft, in the
+        order of `columns`."""
         columns = self.columns()
         classes = max(own.stop for own in columns.values())
         if batch.targets is None:
@@ -348,7 +366,8 @@ class Method(nn.Module):
         )
 
     def sharpness(self) -> float:
-        """rho of adaptive sharpness-aware steps (`optim.ascended`): the gradient is taken a way uphill of where a step starts. 0: none."""
+        """rho of adaptive sharpness-aware steps (`optim.ascended`): the gradient is taken a way
+        uphill of where a step starts. 0: none."""
         return 0.0
 
     def after_backward(self) -> None:
@@ -362,7 +381,8 @@ class Method(nn.Module):
         return {}
 
     def warnings(self) -> list[str]:
-        """Sentences about what a person should know at the end of a step; asked for after `finish`."""
+        """Sentences about what a person should know at the end of a step; asked for after
+        `finish`."""
         return []
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -380,13 +400,15 @@ class Method(nn.Module):
             **parts,
         )
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
-        """Makes the carried state of a chain, or what a star `starts_from`, the one that `logits` uses."""
+        """Makes the carried state of a chain, or what a star `starts_from`, the one that `logits`
+        uses."""
         self.serving = None
 
     def load(self, state: TaskState) -> None:
-        """Makes a finished task servable. Raises UserError where the state belongs to another method or backbone."""
+        """Makes a finished task servable. Raises UserError where the state belongs to another
+        method or backbone."""
         if state.method not in (self.name, "base"):
             raise UserError(
                 f"task {state.task!r}: its state was written by method {state.method!r}, this "
@@ -404,12 +426,13 @@ class Method(nn.Module):
         self.serving = None
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """What stands in for parameters of the backbone while `task` is served: a loaded one, or the one in training as it
-        stands, with the hard masks that will be stored."""
+        """What stands in for parameters of the backbone while `task` is served: a loaded one, or
+        the one in training as it stands, with the hard masks that will be stored."""
         return {}
 
     def serve(self, task: str) -> None:
-        """Puts the weights of `task` in effect: folded once per switch, but each time for the task in training."""
+        """Puts the weights of `task` in effect: folded once per switch, but each time for the task
+        in training."""
         wanted = task, self.device
         if self.serving != wanted:
             with torch.no_grad():
@@ -417,9 +440,10 @@ class Method(nn.Module):
             self.serving = None if self.task is not None and self.task.name == task else wanted
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """images (b, 3, H, W) -> logits (b, classes of `task`). With task None (scenario `class`): over all classes seen, in
-        the order of `columns`. Also serves the task that is being trained, as it stands (the loop validates after every
-        epoch). Raises UserError where the method cannot do without the task."""
+        """images (b, 3, H, W) -> logits (b, classes of `task`). With task None (scenario `class`):
+        over all classes seen, in the order of `columns`. Also serves the task that is being
+        trained, as it stands (the loop validates after every epoch). Raises UserError where the
+        method cannot do without the task."""
         if task is not None:
             head = self.heads[task]
             self.serve(task)
@@ -434,8 +458,8 @@ class Method(nn.Module):
     def grouped_logits(
         self, images: Tensor, rows: Mapping[str, Tensor | slice]
     ) -> dict[str, Tensor]:
-        """Task -> what `logits` gives for it and its rows of images (b, 3, H, W); the same up to the order of summation, with what tasks
-        share computed once."""
+        """Task -> what `logits` gives for it and its rows of images (b, 3, H, W); the same up to
+        the order of summation, with what tasks share computed once."""
         if (type(self).logits, type(self).serving_weights) == (
             Method.logits,
             Method.serving_weights,
@@ -449,8 +473,8 @@ class Method(nn.Module):
         return torch.cat([self.heads[name](features) for name in self.columns()], 1)
 
     def columns(self) -> dict[str, slice]:
-        """Where each task's classes stand in the one output space of scenario `class`: tasks in stream order, those that are
-        loaded or in training."""
+        """Where each task's classes stand in the one output space of scenario `class`: tasks in
+        stream order, those that are loaded or in training."""
         names = [t.name for t in self.stream if t.name in self.heads.names] or self.heads.names
         ends = list(accumulate(self.heads[name].out_features for name in names))
         return {
@@ -460,25 +484,28 @@ class Method(nn.Module):
 
     @classmethod
     def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        """Boolean masks by name for pictures, overlaps and used capacity: True where the task uses an entry. A chain whose masks
-        follow from what it carries on (an owner map) derives them here; `carried` is what the task's own last step left."""
+        """Boolean masks by name for pictures, overlaps and used capacity: True where the task uses
+        an entry. A chain whose masks follow from what it carries on (an owner map) derives them
+        here; `carried` is what the task's own last step left."""
         return {name: mask for name, mask in state.masks.items() if mask.dtype == torch.bool}
 
-    # ---- finding out what an image belongs to --------------------------------------------------------------------------
+    # ---- finding out what an image belongs to ----------------------------------------------------
     def candidates(self) -> dict[str, tuple[str, ...]]:
-        """What `infer` chooses among, by name in order, each with the tasks that it is right for. Empty: the method is told the
-        task, or lets all outputs compete. Else `logits` is `answer` with what `infer` picks, and measuring records the picks."""
+        """What `infer` chooses among, by name in order, each with the tasks that it is right for.
+        Empty: the method is told the task, or lets all outputs compete. Else `logits` is `answer`
+        with what `infer` picks, and measuring records the picks."""
         return {}
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> place among `candidates` (b,), and how sure the method is of it, in [0, 1] (b,)."""
+        """images (b, 3, H, W) -> place among `candidates` (b,), and how sure the method is of it,
+        in [0, 1] (b,)."""
         raise NotImplementedError
 
     def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
         """What `logits` gives, had each image been of the candidate at its place. places: (b,)."""
         raise NotImplementedError
 
-    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+    # ---- bookkeeping -----------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Method:
         """A frozen backbone stays in evaluation mode: no dropout, no statistics."""
         super().train(mode)
@@ -487,5 +514,6 @@ class Method(nn.Module):
         return self
 
     def flops_share(self, state: TaskState) -> float:
-        """Floating-point operations of one image with this task's masks applied, relative to the plain backbone."""
+        """Floating-point operations of one image with this task's masks applied, relative to the
+        plain backbone."""
         return 1.0

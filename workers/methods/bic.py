@@ -1,4 +1,5 @@
-"""BiC: after training with distillation, two scalars on the outputs of new classes are fitted on images that were held out for it.
+"""BiC: after training with distillation, two scalars on the outputs of new classes are fitted on
+images that were held out for it.
 
 Wu, Chen, Wang, Ye, Liu, Guo, Fu: Large Scale Incremental Learning, CVPR 2019.
 """
@@ -40,23 +41,28 @@ class BicSettings(RehearsalSettings):
     )
     bias_mode: Literal["newest", "all"] = Field(
         "newest",
-        description="whose outputs are corrected: of the last task, or of every task by its own bias",
+        description="whose outputs are corrected: of the last task, or of every task by its own "
+        "bias",
     )
 
 
 class Bic(Rehearsal):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t, on raw outputs z; the teacher's for the classes of
-    the task before are corrected first by that task's bias. Then `calibrate` fits z' = alpha z + beta for the new classes alone, on
-    held-out images of every class: cross-entropy + beta_decay beta^2 / 2 of outputs in evaluation mode, which stand still, in fp64.
-    It answers with z' for the last task and z for older ones. `bias_mode: all` corrects every task's classes by its own bias, in
-    student, teacher and answers.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t, on raw
+    outputs z; the teacher's for the classes of the task before are corrected first by that task's
+    bias. Then `calibrate` fits z' = alpha z + beta for the new classes alone, on held-out images of
+    every class: cross-entropy + beta_decay beta^2 / 2 of outputs in evaluation mode, which stand
+    still, in fp64. It answers with z' for the last task and z for older ones. `bias_mode: all`
+    corrects every task's classes by its own bias, in student, teacher and answers.
 
-    Of each class's share of the memory floor(val_share share) images, at least one, fit the bias and are never trained on. Those of new
-    classes, as many as old ones have left, are drawn before `train` by a hash of seed and key; `herd` chooses from the others. `calibrate`
-    and `herd` both need `train` alone, and stand side by side: the one hands on biases, the other the network and the memory.
+    Of each class's share of the memory floor(val_share share) images, at least one, fit the bias
+    and are never trained on. Those of new classes, as many as old ones have left, are drawn before
+    `train` by a hash of seed and key; `herd` chooses from the others. `calibrate` and `herd` both
+    need `train` alone, and stand side by side: the one hands on biases, the other the network and
+    the memory.
 
-    Where it differs from the paper: old lists are shortened and not chosen anew; weight decay does not fall from task to task; a base task
-    was trained on all its images before any could be held out.
+    Where it differs from the paper: old lists are shortened and not chosen anew; weight decay does
+    not fall from task to task; a base task was trained on all its images before any could be held
+    out.
     """
 
     name = "bic"
@@ -95,7 +101,7 @@ class Bic(Rehearsal):
         self.validation: Memory = {}
         self.biases: dict[str, Tensor] = {}  # task -> (alpha, beta), fp64
 
-    # ---- who is trained on what ----------------------------------------------------------------------------------------
+    # ---- who is trained on what ------------------------------------------------------------------
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
         """To `calibrate` what was held out of every class; else all but that."""
         keys = self.keys_of(task)
@@ -111,7 +117,8 @@ class Bic(Rehearsal):
         }
 
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Class -> keys that only fit the bias, as many as old classes have by then (under the first task: as it keeps itself)."""
+        """Class -> keys that only fit the bias, as many as old classes have by then (under the
+        first task: as it keeps itself)."""
         old = sum(t.num_classes for t in self.stream[: self.stream.index(task)])
         most = super().share(old or task.num_classes)
         counts = {
@@ -131,7 +138,7 @@ class Bic(Rehearsal):
         whole = super().share(classes)
         return whole - self.reserved(whole)
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -171,7 +178,8 @@ class Bic(Rehearsal):
         }
 
     def measures(self) -> dict[str, float]:
-        """alpha, beta: below 1 and 0, outputs of the new classes had grown above those of old ones."""
+        """alpha, beta: below 1 and 0, outputs of the new classes had grown above those of old
+        ones."""
         found = (
             self.biases[self.task.name].tolist()
             if self.task is not None and self.task.name in self.biases
@@ -188,10 +196,10 @@ class Bic(Rehearsal):
         carried.meta |= {VALIDATION: self.validation} if self.validation else {}
         return state, carried
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
+    # ---- answers ---------------------------------------------------------------------------------
     def corrected(self, logits: Tensor, names: list[str]) -> Tensor:
-        """Logits (b, classes) of so many tasks in order, with the biases that are in effect: that of the last task, or of all. A task that
-        is in training has none yet."""
+        """Logits (b, classes) of so many tasks in order, with the biases that are in effect: that
+        of the last task, or of all. A task that is in training has none yet."""
         columns = self.columns()
         for name in names if self.settings.bias_mode == "all" else names[-1:]:
             if name in self.biases:

@@ -1,4 +1,5 @@
-"""What UCIR and PODNet share: heads that compare directions, new class vectors imprinted, old ones frozen, the classifier tuned at the end."""
+"""What UCIR and PODNet share: heads that compare directions, new class vectors imprinted, old ones
+frozen, the classifier tuned at the end."""
 
 from __future__ import annotations
 
@@ -22,25 +23,27 @@ class CosineSettings(RehearsalSettings):
     )
     scale: PositiveFloat = Field(
         10.0,
-        description="where eta starts, the learnt scale of similarities; 1 in the papers, which train "
-        "with SGD at large rates",
+        description="where eta starts, the learnt scale of similarities; 1 in the papers, which "
+        "train with SGD at large rates",
     )
     finetune: bool = Field(
         False,
-        description="train the classifier alone once more, on as many exemplars of each class, new and "
-        "old",
+        description="train the classifier alone once more, on as many exemplars of each class, new "
+        "and old",
     )
 
 
 class CosineRehearsal(Rehearsal):
-    """From the second task on a new class starts from where its images lie: its vectors are imprinted under the network before the task, as
-    long as old ones are on average. `train` leaves the vectors of old classes as they are, and moves eta, the new ones and the network.
-    With `finetune` all class vectors and eta are then trained on the memory, which is balanced, under the frozen network in evaluation mode.
+    """From the second task on a new class starts from where its images lie: its vectors are
+    imprinted under the network before the task, as long as old ones are on average. `train` leaves
+    the vectors of old classes as they are, and moves eta, the new ones and the network. With
+    `finetune` all class vectors and eta are then trained on the memory, which is balanced, under
+    the frozen network in evaluation mode.
 
     The linear head of a base task is left: `herd` imprints that task's vectors at length 1.
 
-    eta starts at 10, where both papers have 1: AdamW moves it by no more than the rate in a step, and under a softmax of cosines
-    themselves all classes stay about equally likely.
+    eta starts at 10, where both papers have 1: AdamW moves it by no more than the rate in a step,
+    and under a softmax of cosines themselves all classes stay about equally likely.
     """
 
     steps = (Step("train"), Step("herd", trains=False), Step("finetune", later=True))
@@ -64,7 +67,7 @@ class CosineRehearsal(Rehearsal):
         super().__init__(backbone, settings, seed)
         self.heads = CosineHeads(backbone.num_features, proxies, settings.scale)  # type: ignore[arg-type]
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -90,7 +93,8 @@ class CosineRehearsal(Rehearsal):
 
     @torch.no_grad()
     def imprint(self, task: Task) -> None:
-        """Class vectors from the features of the task's images under the evaluation transform; every rank looks at its share."""
+        """Class vectors from the features of the task's images under the evaluation transform;
+        every rank looks at its share."""
         features, labels, tasks, _ = self.looked_at()
         mine = tasks == [t.name for t in self.training_tasks].index(task.name)
         lengths = [self.heads[name].weight.norm(dim=2).flatten() for name in self.old]

@@ -1,6 +1,8 @@
-"""CTR's task-specific module: adapters that all tasks share and train on, with HAT's hard masks on their units.
+"""CTR's task-specific module: adapters that all tasks share and train on, with HAT's hard masks on
+their units.
 
-Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning, NeurIPS 2021. HAT: see `hat`.
+Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
+NeurIPS 2021. HAT: see `hat`.
 """
 
 from __future__ import annotations
@@ -46,26 +48,29 @@ class CtrSettings(MethodSettings):
     )
     mask_travel: PositiveFloat = Field(
         4.0,
-        description="for mask_lr auto: how far an embedding can go over all steps; half of them start "
-        "within 0.7 of 0",
+        description="for mask_lr auto: how far an embedding can go over all steps; half of them "
+        "start within 0.7 of 0",
     )
 
 
 def masked_bottleneck(
     x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor
 ) -> Tensor:
-    """x + z2 with z1 = relu(fc1 x) and z2 = relu(fc2 z1). The masks are in the weights: m relu(v) = relu(m v) for m >= 0."""
+    """x + z2 with z1 = relu(fc1 x) and z2 = relu(fc2 z1). The masks are in the weights: m relu(v) =
+    relu(m v) for m >= 0."""
     return x + F.linear(F.linear(x, down, down_bias).relu_(), up, up_bias).relu_()
 
 
 class CtrTsm(Method):
-    """A chain: z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1), x + z2, behind attention and behind the FFN of every block of a
-    frozen ViT. The linears are shared and trained on by every task; m = sigmoid(s e) per task as in HAT, stored as 1[e > 0].
-    What earlier tasks use is locked: rows of fc1 and its bias by m1, entries of fc2 by the smaller of m2 (out) and m1 (in), the
-    bias of fc2 by m2. Stored per task: (A + d) 2 L bits and a head.
+    """A chain: z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1), x + z2, behind attention and behind
+    the FFN of every block of a frozen ViT. The linears are shared and trained on by every task; m =
+    sigmoid(s e) per task as in HAT, stored as 1[e > 0]. What earlier tasks use is locked: rows of
+    fc1 and its bias by m1, entries of fc2 by the smaller of m2 (out) and m1 (in), the bias of fc2
+    by m2. Stored per task: (A + d) 2 L bits and a head.
 
-    Where it differs from the released code: all layer norms are frozen, masks are hard when served and locked, and locked
-    entries are put back after each step, so that nothing is forgotten. A base task is served by the backbone alone.
+    Where it differs from the released code: all layer norms are frozen, masks are hard when served
+    and locked, and locked entries are put back after each step, so that nothing is forgotten. A
+    base task is served by the backbone alone.
     """
 
     name = "ctr_tsm"
@@ -94,7 +99,8 @@ class CtrTsm(Method):
     def __init__(self, backbone: nn.Module, settings: CtrSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, self.form)
-        # The up-projection starts as PyTorch's Linear does. Not at zero: there relu has no gradient.
+        # The up-projection starts as PyTorch's Linear does. Not at zero: there relu has no
+        # gradient.
         self.adapters = Bottlenecks(
             len(self.sites),
             self.sites.width,
@@ -102,9 +108,10 @@ class CtrTsm(Method):
             up_std=1 / math.sqrt(3 * settings.width),
         )
         self.shared = nn.ModuleDict({"adapters": self.adapters})  # what tasks hand on
+        # (S, A + d), by earlier tasks
         self.used = torch.zeros(
             len(self.sites), settings.width + self.sites.width, dtype=torch.bool
-        )  # (S, A + d), by earlier tasks
+        )
         self.position = 0  # number of earlier tasks
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> masks by kind
 
@@ -113,7 +120,7 @@ class CtrTsm(Method):
         inner, outer = units.split([self.settings.width, self.sites.width], 1)
         return inner, outer
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -143,7 +150,8 @@ class CtrTsm(Method):
         return self.adapters.groups(rates.weight_decay)
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Entries that an earlier task may use, by HAT's rule: both its output and its input are used; inputs of fc1 always are."""
+        """Entries that an earlier task may use, by HAT's rule: both its output and its input are
+        used; inputs of fc1 always are."""
         inner, outer = self.split(self.used)
         a = self.adapters
         return {
@@ -154,7 +162,8 @@ class CtrTsm(Method):
         }
 
     def masked(self, inner: Tensor, outer: Tensor) -> dict[str, Tensor]:
-        """The adapters' tensors with m1 (S, A) and m2 (S, d) multiplied in, boolean or in [0, 1]."""
+        """The adapters' tensors with m1 (S, A) and m2 (S, d) multiplied in, boolean or in [0,
+        1]."""
         a = self.adapters
         return {
             "down": a.down * inner[:, :, None],
@@ -224,7 +233,7 @@ class CtrTsm(Method):
             shared | {"used": self.used | own}, {"tasks": self.position + 1}
         )
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         self.shared.load_state_dict(
@@ -234,7 +243,8 @@ class CtrTsm(Method):
         self.position = carried.meta["tasks"]
 
     def load(self, state: TaskState) -> None:
-        """Keeps the task's masks beside those of other tasks. A base task has none: the backbone alone serves it."""
+        """Keeps the task's masks beside those of other tasks. A base task has none: the backbone
+        alone serves it."""
         super().load(state)
         for name, size in (("inner", self.settings.width), ("outer", self.sites.width)):
             found, fits = state.masks.get(name), (len(self.sites), size)

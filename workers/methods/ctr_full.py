@@ -1,8 +1,10 @@
-"""CTR whole: before the task-specific module, capsules of earlier tasks share what they know, gated by how similar tasks are.
+"""CTR whole: before the task-specific module, capsules of earlier tasks share what they know, gated
+by how similar tasks are.
 
-Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning, NeurIPS 2021.
-Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last), d width, J x P transfer capsules, R filters of
-each kernel size. "Transfer capsules" are flattened to J P channels.
+Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
+NeurIPS 2021. Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last),
+d width, J x P transfer capsules, R filters of each kernel size. "Transfer capsules" are flattened
+to J P channels.
 """
 
 from __future__ import annotations
@@ -45,16 +47,17 @@ def squash(z: Tensor) -> Tensor:
 
 
 def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Maximum over positions of a convolution over tokens. u: (b, N, channels), weight: (R, K, channels) -> (b, R).
+    """Maximum over positions of a convolution over tokens. u: (b, N, channels), weight: (R, K,
+    channels) -> (b, R).
 
-    Only the winning window has a gradient, so the search for it goes without one, and the winner is computed again."""
+    Only the winning window has a gradient, so the search for it goes without one, and the winner is
+    computed again."""
     (batch, tokens, _), (count, size, channels) = u.shape, weight.shape
     flat = weight.flatten(1)
     with torch.no_grad():
         windows = u.unfold(1, size, 1).transpose(2, 3).flatten(2)  # (b, N - K + 1, K channels)
-        first = (
-            torch.bmm(flat.expand(batch, -1, -1), windows.transpose(1, 2)).max(2).indices
-        )  # (b, R)
+        # (b, R)
+        first = torch.bmm(flat.expand(batch, -1, -1), windows.transpose(1, 2)).max(2).indices
         at = (
             first[:, :, None]
             + torch.arange(size, device=u.device)
@@ -65,7 +68,8 @@ def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def capsules(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor) -> Tensor:
-    """Transfer capsules u_c = W_c squash(F_c x) of each task c. x: (B, N, d), p: (T, P, d), transfer: (T, J P, P) -> (B, T, N, J P)."""
+    """Transfer capsules u_c = W_c squash(F_c x) of each task c. x: (B, N, d), p: (T, P, d),
+    transfer: (T, J P, P) -> (B, T, N, J P)."""
     tasks, size, width = p.shape
     votes = F.linear(x, p.reshape(tasks * size, width), p_bias.reshape(-1))
     votes = squash(votes.unflatten(2, (tasks, size)))  # over the capsule, never over tasks
@@ -88,16 +92,19 @@ def knowledge(
     noise: Tensor | None = None,
     **filters: Tensor,
 ) -> Tensor:
-    """h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j: what the capsules of tasks so far say about x (B, N, d).
+    """h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j: what the capsules of
+    tasks so far say about x (B, N, d).
 
-    noise: (B, T) uniform numbers, while training: delta is then sampled, with the gradient of a Gumbel softmax; else its mode."""
+    noise: (B, T) uniform numbers, while training: delta is then sampled, with the gradient of a
+    Gumbel softmax; else its mode."""
     u = capsules(x, p, p_bias, transfer)  # (B, T, N, J P)
     tasks = u.shape[1]
     query = torch.cat(
         [strongest(u[:, -1], filters[f"query{k}"], filters[f"query{k}_bias"]) for k in KERNELS], 1
     ).relu()
     asked = F.linear(query, mix, mix_bias).repeat_interleave(tasks, 0)  # (B T, R)
-    # The maximum over tokens of relu(conv + asked) is relu(maximum of conv + asked): asked is the same for all tokens.
+    # The maximum over tokens of relu(conv + asked) is relu(maximum of conv + asked): asked is the
+    # same for all tokens.
     routes = torch.cat(
         [
             (strongest(u.flatten(0, 1), filters[f"key{k}"], filters[f"key{k}_bias"]) + asked).relu()
@@ -106,9 +113,8 @@ def knowledge(
         1,
     )
     routes = routes.unflatten(0, (-1, tasks))  # (B, T, 3 R)
-    score = (
-        F.linear(routes, gate, gate_bias).squeeze(2).float()
-    )  # (B, T), the difference of the two logits of a gate
+    # (B, T), the difference of the two logits of a gate
+    score = F.linear(routes, gate, gate_bias).squeeze(2).float()
     delta = (score > 0).to(score.dtype) if noise is None else HardSample.apply(score, noise, 1.0)
     share = F.linear(routes, similar, similar_bias) * delta[:, :, None]  # delta a: (B, T, J P)
     v = (share[:, :, None] * u).sum(1)  # (B, N, J P)
@@ -118,14 +124,16 @@ def knowledge(
 def capsule_bottleneck(
     x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor, **shared: Tensor
 ) -> Tensor:
-    """x + z2, where z1 = relu(fc1 h) sees what is known, h, and z2 = relu(fc2 z1); the masks are in the weights."""
+    """x + z2, where z1 = relu(fc1 h) sees what is known, h, and z2 = relu(fc2 z1); the masks are in
+    the weights."""
     h = knowledge(x, **shared)
     return x + F.linear(F.linear(h, down, down_bias).relu_(), up, up_bias).relu_()
 
 
 class Capsules(nn.Module):
-    """The tensors of all knowledge-sharing modules, stacked over sites (S, ...), as PyTorch's Linear and Conv1d start; the capsules of
-    each task (S, T, ...) are independent of each other's. transfer ~ N(0, 1)."""
+    """The tensors of all knowledge-sharing modules, stacked over sites (S, ...), as PyTorch's
+    Linear and Conv1d start; the capsules of each task (S, T, ...) are independent of each other's.
+    transfer ~ N(0, 1)."""
 
     def __init__(self, sites: int, width: int, tasks: int, size: int, filters: int):
         super().__init__()
@@ -151,13 +159,15 @@ class Capsules(nn.Module):
             )
 
     def tensors(self, tasks: int) -> dict[str, Tensor]:
-        """All tensors by name; of those per task only the first `tasks`: later ones take no part, and get no gradient."""
+        """All tensors by name; of those per task only the first `tasks`: later ones take no part,
+        and get no gradient."""
         return {
             name: t[:, :tasks] if name in PER_TASK else t for name, t in self.named_parameters()
         }
 
     def locks(self, tasks: int) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Capsules of tasks after the first `tasks`: decay must not move them before their task comes."""
+        """Capsules of tasks after the first `tasks`: decay must not move them before their task
+        comes."""
         later = torch.arange(self.transfer.shape[1], device=self.transfer.device) >= tasks
         return {
             name: (t, later.view(1, -1, *[1] * (t.ndim - 2)))
@@ -167,13 +177,15 @@ class Capsules(nn.Module):
 
 
 class CtrFull(CtrTsm):
-    """CTR's TSM behind a knowledge-sharing module: h = x + v, where v sums the capsules of tasks so far that a gate lets through,
-    and the bottleneck sees h. Tasks hand on capsules and routing beside the adapters; all of that is shared and not protected (only the
-    TSM is), so later tasks can change the answers of earlier ones: for better, the paper hopes, or worse.
+    """CTR's TSM behind a knowledge-sharing module: h = x + v, where v sums the capsules of tasks so
+    far that a gate lets through, and the bottleneck sees h. Tasks hand on capsules and routing
+    beside the adapters; all of that is shared and not protected (only the TSM is), so later tasks
+    can change the answers of earlier ones: for better, the paper hopes, or worse.
 
-    Where it differs from the released code: a capsule's tasks and channels are not mixed up, squash runs over a capsule and not
-    over tasks, gates draw noise in training only, and R is that of the task in training. One logit per gate, the difference of
-    the pair: same law. The number of tasks must be known: `max_tasks`.
+    Where it differs from the released code: a capsule's tasks and channels are not mixed up, squash
+    runs over a capsule and not over tasks, gates draw noise in training only, and R is that of the
+    task in training. One logit per gate, the difference of the pair: same law. The number of tasks
+    must be known: `max_tasks`.
     """
 
     name = "ctr_full"
@@ -242,9 +254,8 @@ class CtrFull(CtrTsm):
         return super().locks() | self.capsules.locks(self.position + 1)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        uniform = batch.draw.per_sample(
-            "ctr.gates", len(self.sites), self.position + 1
-        )  # (B, S, T)
+        # (B, S, T)
+        uniform = batch.draw.per_sample("ctr.gates", len(self.sites), self.position + 1)
         return (
             super().training_weights(batch, progress)
             | self.capsules.tensors(self.position + 1)

@@ -1,4 +1,5 @@
-"""DER: a feature extractor of its own for every task, all older ones frozen, and one classifier over all their features.
+"""DER: a feature extractor of its own for every task, all older ones frozen, and one classifier
+over all their features.
 
 Yan, Xie, He: DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021.
 """
@@ -35,8 +36,8 @@ class DerSettings(RehearsalSettings):
         0.0,
         ge=0,
         lt=1,
-        description="share of the training after which classifier and auxiliary head start anew; the "
-        "authors' code: 10 of "
+        description="share of the training after which classifier and auxiliary head start anew; "
+        "the authors' code: 10 of "
         "170 epochs; 0: never",
     )
     temperature: PositiveFloat = Field(
@@ -54,18 +55,22 @@ READ = {
 
 
 class Der(Rehearsal):
-    """u = [F_0(x), ..., F_t(x)], logits W u without bias, over (t + 1) D features. `train`: F_t starts as F_{t-1}, W anew, and
-    L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'), where y' has one class for all old ones; aux: D -> K_t + 1, thrown away afterwards. The first
-    task is CE alone. `finetune`, from the second task on: all extractors are frozen, W starts anew and learns CE(W u / temperature) on a
-    balanced subset: of the task's images and the exemplars equally many of each class, drawn by a hash of seed and key. `herd` chooses
-    exemplars by u. Answers are the largest of W u.
+    """u = [F_0(x), ..., F_t(x)], logits W u without bias, over (t + 1) D features. `train`: F_t
+    starts as F_{t-1}, W anew, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'), where y' has
+    one class for all old ones; aux: D -> K_t + 1, thrown away afterwards. The first task is CE
+    alone. `finetune`, from the second task on: all extractors are frozen, W starts anew and learns
+    CE(W u / temperature) on a balanced subset: of the task's images and the exemplars equally many
+    of each class, drawn by a hash of seed and key. `herd` chooses exemplars by u. Answers are the
+    largest of W u.
 
-    Stored per task: its extractor, which never changes again, and its rows of W as they were then; a base task's extractor is the backbone
-    itself. The chain carries W and the memory. Frozen extractors are in evaluation mode and leave no graph.
+    Stored per task: its extractor, which never changes again, and its rows of W as they were then;
+    a base task's extractor is the backbone itself. The chain carries W and the memory. Frozen
+    extractors are in evaluation mode and leave no graph.
 
-    Where it differs from the paper: extractors keep all their units (see `der_p`). Its warm-up, after which classifier and auxiliary head
-    start anew, is the setting `restart`, off by default: it is for 170 epochs from random weights, and the optimizer's moments stay.
-    A base task answers with the head that it was trained with, bias and all, until W takes its place.
+    Where it differs from the paper: extractors keep all their units (see `der_p`). Its warm-up,
+    after which classifier and auxiliary head start anew, is the setting `restart`, off by default:
+    it is for 170 epochs from random weights, and the optimizer's moments stay. A base task answers
+    with the head that it was trained with, bias and all, until W takes its place.
     """
 
     name = "der"
@@ -94,7 +99,7 @@ class Der(Rehearsal):
         self.auxiliary: nn.Linear | None = None
         self.stored: Parts = {}  # the newest extractor as it was loaded or handed on
 
-    # ---- who is trained on what ----------------------------------------------------------------------------------------
+    # ---- who is trained on what ------------------------------------------------------------------
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
         if step != "finetune":
             return super().memory(task, step, carried)
@@ -112,7 +117,7 @@ class Der(Rehearsal):
             for name, classes in pool.items()
         }
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -201,7 +206,8 @@ class Der(Rehearsal):
         }
 
     def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:
-        """What `train` adds to the cross-entropy, by name: weights and scalars. u (b, (t + 1) D), z (b, classes so far)."""
+        """What `train` adds to the cross-entropy, by name: weights and scalars. u (b, (t + 1) D), z
+        (b, classes so far)."""
         if self.auxiliary is None:
             return {}
         assert self.task is not None
@@ -219,9 +225,10 @@ class Der(Rehearsal):
         ):
             self.start_classifier("again")
 
-    # ---- what is kept ------------------------------------------------------------------------------------------------
+    # ---- what is kept ----------------------------------------------------------------------------
     def parts(self) -> Parts:
-        """The extractor of the task in training, to be stored: as `train` leaves it, later as it was handed on."""
+        """The extractor of the task in training, to be stored: as `train` leaves it, later as it
+        was handed on."""
         parts = self.trained() if self.step == "train" else self.stored
         return {
             kind: {name: t.detach().cpu().clone() for name, t in tensors.items()}
@@ -232,7 +239,8 @@ class Der(Rehearsal):
         return {"copies": dict(self.backbone.named_parameters())}
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """After the last step the extractor is in the task's state alone, before that it is handed on alone. A base task has none."""
+        """After the last step the extractor is in the task's state alone, before that it is handed
+        on alone. A base task has none."""
         state, carried = super().finish()
         parts = self.parts()
         if self.ends:
@@ -267,7 +275,8 @@ class Der(Rehearsal):
         )
 
     def load(self, state: TaskState) -> None:
-        """Also the task's extractor. Loaded before anything is trained: a base task's is the backbone as it is."""
+        """Also the task's extractor. Loaded before anything is trained: a base task's is the
+        backbone as it is."""
         super().load(state)
         self.stored = {"copies": state.copies, "masks": state.masks}
         extractor = self.extractor(state.task, self.stored).eval().requires_grad_(False)
@@ -278,7 +287,8 @@ class Der(Rehearsal):
             self.extractors.append(extractor)
 
     def extractor(self, task: str, parts: Parts) -> Any:
-        """The network that is stored as `parts`; of no parts the backbone. Raises UserError where they are of another architecture."""
+        """The network that is stored as `parts`; of no parts the backbone. Raises UserError where
+        they are of another architecture."""
         network = copy.deepcopy(self.backbone)
         if parts["copies"]:
             wanted, found = (

@@ -1,4 +1,5 @@
-"""DER with pruning: masks on a new extractor's units are trained with it, and what they switch off is cut before it is stored. A reconstruction.
+"""DER with pruning: masks on a new extractor's units are trained with it, and what they switch off
+is cut before it is stored. A reconstruction.
 
 Yan, Xie, He: DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021.
 """
@@ -23,10 +24,12 @@ from workers.taskstate import Carried, TaskState
 
 
 class PrunedDer(Der):
-    """DER on a ViT whose extractors lose units (`workers.model.units`). While an extractor is trained its units are masked; after `train` the
-    masks are those of `hard`, so that `finetune` and `herd` meet the network that is served. Stored are masks, as bits, and the
-    entries of kept units alone; the network that is run is cut to them. The next extractor starts from the entries of kept units, and
-    for the others from those of the backbone: it has all its units again. A base task's extractor, the backbone, is not pruned.
+    """DER on a ViT whose extractors lose units (`workers.model.units`). While an extractor is
+    trained its units are masked; after `train` the masks are those of `hard`, so that `finetune`
+    and `herd` meet the network that is served. Stored are masks, as bits, and the entries of kept
+    units alone; the network that is run is cut to them. The next extractor starts from the entries
+    of kept units, and for the others from those of the backbone: it has all its units again. A base
+    task's extractor, the backbone, is not pruned.
     """
 
     needs_vit = True
@@ -47,7 +50,8 @@ class PrunedDer(Der):
         return dict(zip(self.sites, units.split(list(self.sites.values())), strict=True))
 
     def hard(self) -> Tensor:
-        """(all units,) bool: which units the extractor in training would keep if training ended here."""
+        """(all units,) bool: which units the extractor in training would keep if training ended
+        here."""
         raise NotImplementedError
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
@@ -56,7 +60,8 @@ class PrunedDer(Der):
         return super().logits(images, task)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """Those of the extractor in training under its hard masks; what was trained before is cut already."""
+        """Those of the extractor in training under its hard masks; what was trained before is cut
+        already."""
         return (
             masked_weights(self.backbone, self.by_site(self.hard())) if self.step == "train" else {}
         )
@@ -65,7 +70,7 @@ class PrunedDer(Der):
         """Share of units that are kept."""
         return {"density": float(self.hard().float().mean())} if self.step == "train" else {}
 
-    # ---- what is kept ------------------------------------------------------------------------------------------------
+    # ---- what is kept ----------------------------------------------------------------------------
     def inherit(self) -> None:
         if self.stored.get("copies"):
             self.backbone.load_state_dict(
@@ -114,21 +119,25 @@ class DerPSettings(DerSettings):
     )
     mask_travel: PositiveFloat = Field(
         4.0,
-        description="for mask_lr auto: how far an embedding can go over all steps; they start up to 2 "
-        "from 0",
+        description="for mask_lr auto: how far an embedding can go over all steps; they start up "
+        "to 2 from 0",
     )
 
 
 class DerP(PrunedDer):
-    """While an extractor is trained, its units are multiplied by m = sigmoid(s e), s rising from 1 / s_max to s_max within every epoch, and
-    sparsity * L_S is added to the loss. L_S = sum_l K_l |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two
-    groups of units; here K_l is 1, the residual stream counts as all there, so that every unit stands for 2 D weights (a row
-    and a column; queries and keys a row each) and L_S is the mean of m. Units with e <= 0 are cut.
+    """While an extractor is trained, its units are multiplied by m = sigmoid(s e), s rising from 1
+    / s_max to s_max within every epoch, and sparsity * L_S is added to the loss. L_S = sum_l K_l
+    |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two groups of units;
+    here K_l is 1, the residual stream counts as all there, so that every unit stands for 2 D
+    weights (a row and a column; queries and keys a row each) and L_S is the mean of m. Units with e
+    <= 0 are cut.
 
-    A reconstruction: no code of the masks was published, and the paper has channels of convolutions where a ViT has units. Where it differs:
-    masks become 0 or 1 after `train`, so that the classifier is tuned on what is served; the first task, which has no `finetune`, is
-    served under hard masks and trained under those of s_max. The compensated gradient of e has HAT's factor s_max besides, which Adam
-    divides out. Embeddings start in (0, 2], all units on; s_max, the weight of L_S and the rate are our choice.
+    A reconstruction: no code of the masks was published, and the paper has channels of convolutions
+    where a ViT has units. Where it differs: masks become 0 or 1 after `train`, so that the
+    classifier is tuned on what is served; the first task, which has no `finetune`, is served under
+    hard masks and trained under those of s_max. The compensated gradient of e has HAT's factor
+    s_max besides, which Adam divides out. Embeddings start in (0, 2], all units on; s_max, the
+    weight of L_S and the rate are our choice.
     """
 
     name = "der_p"
@@ -153,7 +162,7 @@ class DerP(PrunedDer):
         own = frozenset({"s_max", "sparsity", "mask_lr", "mask_travel"})
         return super().unread(step) | (own if step in ("finetune", "herd") else frozenset())
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:

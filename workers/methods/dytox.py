@@ -1,6 +1,8 @@
-"""DyTox: one encoder and one decoder block for all tasks; a task brings a token, which asks for its own view of the patches, and a head.
+"""DyTox: one encoder and one decoder block for all tasks; a task brings a token, which asks for its
+own view of the patches, and a head.
 
-Douillard, Ramé, Couairon, Cord: DyTox: Transformers for Continual Learning with DYnamic TOken eXpansion, CVPR 2022.
+Douillard, Ramé, Couairon, Cord: DyTox: Transformers for Continual Learning with DYnamic TOken
+eXpansion, CVPR 2022.
 """
 
 from __future__ import annotations
@@ -50,23 +52,28 @@ class DyToxSettings(RehearsalSettings):
 
 
 class DyTox(Rehearsal):
-    """`train`: L = (1 - a) BCE + a KL + divergence * BCE_div over the task's data and the exemplars, a = O_t / A_t; the encoder, the decoder
-    and the task's own token and head learn, older ones stay. BCE is over all classes, KL holds the softmax of old classes to what it
-    was before the task, and BCE_div is of an auxiliary head on the task's token that tells its classes apart and from all old
-    ones. `herd` chooses exemplars by the tokens' embeddings, one after the other. `finetune`, from the second task on: BCE on the
-    exemplars alone, as many of each class; the encoder rests, decoder, tokens and heads learn, older ones too.
+    """`train`: L = (1 - a) BCE + a KL + divergence * BCE_div over the task's data and the
+    exemplars, a = O_t / A_t; the encoder, the decoder and the task's own token and head learn,
+    older ones stay. BCE is over all classes, KL holds the softmax of old classes to what it was
+    before the task, and BCE_div is of an auxiliary head on the task's token that tells its classes
+    apart and from all old ones. `herd` chooses exemplars by the tokens' embeddings, one after the
+    other. `finetune`, from the second task on: BCE on the exemplars alone, as many of each class;
+    the encoder rests, decoder, tokens and heads learn, older ones too.
 
     DyTox+ is this with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ that with `rho: 3`.
 
-    On any vision transformer but `convit_local` the encoder is all its blocks but the last, in whose place the decoder stands: that is
-    ours, and the way to a pretrained encoder. Stored per task: token and head as the task's own steps left them; the chain carries
-    the rest as it is by now.
+    On any vision transformer but `convit_local` the encoder is all its blocks but the last, in
+    whose place the decoder stands: that is ours, and the way to a pretrained encoder. Stored per
+    task: token and head as the task's own steps left them; the chain carries the rest as it is by
+    now.
 
-    Where it differs from the paper's code: one memory for all ranks, chosen under the evaluation transform (there each rank has one
-    of its own, chosen under augmentation). The fine-tuning set is shuffled and shared by the ranks, and the encoder is in
-    evaluation mode (there is no order, no sharing, and stochastic depth stays on). Augmentation repeats images where `data.repeats` says
-    so, 3 in the paper's setting, and then while fine-tuning too (there in `train` alone). MixUp pairs images at random with a factor
-    for each image (there a batch with itself reversed, and one factor for all).
+    Where it differs from the paper's code: one memory for all ranks, chosen under the evaluation
+    transform (there each rank has one of its own, chosen under augmentation). The fine-tuning set
+    is shuffled and shared by the ranks, and the encoder is in evaluation mode (there is no order,
+    no sharing, and stochastic depth stays on). Augmentation repeats images where `data.repeats`
+    says so, 3 in the paper's setting, and then while fine-tuning too (there in `train` alone).
+    MixUp pairs images at random with a factor for each image (there a batch with itself reversed,
+    and one factor for all).
     """
 
     name = "dytox"
@@ -118,9 +125,8 @@ class DyTox(Rehearsal):
                     if module.bias is not None:
                         nn.init.zeros_(module.bias)
         self.heads = TokenHeads(self.heads.width)
-        self.before: Any = (
-            None  # in a tuple, so that it is no part of this module: the network before the task
-        )
+        # in a tuple, so that it is no part of this module: the network before the task
+        self.before: Any = None
         self.auxiliary: TokenHead | None = None
 
     def sharpness(self) -> float:
@@ -132,7 +138,7 @@ class DyTox(Rehearsal):
             self.backbone, self.decoder, [self.heads[name] for name in self.columns()]
         )  # type: ignore[misc]
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -204,7 +210,7 @@ class DyTox(Rehearsal):
             "div": div.detach(),
         }
 
-    # ---- what is kept --------------------------------------------------------------------------------------------------
+    # ---- what is kept ----------------------------------------------------------------------------
     def state(self, **parts: Any) -> TaskState:
         state = super().state(**parts)
         state.tokens["token"] = state.head.pop("token")

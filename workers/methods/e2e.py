@@ -1,4 +1,5 @@
-"""E2E: distillation per earlier task while training, then all weights once more on as many images of new classes as of old ones.
+"""E2E: distillation per earlier task while training, then all weights once more on as many images
+of new classes as of old ones.
 
 Castro, Marin-Jimenez, Guil, Schmid, Alahari: End-to-End Incremental Learning, ECCV 2018.
 """
@@ -27,8 +28,8 @@ class E2eSettings(RehearsalSettings):
     )
     kd: Literal["bce", "ce"] = Field(
         "bce",
-        description="how a task's softmax is held to its teacher's: `bce` for each class, or `ce` over "
-        "them",
+        description="how a task's softmax is held to its teacher's: `bce` for each class, or `ce` "
+        "over them",
     )
     noise: bool = Field(
         False,
@@ -37,17 +38,20 @@ class E2eSettings(RehearsalSettings):
 
 
 class E2e(Rehearsal):
-    """L = CE over all classes + mean over tasks s of KD_s, the distance of softmax(z_s / tau) to softmax(y_s / tau) over the classes of
-    s alone. In `train` the teacher is the network before the task, and s runs over earlier tasks. `balance` chooses as many images of
-    each new class as there are of each old one, floor(M / O_t), and on these and the old exemplars `finetune` trains all weights
-    again. There the teacher is the network after `train`, and s runs over all tasks. `herd` makes the memory that stays: floor(M / A_t) of
-    each class, chosen anew for the new classes by the network as it is then.
+    """L = CE over all classes + mean over tasks s of KD_s, the distance of softmax(z_s / tau) to
+    softmax(y_s / tau) over the classes of s alone. In `train` the teacher is the network before the
+    task, and s runs over earlier tasks. `balance` chooses as many images of each new class as there
+    are of each old one, floor(M / O_t), and on these and the old exemplars `finetune` trains all
+    weights again. There the teacher is the network after `train`, and s runs over all tasks. `herd`
+    makes the memory that stays: floor(M / A_t) of each class, chosen anew for the new classes by
+    the network as it is then.
 
-    Both train alike unless the config says otherwise; a tenth of the rate is what the fine-tuning is meant for:
-    `steps: {finetune: {epochs: 40, lr: 0.01}}` beside `train: {epochs: 60, lr: 0.1}`.
+    Both train alike unless the config says otherwise; a tenth of the rate is what the fine-tuning
+    is meant for: `steps: {finetune: {epochs: 40, lr: 0.01}}` beside `train: {epochs: 60, lr: 0.1}`.
 
-    Where it differs from the paper: KD_s is a mean, over tasks and with `kd: bce` over classes too, where the paper sums cross-entropies;
-    gradients are noisy only under `noise`; images are augmented as they are drawn, not twelvefold beforehand.
+    Where it differs from the paper: KD_s is a mean, over tasks and with `kd: bce` over classes too,
+    where the paper sums cross-entropies; gradients are noisy only under `noise`; images are
+    augmented as they are drawn, not twelvefold beforehand.
     """
 
     name = "e2e"
@@ -94,7 +98,8 @@ class E2e(Rehearsal):
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:
-        """g <- g + N(0, 0.3 / (1 + iteration)^0.55), the same on all ranks, which have summed their gradients by now."""
+        """g <- g + N(0, 0.3 / (1 + iteration)^0.55), the same on all ranks, which have summed their
+        gradients by now."""
         if self.settings.noise:
             draw, iteration = self.now
             deviation = (0.3 / (1 + iteration) ** 0.55) ** 0.5

@@ -1,4 +1,5 @@
-"""Sequential fine-tuning: everything is trained on each task in turn, nothing is protected. The lower bound: it forgets."""
+"""Sequential fine-tuning: everything is trained on each task in turn, nothing is protected. The
+lower bound: it forgets."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from workers.taskstate import Carried, TaskState
 
 
 class FineTune(Method):
-    """All backbone weights and the task's own head; old heads stay as they were while the backbone moves under them. In
-    scenario `class` the old heads go on training too: their outputs compete with the new ones, and get no sample of their own.
+    """All backbone weights and the task's own head; old heads stay as they were while the backbone
+    moves under them. In scenario `class` the old heads go on training too: their outputs compete
+    with the new ones, and get no sample of their own.
     """
 
     name = "finetune"
@@ -44,7 +46,8 @@ class FineTune(Method):
 
 
 def weight_groups(module: Any, rates: Rates) -> list[dict[str, Any]]:
-    """Parameter groups as DeiT has them: no weight decay on biases, norms, class token and position embedding."""
+    """Parameter groups as DeiT has them: no weight decay on biases, norms, class token and position
+    embedding."""
     plain = [
         p
         for n, p in module.named_parameters()
@@ -64,7 +67,8 @@ def tensors_of(module: Any) -> dict[str, Any]:
 
 
 def network_of(method: Method, tasks: list[str]) -> dict[str, Any]:
-    """Copies of the backbone's tensors and of the heads of `tasks`: `backbone/NAME`, `heads/TASK/NAME`."""
+    """Copies of the backbone's tensors and of the heads of `tasks`: `backbone/NAME`,
+    `heads/TASK/NAME`."""
     return {f"backbone/{name}": t for name, t in tensors_of(method.backbone).items()} | heads_of(
         method, tasks
     )

@@ -1,7 +1,8 @@
-"""HAT: all tasks share one network whose weights are trained; per task, hard masks choose its units, and units in use are locked.
+"""HAT: all tasks share one network whose weights are trained; per task, hard masks choose its
+units, and units in use are locked.
 
-Serra, Suris, Miron, Karatzoglou: Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018. Equation numbers are
-the paper's. AdaHAT: Wang et al., ECML PKDD 2024.
+Serra, Suris, Miron, Karatzoglou: Overcoming Catastrophic Forgetting with Hard Attention to the
+Task, ICML 2018. Equation numbers are the paper's. AdaHAT: Wang et al., ECML PKDD 2024.
 """
 
 from __future__ import annotations
@@ -29,27 +30,30 @@ FEW = 0.01  # share of free units below which a task learns little but its head
 
 
 class HatSettings(MethodSettings):
-    """Defaults are for a pretrained ViT and few epochs. The paper's, for 200 epochs of plain SGD from random weights: s_max 400, c 0.75,
-    price absolute, schedule linear, s_min null, start normal, mask_lr that of the weights (0.05)."""
+    """Defaults are for a pretrained ViT and few epochs. The paper's, for 200 epochs of plain SGD
+    from random weights: s_max 400, c 0.75, price absolute, schedule linear, s_min null, start
+    normal, mask_lr that of the weights (0.05)."""
 
     s_max: float = Field(
         100.0, gt=1, description="scale of the masks when they are hardest; useful from 25 to 800"
     )
     c: NonNegativeFloat = Field(
         0.1,
-        description="weight of R, what units cost that no earlier task uses (Eq. 5); useful: 0.03 to 1, "
-        "absolute: 0.1 to 2.5",
+        description="weight of R, what units cost that no earlier task uses (Eq. 5); useful: 0.03 "
+        "to 1, absolute: 0.1 to 2.5",
     )
     price: Literal["relative", "absolute"] = Field(
         "relative",
-        description="relative: c counts in what a typical unit is worth to CE; absolute: as the paper",
+        description="relative: c counts in what a typical unit is worth to CE; absolute: as the "
+        "paper",
     )
     schedule: Literal["linear", "official", "cosine"] = Field(
         "cosine", description="of the scale within an epoch; see `annealed`"
     )
     s_min: PositiveFloat | None = Field(
         1.0,
-        description="scale of the masks when they are softest; null: 1 / s_max, where all masks are 0.5",
+        description="scale of the masks when they are softest; null: 1 / s_max, where all masks "
+        "are 0.5",
     )
     compensation: Literal["exact", "official"] = Field(
         "exact", description="of the embeddings' gradient; see `AnnealedSigmoid`"
@@ -67,8 +71,8 @@ class HatSettings(MethodSettings):
     )
     mask_travel: PositiveFloat = Field(
         4.0,
-        description="for mask_lr auto: how far an embedding can go over all steps; they start up to 2 "
-        "from 0",
+        description="for mask_lr auto: how far an embedding can go over all steps; they start up "
+        "to 2 from 0",
     )
     per_task_affine: bool = Field(
         False, description="each task trains its own norms, class token and biases of proj and fc2"
@@ -76,16 +80,19 @@ class HatSettings(MethodSettings):
 
 
 class Hat(Method):
-    """A chain: h' = a .* h with a = sigmoid(s e) (Eq. 1), s annealed in every epoch; stored are hard masks 1[e > 0] per unit, and the
-    weights hand on how many tasks use each unit. The base task, if there is one, is learned as a first task.
+    """A chain: h' = a .* h with a = sigmoid(s e) (Eq. 1), s annealed in every epoch; stored are
+    hard masks 1[e > 0] per unit, and the weights hand on how many tasks use each unit. The base
+    task, if there is one, is learned as a first task.
 
-    Frozen from the start, because every task sees them: patch and position embedding, class token, norms, biases of proj and fc2;
-    with `per_task_affine` the last four are copied for each task.
+    Frozen from the start, because every task sees them: patch and position embedding, class token,
+    norms, biases of proj and fc2; with `per_task_affine` the last four are copied for each task.
 
-    Where it differs from the paper: masks of finished tasks are hard in test, lock and R, since soft ones leak; entries are put
-    back after each step, since decay and momentum move them. Two things are for pretrained weights and few epochs. An epoch begins
-    and ends with hard masks and never halves the network (cosine, s_min 1). And c has a `price`: a unit's share of R is c / N, on
-    a pretrained ViT a hundredth of the noise of its gradient from CE, so that no unit would be let go before the paper's 200 epochs.
+    Where it differs from the paper: masks of finished tasks are hard in test, lock and R, since
+    soft ones leak; entries are put back after each step, since decay and momentum move them. Two
+    things are for pretrained weights and few epochs. An epoch begins and ends with hard masks and
+    never halves the network (cosine, s_min 1). And c has a `price`: a unit's share of R is c / N,
+    on a pretrained ViT a hundredth of the noise of its gradient from CE, so that no unit would be
+    let go before the paper's 200 epochs.
     """
 
     name = "hat"
@@ -141,9 +148,8 @@ class Hat(Method):
         super().__init__(backbone, settings, seed)
         self.sites = unit_sites(backbone)
         self.shared = dict(backbone.named_parameters())
-        self.uses = torch.zeros(
-            sum(self.sites.values()), dtype=torch.int16
-        )  # unit, in order of sites -> tasks that use it
+        # unit, in order of sites -> tasks that use it
+        self.uses = torch.zeros(sum(self.sites.values()), dtype=torch.int16)
         self.register_buffer("price", torch.ones(()))  # what c is multiplied by in the next step
         self.loaded: dict[
             str, tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -153,7 +159,7 @@ class Hat(Method):
         """(all units,) -> site -> (units of the site,)."""
         return dict(zip(self.sites, units.split(list(self.sites.values())), strict=True))
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -224,8 +230,9 @@ class Hat(Method):
 
     @torch.no_grad()
     def influence(self) -> Tensor:
-        """The root mean square over units of dCE / da in this step, times the number of free units: with this price, c = 1 makes R pull
-        each unit down as much as CE typically pulls units to and fro."""
+        """The root mean square over units of dCE / da in this step, times the number of free units:
+        with this price, c = 1 makes R pull each unit down as much as CE typically pulls units to
+        and fro."""
         slope, gradient = self.mask.slope(self.scale), self.mask.embedding.grad
         assert gradient is not None
         free = self.uses == 0
@@ -274,7 +281,7 @@ class Hat(Method):
         )
         return state, Carried(weights | {"uses": (self.uses + own).cpu()})
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         with torch.no_grad():
@@ -308,7 +315,8 @@ class Hat(Method):
         )
 
     def flops_share(self, state: TaskState) -> float:
-        """With the FFN neurons cut that the task does not use; channels of attention are zeros that are computed."""
+        """With the FFN neurons cut that the task does not use; channels of attention are zeros that
+        are computed."""
         masks = [
             BlockMasks(neurons=state.masks[f"blocks.{i}.ff"])
             for i in range(len(self.backbone.blocks))
@@ -326,8 +334,9 @@ class AdaHatSettings(HatSettings):
 
 
 class AdaHat(Hat):
-    """HAT whose locks give way: entries of a unit that n earlier tasks use move by r / (n + r), r = A / (eps + R of the unit's site).
-    It forgets a little to go on learning where HAT runs out of units. The rate acts on the step and not on the gradient (see Protector).
+    """HAT whose locks give way: entries of a unit that n earlier tasks use move by r / (n + r), r =
+    A / (eps + R of the unit's site). It forgets a little to go on learning where HAT runs out of
+    units. The rate acts on the step and not on the gradient (see Protector).
     """
 
     name = "adahat"
@@ -355,7 +364,8 @@ class AdaHat(Hat):
 
 
 def affine_names(backbone: Any) -> list[str]:
-    """Parameters that write to the residual stream and are no weights: norms, class token, biases of proj and fc2, scales of context."""
+    """Parameters that write to the residual stream and are no weights: norms, class token, biases
+    of proj and fc2, scales of context."""
     known = dict(backbone.named_parameters())
     ends = ("attn.proj.bias", "mlp.fc2.bias", "mlp.context.scale")
     wanted = [

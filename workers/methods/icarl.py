@@ -1,6 +1,8 @@
-"""iCaRL: sigmoid outputs that old classes inherit from the network before, and answers by the nearest mean of exemplars.
+"""iCaRL: sigmoid outputs that old classes inherit from the network before, and answers by the
+nearest mean of exemplars.
 
-Rebuffi, Kolesnikov, Sperl, Lampert: iCaRL: Incremental Classifier and Representation Learning, CVPR 2017.
+Rebuffi, Kolesnikov, Sperl, Lampert: iCaRL: Incremental Classifier and Representation Learning, CVPR
+2017.
 """
 
 from __future__ import annotations
@@ -20,22 +22,26 @@ from workers.model.exemplars import nearest_mean
 class IcarlSettings(RehearsalSettings):
     loss: Literal["bce", "ce_kd"] = Field(
         "bce",
-        description="`bce`: a sigmoid per class; `ce_kd`: one softmax, and one more for distillation",
+        description="`bce`: a sigmoid per class; `ce_kd`: one softmax, and one more for "
+        "distillation",
     )
     tau: PositiveFloat = Field(2.0, description="temperature of distillation under `loss: ce_kd`")
     infer: Literal["nme", "argmax"] = Field(
         "nme",
-        description="answers by the nearest mean of exemplars, or by the largest output; only serves",
+        description="answers by the nearest mean of exemplars, or by the largest output; only "
+        "serves",
     )
 
 
 class Icarl(Rehearsal):
-    """loss `bce`: binary cross-entropy of all outputs, a mean over entries, to the teacher's sigmoid for the O_t old classes, of exemplars
-    too, whatever their label, and to the labels for the K_t new ones: L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t.
-    loss `ce_kd`: L = CE over all classes + KD_ce(tau) over the old ones, under which the name is often reported.
+    """loss `bce`: binary cross-entropy of all outputs, a mean over entries, to the teacher's
+    sigmoid for the O_t old classes, of exemplars too, whatever their label, and to the labels for
+    the K_t new ones: L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t. loss `ce_kd`: L = CE over
+    all classes + KD_ce(tau) over the old ones, under which the name is often reported.
 
-    `herd` hands on nu_c, the direction of the mean of class c's exemplars, each as a unit vector, by the network as it is now; an image
-    goes to the class with the nearest nu_c, within the task where that is told. While training, outputs answer.
+    `herd` hands on nu_c, the direction of the mean of class c's exemplars, each as a unit vector,
+    by the network as it is now; an image goes to the class with the nearest nu_c, within the task
+    where that is told. While training, outputs answer.
 
     Where it differs from the paper: binary cross-entropies are averaged over classes, not summed.
     """
@@ -74,7 +80,8 @@ class Icarl(Rehearsal):
         return (1 - a) * ce + a * kd if sigmoids else ce + kd, {**terms, "kd": kd.detach()}
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """Minus squared distances to the class means, where there are means and `infer` asks for them."""
+        """Minus squared distances to the class means, where there are means and `infer` asks for
+        them."""
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)
         found = nearest_mean(self.features(images), self.means.to(images.device))

@@ -1,4 +1,5 @@
-"""One fully fine-tuned network per task: the upper bound without sharing, at the price of a backbone for each task."""
+"""One fully fine-tuned network per task: the upper bound without sharing, at the price of a
+backbone for each task."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from workers.taskstate import Carried, TaskState
 
 
 class Individual(Method):
-    """Starts every task from the common backbone and stores all trained weights in the task's state."""
+    """Starts every task from the common backbone and stores all trained weights in the task's
+    state."""
 
     name = "individual"
     freezes_backbone = False
@@ -34,9 +36,8 @@ class Individual(Method):
 
     def load(self, state: TaskState) -> None:
         super().load(state)
-        self.weights[state.task] = (
-            state.copies
-        )  # none for the base task, which was trained into the common backbone
+        # none for the base task, which was trained into the common backbone
+        self.weights[state.task] = state.copies
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         device = self.device

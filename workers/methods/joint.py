@@ -1,4 +1,5 @@
-"""Joint training on all tasks seen so far, from the common backbone: the upper bound with sharing, which keeps all data."""
+"""Joint training on all tasks seen so far, from the common backbone: the upper bound with sharing,
+which keeps all data."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from workers.taskstate import Carried, TaskState
 
 
 class Joint(Method):
-    """Each stage trains one network and one head per task on the union of the data of all tasks so far."""
+    """Each stage trains one network and one head per task on the union of the data of all tasks so
+    far."""
 
     name = "joint"
     trains_on = "seen"

@@ -1,6 +1,8 @@
-"""KSM: per task one mask value for every kernel of a frozen backbone: 1, or a soft value below one half instead of 0.
+"""KSM: per task one mask value for every kernel of a frozen backbone: 1, or a soft value below one
+half instead of 0.
 
-Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021.
+Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR
+2021.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ from workers.taskstate import TaskState
 class KsmSettings(ThresholdSettings):
     granularity: Literal["kernel", "channel", "element"] = Field(
         "kernel",
-        description="what shares one mask value: a kernel, all weights of an output channel, or nothing",
+        description="what shares one mask value: a kernel, all weights of an output channel, or "
+        "nothing",
     )
     group: PositiveInt = Field(8, description="input columns of a Linear that make up a kernel")
     soft: bool = Field(True, description="kernels that are off keep a coefficient; false: 0")
     norms: bool = Field(
         True, description="each task trains its own copies of norm weights and biases"
     )
-    mask_travel: PositiveFloat = Field(  # farther than Piggyback's: a kernel that is off keeps a part of its weights
+    # farther than Piggyback's: a kernel that is off keeps a part of its weights
+    mask_travel: PositiveFloat = Field(
         2.0,
-        description="for mask_lr auto: how far steps in random directions carry a value, in distances "
-        "to the threshold",
+        description="for mask_lr auto: how far steps in random directions carry a value, in "
+        "distances to the threshold",
     )
     beta: PositiveFloat = Field(1200.0, description="steepness of the relaxation")
     temperature: PositiveFloat = Field(
@@ -42,13 +46,16 @@ class KsmSettings(ThresholdSettings):
 
 
 class Ksm(ThresholdMasks):
-    """W' = (b + 0.5 a) .* W, one b and a per kernel, see `SoftBinary`. All real values start above theta, so that training starts from
-    the backbone itself. Stored: the bits b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order), copies of
-    norms. The real values are not: a is relative to the least and the largest of its layer, so that only the final mask counts.
+    """W' = (b + 0.5 a) .* W, one b and a per kernel, see `SoftBinary`. All real values start above
+    theta, so that training starts from the backbone itself. Stored: the bits b, the coefficients
+    0.5 a of kernels that are off (as `SITE.soft`, in order), copies of norms. The real values are
+    not: a is relative to the least and the largest of its layer, so that only the final mask
+    counts.
 
-    Where it differs from the paper: a Linear has no kernels, so `group` consecutive input columns of an output row are one; true
-    kernels for the patch embedding. The rate of real values follows from the number of steps (see `rate`), copies of norms train at
-    the rate of heads. A kernel that is on counts exactly as 0 for the range of a, where the released code has a rounding error.
+    Where it differs from the paper: a Linear has no kernels, so `group` consecutive input columns
+    of an output row are one; true kernels for the patch embedding. The rate of real values follows
+    from the number of steps (see `rate`), copies of norms train at the rate of heads. A kernel that
+    is on counts exactly as 0 for the range of a, where the released code has a rounding error.
     """
 
     name = "ksm"
@@ -96,7 +103,7 @@ class Ksm(ThresholdMasks):
     def in_use(self, mask: Tensor) -> Tensor:
         return mask == 1
 
-    # ---- what is stored ----------------------------------------------------------------------------------------------
+    # ---- what is stored --------------------------------------------------------------------------
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         on = {site: self.in_use(mask) for site, mask in masks.items()}
         soft = {

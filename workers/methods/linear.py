@@ -1,4 +1,5 @@
-"""Linear probe: the backbone is frozen, each task trains only its head. MEAT's `Classifier` column."""
+"""Linear probe: the backbone is frozen, each task trains only its head. MEAT's `Classifier`
+column."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from workers.methods.base import Method
 class Linear(Method):
     """A frozen backbone and one head per task (a star, zero forgetting).
 
-    Where augmentation leaves images as they are, so are their features in every epoch: they are computed once per stage and the head is
-    trained on them, with the same batches and, up to the order of summation, the same numbers.
+    Where augmentation leaves images as they are, so are their features in every epoch: they are
+    computed once per stage and the head is trained on them, with the same batches and, up to the
+    order of summation, the same numbers.
     """
 
     name = "linear"

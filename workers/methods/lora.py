@@ -1,4 +1,5 @@
-"""LoRA: a low-rank update of the attention's projections in every block of a frozen backbone, trained per task, merged where it is served.
+"""LoRA: a low-rank update of the attention's projections in every block of a frozen backbone,
+trained per task, merged where it is served.
 
 Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
 """
@@ -30,21 +31,24 @@ from workers.taskstate import Carried, TaskState
 class LoraSettings(MethodSettings):
     target: Target = Field(
         "qkv",
-        description="`qkv`: one update of the fused projection; `qv`: one of queries and one of values, "
-        "as in the paper",
+        description="`qkv`: one update of the fused projection; `qv`: one of queries and one of "
+        "values, as in the paper",
     )
     rank: PositiveInt = Field(4, description="r")
     alpha: PositiveFloat = Field(1.0, description="the update is scaled by alpha / rank")
 
 
 class Lora(Method):
-    """A star: W x + (alpha / r) B A x, with B zero at the start, so that a task starts as the backbone itself. Stored per task: A and B,
-    unmerged, 4 r d floats a block for either target, and a head.
+    """A star: W x + (alpha / r) B A x, with B zero at the start, so that a task starts as the
+    backbone itself. Stored per task: A and B, unmerged, 4 r d floats a block for either target, and
+    a head.
 
-    While training, B A x is a branch beside W x: forming W + s B A first would cost the gradient of a whole weight matrix in every block. A
-    served task has the merged weights in effect, and does the backbone's work and no more.
+    While training, B A x is a branch beside W x: forming W + s B A first would cost the gradient of
+    a whole weight matrix in every block. A served task has the merged weights in effect, and does
+    the backbone's work and no more.
 
-    Where it differs from the paper: no dropout before A; biases and norms stay frozen; learning rate and weight decay are the head's.
+    Where it differs from the paper: no dropout before A; biases and norms stay frozen; learning
+    rate and weight decay are the head's.
     """
 
     name = "lora"

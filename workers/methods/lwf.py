@@ -1,4 +1,5 @@
-"""LwF: the whole network goes on learning, and distillation holds its old heads to what they answered before, on new images.
+"""LwF: the whole network goes on learning, and distillation holds its old heads to what they
+answered before, on new images.
 
 Li, Hoiem: Learning without Forgetting, ECCV 2016.
 """
@@ -37,12 +38,14 @@ class LwfSettings(MethodSettings):
 
 
 class Lwf(Method):
-    """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), all on images of the new task. The teacher is the network before
-    the task; the old heads, a base task's among them, are trained along. In scenario `class` the old heads' outputs form one softmax,
-    and cross-entropy stays among the new ones. Stored per task: the head as its own training left it; the chain carries the weights
-    and the older heads as they are by now.
+    """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), all on images of the new task.
+    The teacher is the network before the task; the old heads, a base task's among them, are trained
+    along. In scenario `class` the old heads' outputs form one softmax, and cross-entropy stays
+    among the new ones. Stored per task: the head as its own training left it; the chain carries the
+    weights and the older heads as they are by now.
 
-    Where it differs from the paper: the first phase, which trains the new head alone, is off unless `head_first` asks for it.
+    Where it differs from the paper: the first phase, which trains the new head alone, is off unless
+    `head_first` asks for it.
     """
 
     name = "lwf"
@@ -56,7 +59,7 @@ class Lwf(Method):
     per_task = frozenset({"lambda", "tau", "head_first"})
     settings: LwfSettings
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -94,7 +97,8 @@ class Lwf(Method):
         ).sum()
 
     def after_backward(self) -> None:
-        """A parameter without a gradient is passed over by the optimizer: neither weight decay nor momentum touches it."""
+        """A parameter without a gradient is passed over by the optimizer: neither weight decay nor
+        momentum touches it."""
         if self.head_alone:
             assert self.task is not None
             new = {id(p) for p in self.heads[self.task.name].parameters()}
@@ -105,7 +109,7 @@ class Lwf(Method):
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(), Carried(network_of(self, self.old))
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         """The weights, and the older heads in place of those that the tasks' states have."""
         restore_network(self, carried.tensors)

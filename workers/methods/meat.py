@@ -1,7 +1,8 @@
-"""MEAT: per task, hard masks on image tokens (as attention keys) and FFN weights of a frozen ViT, by Gumbel-softmax; on a ResNet
-on channels and convolutions.
+"""MEAT: per task, hard masks on image tokens (as attention keys) and FFN weights of a frozen ViT,
+by Gumbel-softmax; on a ResNet on channels and convolutions.
 
-Xue, Zhang, Song, Song: Meta-attention for ViT-backed Continual Learning, CVPR 2022. Equation numbers are the paper's.
+Xue, Zhang, Song, Song: Meta-attention for ViT-backed Continual Learning, CVPR 2022. Equation
+numbers are the paper's.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from workers.model.masks import GumbelHard
 from workers.model.sites import Sites, sites_of
 from workers.taskstate import Carried, TaskState
 
-ADAM_EPS = (
-    1e-15  # at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
-)
+# at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
+ADAM_EPS = 1e-15
 
 
 class MeatSettings(MethodSettings):
-    """The paper's ablation by settings alone. M1 (classifier): token_masks false, ffn_masks off. M2 (tokens without
-    drop control): ffn_masks off, alpha 0. M3 (with it): ffn_masks off. M4 (FFN): token_masks false. M5 (all): defaults.
-    On a ResNet `token_masks` are those of channels and `ffn_masks` those of convolutions, per weight.
+    """The paper's ablation by settings alone. M1 (classifier): token_masks false, ffn_masks off. M2
+    (tokens without drop control): ffn_masks off, alpha 0. M3 (with it): ffn_masks off. M4 (FFN):
+    token_masks false. M5 (all): defaults. On a ResNet `token_masks` are those of channels and
+    `ffn_masks` those of convolutions, per weight.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -48,8 +49,8 @@ class MeatSettings(MethodSettings):
     tau: PositiveFloat = Field(1.0, description="temperature of the Gumbel-softmax")
     token_masks: bool = Field(
         True,
-        description="mask image tokens as keys and values of attention; on a ResNet channels inside "
-        "residual blocks",
+        description="mask image tokens as keys and values of attention; on a ResNet channels "
+        "inside residual blocks",
     )
     token_mask_blocks: Literal["all"] | tuple[int, ...] = Field(
         "all", description="blocks with token (channel) masks, counted from 0"
@@ -64,23 +65,27 @@ class MeatSettings(MethodSettings):
     )
     mask_lr: PositiveFloat | Literal["auto", "paper"] = Field(
         "auto",
-        description="rate on each logit of the pair; `paper`: .1 * batch / 1024; `auto`: by mask_travel",
+        description="rate on each logit of the pair; `paper`: .1 * batch / 1024; `auto`: by "
+        "mask_travel",
     )
     mask_travel: PositiveFloat = Field(
         8.0,
-        description="for mask_lr auto: how far a logit can go over all steps, in distances to the flip",
+        description="for mask_lr auto: how far a logit can go over all steps, in distances to "
+        "the flip",
     )
 
 
 class Meat(Method):
     """A star: the backbone is shared and frozen, each task leaves packed mask bits and a head.
 
-    Where it differs from the paper: one logit per entry (see GumbelHard); logits start at +-gamma, as in the released
-    code (uniform ones would start with half of everything dropped); the learning rate of masks follows from the
-    number of steps, because the paper's flips nothing in a short training.
+    Where it differs from the paper: one logit per entry (see GumbelHard); logits start at +-gamma,
+    as in the released code (uniform ones would start with half of everything dropped); the learning
+    rate of masks follows from the number of steps, because the paper's flips nothing in a short
+    training.
 
-    On a ResNet channels take the place of tokens and convolutions that of the FFN; `ChannelSites` says which. The reading is
-    ours, of the paper's figure 4, where the method is carried over to CNNs: by default both kinds are trained, as on a ViT.
+    On a ResNet channels take the place of tokens and convolutions that of the FFN; `ChannelSites`
+    says which. The reading is ours, of the paper's figure 4, where the method is carried over to
+    CNNs: by default both kinds are trained, as on a ViT.
     """
 
     name = "meat"
@@ -93,7 +98,8 @@ class Meat(Method):
     def check(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the gradients."""
+        """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the
+        gradients."""
         assert isinstance(settings, MeatSettings)
         masked = settings.token_masks or settings.ffn_masks != "off"
         if masked:
@@ -116,7 +122,7 @@ class Meat(Method):
         """Name -> shape of every mask that these settings train."""
         return self.sites.gates | self.sites.entries
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -127,9 +133,8 @@ class Meat(Method):
             name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
             for name, shape in self.mask_shapes().items()
         }
-        self.mask_modules = nn.ModuleList(
-            self.masks.values()
-        )  # a dict alone would hide them from state_dict and .to
+        # a dict alone would hide them from state_dict and .to
+        self.mask_modules = nn.ModuleList(self.masks.values())
         if self.masks:
             groups.append(
                 {
@@ -143,9 +148,9 @@ class Meat(Method):
         return groups
 
     def rate(self, rates: Rates) -> float:
-        """Peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard. Adam moves an entry by at most the
-        rate per step, so `auto` sets rate * mean_rate_steps = mask_travel * 2 gamma: long and short trainings reach
-        equally far."""
+        """Peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard. Adam moves an
+        entry by at most the rate per step, so `auto` sets rate * mean_rate_steps = mask_travel * 2
+        gamma: long and short trainings reach equally far."""
         if self.settings.mask_lr == "auto":
             return (
                 self.settings.mask_travel
@@ -160,7 +165,8 @@ class Meat(Method):
         )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + alpha * L_dc (Eq. 9). Masks of tokens or channels are sampled per image, those of weights and neurons once per forward."""
+        """CE + alpha * L_dc (Eq. 9). Masks of tokens or channels are sampled per image, those of
+        weights and neurons once per forward."""
         gates = self.sample_gates(batch.draw)
         masks = {name: gate[batch.draw.rows_there] for name, gate in gates.items()}
         masks |= {
@@ -179,8 +185,9 @@ class Meat(Method):
         }
 
     def sample_gates(self, draw: Draw) -> dict[str, Tensor]:
-        """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows everybody's noise, so the keep
-        ratio over the global batch needs no message and does not depend on ranks or accumulation."""
+        """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows
+        everybody's noise, so the keep ratio over the global batch needs no message and does not
+        depend on ranks or accumulation."""
         everybody = replace(draw, rows=torch.arange(draw.size))
         return {
             name: self.masks[name].sample(everybody.per_sample(f"meat.{name}", *shape))
@@ -192,8 +199,9 @@ class Meat(Method):
         return {name: mask.hard() for name, mask in self.masks.items()}
 
     def measures(self) -> dict[str, float]:
-        """Shares of kept entries of either kind (`token_keep`, `ffn_density`; on a ResNet `channel_keep`, `convolution_density`),
-        and of entries that left their initial state `keep`."""
+        """Shares of kept entries of either kind (`token_keep`, `ffn_density`; on a ResNet
+        `channel_keep`, `convolution_density`), and of entries that left their initial state
+        `keep`."""
         masks = self.hard()
         gate, entry = (kind.lower() for kind in self.sites.kinds)
         values = {f"{gate}_keep": self.sites.gates, f"{entry}_density": self.sites.entries}
@@ -205,7 +213,8 @@ class Meat(Method):
         return shares | ({"flipped": 1 - _share(list(masks.values()))} if masks else {})
 
     def warnings(self) -> list[str]:
-        """Masks of a kind that did nothing: gates nearly always flip under drop control, masks of weights need a rate."""
+        """Masks of a kind that did nothing: gates nearly always flip under drop control, masks of
+        weights need a rate."""
         masks = self.hard()
         return [
             f"task {self.task.name!r}: no {kind} mask entry left its initial state, so these "
@@ -223,7 +232,7 @@ class Meat(Method):
             masks={name: m.cpu() for name, m in self.hard().items()}, meta=meta
         ), Carried()
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def load(self, state: TaskState) -> None:
         """Keeps the task's masks beside those of other tasks. A base task has none: all ones."""
         super().load(state)
@@ -258,7 +267,8 @@ class Meat(Method):
         return self.sites.compact(self.hard_masks(task), self.heads[task])
 
     def flops_share(self, state: TaskState) -> float:
-        """Multiply-adds that `compact` does with these masks, relative to what it does with none."""
+        """Multiply-adds that `compact` does with these masks, relative to what it does with
+        none."""
         return self.sites.flops_share(state.masks)
 
 
@@ -272,8 +282,8 @@ def _sites(backbone: nn.Module, settings: MeatSettings) -> Sites:
 
 
 def drop_control(gates: list[Tensor], keep: float) -> Tensor:
-    """L_dc = mean over layers of (lambda - share of kept tokens or channels)^2 (Eq. 10). gates: 0/1, (b, layers, n) without the
-    class token, or (b, n) of a single layer."""
+    """L_dc = mean over layers of (lambda - share of kept tokens or channels)^2 (Eq. 10). gates:
+    0/1, (b, layers, n) without the class token, or (b, n) of a single layer."""
     shares = torch.cat([gate.mean(dim=(0, -1)).reshape(-1) for gate in gates])
     return (keep - shares).square().mean()
 

@@ -1,6 +1,8 @@
-"""PackNet: every weight belongs to one task; a task trains what is free, gives part of it back, and keeps the rest for good.
+"""PackNet: every weight belongs to one task; a task trains what is free, gives part of it back, and
+keeps the rest for good.
 
-Mallya, Lazebnik: PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR 2018.
+Mallya, Lazebnik: PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR
+2018.
 """
 
 from __future__ import annotations
@@ -19,23 +21,24 @@ from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
 from workers.taskstate import Carried, TaskState
 
+# owner numbers; the first owner is the base, where that keeps weights, else the first task
 FREE, FIRST = (
     0,
     1,
-)  # owner numbers; the first owner is the base, where that keeps weights, else the first task
+)
 MOST_OWNERS = torch.iinfo(torch.uint8).max
 
 
 class PackNetSettings(MethodSettings):
     prune: float | tuple[float | None, ...] = Field(
         0.75,
-        description="share of its own weights that a task gives back: one for all tasks, or a list with "
-        "one per task, `none` for a task that keeps all",
+        description="share of its own weights that a task gives back: one for all tasks, or a list "
+        "with one per task, `none` for a task that keeps all",
     )
     base_mode: Literal["own_nothing", "prune_only", "prune_retrain"] = Field(
         "own_nothing",
-        description="what is kept for what the backbone was trained on: nothing; its largest weights; "
-        "these, trained again on the base task",
+        description="what is kept for what the backbone was trained on: nothing; its largest "
+        "weights; these, trained again on the base task",
     )
     base_prune: float = Field(
         0.5,
@@ -65,7 +68,8 @@ class PackNetSettings(MethodSettings):
         return shares if listed else value
 
     def share(self, position: int) -> float | None:
-        """What the task at `position` (-1: the base) gives back; None: nothing. Raises UserError where the list is too short."""
+        """What the task at `position` (-1: the base) gives back; None: nothing. Raises UserError
+        where the list is too short."""
         if position < 0:
             return self.base_prune
         if isinstance(self.prune, float):
@@ -80,22 +84,26 @@ class PackNetSettings(MethodSettings):
 
 
 class PackNet(Method):
-    """Task t claims all free weights and trains them (`train`), gives the smallest round(p * count) of each layer back, which become
-    0 (`prune`), and trains those that it kept (`retrain`). It is served with W_eff(t) = W .* 1[1 <= owner <= t]: the weights of
-    earlier tasks take part and never change. While t is trained W_eff is W, since free weights are 0 and locked as well.
+    """Task t claims all free weights and trains them (`train`), gives the smallest round(p * count)
+    of each layer back, which become 0 (`prune`), and trains those that it kept (`retrain`). It is
+    served with W_eff(t) = W .* 1[1 <= owner <= t]: the weights of earlier tasks take part and never
+    change. While t is trained W_eff is W, since free weights are 0 and locked as well.
 
-    Stored for a task: its head and its owner number. Carried: weights, and the owner map, one byte per weight of patch embedding
-    and blocks (qkv is one tensor). Biases, norms, class token and position embedding stay those of the backbone, unless
-    `per_task_affine` gives each task its own.
+    Stored for a task: its head and its owner number. Carried: weights, and the owner map, one byte
+    per weight of patch embedding and blocks (qkv is one tensor). Biases, norms, class token and
+    position embedding stay those of the backbone, unless `per_task_affine` gives each task its own.
 
-    base_mode: with `own_nothing` the first task claims every weight *at its pretrained value*, so that it is fine-tuned; what it gives
-    back starts from 0 for the others, and a base task in the stream is answered by the weights as they stand: it is forgotten.
-    `prune_only` keeps the backbone's largest weights as they are (the base's row of the matrix shows what that costs). `prune_retrain`
-    is the paper's way: the base task is pruned, and trained again together with biases and norms.
+    base_mode: with `own_nothing` the first task claims every weight *at its pretrained value*, so
+    that it is fine-tuned; what it gives back starts from 0 for the others, and a base task in the
+    stream is answered by the weights as they stand: it is forgotten. `prune_only` keeps the
+    backbone's largest weights as they are (the base's row of the matrix shows what that costs).
+    `prune_retrain` is the paper's way: the base task is pruned, and trained again together with
+    biases and norms.
 
-    All steps train alike unless the config says otherwise under `steps`; the released code retrains for half of the epochs at a tenth of
-    the rate: `steps: {retrain: {epochs: 10, lr: 1e-4}}` beside `train: {epochs: 20, lr: 1e-3}`. It also frees all that equals the cut,
-    evaluates by writing zeros into W, and lets decay and momentum move what is owned; not so here.
+    All steps train alike unless the config says otherwise under `steps`; the released code retrains
+    for half of the epochs at a tenth of the rate: `steps: {retrain: {epochs: 10, lr: 1e-4}}` beside
+    `train: {epochs: 20, lr: 1e-3}`. It also frees all that equals the cut, evaluates by writing
+    zeros into W, and lets decay and momentum move what is owned; not so here.
     """
 
     name = "packnet"
@@ -134,7 +142,7 @@ class PackNet(Method):
         self.loaded: dict[str, dict[str, Tensor]] = {}  # loaded task -> its copies
         self.copies: Copies | None = None  # of the task in training
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -183,7 +191,8 @@ class PackNet(Method):
             self.latest_name = task.name
 
     def claim(self, task: Task) -> None:
-        """All that is free is the task's from here on. Raises UserError where the owner map cannot hold one more owner."""
+        """All that is free is the task's from here on. Raises UserError where the owner map cannot
+        hold one more owner."""
         if self.latest == MOST_OWNERS:
             raise UserError(
                 f"packnet: task {task.name!r} would be owner {MOST_OWNERS + 1}, and one byte "
@@ -196,14 +205,16 @@ class PackNet(Method):
 
     @torch.no_grad()
     def give_back(self, share: float) -> None:
-        """In each layer the smallest round(share * count) of the latest owner's weights become free, and 0."""
+        """In each layer the smallest round(share * count) of the latest owner's weights become
+        free, and 0."""
         for site, weight in self.sites.items():
             freed = smallest(weight, self.owners[site] == self.latest, share)
             weight.view(-1)[freed] = 0
             self.owners[site].view(-1)[freed] = FREE
 
     def trained_others(self, carried: Carried | None) -> list[nn.Parameter]:
-        """What is trained beside weights and head: the backbone's other parameters with the base task, copies of them per task."""
+        """What is trained beside weights and head: the backbone's other parameters with the base
+        task, copies of them per task."""
         own = dict(self.backbone.named_parameters())
         if self.position < 0:
             return [own[name] for name in self.others]
@@ -230,7 +241,8 @@ class PackNet(Method):
         self.protector.restore()
 
     def measures(self) -> dict[str, float]:
-        """Shares of all weights: the task's own, those in use by it and the tasks before it, and the free ones."""
+        """Shares of all weights: the task's own, those in use by it and the tasks before it, and
+        the free ones."""
         total = sum(owner.numel() for owner in self.owners.values())
         own, free = (
             float(sum((owner == number).sum() for owner in self.owners.values())) / total
@@ -265,7 +277,7 @@ class PackNet(Method):
             }
         return state, Carried(tensors, {"owner": self.latest, "task": self.latest_name})
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         self.backbone.load_state_dict(under("backbone", carried))
@@ -312,7 +324,8 @@ class PackNet(Method):
 
 
 def smallest(weight: Tensor, among: Tensor, share: float) -> Tensor:
-    """Positions in the flattened weight of the round(share * count) smallest |w| `among` those, the first among equals."""
+    """Positions in the flattened weight of the round(share * count) smallest |w| `among` those, the
+    first among equals."""
     candidates = among.flatten().nonzero().squeeze(1)
     order = weight.flatten()[candidates].abs().argsort(stable=True)
     return candidates[order[: round(share * len(candidates))]]

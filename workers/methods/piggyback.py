@@ -1,6 +1,8 @@
-"""Piggyback: per task one bit for every weight of a frozen backbone, by thresholding trained real values.
+"""Piggyback: per task one bit for every weight of a frozen backbone, by thresholding trained real
+values.
 
-Mallya, Davis, Lazebnik: Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask Weights, ECCV 2018.
+Mallya, Davis, Lazebnik: Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask
+Weights, ECCV 2018.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ class PiggybackSettings(ThresholdSettings):
     )
     init: Literal["ones", "uniform", "weights"] = Field(
         "ones",
-        description="real values start at `start`; uniformly between -start and start; or at the mean "
-        "|W| of their layer",
+        description="real values start at `start`; uniformly between -start and start; or at the "
+        "mean |W| of their layer",
     )
     scale_gradients: Literal["none", "layer", "entry"] = Field(
         "none",
-        description="divide gradients of real values by the mean |W| of the layer, or by each entry's "
-        "|W|; for sgd",
+        description="divide gradients of real values by the mean |W| of the layer, or by each "
+        "entry's |W|; for sgd",
     )
 
     def starts_on(self) -> bool:
@@ -40,13 +42,14 @@ class PiggybackSettings(ThresholdSettings):
 
 
 class Piggyback(ThresholdMasks):
-    """M = 1[M^r > theta], y = (M .* W) x + b; the gradient of M goes to M^r as it is. All real values start above theta, so that
-    training starts from the backbone itself. Stored: a bit per weight; ternary: two, `SITE` for what is not 0, `SITE.minus` for
-    what is -1.
+    """M = 1[M^r > theta], y = (M .* W) x + b; the gradient of M goes to M^r as it is. All real
+    values start above theta, so that training starts from the backbone itself. Stored: a bit per
+    weight; ternary: two, `SITE` for what is not 0, `SITE.minus` for what is -1.
 
-    Where it differs from the paper: masks of all Linear and Conv weights of a ViT. Biases, norms, class token and position
-    embedding stay frozen. The rate of M^r follows from the number of steps (see `rate`): the paper's 1e-4 is for its 30 epochs and
-    flips nothing in a short training. Weight decay never acts on M^r: it would switch everything off.
+    Where it differs from the paper: masks of all Linear and Conv weights of a ViT. Biases, norms,
+    class token and position embedding stay frozen. The rate of M^r follows from the number of steps
+    (see `rate`): the paper's 1e-4 is for its 30 epochs and flips nothing in a short training.
+    Weight decay never acts on M^r: it would switch everything off.
     """
 
     name = "piggyback"
@@ -71,7 +74,7 @@ class Piggyback(ThresholdMasks):
                 "that a constant factor changes nothing; use sgd, or set scale_gradients=none"
             )
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def start_of(self, site: str) -> float:
         if self.settings.init != "weights":
             return self.settings.start
@@ -116,7 +119,7 @@ class Piggyback(ThresholdMasks):
             if scores.grad is not None:
                 scores.grad.div_(divisor)
 
-    # ---- what is stored ----------------------------------------------------------------------------------------------
+    # ---- what is stored --------------------------------------------------------------------------
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if not self.settings.ternary:
             return masks, {}

@@ -1,6 +1,7 @@
 """PODNet: proxies under NCA, and what each block hands on is held, pooled, to what it was.
 
-Douillard, Cord, Ollion, Robert, Valle: PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, ECCV 2020.
+Douillard, Cord, Ollion, Robert, Valle: PODNet: Pooled Outputs Distillation for Small-Tasks
+Incremental Learning, ECCV 2020.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from workers.model.pod import cosine_distance, features_and_maps, pod
 class PodNetSettings(CosineSettings):
     finetune: bool = Field(
         True,
-        description="train the classifier alone once more, on as many exemplars of each class, new and "
-        "old",
+        description="train the classifier alone once more, on as many exemplars of each class, new "
+        "and old",
     )
     lambda_c: NonNegativeFloat = Field(
         3.0,
-        description="weight of the pooled maps of all blocks but the last, before it grows with the "
-        "tasks",
+        description="weight of the pooled maps of all blocks but the last, before it grows with "
+        "the tasks",
     )
     lambda_f: NonNegativeFloat = Field(
         1.0, description="weight of the distance of features, before it grows with the tasks"
@@ -42,13 +43,15 @@ class PodNetSettings(CosineSettings):
 
 
 class PodNet(CosineRehearsal):
-    """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD).
-    NCA = -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance of each block's map, squared, summed
-    over rows and over columns and normalised, to the teacher's. `finetune` trains the classifier with NCA; the paper does so for 20
-    epochs at half of the rate: `steps: {finetune: {epochs: 20, lr: 0.05}}` beside `train: {epochs: 160, lr: 0.1}`.
+    """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD). NCA =
+    -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance of
+    each block's map, squared, summed over rows and over columns and normalised, to the teacher's.
+    `finetune` trains the classifier with NCA; the paper does so for 20 epochs at half of the rate:
+    `steps: {finetune: {epochs: 20, lr: 0.05}}` beside `train: {epochs: 160, lr: 0.1}`.
 
-    Where it differs from the paper: a block's map is that of the ViT's patch tokens on their grid, and h takes the place of the last
-    one; s is the cosine itself, and eta starts at 10. The released code's margin and its exclusion of the own class have no effect; here they have.
+    Where it differs from the paper: a block's map is that of the ViT's patch tokens on their grid,
+    and h takes the place of the last one; s is the cosine itself, and eta starts at 10. The
+    released code's margin and its exclusion of the own class have no effect; here they have.
     """
 
     name = "podnet"

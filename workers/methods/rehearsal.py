@@ -1,4 +1,5 @@
-"""What rehearsal methods share: one network that goes on learning, one memory of exemplars, one output space of all classes so far."""
+"""What rehearsal methods share: one network that goes on learning, one memory of exemplars, one
+output space of all classes so far."""
 
 from __future__ import annotations
 
@@ -37,12 +38,14 @@ class RehearsalSettings(MethodSettings):
 
 
 class Rehearsal(Method):
-    """A chain over one growing output space. `train` learns a task on its data and the exemplars of earlier tasks; `herd` chooses the
-    task's own exemplars by the features of the trained network under the evaluation transform, and shortens the older lists. The
-    chain carries weights, heads and memory: references, never pixels. There is one memory, however many ranks there are.
+    """A chain over one growing output space. `train` learns a task on its data and the exemplars of
+    earlier tasks; `herd` chooses the task's own exemplars by the features of the trained network
+    under the evaluation transform, and shortens the older lists. The chain carries weights, heads
+    and memory: references, never pixels. There is one memory, however many ranks there are.
 
-    A base task has no step of its own but `herd`. Subclasses state their loss (`penalties`), what of the teacher they need, more
-    steps (`later` ones where they need old classes), and how they answer.
+    A base task has no step of its own but `herd`. Subclasses state their loss (`penalties`), what
+    of the teacher they need, more steps (`later` ones where they need old classes), and how they
+    answer.
     """
 
     carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "memory")
@@ -52,9 +55,8 @@ class Rehearsal(Method):
     freezes_backbone = False
     forgets = True
     taught: ClassVar[bool] = False  # `train` looks at the network before the task
-    by_means: ClassVar[bool] = (
-        False  # `herd` also hands on the mean feature of each class's exemplars
-    )
+    # `herd` also hands on the mean feature of each class's exemplars
+    by_means: ClassVar[bool] = False
     Settings = RehearsalSettings
     per_task = frozenset({"selection"})
     settings: RehearsalSettings
@@ -91,7 +93,7 @@ class Rehearsal(Method):
         self.teacher: Teacher | None = None
         self.means: Tensor | None = None
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
         """All exemplars of the classes that `step` has no other data of."""
         if step == "herd" and not self.by_means:
@@ -128,15 +130,16 @@ class Rehearsal(Method):
             own.stop for own in columns.values()
         )
 
-    # ---- the memory --------------------------------------------------------------------------------------------------
+    # ---- the memory ------------------------------------------------------------------------------
     def share(self, classes: int) -> int:
         """How many exemplars each of so many classes gets."""
         return quota(self.settings.memory, self.settings.per_class, classes)
 
     @torch.no_grad()
     def herd(self, task: Task, sharers: int = 0) -> None:
-        """Chooses the exemplars of `task`, and shortens the lists of older classes to what is theirs from now on. Every rank looks at
-        its share of the images, all choose from all. sharers: how many classes share the memory; 0: all so far."""
+        """Chooses the exemplars of `task`, and shortens the lists of older classes to what is
+        theirs from now on. Every rank looks at its share of the images, all choose from all.
+        sharers: how many classes share the memory; 0: all so far."""
         count = self.share(sharers or max(own.stop for own in self.columns().values()))
         features, labels, tasks, keys = self.looked_at()
         chosen: Memory = {
@@ -173,8 +176,9 @@ class Rehearsal(Method):
             )
 
     def looked_at(self) -> tuple[Tensor, Tensor, Tensor, list[str]]:
-        """Of all images of this step's feed, under the evaluation transform: features (n, d), labels (n,), places of their tasks (n,)
-        and keys, on the CPU, by task and key in order, the same on every rank."""
+        """Of all images of this step's feed, under the evaluation transform: features (n, d),
+        labels (n,), places of their tasks (n,) and keys, on the CPU, by task and key in order, the
+        same on every rank."""
         self.eval()
         feed = self.feed_of("train", False)
         mine = [
@@ -215,10 +219,11 @@ class Rehearsal(Method):
         )
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
-        """What of the network is handed on beside the task's state: all of it, with the heads of these tasks."""
+        """What of the network is handed on beside the task's state: all of it, with the heads of
+        these tasks."""
         return network_of(self, heads)
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         tensors = dict(carried.tensors)

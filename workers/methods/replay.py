@@ -1,6 +1,7 @@
 """Replay: fine-tuning on new images and on a few old ones, the plainest use of a memory.
 
-Chaudhry et al.: On Tiny Episodic Memories in Continual Learning, 2019 (there with a ring buffer on a stream of single passes).
+Chaudhry et al.: On Tiny Episodic Memories in Continual Learning, 2019 (there with a ring buffer on
+a stream of single passes).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from workers.methods.rehearsal import Rehearsal
 
 
 class Replay(Rehearsal):
-    """L = CE over all classes so far, on the task's images and all exemplars, each as often as any other."""
+    """L = CE over all classes so far, on the task's images and all exemplars, each as often as any
+    other."""
 
     name = "replay"
     paper = "On Tiny Episodic Memories in Continual Learning, 2019"

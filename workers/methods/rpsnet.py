@@ -1,7 +1,9 @@
-"""RPS-Net: every few tasks a random path through banks of parallel modules is added and trained; what earlier paths hold is frozen.
+"""RPS-Net: every few tasks a random path through banks of parallel modules is added and trained;
+what earlier paths hold is frozen.
 
-Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019.
-A RECONSTRUCTION: the paper's banks are the convolutional layers of a network of its own, and no one has shown them on a ViT.
+Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019. A
+RECONSTRUCTION: the paper's banks are the convolutional layers of a network of its own, and no one
+has shown them on a ViT.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class RpsnetSettings(RehearsalSettings):
     )
     phi: NonNegativeFloat = Field(
         2.5,
-        description="by how much the weight of distillation grows with each task, once more than J came "
-        "before",
+        description="by how much the weight of distillation grows with each task, once more than J "
+        "came before",
     )
     tau: PositiveFloat = Field(
         2.0, description="temperature of both softmaxes in the distillation loss"
@@ -66,24 +68,30 @@ class Rival(nn.Module):
 
 
 class Rpsnet(Rehearsal):
-    """A RECONSTRUCTION. Behind each block of a ViT, the trunk, stands a bank of M bottlenecks; the outputs of those that any path has taken are
-    added to the residual stream (`PathNetwork`), in training and in serving. Every J tasks a path is drawn, one module of each bank, and
-    learns during these tasks; modules of earlier paths stay active and are frozen, also where the new path meets them. The trunk is a part
-    of the first path, whatever its weights, and then frozen; where the stream has a base task it has learned there. Heads always learn.
+    """A RECONSTRUCTION. Behind each block of a ViT, the trunk, stands a bank of M bottlenecks; the
+    outputs of those that any path has taken are added to the residual stream (`PathNetwork`), in
+    training and in serving. Every J tasks a path is drawn, one module of each bank, and learns
+    during these tasks; modules of earlier paths stay active and are frozen, also where the new path
+    meets them. The trunk is a part of the first path, whatever its weights, and then frozen; where
+    the stream has a base task it has learned there. Heads always learn.
 
-    L = CE over all classes + phi KD_ce(tau) over the old ones, to the network before the task; phi = 1 while t <= J earlier tasks came
-    before, then `phi` (t - J). From the second path on, `candidates` paths are drawn, and each trains as if it were alone, with
-    heads of its own, on the same batches: what is minimised is the sum of their losses. Kept is the one with the lowest L after
-    training, on the task's held-out images, or, where none are held out, on all that it was trained on, both under the evaluation
-    transform. Until then the first answers.
+    L = CE over all classes + phi KD_ce(tau) over the old ones, to the network before the task; phi
+    = 1 while t <= J earlier tasks came before, then `phi` (t - J). From the second path on,
+    `candidates` paths are drawn, and each trains as if it were alone, with heads of its own, on the
+    same batches: what is minimised is the sum of their losses. Kept is the one with the lowest L
+    after training, on the task's held-out images, or, where none are held out, on all that it was
+    trained on, both under the evaluation transform. Until then the first answers.
 
-    Stored: a path of at most L (2 d m + d + m) floats, in the state of the last task that trained it, the first one with its trunk; a
-    path that goes on learning is carried. Once frozen, neither is stored again.
+    Stored: a path of at most L (2 d m + d + m) floats, in the state of the last task that trained
+    it, the first one with its trunk; a path that goes on learning is carried. Once frozen, neither
+    is stored again.
 
-    Where it differs from the paper: modules stand beside a trunk where there they are the network. The official script selects
-    candidates by test accuracy; no test image is read here. 2 candidates, since each costs a training; the first path has none beside
-    it, since before anything is frozen all paths are alike. The head grows where there it has 1000 outputs from the start: its loss
-    too is over the classes so far. With `train.clip` the gradients of all candidates are clipped as one.
+    Where it differs from the paper: modules stand beside a trunk where there they are the network.
+    The official script selects candidates by test accuracy; no test image is read here. 2
+    candidates, since each costs a training; the first path has none beside it, since before
+    anything is frozen all paths are alike. The head grows where there it has 1000 outputs from the
+    start: its loss too is over the classes so far. With `train.clip` the gradients of all
+    candidates are clipped as one.
     """
 
     name = "rpsnet"
@@ -111,14 +119,13 @@ class Rpsnet(Rehearsal):
     def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, houlsby, ("",))
-        self.frozen = (
-            nn.ModuleDict()
-        )  # paths that have ended, by the place of their last task among the heads
+        # paths that have ended, by the place of their last task among the heads
+        self.frozen = nn.ModuleDict()
         self.path: Path | None = None  # the one that learns
         self.rivals = nn.ModuleList()
         self.losses: list[float] = []  # of the candidates, once one is chosen
 
-    # ---- the network ---------------------------------------------------------------------------------------------------
+    # ---- the network -----------------------------------------------------------------------------
     def network(self, path: Path | None) -> PathNetwork:
         """The trunk with all frozen modules and those of `path`."""
         return PathNetwork(
@@ -134,7 +141,7 @@ class Rpsnet(Rehearsal):
             self.backbone.eval()
         return self
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -183,7 +190,8 @@ class Rpsnet(Rehearsal):
         return self.settings.phi * late if late > 0 else 1.0
 
     def terms(self, rival: Any, images: Tensor, target: Tensor, taught: Tensor | None) -> Tensor:
-        """(CE, KD) of a candidate, (2,). target: labels (b,) or soft targets (b, classes). taught: old logits (b, old classes)."""
+        """(CE, KD) of a candidate, (2,). target: labels (b,) or soft targets (b, classes). taught:
+        old logits (b, old classes)."""
         features = self.network(rival.path)(images)
         logits = torch.cat([rival.heads[name](features) for name in self.columns()], 1).float()
         ce = F.cross_entropy(logits, target)
@@ -208,7 +216,8 @@ class Rpsnet(Rehearsal):
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Keeps the candidate with the lowest L, of equals the first. Every rank looks at its share of the images, all decide alike."""
+        """Keeps the candidate with the lowest L, of equals the first. Every rank looks at its share
+        of the images, all decide alike."""
         self.eval()
         feed = self.feed_of("val" if self.holds_out else "train", False)
         first = torch.tensor([self.columns()[t.name].start for t in feed.tasks])
@@ -236,7 +245,7 @@ class Rpsnet(Rehearsal):
             f"{self.settings.modules}"
         ]
 
-    # ---- what is kept --------------------------------------------------------------------------------------------------
+    # ---- what is kept ----------------------------------------------------------------------------
     def finish(self) -> tuple[TaskState, Carried]:
         if len(self.rivals) > 1:
             self.choose()

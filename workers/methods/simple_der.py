@@ -1,6 +1,8 @@
-"""Simple-DER: a pruned extractor for each task, and distillation of the classifier over those before. A reconstruction.
+"""Simple-DER: a pruned extractor for each task, and distillation of the classifier over those
+before. A reconstruction.
 
-Li, Zhong, Liu, Wang, Zheng: Preserving Earlier Knowledge in Continual Learning with the Help of All Previous Feature Extractors, arXiv 2104.13614, 2021.
+Li, Zhong, Liu, Wang, Zheng: Preserving Earlier Knowledge in Continual Learning with the Help of All
+Previous Feature Extractors, arXiv 2104.13614, 2021.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ class SimpleDerSettings(DerSettings):
         0.5,
         gt=0,
         le=1,
-        description="share of its units that an extractor keeps: of each attention head, and of each FFN",
+        description="share of its units that an extractor keeps: of each attention head, and of "
+        "each FFN",
     )
     prune_after: float = Field(
         0.5,
         ge=0,
         lt=1,
-        description="share of the training after which units are dropped; the rest trains those that "
-        "are left",
+        description="share of the training after which units are dropped; the rest trains those "
+        "that are left",
     )
     distillation: NonNegativeFloat = Field(1.0, description="weight of the distillation loss")
     tau: PositiveFloat = Field(
@@ -43,12 +46,14 @@ class SimpleDerSettings(DerSettings):
 
 
 class SimpleDer(PrunedDer):
-    """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task, which are the old W on the features of
-    frozen extractors, at no further forward. In the middle of `train` the units with the smallest weights are dropped for good, as many
-    of every head and every FFN, and what is left goes on learning: each extractor has the same, small size.
+    """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task,
+    which are the old W on the features of frozen extractors, at no further forward. In the middle
+    of `train` the units with the smallest weights are dropped for good, as many of every head and
+    every FFN, and what is left goes on learning: each extractor has the same, small size.
 
-    A reconstruction: no code was published. That all extractors so far are used with a new one, that knowledge is distilled and that
-    each extractor is pruned is the paper's; by what loss, which units, when and how many is ours, and so is the balanced `finetune`, DER's.
+    A reconstruction: no code was published. That all extractors so far are used with a new one,
+    that knowledge is distilled and that each extractor is pruned is the paper's; by what loss,
+    which units, when and how many is ours, and so is the balanced `finetune`, DER's.
     """
 
     name = "simple_der"
@@ -72,7 +77,9 @@ class SimpleDer(PrunedDer):
         self.register_buffer("kept", torch.ones(sum(self.sites.values()), dtype=torch.bool))
         self.before: tuple[
             nn.Module, ...
-        ] = ()  # heads of old tasks before the task; in a tuple, so that they are no part of this module
+            # heads of old tasks before the task; in a tuple, so that they are no part of this
+            # module
+        ] = ()
 
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]

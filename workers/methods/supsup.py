@@ -1,7 +1,8 @@
-"""SupSup: per task one bit for every weight of a frozen network; where the task is not told, superposed masks tell it.
+"""SupSup: per task one bit for every weight of a frozen network; where the task is not told,
+superposed masks tell it.
 
-Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG, scenario `class` its GN with labels
-that the tasks do not share.
+Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG,
+scenario `class` its GN with labels that the tasks do not share.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ from workers.model.weights import norm_names
 from workers.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
-BELOW = 100.0  # how far the classes of other tasks stand below those of the task that was picked: a softmax leaves them nothing
+# how far the classes of other tasks stand below those of the task that was picked: a softmax leaves
+# them nothing
+BELOW = 100.0
 
 
 class SupSupSettings(WeightMaskSettings):
-    """The paper's random network: weights signed_constant, start kaiming, density 0.5, mask_travel 8."""
+    """The paper's random network: weights signed_constant, start kaiming, density 0.5, mask_travel
+    8."""
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
         "auto", description="peak learning rate of the scores; `auto`: by mask_travel"
     )
     mask_travel: PositiveFloat = Field(
         1.0,
-        description="for mask_lr auto: how far a score can go over all steps, in 1 / sqrt(inputs of its "
-        "layer)",
+        description="for mask_lr auto: how far a score can go over all steps, in 1 / sqrt(inputs "
+        "of its layer)",
     )
     outputs_travel: PositiveFloat = Field(
         8.0, description="the same for the shared output layer, which always starts at random"
@@ -69,7 +73,8 @@ class SupSupSettings(WeightMaskSettings):
     )
     budget: PositiveFloat | None = Field(
         None,
-        description="for topk, instead of density: S0 of min(.5, S0 (out + in) / weights of the layer)",
+        description="for topk, instead of density: S0 of min(.5, S0 (out + in) / weights of the "
+        "layer)",
     )
     start: Literal["weights", "kaiming"] = Field(
         "weights", description="scores start in the order of |W|, or at random as the paper's"
@@ -79,13 +84,13 @@ class SupSupSettings(WeightMaskSettings):
     )
     outputs: NonNegativeInt = Field(
         100,
-        description="width of the masked output layer that tasks share; 0: each task trains a head of "
-        "its own",
+        description="width of the masked output layer that tasks share; 0: each task trains a head "
+        "of its own",
     )
     infer: Literal["one_shot", "binary", "brute_force"] = Field(
         "brute_force",
-        description="scenario `class`: how the task is found: with a forward for each mask, or with one "
-        "or a few through all superposed",
+        description="scenario `class`: how the task is found: with a forward for each mask, or "
+        "with one or a few through all superposed",
     )
     objective: Literal["entropy", "superfluous"] = Field(
         "superfluous",
@@ -98,16 +103,20 @@ class SupSupSettings(WeightMaskSettings):
 
 
 class SupSup(WeightMasks):
-    """A star: W is frozen, a task leaves a bit per weight. All tasks share a last layer of random signs, masked like the others: a
-    task's classes are its first outputs, the superfluous ones are trained to be low, and no task has a head. Where the task is not
-    told it is inferred: the mask that leaves the least to outputs beyond its task's classes (`infer` and `objective` name the paper's
-    ways too: the mask whose share in a superposition of all would lower the entropy fastest).
+    """A star: W is frozen, a task leaves a bit per weight. All tasks share a last layer of random
+    signs, masked like the others: a task's classes are its first outputs, the superfluous ones are
+    trained to be low, and no task has a head. Where the task is not told it is inferred: the mask
+    that leaves the least to outputs beyond its task's classes (`infer` and `objective` name the
+    paper's ways too: the mask whose share in a superposition of all would lower the entropy
+    fastest).
 
-    Where it differs from the paper: superposed masks of a pretrained ViT, each of nine tenths of its weights, are told apart no better
-    than by chance once there are five, so each mask is tried. W is the pretrained backbone unless settings say otherwise, and then masks start by dropping
-    its smallest weights, because a random half of a pretrained ViT knows nothing. Biases, norms, class token and position embedding
-    are the backbone's; with signed constants biases are 0 and norms have no affine part. Images are judged in evaluation mode (the
-    released code leaves training mode on). No weight decay on scores. The rate of scores follows from the number of steps. No
+    Where it differs from the paper: superposed masks of a pretrained ViT, each of nine tenths of
+    its weights, are told apart no better than by chance once there are five, so each mask is tried.
+    W is the pretrained backbone unless settings say otherwise, and then masks start by dropping its
+    smallest weights, because a random half of a pretrained ViT knows nothing. Biases, norms, class
+    token and position embedding are the backbone's; with signed constants biases are 0 and norms
+    have no affine part. Images are judged in evaluation mode (the released code leaves training
+    mode on). No weight decay on scores. The rate of scores follows from the number of steps. No
     start from earlier tasks' scores, no Hopfield memory.
     """
 
@@ -177,7 +186,8 @@ class SupSup(WeightMasks):
     def __init__(self, backbone: nn.Module, settings: SupSupSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.constants = nn.ParameterList()  # not trained and not stored: the seed gives them
-        self.fixed: Weights = {}  # what stands in for parameters of the backbone that have no mask, by name
+        # what stands in for parameters of the backbone that have no mask, by name
+        self.fixed: Weights = {}
         if settings.weights == "signed_constant":
             if any(
                 isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()
@@ -219,7 +229,7 @@ class SupSup(WeightMasks):
         )
         return self.constant((2.0 * signs - 1) * math.sqrt(2 / shape[1:].numel()))
 
-    # ---- masks -------------------------------------------------------------------------------------------------------
+    # ---- masks -----------------------------------------------------------------------------------
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         start = self.start_of(site).to(weight.device)
         return (
@@ -229,8 +239,8 @@ class SupSup(WeightMasks):
         )
 
     def start_of(self, site: str, generator: torch.Generator | None = None) -> Tensor:
-        """Scores before the first step, on the CPU: uniform in +-1 / sqrt(inputs); or as large as such on average, in the order of |W|,
-        for threshold with the wanted share above 0."""
+        """Scores before the first step, on the CPU: uniform in +-1 / sqrt(inputs); or as large as
+        such on average, in the order of |W|, for threshold with the wanted share above 0."""
         weight = self.sites[site].detach().cpu()
         if self.settings.start == "kaiming" or site == OUTPUTS:
             return torch.empty(weight.shape).uniform_(
@@ -246,20 +256,22 @@ class SupSup(WeightMasks):
         return 1 / math.sqrt(self.sites[site].shape[1:].numel())
 
     def density(self, site: str) -> float:
-        """Share of a site's weights that topk keeps. The output layer has no small weights to spare: half of it, at most."""
+        """Share of a site's weights that topk keeps. The output layer has no small weights to
+        spare: half of it, at most."""
         shape = self.sites[site].shape
         if self.settings.budget is not None:
             return min(0.5, self.settings.budget * (shape[0] + shape[1]) / shape.numel())
         return min(0.5, self.settings.density) if site == OUTPUTS else self.settings.density
 
     def rate(self, site: str, rates: Rates) -> float:
-        """Adam moves a score by at most the rate in a step, so `auto` sets rate * mean_rate_steps = travel / sqrt(inputs)."""
+        """Adam moves a score by at most the rate in a step, so `auto` sets rate * mean_rate_steps =
+        travel / sqrt(inputs)."""
         if self.settings.mask_lr != "auto":
             return self.settings.mask_lr
         travel = self.settings.outputs_travel if site == OUTPUTS else self.settings.mask_travel
         return travel * self.width(site) / max(rates.mean_rate_steps, 1e-9)
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
         return [] if self.settings.outputs else super().head_groups(rates, names)
 
@@ -267,7 +279,8 @@ class SupSup(WeightMasks):
         return super().training_weights(batch, progress) | self.fixed
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """With shared outputs: the cross-entropy over all of them, so that the superfluous ones are pushed down."""
+        """With shared outputs: the cross-entropy over all of them, so that the superfluous ones are
+        pushed down."""
         if not self.settings.outputs:
             return super().classification_loss(features, batch)
         targets = (
@@ -277,25 +290,25 @@ class SupSup(WeightMasks):
         )
         return F.cross_entropy(features.float(), targets)
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def load(self, state: TaskState) -> None:
         super().load(state)
-        self.heads.add(
-            state.task, len(state.classes), self.seed
-        )  # where its outputs are shared, nothing is stored of a head
+        # where its outputs are shared, nothing is stored of a head
+        self.heads.add(state.task, len(state.classes), self.seed)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         weights = super().serving_weights(task)
-        return (
-            weights | self.fixed if weights else {}
-        )  # a base task without a mask is the backbone's
+        # a base task without a mask is the backbone's
+        return weights | self.fixed if weights else {}
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> what heads see: class-token features (b, d), or the shared outputs (b, s)."""
+        """images (b, 3, H, W) -> what heads see: class-token features (b, d), or the shared outputs
+        (b, s)."""
         return self.network(self.effective, images)
 
     def network(self, weights: Weights, images: Tensor) -> Tensor:
-        """The network with these weights by parameter name, up to the shared outputs where there are weights for them."""
+        """The network with these weights by parameter name, up to the shared outputs where there
+        are weights for them."""
         inner, last = dict(weights), weights.get(f"{OUTPUTS}.weight")
         inner.pop(f"{OUTPUTS}.weight", None)
         features = functional_call(self.backbone, inner, (images,))
@@ -313,14 +326,15 @@ class SupSup(WeightMasks):
             )
         return self.answer(images, self.infer(images)[0], None)
 
-    # ---- which task an image is of -------------------------------------------------------------------------------------
+    # ---- which task an image is of ---------------------------------------------------------------
     def candidates(self) -> dict[str, tuple[str, ...]]:
         """In scenario `class` the tasks, in the order of `columns`."""
         return {name: (name,) for name in self.columns()} if self.scenario == "class" else {}
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force the softmax of what is compared; of binary search the product
-        over its rounds of what the kept half had of nu."""
+        """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force the
+        softmax of what is compared; of binary search the product over its rounds of what the kept
+        half had of nu."""
         masks = [
             self.loaded[name] if name in self.loaded else self.hard() for name in self.columns()
         ]
@@ -331,8 +345,8 @@ class SupSup(WeightMasks):
     def by_group(
         self, images: Tensor, masks: Sequence[Weights], rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        """What `rule` picks among masks by site, and how sure it is, for each image (b,): in groups of infer_images, of which the last
-        may be smaller."""
+        """What `rule` picks among masks by site, and how sure it is, for each image (b,): in groups
+        of infer_images, of which the last may be smaller."""
         if len(masks) == 1:
             return images.new_zeros(len(images), dtype=torch.int64), images.new_ones(len(images))
         size = min(self.settings.infer_images, len(images))
@@ -348,7 +362,8 @@ class SupSup(WeightMasks):
         return places, sure
 
     def judge(self, masks: Sequence[Weights], alive: Sequence[int], groups: Tensor) -> Tensor:
-        """How badly each mask in `alive` fits each group (g, n, 3, H, W) -> (g, k). masks: by site."""
+        """How badly each mask in `alive` fits each group (g, n, 3, H, W) -> (g, k). masks: by
+        site."""
         weights = {f"{site}.weight": weight.detach() for site, weight in self.sites.items()}
         some = [
             {f"{site}.weight": mask.to(groups.device) for site, mask in masks[i].items()}
@@ -380,7 +395,8 @@ class SupSup(WeightMasks):
         )
 
     def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
-        """Each image's logits under the task it was given to, in that task's columns; all others stand lower."""
+        """Each image's logits under the task it was given to, in that task's columns; all others
+        stand lower."""
         columns = self.columns()
         logits = images.new_empty((len(images), max(own.stop for own in columns.values())))
         for place, (name, own) in enumerate(columns.items()):
@@ -393,7 +409,8 @@ class SupSup(WeightMasks):
 
 
 class SharedOutputs(Heads):
-    """Stands where other methods have heads: a task's are the first outputs of a layer that is not its own."""
+    """Stands where other methods have heads: a task's are the first outputs of a layer that is not
+    its own."""
 
     def add(self, task: str, classes: int, seed: int) -> Any:
         if task not in self.names:

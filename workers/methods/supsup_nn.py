@@ -1,4 +1,5 @@
-"""SupSup without task identities: one mask after the other, a new one where images fit none so far; never told the task.
+"""SupSup without task identities: one mask after the other, a new one where images fit none so far;
+never told the task.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020, scenario NNs.
 """
@@ -20,10 +21,11 @@ from workers.methods.supsup import SupSup, SupSupSettings
 from workers.model.superposition import Judge, Weights, shares
 from workers.taskstate import Carried, TaskState, pack, unpack
 
+# places in `counter`: how many masks there are, and which one is in training, -1 for none
 KNOWN, CURRENT = (
     0,
     1,
-)  # places in `counter`: how many masks there are, and which one is in training, -1 for none
+)
 TINY = 1e-8  # a score that was 0 keeps its side of 0
 
 
@@ -33,8 +35,8 @@ class SupSupNNSettings(SupSupSettings):
     )
     outputs: PositiveInt = Field(
         100,
-        description="width of the masked output layer; class i of every task is output i. Best as many "
-        "as the largest task "
+        description="width of the masked output layer; class i of every task is output i. Best as "
+        "many as the largest task "
         "has classes: any trained mask keeps superfluous ones low, which hides that images are "
         "new to it",
     )
@@ -55,16 +57,20 @@ class SupSupNNSettings(SupSupSettings):
 
 
 class SupSupNN(SupSup):
-    """A chain that carries all masks so far, a bit per weight and mask. Before the first step of a task, and every `every` steps, it
-    looks at the coming batch under the superposition of k masks: the known ones, filled up with untrained ones. It goes on with the
-    mask whose share nu = softmax(-dH / dalpha) is the largest, or takes a new one where even that is below (1 + eps) / k, or where
-    an untrained one is the largest. Labels are positions in the task's class list, so that all tasks share them. At test time each
-    image gets the mask with the largest nu; of the task nothing is used but its number of classes.
+    """A chain that carries all masks so far, a bit per weight and mask. Before the first step of a
+    task, and every `every` steps, it looks at the coming batch under the superposition of k masks:
+    the known ones, filled up with untrained ones. It goes on with the mask whose share nu =
+    softmax(-dH / dalpha) is the largest, or takes a new one where even that is below (1 + eps) / k,
+    or where an untrained one is the largest. Labels are positions in the task's class list, so that
+    all tasks share them. At test time each image gets the mask with the largest nu; of the task
+    nothing is used but its number of classes.
 
-    Where it differs from the released code: a mask that is trained again starts from its bits, with scores as large as a mask's
-    first ones, since scores would be 32 times as much to carry; the optimizer is not told of a change of masks in the middle of a
-    task; an untrained mask that wins counts as new (there it is trained and forgotten); with all masks taken the best known one
-    goes on (there training stops). An old mask that is trained further answers otherwise than before: nothing is promised.
+    Where it differs from the released code: a mask that is trained again starts from its bits, with
+    scores as large as a mask's first ones, since scores would be 32 times as much to carry; the
+    optimizer is not told of a change of masks in the middle of a task; an untrained mask that wins
+    counts as new (there it is trained and forgotten); with all masks taken the best known one goes
+    on (there training stops). An old mask that is trained further answers otherwise than before:
+    nothing is promised.
     """
 
     name = "supsup_nn"
@@ -72,9 +78,8 @@ class SupSupNN(SupSup):
     scenarios = frozenset({"task"})
     forgets = True
     Settings = SupSupNNSettings
-    per_task = frozenset(
-        {"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"}
-    )  # untrained masks, by density and start, serve too
+    # untrained masks, by density and start, serve too
+    per_task = frozenset({"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"})
     settings: SupSupNNSettings
     bank: Tensor
     counter: Tensor
@@ -87,13 +92,13 @@ class SupSupNN(SupSup):
 
     def __init__(self, backbone: nn.Module, settings: SupSupNNSettings, seed: int):
         super().__init__(backbone, settings, seed)
+        # packed bits, a row per mask
         self.register_buffer(
             "bank", torch.zeros(settings.most, -(-self.entries // 8), dtype=torch.uint8)
-        )  # packed bits, a row per mask
+        )
         self.register_buffer("counter", torch.tensor([0, -1]))
-        self.register_buffer(
-            "trained", torch.zeros(settings.most, dtype=torch.int64)
-        )  # steps of this task, by mask
+        # steps of this task, by mask
+        self.register_buffer("trained", torch.zeros(settings.most, dtype=torch.int64))
         self.used: dict[str, int] = {}  # task -> the mask that it ended with
         self.spare: dict[int, Weights] = {}  # untrained masks, which only the seed decides
 
@@ -101,7 +106,7 @@ class SupSupNN(SupSup):
     def entries(self) -> int:
         return sum(weight.numel() for weight in self.sites.values())
 
-    # ---- masks -------------------------------------------------------------------------------------------------------
+    # ---- masks -----------------------------------------------------------------------------------
     def first_scores(self, mask: int) -> dict[str, Tensor]:
         """What a mask starts from, by site, on the CPU: the same whenever it is taken."""
         return {
@@ -140,7 +145,7 @@ class SupSupNN(SupSup):
                 torch.cat([mask.flatten() for mask in self.hard().values()])
             ).to(self.bank.device)
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -148,7 +153,8 @@ class SupSupNN(SupSup):
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.feed = self.feed_of("train", False)
-        # Every rank looks at the whole batch, however many share it, and the first one's word counts.
+        # Every rank looks at the whole batch, however many share it, and the first one's word
+        # counts.
         self.ranks, self.feed.group, self.feed.accumulate = (
             self.feed.group,
             Group(device=self.feed.group.device),
@@ -224,7 +230,7 @@ class SupSupNN(SupSup):
         }
         return self.state(meta=meta), Carried({"masks": self.bank[:known].cpu().clone()})
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         masks = carried.tensors["masks"]

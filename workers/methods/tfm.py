@@ -1,7 +1,9 @@
-"""TFM (ternary feature masks): hidden layers grow with every task; what earlier tasks learned is used, renormalised, and never changed.
+"""TFM (ternary feature masks): hidden layers grow with every task; what earlier tasks learned is
+used, renormalised, and never changed.
 
-Masana, Tuytelaars, van de Weijer: Ternary Feature Masks: zero-forgetting for task-incremental learning, CVPR Workshops 2021.
-A RECONSTRUCTION: no code was ever released, and what is not in the abstract is ours.
+Masana, Tuytelaars, van de Weijer: Ternary Feature Masks: zero-forgetting for task-incremental
+learning, CVPR Workshops 2021. A RECONSTRUCTION: no code was ever released, and what is not in the
+abstract is ours.
 
 Axes: parts (q, k, v of an attention; one of an FFN), n units, d width of the residual stream.
 """
@@ -39,28 +41,30 @@ class TfmSettings(MethodSettings):
         0.1,
         ge=0,
         le=1,
-        description="new FFN units of a block per task, as a share of the backbone's; up to a multiple "
-        "of 8",
+        description="new FFN units of a block per task, as a share of the backbone's; up to a "
+        "multiple of 8",
     )
     heads_every: NonNegativeInt = Field(
         0,
-        description="each attention gets a new head at every so many tasks, from the first; 0: never",
+        description="each attention gets a new head at every so many tasks, from the first; 0: "
+        "never",
     )
     norm_lr: PositiveFloat = Field(
         1e-2,
-        description="peak learning rate of gamma and beta, which start at 1 and 0, far above the scale "
-        "of weights",
+        description="peak learning rate of gamma and beta, which start at 1 and 0, far above the "
+        "scale of weights",
     )
     first: Literal["adapted", "trained"] = Field(
         "adapted",
-        description="`adapted`: the backbone's units are frozen from the start; `trained`: the first "
-        "task trains the whole backbone",
+        description="`adapted`: the backbone's units are frozen from the start; `trained`: the "
+        "first task trains the whole backbone",
     )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear layers with units between them. `sites`: whose normalisation acts on each part of the rows of `into`."""
+    """Two linear layers with units between them. `sites`: whose normalisation acts on each part of
+    the rows of `into`."""
 
     name: str
     into: str
@@ -69,16 +73,20 @@ class Pair:
 
 
 class Tfm(Method):
-    """A unit is, for a task, 0 unused (it came later), 1 forward-only (an earlier task learned it: used and frozen), or 2 normal (new:
-    used and trained). Forward-only units get a scale and a shift per task: y <- gamma y + beta, folded into the rows in effect. New
-    units read the residual stream and write to it, so no weight leads from a new unit to an old one, and what is left out for an older
-    task is all that came later. Their columns start at 0: a task starts from what there is.
+    """A unit is, for a task, 0 unused (it came later), 1 forward-only (an earlier task learned it:
+    used and frozen), or 2 normal (new: used and trained). Forward-only units get a scale and a
+    shift per task: y <- gamma y + beta, folded into the rows in effect. New units read the residual
+    stream and write to it, so no weight leads from a new unit to an old one, and what is left out
+    for an older task is all that came later. Their columns start at 0: a task starts from what
+    there is.
 
-    Sites per block: `qk` and `v` (channels of the attention), `ff` (hidden units). Of q and k only q is renormalised: attention sees
-    their product, where a scale of k is one of q, and a shift of k adds the same to all keys. Layer norms, embeddings and the biases of
-    the two layers that write to the residual stream belong to all tasks and stay frozen.
-    Stored per task: two bits per unit (`used`, `own`: trained by this task), gamma and beta of forward-only units, the head. Carried:
-    the rows, biases and columns that tasks added; with `first: trained` also the backbone as the first task left it.
+    Sites per block: `qk` and `v` (channels of the attention), `ff` (hidden units). Of q and k only
+    q is renormalised: attention sees their product, where a scale of k is one of q, and a shift of
+    k adds the same to all keys. Layer norms, embeddings and the biases of the two layers that write
+    to the residual stream belong to all tasks and stay frozen. Stored per task: two bits per unit
+    (`used`, `own`: trained by this task), gamma and beta of forward-only units, the head. Carried:
+    the rows, biases and columns that tasks added; with `first: trained` also the backbone as the
+    first task left it.
     """
 
     name = "tfm"
@@ -100,7 +108,7 @@ class Tfm(Method):
         self.masks: dict[str, Tensor] = {}  # of the task in training
         self.loaded: dict[str, TaskState] = {}
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -137,9 +145,8 @@ class Tfm(Method):
                         f"{site}.beta": bias.new_zeros(old),
                     }
         self.new = {name: nn.Parameter(tensor) for name, tensor in start.items()}
-        self.trained = nn.ParameterList(
-            self.new.values()
-        )  # a dict alone would hide them from state_dict and .to
+        # a dict alone would hide them from state_dict and .to
+        self.trained = nn.ParameterList(self.new.values())
         kinds: dict[str, list[nn.Parameter]] = {"units": [], "units.exempt": [], "norm": []}
         for name, p in self.new.items():
             exempt = p.ndim == 1 or name.endswith((".bias", "cls_token", "pos_embed"))
@@ -174,7 +181,8 @@ class Tfm(Method):
         return self.in_effect(self.masks, self.new)
 
     def measures(self) -> dict[str, float]:
-        """How far the normalisation is from doing nothing: mean |gamma - 1| over all forward-only units."""
+        """How far the normalisation is from doing nothing: mean |gamma - 1| over all forward-only
+        units."""
         scales = [p.detach() for name, p in self.new.items() if name.endswith(".gamma")]
         return {"gamma_moved": float((torch.cat(scales) - 1).abs().mean())} if scales else {}
 
@@ -192,15 +200,17 @@ class Tfm(Method):
             masks={name: m.cpu() for name, m in self.masks.items()}, copies=copies
         ), Carried(handed, {"tasks": self.position + 1})
 
-    # ---- weights in effect -------------------------------------------------------------------------------------------
+    # ---- weights in effect -----------------------------------------------------------------------
     def weight(self, name: str) -> Tensor | None:
-        """A parameter of the backbone as all tasks see it; None for a bias that the layer does not have."""
+        """A parameter of the backbone as all tasks see it; None for a bias that the layer does not
+        have."""
         return self.new.get(
             WEIGHTS + name, self.shared.get(WEIGHTS + name, self.original.get(name))
         )
 
     def units(self, pair: Pair) -> Units:
-        """All units between two layers: the backbone's, those that each earlier task added, those of the task in training."""
+        """All units between two layers: the backbone's, those that each earlier task added, those
+        of the task in training."""
         rows, bias, columns = (
             self.weight(name)
             for name in (f"{pair.into}.weight", f"{pair.into}.bias", f"{pair.out}.weight")
@@ -222,7 +232,8 @@ class Tfm(Method):
     def in_effect(
         self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What stands in for the backbone's parameters under a task's masks, gamma and beta; without the units that came later."""
+        """What stands in for the backbone's parameters under a task's masks, gamma and beta;
+        without the units that came later."""
         found = {
             name: t
             for name, own in self.original.items()
@@ -238,9 +249,8 @@ class Tfm(Method):
                     "task or a later one handed on"
                 )
             if width < columns.shape[1]:
-                rows, bias, columns = (
-                    t[:, :width].contiguous() for t in (rows, bias, columns)
-                )  # bit for bit as if nothing had come later
+                # bit for bit as if nothing had come later
+                rows, bias, columns = (t[:, :width].contiguous() for t in (rows, bias, columns))
             scale, shift = (
                 torch.stack(t)
                 for t in zip(
@@ -263,7 +273,8 @@ class Tfm(Method):
             self.split_heads({})
 
     def split_heads(self, weights: dict[str, Tensor]) -> None:
-        """timm's attention splits channels into heads by numbers of its own: here they become those of `weights`, else of the backbone."""
+        """timm's attention splits channels into heads by numbers of its own: here they become those
+        of `weights`, else of the backbone."""
         for pair in self.pairs:
             if len(pair.sites) > 1:
                 attention: Any = self.backbone.get_submodule(pair.name)
@@ -272,9 +283,10 @@ class Tfm(Method):
                 ).shape[1]
                 attention.num_heads = attention.attn_dim // attention.head_dim
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
-        """From here on nothing is in training: what a task in training added is a part of what it handed on."""
+        """From here on nothing is in training: what a task in training added is a part of what it
+        handed on."""
         super().attach(carried)
         self.shared, self.new, self.masks = dict(carried.tensors), {}, {}
 
@@ -295,9 +307,10 @@ class Tfm(Method):
         self.backbone.train(mode and any(name.startswith(WEIGHTS) for name in self.new))
         return self
 
-    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+    # ---- bookkeeping -----------------------------------------------------------------------------
     def flops_share(self, state: TaskState) -> float:
-        """Multiply-adds of the patch embedding and the blocks at this task's widths, relative to the backbone's."""
+        """Multiply-adds of the patch embedding and the blocks at this task's widths, relative to
+        the backbone's."""
         vit: Any = self.backbone
         tokens, patches = (
             vit.num_prefix_tokens + vit.patch_embed.num_patches,
@@ -306,9 +319,8 @@ class Tfm(Method):
         plain = grown = patches * vit.patch_embed.proj.weight.numel() + uniform_multiply_adds(vit)
         for pair in self.pairs:
             columns, parts = self.original[f"{pair.out}.weight"], len(pair.sites)
-            each = tokens * (
-                (parts + 1) * len(columns) + (2 * tokens if parts > 1 else 0)
-            )  # of one unit: rows, column, attention
+            # of one unit: rows, column, attention
+            each = tokens * ((parts + 1) * len(columns) + (2 * tokens if parts > 1 else 0))
             plain += each * columns.shape[1]
             grown += each * int(state.masks[f"{pair.sites[-1]}.used"].sum())
         return grown / plain
@@ -326,8 +338,9 @@ class Tfm(Method):
 def _normalisation(
     site: str | None, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift of the units of a site, (n,) each: gamma and beta of forward-only units, 1 and 0 of normal ones, 0 and 0 of those
-    that are not used, which are then 0 after the activation too. Forward-only units stand in front."""
+    """Scale and shift of the units of a site, (n,) each: gamma and beta of forward-only units, 1
+    and 0 of normal ones, 0 and 0 of those that are not used, which are then 0 after the activation
+    too. Forward-only units stand in front."""
     kept, shift = torch.ones_like(like), torch.zeros_like(like)
     if site is None:
         return kept, shift
@@ -343,7 +356,8 @@ def _normalisation(
 
 
 def pairs_of(backbone: nn.Module) -> list[Pair]:
-    """The layers that units can be put between, block by block. Raises UserError where a block is no plain one."""
+    """The layers that units can be put between, block by block. Raises UserError where a block is
+    no plain one."""
     found = []
     for i, block in enumerate(backbone.blocks):  # type: ignore[arg-type]
         attention: Any = getattr(block, "attn", None)

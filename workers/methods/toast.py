@@ -1,4 +1,5 @@
-"""TOAST: a frozen ViT or ConvNeXt looks twice, and what matters to the task in its first look steers the second.
+"""TOAST: a frozen ViT or ConvNeXt looks twice, and what matters to the task in its first look
+steers the second.
 
 Shi, Gai, Darrell, Wang: TOAST: Transfer Learning via Attention Steering, 2023.
 """
@@ -27,54 +28,65 @@ from workers.taskstate import Carried, TaskState
 class ToastSettings(MethodSettings):
     feedback_from: PositiveInt | None = Field(
         None,
-        description="block, or stage of a ConvNeXt, (from 1) behind which tokens are selected; null: "
-        "the last. "
+        description="block, or stage of a ConvNeXt, (from 1) behind which tokens are selected; "
+        "null: the last. "
         "Fewer: early feedback",
     )
     feedback_to: NonNegativeInt = Field(
         0,
-        description="the blocks or stages up to this one are not steered; more than 0: late feedback",
+        description="the blocks or stages up to this one are not steered; more than 0: late "
+        "feedback",
     )
     train_P: bool = Field(
         True,
-        description="train the channel transform P; false as in the released code of full TOAST: it "
-        "stays the identity",
+        description="train the channel transform P; false as in the released code of full TOAST: "
+        "it stays the identity",
     )
     td_value_bias: bool = Field(
         False,
-        description="add the value bias a second time, as the released code does; not on a ConvNeXt",
+        description="add the value bias a second time, as the released code does; not on a "
+        "ConvNeXt",
     )
     pretune: bool = Field(
         True,
-        description="tune what tasks start from on images without labels, or on the base task, where "
-        "the stream has such",
+        description="tune what tasks start from on images without labels, or on the base task, "
+        "where the stream has such",
     )
     variational: NonNegativeFloat = Field(
         0.1,
-        description="lambda_v, weight in `pretune`, beside the cross-entropy, of the loss that asks "
-        "feedback layers to "
+        description="lambda_v, weight in `pretune`, beside the cross-entropy, of the loss that "
+        "asks feedback layers to "
         "undo their blocks; the published value for a ConvNeXt is 0.01",
     )
 
 
 class Toast(Method):
-    """A star: tokens of a first pass are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P and from block to block down a chain
-    of linear feedback layers (W1_l, W2_l), and are added to the values of a second pass. Stored per task: xi, P, the feedback layers
-    and a head. A base task goes through `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)), from whose feedback
-    layers and prior every task starts, and by which the base task is answered. Images without labels do so too, by the second term alone.
+    """A star: tokens of a first pass are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P
+    and from block to block down a chain of linear feedback layers (W1_l, W2_l), and are added to
+    the values of a second pass. Stored per task: xi, P, the feedback layers and a head. A base task
+    goes through `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)), from whose
+    feedback layers and prior every task starts, and by which the base task is answered. Images
+    without labels do so too, by the second term alone.
 
     Where it differs from the paper and its code:
-    - The value bias is not added twice, so that P = 0 is the backbone itself to the last bit (`td_value_bias` for the code's way).
-      P is trained, as the paper counts it (`train_P`). Weight decay acts on P and the feedback layers, not on xi: its length has no meaning.
-    - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start as those of all methods.
-    - Feedback from a block below the last takes its raw output, as the paper's language models do; there is no norm for it in a ViT.
-    - In `pretune` the cross-entropy is that of the second pass; that of the first would train nothing but the head.
-    - Before any tuning a task starts as the backbone, and feedback reaches every block: W1 = I, W2 = 0, and xi is the mean token of an image of
-      noise, which tokens of any image look towards. The code's random numbers (std 0.02) fade on their way down, and disturb the backbone
-      until they are tuned.
-    - On a ConvNeXt the map behind the last stage is fed back raw, and selected by its cosine behind the last norm. From stage to stage W1_l is a
-      transposed convolution whose kernel is the stage's stride, W2_l one of 1 x 1; what comes down is added to what the stage is given, and W1_l
-      should undo the stage on just that. W1 starts by repeating the channels that there are room for.
+    - The value bias is not added twice, so that P = 0 is the backbone itself to the last bit
+      (`td_value_bias` for the code's way). P is trained, as the paper counts it (`train_P`). Weight
+      decay acts on P and the feedback layers, not on xi: its length has no meaning.
+    - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start as those
+      of all methods.
+    - Feedback from a block below the last takes its raw output, as the paper's language models do;
+      there is no norm for it in a ViT.
+    - In `pretune` the cross-entropy is that of the second pass; that of the first would train
+      nothing but the head.
+    - Before any tuning a task starts as the backbone, and feedback reaches every block: W1 = I, W2
+      = 0, and xi is the mean token of an image of noise, which tokens of any image look towards.
+      The code's random numbers (std 0.02) fade on their way down, and disturb the backbone until
+      they are tuned.
+    - On a ConvNeXt the map behind the last stage is fed back raw, and selected by its cosine behind
+      the last norm. From stage to stage W1_l is a transposed convolution whose kernel is the
+      stage's stride, W2_l one of 1 x 1; what comes down is added to what the stage is given, and
+      W1_l should undo the stage on just that. W1 starts by repeating the channels that there are
+      room for.
     """
 
     name = "toast"
@@ -132,14 +144,15 @@ class Toast(Method):
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """Feedback layers that every task starts from, and once something is trained the prior: those of `pretune`, else fresh ones."""
+        """Feedback layers that every task starts from, and once something is trained the prior:
+        those of `pretune`, else fresh ones."""
         return self.top_down.fresh()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parts of the feedback layers that a task trains and stores."""
         return self.top_down.shapes()
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -204,7 +217,7 @@ class Toast(Method):
             return self.state(), Carried({**self.start, **own})
         return self.state(tokens={"prior": own.pop("prior")}, copies=own), Carried()
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def attach(self, carried: Carried) -> None:
         super().attach(carried)
         self.start = dict(carried.tensors)
@@ -287,8 +300,9 @@ class ToastLiteSettings(ToastSettings):
 
 
 class ToastLite(Toast):
-    """TOAST whose feedback layers are shared: a task trains W + alpha / r B A beside xi and P, with B = 0 at the start. `pretune` trains
-    W1 and W2 themselves, as in TOAST. Stored per task: xi, P, the low-rank parts and a head.
+    """TOAST whose feedback layers are shared: a task trains W + alpha / r B A beside xi and P, with
+    B = 0 at the start. `pretune` trains W1 and W2 themselves, as in TOAST. Stored per task: xi, P,
+    the low-rank parts and a head.
     """
 
     name = "toast_lite"

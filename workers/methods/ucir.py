@@ -1,4 +1,5 @@
-"""UCIR (LUCIR): cosine heads, features that keep their direction, and a margin between each old class and the new ones like it.
+"""UCIR (LUCIR): cosine heads, features that keep their direction, and a margin between each old
+class and the new ones like it.
 
 Hou, Pan, Loy, Wang, Lin: Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019.
 """
@@ -25,7 +26,8 @@ class UcirSettings(CosineSettings):
     lambda_: NonNegativeFloat = Field(
         5.0,
         alias="lambda",
-        description="weight of the distance of features, before it grows with the share of old classes",
+        description="weight of the distance of features, before it grows with the share of old "
+        "classes",
     )
     margin: NonNegativeFloat = Field(
         0.5, description="by how much the cosine of an old class must exceed those of new ones"
@@ -37,11 +39,13 @@ class UcirSettings(CosineSettings):
 
 
 class Ucir(CosineRehearsal):
-    """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank, where rank is the mean over the samples of old classes in the
-    global batch, and over their K most similar new classes k, of relu(margin - s_y + s_k), s without eta. With `finetune` the classifier
-    is then trained with CE alone.
+    """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank, where rank is the mean
+    over the samples of old classes in the global batch, and over their K most similar new classes
+    k, of relu(margin - s_y + s_k), s without eta. With `finetune` the classifier is then trained
+    with CE alone.
 
-    Where it differs from the paper: no activation is taken off the backbone, since a ViT's features have both signs; eta starts at 10.
+    Where it differs from the paper: no activation is taken off the backbone, since a ViT's features
+    have both signs; eta starts at 10.
     """
 
     name = "ucir"

@@ -1,4 +1,5 @@
-"""VPT: trained tokens beside the patches of a frozen ViT, in front of the first block (shallow) or of every block (deep), per task.
+"""VPT: trained tokens beside the patches of a frozen ViT, in front of the first block (shallow) or
+of every block (deep), per task.
 
 Jia et al.: Visual Prompt Tuning, ECCV 2022.
 """
@@ -27,17 +28,18 @@ class VptSettings(MethodSettings):
     prompts: PositiveInt = Field(5, description="p, how many in front of a block")
     depth: Depth = Field(
         "shallow",
-        description="`shallow`: in front of the first block, which hands them on; `deep`: each block "
-        "has its own",
+        description="`shallow`: in front of the first block, which hands them on; `deep`: each "
+        "block has its own",
     )
 
 
 class Vpt(Method):
-    """A star: p prompts after the class token and before the patches, without position embeddings. Stored per task: p d floats (shallow)
-    or L p d (deep) and a head.
+    """A star: p prompts after the class token and before the patches, without position embeddings.
+    Stored per task: p d floats (shallow) or L p d (deep) and a head.
 
-    Where it differs from the paper: neither a projection nor dropout of prompts, both options there; learning rate and weight decay are
-    those of the head. Where a backbone pools its patches, prompts are no part of the pool.
+    Where it differs from the paper: neither a projection nor dropout of prompts, both options
+    there; learning rate and weight decay are those of the head. Where a backbone pools its patches,
+    prompts are no part of the pool.
     """
 
     name = "vpt"
@@ -113,7 +115,8 @@ class Vpt(Method):
         return {} if prompts is None else {PROMPTS: prompts.to(self.device)}
 
     def flops_share(self, state: TaskState) -> float:
-        """Prompts are p keys more in every block, and p queries more in every block but the last."""
+        """Prompts are p keys more in every block, and p queries more in every block but the
+        last."""
         vit: Any = self.backbone
         plans, p = plan(vit, [BlockMasks()] * len(vit.blocks)), torch.arange(self.settings.prompts)
         more = [

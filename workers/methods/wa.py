@@ -1,6 +1,8 @@
-"""WA: after training with distillation, the weight vectors of new classes are scaled down to the mean length of the old ones.
+"""WA: after training with distillation, the weight vectors of new classes are scaled down to the
+mean length of the old ones.
 
-Zhao, Xiao, Gan, Zhang, Xia: Maintaining Discrimination and Fairness in Class Incremental Learning, CVPR 2020.
+Zhao, Xiao, Gan, Zhang, Xia: Maintaining Discrimination and Fairness in Class Incremental Learning,
+CVPR 2020.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ class WaSettings(RehearsalSettings):
     )
     nonnegative: bool = Field(
         False,
-        description="clamp the weights of all heads at 0 after each step, so that their lengths tell "
-        "how large outputs get",
+        description="clamp the weights of all heads at 0 after each step, so that their lengths "
+        "tell how large outputs get",
     )
 
 
 class Wa(Rehearsal):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t: old classes among all. Then `align` multiplies the
-    weight vectors of the task's classes by gamma, the mean length of the old ones over that of the new ones; directions, biases and old
-    heads stay. What is aligned is the next task's teacher.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t: old classes
+    among all. Then `align` multiplies the weight vectors of the task's classes by gamma, the mean
+    length of the old ones over that of the new ones; directions, biases and old heads stay. What is
+    aligned is the next task's teacher.
 
-    Where it differs from the paper: weights are not clamped at 0 unless `nonnegative` asks for it, since a ViT's features have both signs.
-    Its premise, that new classes have the longer vectors, may fail under AdamW in a short training: gamma above 1 is warned about.
+    Where it differs from the paper: weights are not clamped at 0 unless `nonnegative` asks for it,
+    since a ViT's features have both signs. Its premise, that new classes have the longer vectors,
+    may fail under AdamW in a short training: gamma above 1 is warned about.
     """
 
     name = "wa"

@@ -21,8 +21,9 @@ class WeightMaskSettings(MethodSettings):
 
 
 class WeightMasks(Method):
-    """A star: W stays, task t is served with M_t .* W, multiplied once when the method turns to it. A subclass says what a mask is
-    (`new_mask`: a module with `sample()` and `hard()`) and, where it is more than bits, how it is stored (`packed`, `unpacked`)."""
+    """A star: W stays, task t is served with M_t .* W, multiplied once when the method turns to it.
+    A subclass says what a mask is (`new_mask`: a module with `sample()` and `hard()`) and, where it
+    is more than bits, how it is stored (`packed`, `unpacked`)."""
 
     Settings = WeightMaskSettings
     per_task = frozenset({"mask_lr"})
@@ -45,7 +46,8 @@ class WeightMasks(Method):
         raise NotImplementedError
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
-        """One value for every weight, or one for every run of weights that follow each other in memory, see `masked`."""
+        """One value for every weight, or one for every run of weights that follow each other in
+        memory, see `masked`."""
         return tuple(self.sites[site].shape)
 
     def rate(self, site: str, rates: Rates) -> float:
@@ -60,7 +62,7 @@ class WeightMasks(Method):
         """Which entries of a mask, as `hard` gives it, are switched on."""
         return mask != 0
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -70,9 +72,8 @@ class WeightMasks(Method):
         self.masks = {
             site: self.new_mask(site, weight.detach()) for site, weight in self.sites.items()
         }
-        self.mask_modules = nn.ModuleList(
-            self.masks.values()
-        )  # a dict alone would hide them from state_dict and .to
+        # a dict alone would hide them from state_dict and .to
+        self.mask_modules = nn.ModuleList(self.masks.values())
         self.copies = Copies(self.backbone, self.copied())
         by_rate: dict[float, list[nn.Parameter]] = {}
         for site, mask in self.masks.items():
@@ -119,16 +120,18 @@ class WeightMasks(Method):
         ), Carried()
 
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Masks by site -> boolean masks and floats as they are stored: under the name of their site, or of `SITE.SUFFIX`."""
+        """Masks by site -> boolean masks and floats as they are stored: under the name of their
+        site, or of `SITE.SUFFIX`."""
         return masks, {}
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
         """The inverse of `packed`: masks by site, of the shapes that `mask_shape` says."""
         return dict(state.masks)
 
     def load(self, state: TaskState) -> None:
-        """Keeps the task's masks and copies beside those of other tasks. A base task has none: it is served by W."""
+        """Keeps the task's masks and copies beside those of other tasks. A base task has none: it
+        is served by W."""
         super().load(state)
         own = dict(self.backbone.named_parameters())
         for name, mask in state.masks.items():
@@ -166,8 +169,8 @@ class ThresholdSettings(WeightMaskSettings):
     )
     mask_travel: PositiveFloat = Field(
         0.5,
-        description="for mask_lr auto: how far steps in random directions carry a value, in distances "
-        "to the threshold",
+        description="for mask_lr auto: how far steps in random directions carry a value, in "
+        "distances to the threshold",
     )
     theta: float = Field(
         5e-3, gt=0, description="an entry is kept where its real value is above this"
@@ -180,7 +183,8 @@ class ThresholdSettings(WeightMaskSettings):
 
 
 class ThresholdMasks(WeightMasks):
-    """Real values start at `start` (or where `start_of` says) and switch an entry off as they fall below theta."""
+    """Real values start at `start` (or where `start_of` says) and switch an entry off as they fall
+    below theta."""
 
     Settings = ThresholdSettings
     per_task = WeightMasks.per_task | {"mask_travel", "theta", "start"}
@@ -204,9 +208,10 @@ class ThresholdMasks(WeightMasks):
         return self.settings.start
 
     def rate(self, site: str, rates: Rates) -> float:
-        """A step of Adam is about the rate long, so n steps in random directions carry a value sqrt(n) rates. `auto` makes that
-        mask_travel * (start - theta), in short and long trainings alike. A smaller rate flips nothing; with a far larger one most
-        entries reach the threshold in the same few steps, and the network falls apart."""
+        """A step of Adam is about the rate long, so n steps in random directions carry a value
+        sqrt(n) rates. `auto` makes that mask_travel * (start - theta), in short and long trainings
+        alike. A smaller rate flips nothing; with a far larger one most entries reach the threshold
+        in the same few steps, and the network falls apart."""
         if self.settings.mask_lr == "auto":
             return (
                 self.settings.mask_travel
@@ -217,14 +222,13 @@ class ThresholdMasks(WeightMasks):
 
 
 def masked(weight: Tensor, mask: Tensor) -> Tensor:
-    """M .* W. A mask with fewer values than W has one for each run of weights that follow each other in memory: of a group of input
-    columns, of a kernel, of an output row."""
+    """M .* W. A mask with fewer values than W has one for each run of weights that follow each
+    other in memory: of a group of input columns, of a kernel, of an output row."""
     if mask.shape != weight.shape:
         return (weight.reshape(mask.numel(), -1) * mask.reshape(-1, 1)).view_as(weight)
     if mask.requires_grad and not weight.requires_grad:
-        return mask.mul_(
-            weight
-        )  # nobody else's, and W takes no gradient from it: a pass through memory less
+        # nobody else's, and W takes no gradient from it: a pass through memory less
+        return mask.mul_(weight)
     return weight * mask
 
 

@@ -1,6 +1,8 @@
-"""WSN: each task trains weights and scores together, uses the weights with the highest scores, and leaves those of earlier tasks alone.
+"""WSN: each task trains weights and scores together, uses the weights with the highest scores, and
+leaves those of earlier tasks alone.
 
-Kang, Mina, Madjid, Yoon, Hasegawa-Johnson, Hwang, Yoo: Forget-free Continual Learning with Winning Subnetworks, ICML 2022.
+Kang, Mina, Madjid, Yoon, Hasegawa-Johnson, Hwang, Yoo: Forget-free Continual Learning with Winning
+Subnetworks, ICML 2022.
 """
 
 from __future__ import annotations
@@ -29,20 +31,23 @@ class WsnSettings(WeightMaskSettings):
     )
     start: Literal["magnitude", "random"] = Field(
         "magnitude",
-        description="scores of a task start at |W|, so that training starts from the largest weights; "
-        "or at random, as in the paper",
+        description="scores of a task start at |W|, so that training starts from the largest "
+        "weights; or at random, as in the paper",
     )
 
 
 class Wsn(WeightMasks):
-    """m_t = 1 for the share c of highest |score| of each layer, W_eff = m_t .* W; the gradient of m_t goes to the scores as it is. What
-    some earlier task uses is locked (M = m_1 or ... or m_{t-1}, Eq. 4): task t may use it, and changes the rest only.
+    """m_t = 1 for the share c of highest |score| of each layer, W_eff = m_t .* W; the gradient of
+    m_t goes to the scores as it is. What some earlier task uses is locked (M = m_1 or ... or
+    m_{t-1}, Eq. 4): task t may use it, and changes the rest only.
 
-    Stored for a task: a bit per weight, and its head; carried: the weights, and M as bits. Biases, norms, class token and position
-    embedding stay those of the backbone. A base task in the stream has no mask: it is answered by the weights as they stand.
+    Stored for a task: a bit per weight, and its head; carried: the weights, and M as bits. Biases,
+    norms, class token and position embedding stay those of the backbone. A base task in the stream
+    has no mask: it is answered by the weights as they stand.
 
-    Where it differs from the paper: it starts from a pretrained backbone, of which a random choice of weights would leave nothing, so
-    scores start at |W|. They start anew with each task, where the released code goes on with those of the task before.
+    Where it differs from the paper: it starts from a pretrained backbone, of which a random choice
+    of weights would leave nothing, so scores start at |W|. They start anew with each task, where
+    the released code goes on with those of the task before.
     """
 
     name = "wsn"
@@ -63,12 +68,11 @@ class Wsn(WeightMasks):
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         if self.settings.start == "magnitude":
             return TopK(weight.abs(), self.settings.density)
-        scores = nn.init.kaiming_uniform_(
-            torch.empty(weight.shape), a=math.sqrt(5)
-        )  # on the CPU: the same on every device
+        # on the CPU: the same on every device
+        scores = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=math.sqrt(5))
         return TopK(scores.to(weight.device), self.settings.density)
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
     def begin(
         self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
     ) -> list[dict[str, Any]]:
@@ -91,7 +95,8 @@ class Wsn(WeightMasks):
         self.protector.restore()
 
     def measures(self) -> dict[str, float]:
-        """Shares of all weights: those that the task uses, those of them that an earlier one uses too, and what any task uses."""
+        """Shares of all weights: those that the task uses, those of them that an earlier one uses
+        too, and what any task uses."""
         pairs = [(mask, self.union[site].to(mask.device)) for site, mask in self.hard().items()]
         total = sum(mask.numel() for mask, _ in pairs)
         counts = (
@@ -131,7 +136,7 @@ class Wsn(WeightMasks):
             }
         )
 
-    # ---- serving -----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     @torch.no_grad()
     def attach(self, carried: Carried) -> None:
         super().attach(carried)

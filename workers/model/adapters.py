@@ -1,7 +1,9 @@
-"""Adapters: small trained layers behind or beside modules of a frozen backbone, hooked from outside, any timm ViT with plain blocks.
+"""Adapters: small trained layers behind or beside modules of a frozen backbone, hooked from
+outside, any timm ViT with plain blocks.
 
-Axes: S sites (places of an adapter, from the first block on), B images, N tokens, d width of the backbone, m width of the bottleneck.
-All adapters of a task are stacked: one tensor per kind, whose first axis counts sites.
+Axes: S sites (places of an adapter, from the first block on), B images, N tokens, d width of the
+backbone, m width of the bottleneck. All adapters of a task are stacked: one tensor per kind, whose
+first axis counts sites.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 
+# behind attention (its projection included) and behind the FFN, both before the residual add
 HOULSBY = (
     "attn",
     "mlp",
-)  # behind attention (its projection included) and behind the FFN, both before the residual add
+)
 PARALLEL_SCALE = 0.1  # of AdaptFormer's branch
 
 
@@ -38,16 +41,18 @@ def parallel(
     up_bias: Tensor,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """AdaptFormer: out + 0.1 (W_up (kept .* relu(W_down x + b_down)) + b_up). out: (B, N, d), behind the FFN's residual add; x: (B, N, d), the
-    residual stream before the FFN and its norm; kept: (B, N, m), dropout's factors."""
+    """AdaptFormer: out + 0.1 (W_up (kept .* relu(W_down x + b_down)) + b_up). out: (B, N, d),
+    behind the FFN's residual add; x: (B, N, d), the residual stream before the FFN and its norm;
+    kept: (B, N, m), dropout's factors."""
     hidden = F.relu(F.linear(x, down, down_bias))
     return out + PARALLEL_SCALE * F.linear(hidden if kept is None else hidden * kept, up, up_bias)
 
 
 class Bottlenecks(nn.Module):
-    """The trained tensors of S adapters, stacked. Down-projections start as PyTorch's Linear does with zero bias. The
-    up-projections start at zero, so that an adapter starts as the identity, or with `up_std` as normal numbers; never both
-    projections at zero: neither would get a gradient."""
+    """The trained tensors of S adapters, stacked. Down-projections start as PyTorch's Linear
+    does with zero bias. The up-projections start at zero, so that an adapter starts as the
+    identity, or with `up_std` as normal numbers; never both projections at zero: neither would
+    get a gradient."""
 
     def __init__(
         self,
@@ -59,13 +64,13 @@ class Bottlenecks(nn.Module):
     ):
         super().__init__()
         shape = (sites, bottleneck, width)
+        # (S, m, d)
         self.down = nn.Parameter(
             torch.empty(shape, device=device).uniform_(-1, 1) / math.sqrt(width)
-        )  # (S, m, d)
+        )
         self.down_bias = nn.Parameter(torch.zeros(shape[:2], device=device))  # (S, m)
-        self.up = nn.Parameter(
-            torch.randn(sites, width, bottleneck, device=device) * up_std
-        )  # (S, d, m)
+        # (S, d, m)
+        self.up = nn.Parameter(torch.randn(sites, width, bottleneck, device=device) * up_std)
         self.up_bias = nn.Parameter(torch.zeros(sites, width, device=device))  # (S, d)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -84,10 +89,12 @@ class Bottlenecks(nn.Module):
 
 
 class Hook:
-    """Forward hook: sends a module's output through `form(output, **tensors)`; without tensors it does nothing.
+    """Forward hook: sends a module's output through `form(output, **tensors)`; without tensors it
+    does nothing.
 
-    It stays for the life of the backbone and only its tensors change, because a compiled backbone looks at the attributes of
-    its hooks, but not at which hooks there are. A copy of the backbone gets hooks without tensors, so it is the plain one."""
+    It stays for the life of the backbone and only its tensors change, because a compiled backbone
+    looks at the attributes of its hooks, but not at which hooks there are. A copy of the backbone
+    gets hooks without tensors, so it is the plain one."""
 
     def __init__(self, form: Callable[..., Tensor]):
         self.form = form
@@ -101,7 +108,8 @@ class Hook:
 
 
 class BesideHook(Hook):
-    """The same with a form that is also given what went into some module: `form(output, input, **tensors)`."""
+    """The same with a form that is also given what went into some module: `form(output, input,
+    **tensors)`."""
 
     input: Tensor | None = None
 
@@ -115,9 +123,10 @@ class BesideHook(Hook):
 
 
 class AdapterSites:
-    """The places of a backbone that take adapters of one form; `form` is called as form(x (B, N, d), **tensors of the site).
-    positions: modules of a block, each with an adapter behind it; the empty one is the block itself. beside: the module of a block whose
-    input the form gets as its second argument."""
+    """The places of a backbone that take adapters of one form; `form` is called as form(x (B, N,
+    d), **tensors of the site). positions: modules of a block, each with an adapter behind it; the
+    empty one is the block itself. beside: the module of a block whose input the form gets as its
+    second argument."""
 
     def __init__(
         self,
@@ -152,8 +161,8 @@ class AdapterSites:
 
     @contextmanager
     def using(self, stacked: Mapping[str, Tensor | Sequence[Tensor]]) -> Iterator[None]:
-        """Inside, the backbone has these adapters. stacked: name -> (S, ...), or a tensor for each site where their sizes differ;
-        autograd goes through; empty: none."""
+        """Inside, the backbone has these adapters. stacked: name -> (S, ...), or a tensor for each
+        site where their sizes differ; autograd goes through; empty: none."""
         parts = {
             name: tensor.unbind(0) if isinstance(tensor, Tensor) else tensor
             for name, tensor in stacked.items()

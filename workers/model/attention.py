@@ -1,7 +1,8 @@
-"""What the heads of a ViT attend to, measured while any forward runs: hooks see queries and keys, and nothing of the model is copied.
+"""What the heads of a ViT attend to, measured while any forward runs: hooks see queries and keys,
+and nothing of the model is copied.
 
-Entropy and distance as in Hyeon-Woo et al.: Scratching Visual Transformer's Back with Uniform Attention, ICCV 2023.
-Axes: B images, H heads, N tokens (prefix first), n patches.
+Entropy and distance as in Hyeon-Woo et al.: Scratching Visual Transformer's Back with Uniform
+Attention, ICCV 2023. Axes: B images, H heads, N tokens (prefix first), n patches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ L = TypeVar("L", "Layer", "Gaze")
 
 @dataclass
 class Layer:
-    """One attention of one network. entropy, distance: sums over images, (H,). scale: mean |Lambda| of the block's context, or None."""
+    """One attention of one network. entropy, distance: sums over images, (H,). scale: mean |Lambda|
+    of the block's context, or None."""
 
     network: str
     block: int
@@ -49,8 +51,8 @@ class Layer:
             self.scale = float(self.context.scale.abs().mean())
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each head: means over images and queries. Entropy in nats and relative to its maximum ln N; distance relative to that of
-        uniform attention."""
+        """One for each head: means over images and queries. Entropy in nats and relative to its
+        maximum ln N; distance relative to that of uniform attention."""
         if not self.images:
             return []
         means = (
@@ -74,8 +76,9 @@ class Layer:
 
 @dataclass
 class Gaze:
-    """What the class token of one network looks at in one block: for each forward (B, h, w) over the grid of patches, a mean over heads. Values
-    are relative to uniform attention, which has 1 everywhere; what goes to other tokens than patches is not shown."""
+    """What the class token of one network looks at in one block: for each forward (B, h, w) over
+    the grid of patches, a mean over heads. Values are relative to uniform attention, which has 1
+    everywhere; what goes to other tokens than patches is not shown."""
 
     network: str
     block: int
@@ -92,13 +95,15 @@ class Gaze:
 
 
 def entropy(attention: Tensor) -> Tensor:
-    """- sum_j A_ij ln A_ij, a mean over queries i: (B, H, N, N) -> (B, H). At most ln N, that of uniform attention."""
+    """- sum_j A_ij ln A_ij, a mean over queries i: (B, H, N, N) -> (B, H). At most ln N, that of
+    uniform attention."""
     return torch.special.entr(attention).sum(-1).mean(-1)
 
 
 def distance(attention: Tensor, apart: Tensor) -> Tensor:
-    """How far a patch looks: sum_j A_ij d_ij / sum_j A_ij over patches j, a mean over patches i, relative to uniform attention, which has 1:
-    (B, H, n, n) -> (B, H). Class and register tokens are nowhere, so they are left out."""
+    """How far a patch looks: sum_j A_ij d_ij / sum_j A_ij over patches j, a mean over patches i,
+    relative to uniform attention, which has 1: (B, H, n, n) -> (B, H). Class and register tokens
+    are nowhere, so they are left out."""
     seen = attention.sum(-1).clamp(min=torch.finfo(attention.dtype).tiny)
     far = (attention * apart.to(attention)).sum(-1) / seen
     return far.mean(-1) / apart.mean().to(attention)
@@ -111,7 +116,8 @@ def distances(grid: tuple[int, int]) -> Tensor:
 
 
 def watched(model: nn.Module) -> AbstractContextManager[list[Layer]]:
-    """Inside, every forward of a ViT that is `model` or a part of it is measured, with the weights and masks that are then in effect."""
+    """Inside, every forward of a ViT that is `model` or a part of it is measured, with the weights
+    and masks that are then in effect."""
     return _heard(
         model,
         lambda name, index, vit: Layer(
@@ -135,7 +141,8 @@ def gazes(model: nn.Module) -> AbstractContextManager[list[Gaze]]:
 
 @contextmanager
 def _heard(model: nn.Module, layer_of: Callable[[str, int, Any], L | None]) -> Iterator[list[L]]:
-    """A listener for each attention of each ViT, unless `layer_of(network, block, vit)` wants none."""
+    """A listener for each attention of each ViT, unless `layer_of(network, block, vit)` wants
+    none."""
     layers: list[L] = []
     handles: list[Any] = []
     for name, vit in model.named_modules():

@@ -10,7 +10,8 @@ IDENTITY = (1.0, 0.0)
 
 
 def biased(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
-    """z (b, classes), bias (alpha, beta) -> the same with alpha z + beta in `columns`; the others stay as they are."""
+    """z (b, classes), bias (alpha, beta) -> the same with alpha z + beta in `columns`; the others
+    stay as they are."""
     return torch.cat(
         [
             logits[:, : columns.start],
@@ -23,8 +24,9 @@ def biased(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
 
 @torch.enable_grad()
 def fit_bias(logits: Tensor, labels: Tensor, columns: slice, decay: float) -> Tensor:
-    """(alpha, beta) that minimise cross-entropy of the biased logits + decay beta^2 / 2, by L-BFGS from (1, 0) in fp64. Every class counts
-    the same, also where some have fewer images. logits (n, classes), labels (n,)."""
+    """(alpha, beta) that minimise cross-entropy of the biased logits + decay beta^2 / 2, by L-BFGS
+    from (1, 0) in fp64. Every class counts the same, also where some have fewer images. logits (n,
+    classes), labels (n,)."""
     logits, weight = logits.detach().double(), 1 / labels.bincount().double()[labels]
     bias = torch.tensor(IDENTITY, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(

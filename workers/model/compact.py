@@ -1,8 +1,10 @@
-"""Inference with a task's masks applied physically: dropped tokens, neurons and channels are not computed.
+"""Inference with a task's masks applied physically: dropped tokens, neurons and channels are not
+computed.
 
-ViT: per block, keys and values are computed for kept tokens only, and queries for live ones: a token's output is needed only
-if a later block keeps the token as a key, or if the pooling or context (see context.py) reads it. FFN neurons that cannot reach the output are cut.
-ResNet: inner channels of residual blocks that cannot reach the output are cut.
+ViT: per block, keys and values are computed for kept tokens only, and queries for live ones: a
+token's output is needed only if a later block keeps the token as a key, or if the pooling or
+context (see context.py) reads it. FFN neurons that cannot reach the output are cut. ResNet: inner
+channels of residual blocks that cannot reach the output are cut.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from workers.model.masked import BlockMasks
 class BlockPlan:
     """What one block computes. Token positions count prefix tokens first.
 
-    inputs: tokens that enter the block. keys: those that get a key and a value. kept: (keys,) bool, False for a masked
-    token that only its own query may see (self loop). queries: those that leave the block. neurons: kept FFN neurons.
+    inputs: tokens that enter the block. keys: those that get a key and a value. kept: (keys,) bool,
+    False for a masked token that only its own query may see (self loop). queries: those that leave
+    the block. neurons: kept FFN neurons.
     """
 
     inputs: Tensor
@@ -37,7 +40,8 @@ class BlockPlan:
 
 
 def plan(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
-    """Liveness, from the last block to the first; then who enters each block is who left the one before."""
+    """Liveness, from the last block to the first; then who enters each block is who left the one
+    before."""
     prefix, total = vit.num_prefix_tokens, vit.num_prefix_tokens + vit.patch_embed.num_patches
     live = torch.zeros(total, dtype=torch.bool)
     live[0 if vit.global_pool == "token" else slice(None)] = True
@@ -67,7 +71,8 @@ def plan(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
 
 
 def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
-    """(hidden,) bool. A neuron is dead where it is masked, or where every weight that leaves it is."""
+    """(hidden,) bool. A neuron is dead where it is masked, or where every weight that leaves it
+    is."""
     live = torch.ones(mlp.fc1.out_features, dtype=torch.bool)
     if not isinstance(mlp.norm, nn.Identity):
         return live  # a norm over the neurons reads all of them
@@ -79,7 +84,8 @@ def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
 
 
 def flops(vit: Any, plans: list[BlockPlan]) -> int:
-    """Multiply-adds of one image in the patch embedding and the blocks; norms, activations and means over tokens left out."""
+    """Multiply-adds of one image in the patch embedding and the blocks; norms, activations and
+    means over tokens left out."""
     width = vit.embed_dim
     count = multiply_adds(
         vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size
@@ -97,7 +103,8 @@ def flops(vit: Any, plans: list[BlockPlan]) -> int:
 
 @torch.no_grad()
 def multiply_adds(model: nn.Module, *shape: int) -> int:
-    """Multiply-adds of one input (*shape) in linear layers, convolutions and products of matrices; nothing is computed."""
+    """Multiply-adds of one input (*shape) in linear layers, convolutions and products of matrices;
+    nothing is computed."""
     training = [module for module in model.modules() if module.training]
     model.eval()  # while training, stochastic depth stands for the samples of a batch
     try:
@@ -110,7 +117,8 @@ def multiply_adds(model: nn.Module, *shape: int) -> int:
 
 
 class CompactBlock(nn.Module):
-    """One block, reduced to its plan. Norms, projection and layer scale are the backbone's own modules."""
+    """One block, reduced to its plan. Norms, projection and layer scale are the backbone's own
+    modules."""
 
     norm1: nn.Module
     ls1: nn.Module
@@ -157,9 +165,8 @@ class CompactBlock(nn.Module):
         self._buffer("queries", _positions(plan.queries, plan.inputs))
         self._buffer("keys", _positions(plan.keys, plan.inputs))
         itself = plan.queries[:, None] == plan.keys[None, :]
-        self._buffer(
-            "seen", None if plan.kept.all() else plan.kept[None, :] | itself
-        )  # (queries, keys)
+        # (queries, keys)
+        self._buffer("seen", None if plan.kept.all() else plan.kept[None, :] | itself)
 
     def _buffer(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(
@@ -189,7 +196,8 @@ class CompactBlock(nn.Module):
 
 
 class CompactVit(nn.Module):
-    """images (b, 3, H, W) -> logits of one task, equal to the masked dense forward up to the order of summation."""
+    """images (b, 3, H, W) -> logits of one task, equal to the masked dense forward up to the order
+    of summation."""
 
     entering: Tensor | None
 
@@ -216,8 +224,9 @@ class CompactVit(nn.Module):
 
 @torch.no_grad()
 def thin(cnn: nn.Module) -> None:
-    """Cuts, in place, the inner channels of residual blocks that no weight leaves, from the last convolution to the first. Where
-    something between two convolutions is not made channel by channel (group norm, anti-aliasing), all channels stay."""
+    """Cuts, in place, the inner channels of residual blocks that no weight leaves, from the last
+    convolution to the first. Where something between two convolutions is not made channel by
+    channel (group norm, anti-aliasing), all channels stay."""
     blocks: list[Any] = [m for m in cnn.modules() if isinstance(m, (BasicBlock, Bottleneck))]
     for block in blocks:
         inner = [(block.conv1, block.bn1, block.conv2)]
@@ -238,7 +247,8 @@ def _times(weight: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _positions(wanted: Tensor, among: Tensor) -> Tensor | None:
-    """Positions of `wanted` in the sorted `among`; None where they are the same, so that nothing need be gathered."""
+    """Positions of `wanted` in the sorted `among`; None where they are the same, so that nothing
+    need be gathered."""
     return None if len(wanted) == len(among) else torch.searchsorted(among, wanted)
 
 

@@ -1,7 +1,8 @@
-"""Context Broadcasting: every token of a ViT hears the mean of all tokens; uniform attention, inserted into the blocks from outside.
+"""Context Broadcasting: every token of a ViT hears the mean of all tokens; uniform attention,
+inserted into the blocks from outside.
 
-Hyeon-Woo, Yu-Ji, Heo, Han, Oh, Oh: Scratching Visual Transformer's Back with Uniform Attention, ICCV 2023.
-Axes: B images, N tokens (prefix first), D width, H heads, d width of a head.
+Hyeon-Woo, Yu-Ji, Heo, Han, Oh, Oh: Scratching Visual Transformer's Back with Uniform Attention,
+ICCV 2023. Axes: B images, N tokens (prefix first), D width, H heads, d width of a head.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ PLAIN = "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
 
 
 class Context(nn.Module):
-    """CB(X)_i = (x_i + c) / 2, c = mean_j x_j over all tokens, the class token among them; no parameters. (B, N, D) -> the same.
+    """CB(X)_i = (x_i + c) / 2, c = mean_j x_j over all tokens, the class token among them; no
+    parameters. (B, N, D) -> the same.
 
     With `max`, c is the maximum over tokens in each channel; with `class`, the class token.
     """
@@ -41,10 +43,11 @@ class Context(nn.Module):
 
 
 class ScaledContext(Context):
-    """CB_S(X)_i = a x_i + Lambda * c, Lambda (D,) learnt, its product elementwise: a = Lambda = 1/2 is CB, a = 1 and Lambda = 0 changes nothing.
+    """CB_S(X)_i = a x_i + Lambda * c, Lambda (D,) learnt, its product elementwise: a = Lambda = 1/2
+    is CB, a = 1 and Lambda = 0 changes nothing.
 
-    Where it differs from the paper: its formula was not at hand. a = 1 is our reading, and Lambda starts at 0, so that weights that were
-    trained without it answer as before until it has learned.
+    Where it differs from the paper: its formula was not at hand. a = 1 is our reading, and Lambda
+    starts at 0, so that weights that were trained without it answer as before until it has learned.
     """
 
     def __init__(self, pool: str, width: int, own: float, start: float):
@@ -57,8 +60,9 @@ class ScaledContext(Context):
 
 
 class UniformHead(nn.Module):
-    """A head that attends to all tokens alike: W_o mean_j W_v x_j, the same for every token: (B, N, D) -> (B, 1, D). As the mean commutes
-    with W_v, one token is projected. Both start as timm's linear layers do."""
+    """A head that attends to all tokens alike: W_o mean_j W_v x_j, the same for every token: (B, N,
+    D) -> (B, 1, D). As the mean commutes with W_v, one token is projected. Both start as timm's
+    linear layers do."""
 
     def __init__(self, width: int, head_width: int):
         super().__init__()
@@ -73,8 +77,9 @@ class UniformHead(nn.Module):
         return self.proj(self.v(x.mean(1, keepdim=True)))
 
 
-# Each block gets the same hooks, and what a hook finds on its module says whether it does anything: the code that a compiler made of one
-# block serves all, unless they differ in attributes. Which hooks there are it does not look at.
+# Each block gets the same hooks, and what a hook finds on its module says whether it does anything:
+# the code that a compiler made of one block serves all, unless they differ in attributes. Which
+# hooks there are it does not look at.
 def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return module.context(output)
 
@@ -84,7 +89,8 @@ def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
-    """Queries (B, H, N, d) with those of the first head at 0: its softmax is then uniform, over all keys that are not masked."""
+    """Queries (B, H, N, d) with those of the first head at 0: its softmax is then uniform, over all
+    keys that are not masked."""
     return (
         torch.cat([torch.zeros_like(queries[:, :1]), queries[:, 1:]], 1)
         if module.first_uniform
@@ -93,14 +99,17 @@ def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
 
 
 def insert(backbone: nn.Module, settings: ContextSettings) -> None:
-    """Puts context into the chosen blocks, by hooks that stay for the life of the backbone; parameters that it had keep their names and
-    values. Raises UserError where a backbone has no place for it.
+    """Puts context into the chosen blocks, by hooks that stay for the life of the backbone;
+    parameters that it had keep their names and values. Raises UserError where a backbone has no
+    place for it.
 
-    `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the residual. CB commutes with what acts token by token
-    and is affine, so that in the middle of the MLP, behind the activation, it would be the same function at four times the cost.
-    Inside attention: `replace`, the first head attends to all tokens alike; its queries and keys stay among
-    the parameters, and nothing depends on them. `parallel`, a uniform head beside the others. `compensate`, both: the new head has as many
-    parameters as the queries and keys of a replaced one, which is our reading of the paper's comparison at equal size.
+    `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the
+    residual. CB commutes with what acts token by token and is affine, so that in the middle of the
+    MLP, behind the activation, it would be the same function at four times the cost. Inside
+    attention: `replace`, the first head attends to all tokens alike; its queries and keys stay
+    among the parameters, and nothing depends on them. `parallel`, a uniform head beside the others.
+    `compensate`, both: the new head has as many parameters as the queries and keys of a replaced
+    one, which is our reading of the paper's comparison at equal size.
     """
     at = f"backbone.context.kind is {settings.kind!r}, and"
     if not isinstance(backbone, VisionTransformer):
@@ -167,7 +176,8 @@ def added_names(backbone: nn.Module) -> list[str]:
 
 
 def reads_all(block: Any) -> bool:
-    """Whether every token that leaves a block depends on all that its MLP is given, so that none can be left out."""
+    """Whether every token that leaves a block depends on all that its MLP is given, so that none
+    can be left out."""
     return isinstance(getattr(block.mlp, "context", None), Context)
 
 

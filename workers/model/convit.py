@@ -1,6 +1,8 @@
-"""ConViT blocks as DyTox's encoder has them: timm's VisionTransformer with gated positional self-attention; enters timm's registry.
+"""ConViT blocks as DyTox's encoder has them: timm's VisionTransformer with gated positional
+self-attention; enters timm's registry.
 
-d'Ascoli et al.: ConViT, ICML 2021; Douillard et al.: DyTox, CVPR 2022. Axes: B images, H heads, N patches, D width, d = D / H.
+d'Ascoli et al.: ConViT, ICML 2021; Douillard et al.: DyTox, CVPR 2022. Axes: B images, H heads, N
+patches, D width, d = D / H.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from torch.nn import functional as F
 
 
 class GatedAttention(nn.Module):
-    """GPSA: A = (1 - g) softmax(q k^T / sqrt(d)) + g P, P = softmax_j(u_h . r_ij + b_h), g_h = sigmoid(gate_h): (B, N, D) -> (B, N, D).
+    """GPSA: A = (1 - g) softmax(q k^T / sqrt(d)) + g P, P = softmax_j(u_h . r_ij + b_h), g_h =
+    sigmoid(gate_h): (B, N, D) -> (B, N, D).
 
-    P depends on no image: it is made once per forward, (H, N, N), and not once per image; the content half is fused attention.
-    Both halves have rows that sum to 1, so nothing is normalised again.
+    P depends on no image: it is made once per forward, (H, N, N), and not once per image; the
+    content half is fused attention. Both halves have rows that sum to 1, so nothing is normalised
+    again.
     """
 
-    offsets: Tensor  # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; set by the network, which knows the grid
+    # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; set by the network, which
+    # knows the grid
+    offsets: Tensor
 
     def __init__(self, dim: int, num_heads: int, **of_timm: Any):
         super().__init__()
@@ -34,7 +40,8 @@ class GatedAttention(nn.Module):
         self.gate = nn.Parameter(torch.ones(num_heads))
 
     def start_local(self) -> None:
-        """As a convolution: values pass as they are, and the first floor(sqrt(H))^2 heads look at the neighbours of a square kernel."""
+        """As a convolution: values pass as they are, and the first floor(sqrt(H))^2 heads look at
+        the neighbours of a square kernel."""
         side = math.isqrt(self.num_heads)
         with torch.no_grad():
             nn.init.eye_(self.v.weight)
@@ -69,10 +76,12 @@ def offsets(side: int) -> Tensor:
 
 
 class ConViT(VisionTransformer):
-    """Local blocks alone: patches and their positions, no class token, no norm at the end; features are the mean over patches.
+    """Local blocks alone: patches and their positions, no class token, no norm at the end; features
+    are the mean over patches.
 
-    Where it differs from the original: the two global blocks that follow there are not here; what looks at the patches globally
-    stands outside (DyTox's task attention). Stochastic depth rises as if that were one block more.
+    Where it differs from the original: the two global blocks that follow there are not here; what
+    looks at the patches globally stands outside (DyTox's task attention). Stochastic depth rises as
+    if that were one block more.
     """
 
     def __init__(
@@ -123,7 +132,8 @@ def convit_local(
     cache_dir: Any = None,
     **options: Any,
 ) -> ConViT:
-    """DyTox's encoder: width 384, 5 blocks of 12 heads, 8.9M parameters in its blocks. timm hands the first four arguments to every model."""
+    """DyTox's encoder: width 384, 5 blocks of 12 heads, 8.9M parameters in its blocks. timm hands
+    the first four arguments to every model."""
     if pretrained:
         raise ValueError("DyTox's encoder is trained from scratch; its authors publish no weights")
     return ConViT(**options)

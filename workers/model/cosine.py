@@ -1,4 +1,5 @@
-"""Cosine heads: class vectors that are compared with features by direction alone, under one learnt scale; and the losses on such similarities.
+"""Cosine heads: class vectors that are compared with features by direction alone, under one learnt
+scale; and the losses on such similarities.
 
 Axes: b images, d features, A classes so far, P vectors (proxies) of a class.
 """
@@ -19,8 +20,9 @@ ROUNDS = 100  # of k-means, where it has not settled before
 
 
 class CosineHead(nn.Module):
-    """features h (b, d) -> eta s (b, classes), where s_c = sum_p softmax_p(<h, w_cp>)_p <h, w_cp> over unit vectors: of one vector per
-    class its cosine. fp32 also under autocast: a scale in the tens would make much of what bf16 rounds off."""
+    """features h (b, d) -> eta s (b, classes), where s_c = sum_p softmax_p(<h, w_cp>)_p <h, w_cp>
+    over unit vectors: of one vector per class its cosine. fp32 also under autocast: a scale in the
+    tens would make much of what bf16 rounds off."""
 
     def __init__(self, width: int, classes: int, proxies: int, scale: nn.Parameter):
         super().__init__()
@@ -42,8 +44,9 @@ class CosineHead(nn.Module):
 
 
 class CosineHeads(Heads):
-    """Class vectors by task, P for each class, and eta, which is one for all: it is stored with every head, and the last one that is
-    restored counts. A head without it is a base task's linear one, and passed over: its classes get vectors by imprinting."""
+    """Class vectors by task, P for each class, and eta, which is one for all: it is stored with
+    every head, and the last one that is restored counts. A head without it is a base task's linear
+    one, and passed over: its classes get vectors by imprinting."""
 
     def __init__(self, width: int, proxies: int = 1, scale: float = 1.0):
         super().__init__(width)
@@ -62,12 +65,13 @@ class CosineHeads(Heads):
             super().restore(task, tensors)
 
 
-# ---- where new class vectors start -----------------------------------------------------------------------------------------
+# ---- where new class vectors start ---------------------------------------------------------------
 def imprinted(
     features: Tensor, labels: Tensor, classes: int, proxies: int, length: float, seed: int
 ) -> Tensor:
-    """features (n, d), labels (n,) -> class vectors (classes, P, d), each of the given length, along the means of P clusters of the unit
-    vectors of that class; of one cluster this is the class mean."""
+    """features (n, d), labels (n,) -> class vectors (classes, P, d), each of the given length,
+    along the means of P clusters of the unit vectors of that class; of one cluster this is the
+    class mean."""
     unit = normalised(features)
     noise = [
         torch.Generator().manual_seed(seed_of(seed, "proxies", label)) for label in range(classes)
@@ -80,13 +84,13 @@ def imprinted(
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Lloyd's algorithm from k-means++ starts: (n, d) -> centres (count, d). An empty cluster keeps its centre, of equally near centres
-    the first counts, and where there are fewer points than centres some centres are the same."""
+    """Lloyd's algorithm from k-means++ starts: (n, d) -> centres (count, d). An empty cluster keeps
+    its centre, of equally near centres the first counts, and where there are fewer points than
+    centres some centres are the same."""
     centres = points[torch.randint(len(points), (1,), generator=generator)]
     while len(centres) < count:
-        far = (
-            _distances(points, centres).amin(1).square() + 1e-12
-        )  # above 0, so that there is something to draw from
+        # above 0, so that there is something to draw from
+        far = _distances(points, centres).amin(1).square() + 1e-12
         centres = torch.cat([centres, points[torch.multinomial(far, 1, generator=generator)]])
     nearest = torch.full((len(points),), -1)
     for _ in range(ROUNDS):
@@ -103,10 +107,11 @@ def _distances(points: Tensor, centres: Tensor) -> Tensor:
     return torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-# ---- losses on similarities ------------------------------------------------------------------------------------------------
+# ---- losses on similarities ----------------------------------------------------------------------
 def margin_rank(similarity: Tensor, labels: Tensor, old: int, top: int, margin: float) -> Tensor:
-    """s (b, A), labels (b,) -> (b,): for a sample of one of the `old` first classes the mean over k of relu(margin - s_y + s_k), where k
-    runs over the `top` most similar new classes; for any other sample 0."""
+    """s (b, A), labels (b,) -> (b,): for a sample of one of the `old` first classes the mean over k
+    of relu(margin - s_y + s_k), where k runs over the `top` most similar new classes; for any other
+    sample 0."""
     rivals = similarity[:, old:].topk(top, 1).values  # (b, top)
     return F.relu(margin - similarity.gather(1, labels[:, None]) + rivals).mean(1) * (labels < old)
 
@@ -114,8 +119,9 @@ def margin_rank(similarity: Tensor, labels: Tensor, old: int, top: int, margin: 
 def nca(
     similarity: Tensor, labels: Tensor, scale: Tensor | float, margin: float, hinge: bool = True
 ) -> Tensor:
-    """-log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)), where the sample's own class is no part of the sum, and `hinge` keeps
-    it from going below 0; a mean over the batch. s (b, A), labels (b,)."""
+    """-log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)), where the sample's own class is no
+    part of the sum, and `hinge` keeps it from going below 0; a mean over the batch. s (b, A),
+    labels (b,)."""
     own = scale * (similarity.gather(1, labels[:, None]).squeeze(1) - margin)
     others = (scale * similarity).scatter(1, labels[:, None], -torch.inf).logsumexp(1)
     return (F.relu(others - own) if hinge else others - own).mean()

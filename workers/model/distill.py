@@ -1,4 +1,5 @@
-"""Distillation: the network as it was before a task, and the losses that hold the new one to its answers."""
+"""Distillation: the network as it was before a task, and the losses that hold the new one to its
+answers."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from torch.nn import functional as F
 
 
 class Teacher:
-    """Frozen copies of a backbone and of heads, by task. Not a module, on purpose: as a part of the method it would be put into
-    training mode, draw drop paths and go into checkpoints, where it is the carried state of the task before, word for word."""
+    """Frozen copies of a backbone and of heads, by task. Not a module, on purpose: as a part of the
+    method it would be put into training mode, draw drop paths and go into checkpoints, where it is
+    the carried state of the task before, word for word."""
 
     def __init__(self, backbone: nn.Module, heads: dict[str, nn.Linear]):
         self.backbone = _frozen(backbone)
@@ -19,7 +21,8 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> dict[str, Tensor]:
-        """images (b, 3, H, W) -> task -> logits (b, classes): one pass of the backbone for all heads."""
+        """images (b, 3, H, W) -> task -> logits (b, classes): one pass of the backbone for all
+        heads."""
         features = self.backbone(images)
         return {task: head(features) for task, head in self.heads.items()}
 
@@ -33,14 +36,15 @@ def _frozen(module: nn.Module) -> nn.Module:
 
 
 def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
-    """-mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c over logits z, y (b, classes), in fp32; no factor tau^2. Its gradient is
-    that of the divergence KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch."""
+    """-mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c over logits z, y (b, classes), in
+    fp32; no factor tau^2. Its gradient is that of the divergence KL(softmax(y / tau) || softmax(z /
+    tau)), a mean over the batch."""
     return F.cross_entropy(student.float() / tau, (teacher.float() / tau).softmax(1))
 
 
 def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
-    """tau^2 KL(softmax(y / tau) || softmax(z / tau)), a mean over all b * classes entries, in fp32: of tau = 1 as many times weaker than
-    `kd_ce` as there are classes."""
+    """tau^2 KL(softmax(y / tau) || softmax(z / tau)), a mean over all b * classes entries, in fp32:
+    of tau = 1 as many times weaker than `kd_ce` as there are classes."""
     divergence = F.kl_div(
         (student.float() / tau).log_softmax(1),
         (teacher.float() / tau).softmax(1),
@@ -50,12 +54,14 @@ def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
 
 
 def kd_sig(student: Tensor, teacher: Tensor) -> Tensor:
-    """Binary cross-entropy of each logit of z (b, classes) to sigmoid(y), a mean over all entries, in fp32."""
+    """Binary cross-entropy of each logit of z (b, classes) to sigmoid(y), a mean over all entries,
+    in fp32."""
     return F.binary_cross_entropy_with_logits(student.float(), teacher.float().sigmoid())
 
 
 def kd_bce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
-    """Binary cross-entropy of each of q = softmax(z / tau) to p = softmax(y / tau), a mean over all entries, in fp32."""
+    """Binary cross-entropy of each of q = softmax(z / tau) to p = softmax(y / tau), a mean over all
+    entries, in fp32."""
     scores, p = student.float() / tau, (teacher.float() / tau).softmax(1)
     q = scores.softmax(1).clamp(max=1 - torch.finfo(torch.float32).eps)  # log(1 - q) stays finite
     return -(p * scores.log_softmax(1) + (1 - p) * torch.log1p(-q)).mean()

@@ -1,4 +1,5 @@
-"""Exemplars: how many images a memory keeps of each class, and which. Deterministic: of equals the first is taken."""
+"""Exemplars: how many images a memory keeps of each class, and which. Deterministic: of equals the
+first is taken."""
 
 from __future__ import annotations
 
@@ -16,20 +17,23 @@ Selection = Callable[
 
 
 def quota(memory: int, per_class: int, classes: int) -> int:
-    """m: images of each of `classes` classes; per_class of each where that is not 0, else floor(memory / classes)."""
+    """m: images of each of `classes` classes; per_class of each where that is not 0, else
+    floor(memory / classes)."""
     return per_class or memory // classes
 
 
 def normalised(features: Tensor) -> Tensor:
-    """Rows of (n, d) as unit vectors, in fp64: which one is nearest must not hang on the order of a sum."""
+    """Rows of (n, d) as unit vectors, in fp64: which one is nearest must not hang on the order of a
+    sum."""
     features = features.double()
     return features / (features.norm(dim=1, keepdim=True) + 1e-8)
 
 
 def herding(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Rebuffi et al., iCaRL, CVPR 2017, Alg. 4: each next one brings the mean of those chosen nearest to the class mean. Of unit
-    vectors that is the largest d_i . (k mu - S) among the unused, one product per pick. What is chosen for a smaller count is the
-    start of what is chosen for a larger one."""
+    """Rebuffi et al., iCaRL, CVPR 2017, Alg. 4: each next one brings the mean of those chosen
+    nearest to the class mean. Of unit vectors that is the largest d_i . (k mu - S) among the
+    unused, one product per pick. What is chosen for a smaller count is the start of what is chosen
+    for a larger one."""
     unit = normalised(features)
     mean, total, free = (
         unit.mean(0),
@@ -47,8 +51,9 @@ def herding(features: Tensor, count: int, generator: torch.Generator) -> list[in
 
 
 def rebuffi_herding(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """The same as the authors' code does it (and DyTox, UCIR, PODNet, DER): an image can win again, which chooses nothing and turns the
-    direction; after 1000 rounds the first unused ones fill up."""
+    """The same as the authors' code does it (and DyTox, UCIR, PODNet, DER): an image can win
+    again, which chooses nothing and turns the direction; after 1000 rounds the first unused ones
+    fill up."""
     unit = normalised(features)
     mean = unit.mean(0)
     direction, chosen = mean.clone(), dict[int, None]()
@@ -81,7 +86,8 @@ SELECTIONS: dict[str, Selection] = {
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """nu: of each class the unit vector along the mean of its exemplars' unit vectors, (classes, d)."""
+    """nu: of each class the unit vector along the mean of its exemplars' unit vectors, (classes,
+    d)."""
     unit = normalised(features)
     sums = torch.zeros(classes, unit.shape[1], dtype=unit.dtype, device=unit.device).index_add_(
         0, labels, unit
@@ -90,6 +96,6 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def nearest_mean(features: Tensor, means: Tensor) -> Tensor:
-    """Logits (b, classes): minus the squared distance of each feature's unit vector to each class mean, which for unit vectors is
-    2 cos - 2."""
+    """Logits (b, classes): minus the squared distance of each feature's unit vector to each class
+    mean, which for unit vectors is 2 cos - 2."""
     return 2 * F.normalize(features.float(), dim=1) @ means.T - 2

@@ -12,7 +12,8 @@ from workers.errors import UserError
 
 
 class Heads(nn.Module):
-    """Linear(width, classes) by task name. Initialised from (seed, task name): equal on all ranks, in any order of tasks.
+    """Linear(width, classes) by task name. Initialised from (seed, task name): equal on all ranks,
+    in any order of tasks.
 
     Truncated normal with std 0.02 and zero bias, as DeiT's head.
     """
@@ -25,7 +26,8 @@ class Heads(nn.Module):
         self.device = torch.device("cpu")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Heads:
-        """What `to` stands on: heads that are added later belong where these were moved to, be there none yet."""
+        """What `to` stands on: heads that are added later belong where these were moved to, be
+        there none yet."""
         super()._apply(fn, recurse)
         self.device = fn(torch.empty(0, device=self.device)).device
         return self
@@ -71,8 +73,8 @@ class Heads(nn.Module):
 
 
 class JointHeads(Heads):
-    """One linear layer without bias over all tasks, as rows by task: all are renewed together when there are more features. The bias of
-    a head that comes with one stays until then."""
+    """One linear layer without bias over all tasks, as rows by task: all are renewed together when
+    there are more features. The bias of a head that comes with one stays until then."""
 
     def layer(self, classes: int) -> Any:
         return nn.Linear(self.width, classes, bias=False)
@@ -85,7 +87,8 @@ class JointHeads(Heads):
         )
 
     def renew(self, width: int) -> None:
-        """Layers for `width` features in place of those that are there; their values are to be started."""
+        """Layers for `width` features in place of those that are there; their values are to be
+        started."""
         self.width = width
         for name in self.names:
             self._append(name, self.layer(self[name].out_features))

@@ -1,6 +1,8 @@
-"""Low-rank updates of the fused query, key and value projection of every block of a ViT: W + s B A, merged or as a branch beside W.
+"""Low-rank updates of the fused query, key and value projection of every block of a ViT: W + s B A,
+merged or as a branch beside W.
 
-Axes: L blocks, P parts of the projection's rows that have an update of their own, r rank, d width in, o rows of a part.
+Axes: L blocks, P parts of the projection's rows that have an update of their own, r rank, d width
+in, o rows of a part.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ def branch(out: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def shapes(
     blocks: int, rows: int, width: int, rank: int, target: Target
 ) -> dict[str, tuple[int, ...]]:
-    """Of the factors of all blocks: a (L, P, r, d), b (L, P, o, r). `qkv`: one update of all rows; `qv`: one of the queries', the first
-    third of them, and one of the values', the last."""
+    """Of the factors of all blocks: a (L, P, r, d), b (L, P, o, r). `qkv`: one update of all rows;
+    `qv`: one of the queries', the first third of them, and one of the values', the last."""
     parts, part = (1, rows) if target == "qkv" else (2, rows // 3)
     return {"a": (blocks, parts, rank, width), "b": (blocks, parts, part, rank)}
 
 
 class LowRank(nn.Module):
-    """The trained factors: a starts as PyTorch's Linear does (Kaiming-uniform with a slope of sqrt 5), b at zero."""
+    """The trained factors: a starts as PyTorch's Linear does (Kaiming-uniform with a slope of sqrt
+    5), b at zero."""
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...]):
         super().__init__()
@@ -43,7 +46,8 @@ class LowRank(nn.Module):
 
 
 def factors(a: Tensor, b: Tensor, rows: int, scale: float) -> dict[str, Tensor]:
-    """What `branch` takes, for each block: A (L, P r, d) and s B (L, rows, P r), whose parts write to rows of their own."""
+    """What `branch` takes, for each block: A (L, P r, d) and s B (L, rows, P r), whose parts write
+    to rows of their own."""
     if b.shape[1] == 1:
         return {"a": a[:, 0], "b": scale * b[:, 0]}
     part, rank = b.shape[2:]

@@ -1,8 +1,9 @@
-"""Masked attention, gated neurons and gated channels: timm's own modules, given another forward from outside; nothing is copied.
+"""Masked attention, gated neurons and gated channels: timm's own modules, given another forward
+from outside; nothing is copied.
 
-`become` changes the class of a module of a built backbone. Parameters, names, hooks and digest stay as they are, and with no
-mask set the forward is timm's.
-Axes: B images, H heads, N tokens (prefix first), D head width, C channels.
+`become` changes the class of a module of a built backbone. Parameters, names, hooks and digest stay
+as they are, and with no mask set the forward is timm's. Axes: B images, H heads, N tokens (prefix
+first), D head width, C channels.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ LARGEST_EXPONENT = 20.0  # a masked key may exceed all kept keys; exp(20) stays 
 
 
 class MaskedSoftmax(torch.autograd.Function):
-    """Psi = policy * exp(scores) / sum(policy * exp(scores)), MEAT Eq. 4 and 5, in the dtype of `scores` (use fp32).
+    """Psi = policy * exp(scores) / sum(policy * exp(scores)), MEAT Eq. 4 and 5, in the dtype of
+    `scores` (use fp32).
 
-    policy: 0/1, broadcastable to scores, with at least one kept key per row. The gradient of the policy is nonzero for
-    masked keys too, which masked_fill(-inf) would not give: d Psi / d policy_j = exp(a_j) / sum * (delta - Psi).
+    policy: 0/1, broadcastable to scores, with at least one kept key per row. The gradient of the
+    policy is nonzero for masked keys too, which masked_fill(-inf) would not give: d Psi / d
+    policy_j = exp(a_j) / sum * (delta - Psi).
     """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, policy: Tensor) -> Tensor:
         top = scores.masked_fill(policy == 0, -torch.inf).amax(-1, keepdim=True)
-        share = (
-            (scores - top).clamp_(max=LARGEST_EXPONENT).exp_()
-        )  # unmasked keys' weights, later / sum over kept keys
+        # unmasked keys' weights, later / sum over kept keys
+        share = (scores - top).clamp_(max=LARGEST_EXPONENT).exp_()
         psi = share * policy
         total = psi.sum(-1, keepdim=True)
         share.div_(total)
@@ -50,9 +52,10 @@ class MaskedSoftmax(torch.autograd.Function):
 class MaskedAttention(Attention):
     """timm's Attention whose keys and values can be masked.
 
-    keys: None (timm's forward); bool (1 or B, N), True = kept, for evaluation: timm's forward with a boolean mask; or
-    float 0/1 (B, N) for training: the multiplicative form, in fp32, with a gradient for the mask.
-    self_loop: every query also sees itself (the released MEAT code; the paper has no such term).
+    keys: None (timm's forward); bool (1 or B, N), True = kept, for evaluation: timm's forward with
+    a boolean mask; or float 0/1 (B, N) for training: the multiplicative form, in fp32, with a
+    gradient for the mask. self_loop: every query also sees itself (the released MEAT code; the
+    paper has no such term).
     """
 
     keys: Tensor | None = None
@@ -92,8 +95,8 @@ class MaskedAttention(Attention):
 
 
 class GatedLinear(nn.Linear):
-    """nn.Linear whose inputs can be gated (`gate`, 0/1 per feature): the mask of neurons before it, at no cost for its weight's
-    gradient, which a frozen weight does without."""
+    """nn.Linear whose inputs can be gated (`gate`, 0/1 per feature): the mask of neurons before it,
+    at no cost for its weight's gradient, which a frozen weight does without."""
 
     gate: Tensor | None = None
 
@@ -102,7 +105,8 @@ class GatedLinear(nn.Linear):
 
 
 class GatedConv2d(nn.Conv2d):
-    """nn.Conv2d whose input channels can be gated (`gate`, 0/1, (C,) or (B, C)): the mask of channels before it."""
+    """nn.Conv2d whose input channels can be gated (`gate`, 0/1, (C,) or (B, C)): the mask of
+    channels before it."""
 
     gate: Tensor | None = None
 
@@ -116,8 +120,8 @@ class GatedConv2d(nn.Conv2d):
 class BlockMasks:
     """The masks of one block of a ViT. None = nothing masked.
 
-    tokens: (1 or B, n) without the prefix tokens. fc1, fc2: weight-shaped. neurons: (hidden,). Boolean when serving,
-    0/1 floats with a gradient when training.
+    tokens: (1 or B, n) without the prefix tokens. fc1, fc2: weight-shaped. neurons: (hidden,).
+    Boolean when serving, 0/1 floats with a gradient when training.
     """
 
     tokens: Tensor | None = None
@@ -126,19 +130,21 @@ class BlockMasks:
     neurons: Tensor | None = None
 
     def folded(self) -> BlockMasks:
-        """For serving: masks of weights alone, those of neurons as columns of fc2; none where everything is kept."""
+        """For serving: masks of weights alone, those of neurons as columns of fc2; none where
+        everything is kept."""
         fc2 = self.fc2 if self.neurons is None else self.neurons[None]
         return BlockMasks(fc1=masking(self.fc1), fc2=masking(fc2))
 
 
 def masking(mask: Tensor | None) -> Tensor | None:
-    """The mask, or None where it keeps everything: what masks nothing takes timm's plain path, bit for bit."""
+    """The mask, or None where it keeps everything: what masks nothing takes timm's plain path, bit
+    for bit."""
     return None if mask is None or bool(mask.all()) else mask
 
 
 def become(masked: type[Any], plain: type[nn.Module], module: Any, where: str, instead: str) -> Any:
-    """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked` restates. Raises UserError
-    elsewhere, which says `where` it is and what to choose `instead`."""
+    """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked`
+    restates. Raises UserError elsewhere, which says `where` it is and what to choose `instead`."""
     if type(module) not in (plain, masked):
         raise UserError(
             f"{where} of the backbone has a {type(module).__name__} where masks need a "

@@ -1,7 +1,8 @@
-"""Mask parametrisations: a trainable tensor that becomes a mask, differentiable by straight-through.
+"""Mask parametrisations: a trainable tensor that becomes a mask, differentiable by
+straight-through.
 
-Each has a trained tensor (fp32), `sample(...)` (the mask as floats with a gradient, for training) and `hard()` (the mask that is
-stored and served, without one).
+Each has a trained tensor (fp32), `sample(...)` (the mask as floats with a gradient, for training)
+and `hard()` (the mask that is stored and served, without one).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 
 
 class GumbelHard(nn.Module):
-    """Hard two-class Gumbel-softmax (MEAT, Eq. 6, 7) with one logit u = t1 - t2 per entry instead of the pair (t1, t2).
+    """Hard two-class Gumbel-softmax (MEAT, Eq. 6, 7) with one logit u = t1 - t2 per entry instead
+    of the pair (t1, t2).
 
-    The difference of two Gumbel draws is logistic, so m = 1[u + logistic > 0] has the law of the pair, and
-    sigmoid((u + logistic) / tau) is the pair's first softmax output: same mask, same gradient on t1, half the numbers.
-    u starts at 2 gamma (the pair at +gamma, -gamma). Under Adam, u moves by lr per step where t1 - t2 moves by 2 lr, so
-    the rate on u must be twice the rate on the pair.
+    The difference of two Gumbel draws is logistic, so m = 1[u + logistic > 0] has the law of the
+    pair, and sigmoid((u + logistic) / tau) is the pair's first softmax output: same mask, same
+    gradient on t1, half the numbers. u starts at 2 gamma (the pair at +gamma, -gamma). Under Adam,
+    u moves by lr per step where t1 - t2 moves by 2 lr, so the rate on u must be twice the rate on
+    the pair.
     """
 
     def __init__(
@@ -34,7 +37,8 @@ class GumbelHard(nn.Module):
         self.tau = tau
 
     def sample(self, uniform: Tensor) -> Tensor:
-        """uniform: [0, 1) numbers of shape (..., *shape) -> 0/1 float mask of the same shape (straight-through)."""
+        """uniform: [0, 1) numbers of shape (..., *shape) -> 0/1 float mask of the same shape
+        (straight-through)."""
         return HardSample.apply(self.logits, uniform, self.tau)
 
     @torch.no_grad()
@@ -58,14 +62,14 @@ class HardSample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (soft,) = ctx.saved_tensors
-        slope = (
-            torch.addcmul(soft, soft, soft, value=-1).mul_(gradient).div_(ctx.tau)
-        )  # s (1 - s) g / tau
+        # s (1 - s) g / tau
+        slope = torch.addcmul(soft, soft, soft, value=-1).mul_(gradient).div_(ctx.tau)
         return slope.sum_to_size(ctx.shape), None, None
 
 
 class Straight(torch.autograd.Function):
-    """Forward: `hard` exactly, the tensor itself, which may be changed in place. Backward: its gradient goes to `scores` as it is."""
+    """Forward: `hard` exactly, the tensor itself, which may be changed in place. Backward: its
+    gradient goes to `scores` as it is."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, hard: Tensor) -> Tensor:
@@ -78,7 +82,8 @@ class Straight(torch.autograd.Function):
 
 
 class Threshold(nn.Module):
-    """M = 1[scores > theta] (Piggyback), or >= (`inclusive`: SupSup's fast form); ternary: -1 below 0, 0 up to theta, 1 above."""
+    """M = 1[scores > theta] (Piggyback), or >= (`inclusive`: SupSup's fast form); ternary: -1 below
+    0, 0 up to theta, 1 above."""
 
     def __init__(self, start: Tensor, theta: float, ternary: bool = False, inclusive: bool = False):
         super().__init__()
@@ -106,9 +111,10 @@ class Threshold(nn.Module):
 
 
 class SoftBinary(nn.Module):
-    """b + 0.5 a (KSM): b = 1[scores >= theta]; a is the score of an entry that is off, scaled to [0, 1] by the least and the largest of
-    the whole tensor, among which entries that are on count as 0. The gradient of b is that of sigmoid(beta (scores - theta) /
-    temperature); a has none. `soft` False: b alone."""
+    """b + 0.5 a (KSM): b = 1[scores >= theta]; a is the score of an entry that is off, scaled to
+    [0, 1] by the least and the largest of the whole tensor, among which entries that are on count
+    as 0. The gradient of b is that of sigmoid(beta (scores - theta) / temperature); a has none.
+    `soft` False: b alone."""
 
     def __init__(
         self,
@@ -139,17 +145,17 @@ class SoftBinary(nn.Module):
             return on
         off = torch.addcmul(self.scores, self.scores, on, value=-1)  # 0 where on
         low, high = off.aminmax()
-        width = (high - low).clamp_(
-            min=torch.finfo(off.dtype).tiny
-        )  # 0 where all are on, or all off and equal
+        # 0 where all are on, or all off and equal
+        width = (high - low).clamp_(min=torch.finfo(off.dtype).tiny)
         scaled = torch.ne(off, 0, out=torch.empty_like(off))
         off.addcmul_(scaled, low, value=-1)
         return on.addcdiv_(off, width, value=0.5)
 
 
 class TopK(nn.Module):
-    """M = 1 for the share `density` of entries with the largest |score| (edge-popup): exactly n - int((1 - density) n) ones, the
-    first among equals. The gradient of M goes to |score| as it is, so that of a negative score is turned round."""
+    """M = 1 for the share `density` of entries with the largest |score| (edge-popup): exactly n -
+    int((1 - density) n) ones, the first among equals. The gradient of M goes to |score| as it is,
+    so that of a negative score is turned round."""
 
     def __init__(self, start: Tensor, density: float):
         super().__init__()
@@ -169,9 +175,8 @@ class TopK(nn.Module):
             return torch.zeros_like(self.scores, dtype=torch.bool)
         if size.device.type != "cpu":
             return largest_at_once(size, dropped).view_as(self.scores)
-        cut = torch.from_numpy(
-            np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped]
-        )  # 20 times as fast as kthvalue
+        # 20 times as fast as kthvalue
+        cut = torch.from_numpy(np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped])
         kept = size > cut
         missing = size.numel() - dropped - int(kept.sum())  # of those that equal the cut
         if missing:
@@ -180,7 +185,8 @@ class TopK(nn.Module):
 
 
 def largest_at_once(size: Tensor, dropped: int) -> Tensor:
-    """size (n,) -> (n,) bool, all but the `dropped` smallest entries, the first among equals. The host waits for nothing."""
+    """size (n,) -> (n,) bool, all but the `dropped` smallest entries, the first among equals. The
+    host waits for nothing."""
     cut = size.kthvalue(dropped).values
     larger, equal = size > cut, size == cut
     missing = size.numel() - dropped - larger.sum()  # of those that equal the cut
@@ -191,11 +197,13 @@ Start = Literal["normal", "dense", "sparse", "uniform"]
 
 
 class AnnealedSigmoid(nn.Module):
-    """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large one. See `annealed` for s.
+    """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large one. See
+    `annealed` for s.
 
-    The gradient of a becomes that of e as s_max sigmoid(e) sigmoid(-e) da, whatever s is, and 0 where |s e| > 50: what HAT's
-    compensation amounts to (Sec. 2.5). `official` does it in two steps as the released code: where s e is above 17 the sigmoid is
-    exactly 1 in fp32, so that a unit that is on late in an epoch cannot be switched off, while one that is off can be switched on.
+    The gradient of a becomes that of e as s_max sigmoid(e) sigmoid(-e) da, whatever s is, and 0
+    where |s e| > 50: what HAT's compensation amounts to (Sec. 2.5). `official` does it in two steps
+    as the released code: where s e is above 17 the sigmoid is exactly 1 in fp32, so that a unit
+    that is on late in an epoch cannot be switched off, while one that is off can be switched on.
     """
 
     limit = 6.0  # |e| after a step
@@ -230,7 +238,9 @@ class AnnealedSigmoid(nn.Module):
         self.embedding.clamp_(-self.limit, self.limit)
 
 
-FAINTEST = 1e-12  # of a soft mask: products of smaller numbers are subnormal, with which a CPU computes several times slower
+# of a soft mask: products of smaller numbers are subnormal, with which a CPU computes several times
+# slower
+FAINTEST = 1e-12
 
 
 class AnnealedGate(torch.autograd.Function):
@@ -271,9 +281,10 @@ def annealed(
     schedule: Literal["linear", "official", "cosine"] = "linear",
     s_min: float | None = None,
 ) -> float:
-    """The scale s at `step` (from 0) of the `steps` of an epoch. linear: from s_min, by default 1 / s_max, at the first step to s_max
-    at the last (HAT, Eq. 3). official: stops one step short of s_max, as the released code. cosine: from s_max down to s_min and
-    back, so that an epoch begins and ends with hard masks. An epoch of one step has s_max."""
+    """The scale s at `step` (from 0) of the `steps` of an epoch. linear: from s_min, by default 1 /
+    s_max, at the first step to s_max at the last (HAT, Eq. 3). official: stops one step short of
+    s_max, as the released code. cosine: from s_max down to s_min and back, so that an epoch begins
+    and ends with hard masks. An epoch of one step has s_max."""
     low = 1 / s_max if s_min is None else s_min
     share = step / steps if schedule == "official" else step / (steps - 1) if steps > 1 else 1.0
     if schedule == "cosine":
@@ -284,9 +295,9 @@ def annealed(
 def start_of(
     shape: tuple[int, ...], how: Start, generator: torch.Generator, tasks: int = 10
 ) -> Tensor:
-    """Where embeddings start. normal: N(0, 1), half of the units on (HAT, Sec. 4). dense: all at 1. uniform: U(0, 2], all on (HAT's
-    compression). sparse: N(m, 1) such that a unit is on for 1 of `tasks` (at least 2) tasks: the chance that exactly one task
-    uses it is then highest."""
+    """Where embeddings start. normal: N(0, 1), half of the units on (HAT, Sec. 4). dense: all at 1.
+    uniform: U(0, 2], all on (HAT's compression). sparse: N(m, 1) such that a unit is on for 1 of
+    `tasks` (at least 2) tasks: the chance that exactly one task uses it is then highest."""
     if how == "dense":
         return torch.ones(shape)
     if how == "uniform":

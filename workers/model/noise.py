@@ -1,4 +1,5 @@
-"""Stochastic depth whose draws belong to samples, so that they are the same for any number of ranks."""
+"""Stochastic depth whose draws belong to samples, so that they are the same for any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ from workers.data.draw import Draw
 
 
 class DrawnDropPath(DropPath):
-    """timm's DropPath, except that who is dropped is decided before the forward (see `draw_paths`) and not inside it.
+    """timm's DropPath, except that who is dropped is decided before the forward (see `draw_paths`)
+    and not inside it.
 
-    uniform: [0, 1) numbers (b,) of the step, one per sample, or (b, ...) for parts of one. Before the first step nothing is dropped.
+    uniform: [0, 1) numbers (b,) of the step, one per sample, or (b, ...) for parts of one. Before
+    the first step nothing is dropped.
     """
 
     uniform: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, ...) -> the same; a dropped sample's branch is zero, the others' grows by 1 / (1 - drop_prob)."""
+        """(b, ...) -> the same; a dropped sample's branch is zero, the others' grows by 1 / (1 -
+        drop_prob)."""
         if self.uniform is None or not self.training or self.drop_prob == 0:
             return x
         assert len(self.uniform) == len(x), "stochastic depth was drawn for another batch"
@@ -26,7 +30,8 @@ class DrawnDropPath(DropPath):
 
 
 class TokenDropPath(DrawnDropPath):
-    """For a branch (b, tokens, D) whose tokens know nothing of each other: each is dropped on its own."""
+    """For a branch (b, tokens, D) whose tokens know nothing of each other: each is dropped on its
+    own."""
 
     tokens: int = 1  # how many there are from the next draw on
 

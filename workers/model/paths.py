@@ -1,4 +1,5 @@
-"""Random paths: of a bank of bottlenecks behind every block of a ViT each path takes one; those that any path has taken are summed.
+"""Random paths: of a bank of bottlenecks behind every block of a ViT each path takes one; those
+that any path has taken are summed.
 
 Axes: S modules that a path adds, d width of the backbone, m units of a module.
 """
@@ -27,7 +28,8 @@ def random_path(blocks: int, modules: int, seed: int) -> list[Place]:
 
 
 class Path(Bottlenecks):
-    """The modules up(gelu(down x)) that a path adds at `places`, stacked. Where a path drew what an earlier one has, it adds nothing."""
+    """The modules up(gelu(down x)) that a path adds at `places`, stacked. Where a path drew what an
+    earlier one has, it adds nothing."""
 
     def __init__(self, places: list[Place], width: int, bottleneck: int):
         super().__init__(len(places), width, bottleneck)
@@ -45,8 +47,8 @@ class Path(Bottlenecks):
 
 
 class PathNetwork(nn.Module):
-    """A ViT with the modules of some paths, all of which it shares: behind each block x <- x + sum_j (W_up,j gelu(W_down,j x + b_j) + c_j),
-    j over the modules that the paths have there."""
+    """A ViT with the modules of some paths, all of which it shares: behind each block x <- x +
+    sum_j (W_up,j gelu(W_down,j x + b_j) + c_j), j over the modules that the paths have there."""
 
     def __init__(self, backbone: nn.Module, sites: AdapterSites, paths: Iterable[Path]):
         super().__init__()
@@ -59,7 +61,8 @@ class PathNetwork(nn.Module):
 
 
 def side_by_side(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
-    """The modules at each block as one bottleneck that has the units of all: name -> a tensor for each block. Nothing where no path is."""
+    """The modules at each block as one bottleneck that has the units of all: name -> a tensor for
+    each block. Nothing where no path is."""
     parts: dict[str, list[list[Tensor]]] = {}
     for path in paths:
         for name, stacked in path.tensors().items():

@@ -1,4 +1,5 @@
-"""Distillation of features: their direction, and what the blocks of a ViT hand on, pooled over rows and columns (POD).
+"""Distillation of features: their direction, and what the blocks of a ViT hand on, pooled over rows
+and columns (POD).
 
 Axes: b images, d width, h x w grid of patches.
 """
@@ -13,26 +14,29 @@ from torch.nn import functional as F
 
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """1 - cos of the angle between features (b, d) and those of the teacher, a mean over the batch, in fp32."""
+    """1 - cos of the angle between features (b, d) and those of the teacher, a mean over the batch,
+    in fp32."""
     return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=1).mean()
 
 
 def pooled(maps: Tensor) -> Tensor:
-    """(b, d, h, w) -> unit vectors (b, d (w + h)): squares, summed over the height, and over the width."""
+    """(b, d, h, w) -> unit vectors (b, d (w + h)): squares, summed over the height, and over the
+    width."""
     squares = maps.float().square()
     return F.normalize(torch.cat([squares.sum(2).flatten(1), squares.sum(3).flatten(1)], 1), dim=1)
 
 
 def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Distance between pooled maps of student and teacher, a mean over the batch and over blocks."""
+    """Distance between pooled maps of student and teacher, a mean over the batch and over
+    blocks."""
     return torch.stack(
         [(pooled(a) - pooled(b)).norm(dim=1).mean() for a, b in zip(student, teacher, strict=True)]
     ).mean()
 
 
 def features_and_maps(vit: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """images (b, 3, H, W) -> features (b, d), as `vit` itself gives them, and the patch tokens that each block but the last hands on,
-    as maps (b, d, h, w): class token and the like left out."""
+    """images (b, 3, H, W) -> features (b, d), as `vit` itself gives them, and the patch tokens that
+    each block but the last hands on, as maps (b, d, h, w): class token and the like left out."""
     tokens, blocks = vit.forward_intermediates(
         images, indices=[*range(len(vit.blocks) - 1)], output_fmt="NLC"
     )

@@ -22,7 +22,8 @@ Depth = Literal["shallow", "deep"]
 
 
 def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """(B, T, d), (p, d) -> (B, T + p, d): prompts stand between prefix tokens and patches, without a position."""
+    """(B, T, d), (p, d) -> (B, T + p, d): prompts stand between prefix tokens and patches, without
+    a position."""
     return torch.cat([x[:, :prefix], prompts.expand(len(x), -1, -1), x[:, prefix:]], 1)
 
 
@@ -32,14 +33,16 @@ def remove(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 
 
 def replace(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """(B, T + p, d), (p, d) -> (B, T + p, d): what stands at the prompts' places gives way to `prompts`."""
+    """(B, T + p, d), (p, d) -> (B, T + p, d): what stands at the prompts' places gives way to
+    `prompts`."""
     return insert(remove(x, prompts, prefix), prompts, prefix)
 
 
 class PromptSites:
-    """A ViT whose blocks see p prompts more. They are put in behind the norm before the blocks, and taken out behind the last block, so that
-    whatever comes after, the final norm and any kind of pooling, meets the tokens it knows. `deep`: behind each block but the last they
-    are replaced by those of the next."""
+    """A ViT whose blocks see p prompts more. They are put in behind the norm before the blocks, and
+    taken out behind the last block, so that whatever comes after, the final norm and any kind of
+    pooling, meets the tokens it knows. `deep`: behind each block but the last they are replaced by
+    those of the next."""
 
     def __init__(self, vit: Any, depth: Depth):
         odd = next(
@@ -75,7 +78,8 @@ class PromptSites:
 
     @contextmanager
     def using(self, prompts: Tensor | None) -> Iterator[None]:
-        """Inside, the blocks see these prompts, (L or 1, p, d); autograd goes through; None: none."""
+        """Inside, the blocks see these prompts, (L or 1, p, d); autograd goes through; None:
+        none."""
         try:
             for place, hook in enumerate([*self.hooks, self.out]):
                 hook.tensors = (
@@ -88,7 +92,8 @@ class PromptSites:
 
 
 def start_of(blocks: int, prompts: int, vit: Any) -> Tensor:
-    """(blocks, p, d), uniform within sqrt(6 / (3 h w + d)) for patches of h x w pixels: Xavier's range of the patch embedding."""
+    """(blocks, p, d), uniform within sqrt(6 / (3 h w + d)) for patches of h x w pixels: Xavier's
+    range of the patch embedding."""
     height, width = vit.patch_embed.patch_size
     reach = math.sqrt(6 / (3 * height * width + vit.embed_dim))
     return torch.empty(blocks, prompts, vit.embed_dim).uniform_(-reach, reach)

@@ -1,6 +1,8 @@
-"""Protection of entries that earlier tasks rely on: the gradient is gated, and what the optimizer moves all the same is put back.
+"""Protection of entries that earlier tasks rely on: the gradient is gated, and what the optimizer
+moves all the same is put back.
 
-A zeroed gradient alone does not hold an entry still: decoupled weight decay and momentum of earlier steps move it.
+A zeroed gradient alone does not hold an entry still: decoupled weight decay and momentum of earlier
+steps move it.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from torch import Tensor, nn
 
 
 class Protector:
-    """locks: (parameter, lock) by name; a lock has a shape that broadcasts to its parameter. Boolean: True must not change, bit for
-    bit. Floating: the share of the step that is held back, in [0, 1]. Under SGD without momentum that is the share of the gradient;
-    Adam would divide a factor on the gradient out again, and weight decay would pass it by.
+    """locks: (parameter, lock) by name; a lock has a shape that broadcasts to its parameter.
+    Boolean: True must not change, bit for bit. Floating: the share of the step that is held back,
+    in [0, 1]. Under SGD without momentum that is the share of the gradient; Adam would divide a
+    factor on the gradient out again, and weight decay would pass it by.
 
-    Call order inside a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. A boolean lock keeps the values
-    at the time of construction.
+    Call order inside a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. A
+    boolean lock keeps the values at the time of construction.
     """
 
     def __init__(self, locks: dict[str, tuple[nn.Parameter, Tensor]]):

@@ -1,4 +1,5 @@
-"""Options of a backbone held against the signature of its model: known names, values of their types, layers that timm has by name."""
+"""Options of a backbone held against the signature of its model: known names, values of their
+types, layers that timm has by name."""
 
 from __future__ import annotations
 
@@ -34,14 +35,16 @@ class Argument(NamedTuple):
 
 
 def model_class(name: str) -> type[nn.Module]:
-    """The class of timm's model `name`, which is a registered one. It is built once, without memory for its weights."""
+    """The class of timm's model `name`, which is a registered one. It is built once, without memory
+    for its weights."""
     with torch.device("meta"):
         return type(timm.create_model(name, num_classes=0))
 
 
 @functools.lru_cache(maxsize=64)
 def arguments_of(name: str) -> Mapping[str, Argument]:
-    """The arguments of timm's model `name`, with those of its base classes where it hands them on."""
+    """The arguments of timm's model `name`, with those of its base classes where it hands them
+    on."""
     found: dict[str, Argument] = {}
     for owner in model_class(name).__mro__:
         constructor = vars(owner).get("__init__")
@@ -61,7 +64,8 @@ def arguments_of(name: str) -> Mapping[str, Argument]:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise a `UserError` unless every option is an argument of timm's model `name`, and of its type."""
+    """Raise a `UserError` unless every option is an argument of timm's model `name`, and of its
+    type."""
     arguments = arguments_of(name)
     for option, value in options.items():
         if option not in arguments:
@@ -105,7 +109,8 @@ def _layer_problem(option: str, value: Any) -> str:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether it is a number above 0, or a list of such, as sizes and counts are. Booleans are none."""
+    """Whether it is a number above 0, or a list of such, as sizes and counts are. Booleans are
+    none."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_positive(item) for item in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -1,7 +1,8 @@
-"""Where a backbone is masked, by architecture: names and shapes of the masks, their way into the forward, what they save.
+"""Where a backbone is masked, by architecture: names and shapes of the masks, their way into the
+forward, what they save.
 
-A method knows masks by name alone. `gates` are sampled for each image, `entries` once per forward; both are boolean when
-serving, 0/1 floats with a gradient when training.
+A method knows masks by name alone. `gates` are sampled for each image, `entries` once per forward;
+both are boolean when serving, 0/1 floats with a gradient when training.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ Entries = Literal["weight", "neuron", "off"]
 
 
 class Sites(Protocol):
-    """The masks of one architecture. kinds: what people call gates and entries. gates: name -> shape, whose last axis is what
-    the gates of one layer are. meta: what a task's state says beside its masks; `token_blocks` are the blocks with gates."""
+    """The masks of one architecture. kinds: what people call gates and entries. gates: name ->
+    shape, whose last axis is what the gates of one layer are. meta: what a task's state says beside
+    its masks; `token_blocks` are the blocks with gates."""
 
     kinds: tuple[str, str]
     gates: Shapes
@@ -46,18 +48,19 @@ class Sites(Protocol):
     meta: dict[str, Any]
 
     def sampled(self, masks: Masks) -> AbstractContextManager[None]:
-        """Training: the forward inside sees these masks, gates (b, *shape), and can be differentiated with respect to them; where
-        they mask weights, see `weights`."""
+        """Training: the forward inside sees these masks, gates (b, *shape), and can be
+        differentiated with respect to them; where they mask weights, see `weights`."""
 
     def weights(self, masks: Masks) -> Masks:
         """M .* W of the masked weights, by parameter name."""
 
     def folded(self, masks: Masks) -> Masks:
-        """Serving: puts gates, of their bare shape, in effect and returns the weights in effect, by parameter name. What masks
-        nothing leaves timm's plain path, bit for bit."""
+        """Serving: puts gates, of their bare shape, in effect and returns the weights in effect, by
+        parameter name. What masks nothing leaves timm's plain path, bit for bit."""
 
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
-        """images -> logits by what the masks leave alone, equal to the masked dense forward up to the order of summation."""
+        """images -> logits by what the masks leave alone, equal to the masked dense forward up to
+        the order of summation."""
 
     def flops_share(self, masks: Masks) -> float:
         """Multiply-adds of `compact` relative to those without masks."""
@@ -66,8 +69,8 @@ class Sites(Protocol):
 def sites_of(
     backbone: nn.Module, gated: Blocks, entries: Entries, self_loop: bool = False
 ) -> Sites:
-    """The sites of a backbone, whose modules become maskable in place. gated: the blocks with gates, from 0. Raises UserError
-    where an architecture has no such masks."""
+    """The sites of a backbone, whose modules become maskable in place. gated: the blocks with
+    gates, from 0. Raises UserError where an architecture has no such masks."""
     if isinstance(backbone, VisionTransformer):
         return TokenSites(backbone, gated, entries, self_loop)
     if not isinstance(backbone, ResNet):
@@ -89,8 +92,9 @@ def sites_of(
 
 
 class TokenSites:
-    """A ViT. Gates: image tokens, as keys and values of attention. Entries: the FFN's weights, or its hidden neurons. Context behind an FFN
-    is over all tokens, masked ones too, which are then computed where nothing else needs them."""
+    """A ViT. Gates: image tokens, as keys and values of attention. Entries: the FFN's weights, or
+    its hidden neurons. Context behind an FFN is over all tokens, masked ones too, which are then
+    computed where nothing else needs them."""
 
     kinds = ("token", "FFN")
 
@@ -197,10 +201,12 @@ class TokenSites:
 
 
 class ChannelSites:
-    """A ResNet. Gates: in every residual block the output channels of each convolution but the last, after norm and activation
-    (`channels1`; in a bottleneck `channels2` too): they gate the inputs of the convolution that follows. The stem, the last
-    convolution of a block and the shortcut write to the residual stream, which is never gated. Entries: the weights of all
-    convolutions of the block (`conv1`, ...), not those of stem and shortcuts. Blocks are counted through all stages.
+    """A ResNet. Gates: in every residual block the output channels of each convolution but the
+    last, after norm and activation (`channels1`; in a bottleneck `channels2` too): they gate the
+    inputs of the convolution that follows. The stem, the last convolution of a block and the
+    shortcut write to the residual stream, which is never gated. Entries: the weights of all
+    convolutions of the block (`conv1`, ...), not those of stem and shortcuts. Blocks are counted
+    through all stages.
     """
 
     kinds = ("channel", "convolution")
@@ -252,7 +258,8 @@ class ChannelSites:
 
     @torch.no_grad()
     def folded(self, masks: Masks) -> Masks:
-        """A channel that is dropped for good is a column of zeros in the convolution that follows: gates need no place in the forward."""
+        """A channel that is dropped for good is a column of zeros in the convolution that follows:
+        gates need no place in the forward."""
         folded = self.weights(
             {name: mask for name, mask in masks.items() if masking(mask) is not None}
         )

@@ -1,7 +1,9 @@
-"""Which of several masks of the same weights fits some images: by how the outputs' entropy changes with each mask's share.
+"""Which of several masks of the same weights fits some images: by how the outputs' entropy changes
+with each mask's share.
 
-Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. A network with weights W .* sum_i alpha_i M^i is as unsure as its masks
-are unfit, and the derivative in alpha_i says which mask would make it surer (Eq. 3 and 4: the entropy is minimised).
+Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. A network with weights W .* sum_i
+alpha_i M^i is as unsure as its masks are unfit, and the derivative in alpha_i says which mask would
+make it surer (Eq. 3 and 4: the entropy is minimised).
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ def entropy(outputs: Tensor) -> Tensor:
 
 
 def superfluous(outputs: Tensor, real: int) -> Tensor:
-    """G: logsumexp of the outputs, of which the first `real` get no gradient. (n, s) -> (n,). What is left are outputs that no class
-    stands behind: a mask that fits keeps them down."""
+    """G: logsumexp of the outputs, of which the first `real` get no gradient. (n, s) -> (n,). What
+    is left are outputs that no class stands behind: a mask that fits keeps them down."""
     outputs = outputs.float()
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
 
 
 def left_over(outputs: Tensor, real: int) -> Tensor:
-    """The log of the share of the softmax that outputs beyond the first `real` have: what a single mask leaves to superfluous ones.
-    (n, s) -> (n,)."""
+    """The log of the share of the softmax that outputs beyond the first `real` have: what a single
+    mask leaves to superfluous ones. (n, s) -> (n,)."""
     outputs = outputs.float()
     return outputs[:, real:].logsumexp(1) - outputs.logsumexp(1)
 
 
 def superposed(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:
-    """W .* sum_i alpha_i M^i by name, differentiable in alpha (k,). masks: k dictionaries with the names of `weights`."""
+    """W .* sum_i alpha_i M^i by name, differentiable in alpha (k,). masks: k dictionaries with the
+    names of `weights`."""
     return {
         name: weight
         * torch.stack([a * mask[name] for a, mask in zip(alpha, masks, strict=True)]).sum(0)
@@ -64,8 +67,9 @@ def slopes(
     groups: Tensor,
     objective: Objective,
 ) -> Tensor:
-    """groups (g, n, ...), each judged as a whole -> d mean objective / d alpha, (g, k), also where gradients are switched off: the
-    gradient of the superposed weights, one for each group, summed over what each mask keeps of W."""
+    """groups (g, n, ...), each judged as a whole -> d mean objective / d alpha, (g, k), also where
+    gradients are switched off: the gradient of the superposed weights, one for each group, summed
+    over what each mask keeps of W."""
     mixed = superposed(weights, masks, alpha)
     of_groups = vmap(
         grad(lambda some, images: objective(network(some, images)).mean()), in_dims=(None, 0)
@@ -92,7 +96,8 @@ def values(
     groups: Tensor,
     objectives: Sequence[Objective],
 ) -> Tensor:
-    """The mean of each mask's objective over each group under that mask alone, (g, k): a forward for each mask."""
+    """The mean of each mask's objective over each group under that mask alone, (g, k): a forward
+    for each mask."""
     found = []
     for mask, objective in zip(masks, objectives, strict=True):
         outputs = network(
@@ -114,8 +119,9 @@ def at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same by binary search: judge all, keep the better half (rounded up; the first among equals), judge those, ... until one is
-    left, after ceil(log2 count) rounds. How sure: the product of the shares that the kept halves had."""
+    """The same by binary search: judge all, keep the better half (rounded up; the first among
+    equals), judge those, ... until one is left, after ceil(log2 count) rounds. How sure: the
+    product of the shares that the kept halves had."""
     places, sure = (
         torch.zeros(len(groups), dtype=torch.int64, device=groups.device),
         torch.ones(len(groups), device=groups.device),

@@ -1,4 +1,5 @@
-"""T2T-ViT: timm's VisionTransformer whose patches come from a tokens-to-token module with performers; enters timm's registry.
+"""T2T-ViT: timm's VisionTransformer whose patches come from a tokens-to-token module with
+performers; enters timm's registry.
 
 Yuan et al.: Tokens-to-Token ViT: Training Vision Transformers from Scratch on ImageNet, ICCV 2021.
 Axes: B images, N tokens, D width of the performer, M random features.
@@ -21,12 +22,14 @@ MODULE = "patch_embed."  # timm's name of what the released weights call tokens_
 
 
 class Performer(nn.Module):
-    """One head of attention by positive random features, which costs N instead of N^2, then an MLP: (B, N, inputs) -> (B, N, D).
+    """One head of attention by positive random features, which costs N instead of N^2, then an MLP:
+    (B, N, inputs) -> (B, N, D).
 
-    softmax(q k^T) is estimated by phi(q) phi(k)^T with phi(x) = exp(w x - |x|^2 / 2) / sqrt(M). The features w, (M, D), are drawn
-    once: a buffer, so that they are never trained and are part of the backbone's weights and digest. The shortcut around
-    attention goes from the values, because inputs and D differ. The paper's dropout of 0.1 is left out: timm would draw it
-    anew on each rank.
+    softmax(q k^T) is estimated by phi(q) phi(k)^T with phi(x) = exp(w x - |x|^2 / 2) / sqrt(M). The
+    features w, (M, D), are drawn once: a buffer, so that they are never trained and are part of the
+    backbone's weights and digest. The shortcut around attention goes from the values, because
+    inputs and D differ. The paper's dropout of 0.1 is left out: timm would draw it anew on each
+    rank.
     """
 
     w: Tensor
@@ -49,7 +52,8 @@ class Performer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, N, D) each, fp32 also under autocast: exponentials of bf16 scores would be far off."""
+        """(B, N, D) each, fp32 also under autocast: exponentials of bf16 scores would be far
+        off."""
         with torch.autocast(q.device.type, enabled=False):
             q, k = self.phi(q), self.phi(k)  # (B, N, M)
             values = k.transpose(1, 2) @ v  # (B, M, D)
@@ -64,8 +68,8 @@ class Performer(nn.Module):
 class TokensToToken(nn.Module):
     """images (B, C, H, W) -> (B, (H / 16) (W / 16), embed_dim), in the place of timm's PatchEmbed.
 
-    Three soft splits cut the image, then twice what a performer made of it, into overlapping windows of 7, 3 and 3 pixels at
-    strides of 4, 2 and 2; the last windows are projected.
+    Three soft splits cut the image, then twice what a performer made of it, into overlapping
+    windows of 7, 3 and 3 pixels at strides of 4, 2 and 2; the last windows are projected.
     """
 
     def __init__(
@@ -91,9 +95,8 @@ class TokensToToken(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
         x = self.attention1(windows(images, 7, 4, 2))  # (B, HW / 16, token_dim)
-        x = self.attention2(
-            windows(as_image(x, height // 4, width // 4), 3, 2, 1)
-        )  # (B, HW / 64, token_dim)
+        # (B, HW / 64, token_dim)
+        x = self.attention2(windows(as_image(x, height // 4, width // 4), 3, 2, 1))
         return self.project(windows(as_image(x, height // 8, width // 8), 3, 2, 1))
 
 
@@ -108,7 +111,8 @@ def as_image(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
-    """(1, positions, width): sines at even and cosines at odd places, of position / 10000^(2 floor(i / 2) / width)."""
+    """(1, positions, width): sines at even and cosines at odd places, of position / 10000^(2
+    floor(i / 2) / width)."""
     place = torch.arange(width)
     angles = torch.arange(positions)[:, None] / 10000.0 ** (2 * (place // 2).double() / width)
     return torch.where(place % 2 == 0, angles.sin(), angles.cos()).float()[None]
@@ -126,10 +130,12 @@ class Times(nn.Module):
 
 
 class T2TVit(VisionTransformer):
-    """A T2T-ViT of the lite kind (7, 10 and 12 blocks): no qkv bias, an MLP of twice the width, fixed sinusoidal positions.
+    """A T2T-ViT of the lite kind (7, 10 and 12 blocks): no qkv bias, an MLP of twice the width,
+    fixed sinusoidal positions.
 
-    The released weights were trained with attention scores over the square root of the whole width, and not of a head's. timm's
-    fused attention knows the latter alone, so queries are scaled by what is missing, heads^-1/2 (1/2: no rounding).
+    The released weights were trained with attention scores over the square root of the whole width,
+    and not of a head's. timm's fused attention knows the latter alone, so queries are scaled by
+    what is missing, heads^-1/2 (1/2: no rounding).
     """
 
     def __init__(
@@ -183,7 +189,8 @@ def t2t_vit_12(
     cache_dir: Any = None,
     **options: Any,
 ) -> T2TVit:
-    """T2T-ViT-12: width 256, 12 blocks of 4 heads, 6.9M parameters. timm hands the first four arguments to every model."""
+    """T2T-ViT-12: width 256, 12 blocks of 4 heads, 6.9M parameters. timm hands the first four
+    arguments to every model."""
     if pretrained:
         raise ValueError("T2T-ViT is not on timm's hub: its authors publish files of their own")
     return T2TVit(**options)

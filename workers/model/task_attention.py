@@ -1,7 +1,8 @@
-"""The task attention block of DyTox: each task's token asks the patches once; tokens of different tasks never meet.
+"""The task attention block of DyTox: each task's token asks the patches once; tokens of different
+tasks never meet.
 
-Douillard et al.: DyTox: Transformers for Continual Learning with DYnamic TOken eXpansion, CVPR 2022. Axes: B images, T tasks, N patches,
-D width, H heads, d = D / H.
+Douillard et al.: DyTox: Transformers for Continual Learning with DYnamic TOken eXpansion, CVPR
+2022. Axes: B images, T tasks, N patches, D width, H heads, d = D / H.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from workers.model.noise import TokenDropPath
 class TaskAttention(nn.Module):
     """TAB: tokens (T, D), patches (B, N, D) -> embeddings (B, T, D), one for each image and task.
 
-    A token attends to itself and to the patches, which stay as they are. The original runs once per token over [token; patches];
-    here keys and values of the patches are made once for all tokens, with the same result.
+    A token attends to itself and to the patches, which stay as they are. The original runs once per
+    token over [token; patches]; here keys and values of the patches are made once for all tokens,
+    with the same result.
     """
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float = 4.0, drop_path: float = 0.0):
@@ -44,15 +46,18 @@ class TaskAttention(nn.Module):
         return e + self.drop_path2(self.mlp(self.norm2(e)))
 
     def attention(self, tokens: Tensor, patches: Tensor) -> Tensor:
-        """softmax over the N + 1 keys [token itself, patches], of each token: (T, D), (B, N, D) -> (B, T, D)."""
+        """softmax over the N + 1 keys [token itself, patches], of each token: (T, D), (B, N, D) ->
+        (B, T, D)."""
+        # (H, T, d)
         q, k, v = (
             layer(tokens).unflatten(1, (self.num_heads, -1)).transpose(0, 1)
             for layer in (self.q, self.k, self.v)
-        )  # (H, T, d)
+        )
+        # (B, H, N, d)
         keys, values = (
             layer(patches).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.k, self.v)
-        )  # (B, H, N, d)
+        )
         q = q * q.shape[-1] ** -0.5
         own = (q * k).sum(-1, keepdim=True).expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
         share = torch.cat([own, q @ keys.transpose(-2, -1)], -1).softmax(-1)  # (B, H, T, 1 + N)
@@ -61,7 +66,8 @@ class TaskAttention(nn.Module):
 
 
 class TokenHead(nn.Linear):
-    """What a task brings: its token (D,), and a classifier with a layer norm of its own: embeddings (..., D) -> logits (..., classes)."""
+    """What a task brings: its token (D,), and a classifier with a layer norm of its own: embeddings
+    (..., D) -> logits (..., classes)."""
 
     def __init__(self, width: int, classes: int):
         super().__init__(width, classes)
@@ -73,7 +79,8 @@ class TokenHead(nn.Linear):
 
 
 class TokenHeads(Heads):
-    """A TokenHead by task name. A token is drawn from a truncated normal with std 0.02, the classifier starts as PyTorch's do."""
+    """A TokenHead by task name. A token is drawn from a truncated normal with std 0.02, the
+    classifier starts as PyTorch's do."""
 
     def layer(self, classes: int) -> TokenHead:
         return TokenHead(self.width, classes)
@@ -85,7 +92,8 @@ class TokenHeads(Heads):
 
 
 class TokenNetwork(nn.Module):
-    """Encoder, task attention and the tokens and heads of some tasks, in order: images (b, 3, H, W) -> logits of all their classes."""
+    """Encoder, task attention and the tokens and heads of some tasks, in order: images (b, 3, H, W)
+    -> logits of all their classes."""
 
     def __init__(self, encoder: Any, attention: TaskAttention, heads: list[TokenHead]):
         super().__init__()
@@ -100,16 +108,15 @@ class TokenNetwork(nn.Module):
         return [*self.heads]
 
     def logits(self, e: Tensor) -> Tensor:
-        """Embeddings (b, tasks, D) -> (b, classes of all tasks): one layer norm without weights, then all heads as one product,
-        padded to the largest."""
+        """Embeddings (b, tasks, D) -> (b, classes of all tasks): one layer norm without weights,
+        then all heads as one product, padded to the largest."""
         heads = self.each()
         e = F.layer_norm(e, e.shape[-1:], eps=heads[0].norm.eps)
         e = e * torch.stack([head.norm.weight for head in heads]) + torch.stack(
             [head.norm.bias for head in heads]
         )
-        weights = pad_sequence(
-            [head.weight for head in heads], batch_first=True
-        )  # (tasks, most classes, D)
+        # (tasks, most classes, D)
+        weights = pad_sequence([head.weight for head in heads], batch_first=True)
         padded = torch.einsum("btd,tkd->btk", e, weights) + pad_sequence(
             [head.bias for head in heads], batch_first=True
         )

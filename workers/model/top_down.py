@@ -1,7 +1,9 @@
-"""Top-down feedback on a frozen ViT: what a first pass sees steers the values of a second one, hooked from outside (TOAST).
+"""Top-down feedback on a frozen ViT: what a first pass sees steers the values of a second one,
+hooked from outside (TOAST).
 
-Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, N tokens (class token first), D width, S steered
-blocks from the lowest on, A width of a block's values (D in most ViTs).
+Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, N tokens (class
+token first), D width, S steered blocks from the lowest on, A width of a block's values (D in most
+ViTs).
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
 
 
 def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
-    """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its block. stream: S + 1 of (B, N, D), in front of the
-    lowest steered block and behind each; w1: (S, D, D)."""
+    """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its block. stream: S + 1
+    of (B, N, D), in front of the lowest steered block and behind each; w1: (S, D, D)."""
     errors = [
         F.mse_loss(F.linear(after.detach(), layer), before.detach())
         for before, after, layer in zip(stream, stream[1:], w1, strict=False)
@@ -50,13 +52,15 @@ def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
 class TopDown:
     """The two passes of a ViT whose blocks start + 1 .. stop (counted from 1) are steered.
 
-    Pass 1 ends behind block `stop`: tokens are selected there, behind the final norm where it is the last block. Pass 2 goes on from
-    what pass 1 had in front of block start + 1. The feedback path is linear and without bias, so that it is one matrix per block:
+    Pass 1 ends behind block `stop`: tokens are selected there, behind the final norm where it is
+    the last block. Pass 2 goes on from what pass 1 had in front of block start + 1. The feedback
+    path is linear and without bias, so that it is one matrix per block:
 
-        r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l    ==    v_l += M_l (s x)
+        r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l    ==    v_l +=
+                            M_l (s x)
 
-    with M_l = W_v W2_l W1_l ... W1_L P^T, all blocks in one product of tokens. Training folds too: a batch has many more tokens than D,
-    beside which products of (D, D) matrices cost little.
+    with M_l = W_v W2_l W1_l ... W1_L P^T, all blocks in one product of tokens. Training folds too:
+    a batch has many more tokens than D, beside which products of (D, D) matrices cost little.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class TopDown:
         return dict.fromkeys(("w1", "w2"), (len(self), self.width, self.width))
 
     def fresh(self) -> dict[str, Tensor]:
-        """Feedback layers that hand down what is selected and add none of it yet: W1 = I, W2 = 0."""
+        """Feedback layers that hand down what is selected and add none of it yet: W1 = I, W2 =
+        0."""
         w1 = torch.eye(self.width).to(next(self.backbone.parameters())).repeat(len(self), 1, 1)
         return {"w1": w1, "w2": torch.zeros_like(w1)}
 
@@ -102,8 +107,9 @@ class TopDown:
     def folded(
         self, layers: Mapping[str, Tensor], transform: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """layers: as `shapes` has them; transform: P (D, D), None for the identity -> `matrix` (S A, D), all M_l below each other; with
-        `value_bias` also `bias` (S A,): the value bias, added a second time."""
+        """layers: as `shapes` has them; transform: P (D, D), None for the identity -> `matrix` (S
+        A, D), all M_l below each other; with `value_bias` also `bias` (S A,): the value bias, added
+        a second time."""
         w1, w2 = layers["w1"], layers["w2"]
         with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices
             reached: list[Tensor] = []
@@ -111,9 +117,8 @@ class TopDown:
             for layer in reversed(w1.unbind()):
                 chain = layer if chain is None else layer @ chain
                 reached.insert(0, chain)
-            values = torch.stack(
-                [block.attn.qkv.weight.chunk(3)[2] for block in self.steered]
-            )  # W_v: (S, A, D)
+            # W_v: (S, A, D)
+            values = torch.stack([block.attn.qkv.weight.chunk(3)[2] for block in self.steered])
             matrix = (values @ w2 @ torch.stack(reached)).flatten(0, 1)
         if not self.value_bias or self.steered[0].attn.qkv.bias is None:
             return {"matrix": matrix}
@@ -123,8 +128,9 @@ class TopDown:
         }
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> tokens in front of the first steered block, and those that feedback is taken from: (B, N, D) each.
-        Nothing in it is trained, so that it has a graph only for images that want a gradient, and it is the same for all tasks."""
+        """images (b, 3, H, W) -> tokens in front of the first steered block, and those that
+        feedback is taken from: (B, N, D) each. Nothing in it is trained, so that it has a graph
+        only for images that want a gradient, and it is the same for all tasks."""
         vit = self.backbone
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             x = entered = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
@@ -140,8 +146,8 @@ class TopDown:
         feedback: Mapping[str, Tensor],
         stream: list[Tensor] | None = None,
     ) -> Tensor:
-        """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave. stream: gets the tokens in front of the
-        first steered block and behind each."""
+        """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave.
+        stream: gets the tokens in front of the first steered block and behind each."""
         added = F.linear(
             selected(seen, feedback["prior"]), feedback["matrix"], feedback.get("bias")
         ).chunk(len(self), -1)
@@ -164,7 +170,8 @@ class TopDown:
         return variational(stream, layers["w1"])
 
     def flops_share(self) -> float:
-        """Work of both passes relative to one: the steered blocks run twice, and each adds a matrix."""
+        """Work of both passes relative to one: the steered blocks run twice, and each adds a
+        matrix."""
         shape = geometry(self.backbone)
         tokens = shape["tokens"] + shape["prefix"]
         block = self.width * (4 * self.width + 2 * shape["hidden"] + 2 * tokens)

@@ -1,8 +1,8 @@
-"""Top-down feedback on a frozen ConvNeXt: the map that a first pass ends with is handed down from stage to stage, and added to what the
-stages of a second one are given (TOAST).
+"""Top-down feedback on a frozen ConvNeXt: the map that a first pass ends with is handed down from
+stage to stage, and added to what the stages of a second one are given (TOAST).
 
-Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, C channels, H and W of a map; a stage takes
-(B, c, k H, k W) to (B, C, H, W), k its stride.
+Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, C channels, H and
+W of a map; a stage takes (B, c, k H, k W) to (B, C, H, W), k its stride.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ SIDE = 224  # pixels of the image whose multiply-adds are counted; their share h
 
 
 def widened(x: Tensor, matrix: Tensor, stride: int) -> Tensor:
-    """A transposed convolution without bias whose kernel is its stride k: each place becomes k x k places of its own. x: (B, C, H, W); matrix:
-    (c k k, C), rows in the order (c, i, j) -> (B, c, k H, k W). With k = 1 it is a convolution of 1 x 1. Written as one whose channels are then
-    spread, which gives the same bits each time; cuDNN's transposed convolutions need not."""
+    """A transposed convolution without bias whose kernel is its stride k: each place becomes k x k
+    places of its own. x: (B, C, H, W); matrix: (c k k, C), rows in the order (c, i, j) -> (B, c, k
+    H, k W). With k = 1 it is a convolution of 1 x 1. Written as one whose channels are then spread,
+    which gives the same bits each time; cuDNN's transposed convolutions need not."""
     return F.pixel_shuffle(F.conv2d(x, matrix[:, :, None, None]), stride)
 
 
 class StageTopDown:
-    """The two passes of a ConvNeXt whose stages start + 1 .. stop (counted from 1) are steered; as `TopDown` is used.
+    """The two passes of a ConvNeXt whose stages start + 1 .. stop (counted from 1) are steered; as
+    `TopDown` is used.
 
-    Pass 1 ends behind stage `stop`, whose raw map x is fed back. Where that is the last stage, places are selected by the cosine of x behind
-    the last norm, which the network itself applies behind its pooling; else by that of x. Pass 2 goes on from what pass 1 had in front of
-    stage start + 1. The feedback path is linear and without bias:
+    Pass 1 ends behind stage `stop`, whose raw map x is fed back. Where that is the last stage,
+    places are selected by the cosine of x behind the last norm, which the network itself applies
+    behind its pooling; else by that of x. Pass 2 goes on from what pass 1 had in front of stage
+    start + 1. The feedback path is linear and without bias:
 
         r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  stage l is given x + td_l
 
-    W1_l is a transposed convolution from the map behind the stage to the one in front of it, W2_l a convolution of 1 x 1. Of the chain only P
-    is folded, into the topmost W1. One matrix per stage, as in a ViT, would make all finer maps at once out of the wide last one:
-    636 M multiply-adds for an image of 224 pixels in a ConvNeXt-T, against 318 M down the chain and 4.5 G in a pass.
+    W1_l is a transposed convolution from the map behind the stage to the one in front of it, W2_l a
+    convolution of 1 x 1. Of the chain only P is folded, into the topmost W1. One matrix per stage,
+    as in a ViT, would make all finer maps at once out of the wide last one: 636 M multiply-adds for
+    an image of 224 pixels in a ConvNeXt-T, against 318 M down the chain and 4.5 G in a pass.
     """
 
     def __init__(
@@ -81,8 +85,8 @@ class StageTopDown:
         }
 
     def fresh(self) -> dict[str, Tensor]:
-        """Feedback layers that hand down what is selected and add none of it yet: W1 repeats the first c of C channels at the k x k places that a
-        place becomes, W2 is zero."""
+        """Feedback layers that hand down what is selected and add none of it yet: W1 repeats the
+        first c of C channels at the k x k places that a place becomes, W2 is zero."""
         weight, layers = next(self.backbone.parameters()), dict[str, Tensor]()
         for (w1, w2), (front, behind), k in zip(self.names, self.widths, self.strides, strict=True):
             layers |= {
@@ -102,7 +106,8 @@ class StageTopDown:
     def folded(
         self, layers: Mapping[str, Tensor], transform: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """layers: as `shapes` has them; transform: P (C, C), None for the identity -> the same layers, P in the topmost W1."""
+        """layers: as `shapes` has them; transform: P (C, C), None for the identity -> the same
+        layers, P in the topmost W1."""
         if transform is None:
             return dict(layers)
         top = self.names[-1][0]
@@ -110,8 +115,9 @@ class StageTopDown:
             return {**layers, top: layers[top] @ transform.T}
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> maps in front of the first steered stage and behind the last. Nothing in it is trained, so that it has a graph
-        only for images that want a gradient, and it is the same for all tasks."""
+        """images (b, 3, H, W) -> maps in front of the first steered stage and behind the last.
+        Nothing in it is trained, so that it has a graph only for images that want a gradient, and
+        it is the same for all tasks."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             x = entered = self.backbone.stem(images)
             for index, stage in enumerate(self.backbone.stages[: self.stop]):
@@ -126,8 +132,8 @@ class StageTopDown:
         feedback: Mapping[str, Tensor],
         stream: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave. stream: gets the maps that each steered
-        stage is given and leaves."""
+        """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave.
+        stream: gets the maps that each steered stage is given and leaves."""
         x, stream = entered, [] if stream is None else stream
         for stage, added in zip(
             self.steered,
@@ -146,12 +152,12 @@ class StageTopDown:
         return seen * selection(self.compared(seen).movedim(1, -1), prior)[:, None]
 
     def compared(self, seen: Tensor) -> Tensor:
-        """The map whose places are compared with xi: x (B, C, H, W), behind the last norm where it is that of the last stage."""
+        """The map whose places are compared with xi: x (B, C, H, W), behind the last norm where it
+        is that of the last stage."""
         if self.stop < len(self.backbone.stages):
             return seen
-        x = self.backbone.norm_pre(
-            seen
-        )  # the identity, but where the norm is in front of the pooling
+        # the identity, but where the norm is in front of the pooling
+        x = self.backbone.norm_pre(seen)
         return getattr(self.backbone.head, "norm", nn.Identity())(x)
 
     def handed_down(self, r: Tensor, feedback: Mapping[str, Tensor]) -> list[Tensor]:
@@ -169,8 +175,8 @@ class StageTopDown:
     def inversion(
         self, stream: Sequence[tuple[Tensor, Tensor]], layers: Mapping[str, Tensor]
     ) -> Tensor:
-        """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage. stream: maps that each steered stage was given and
-        left."""
+        """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage. stream:
+        maps that each steered stage was given and left."""
         errors = [
             F.mse_loss(widened(left.detach(), layers[w1], stride), given.detach())
             for (given, left), (w1, _), stride in zip(stream, self.names, self.strides, strict=True)
@@ -178,7 +184,8 @@ class StageTopDown:
         return torch.stack(errors).sum()
 
     def flops_share(self) -> float:
-        """Work of both passes relative to one: the steered stages run twice, and each adds its two layers."""
+        """Work of both passes relative to one: the steered stages run twice, and each adds its two
+        layers."""
         added = 0
         for index, (stage, (front, behind), k) in enumerate(
             zip(self.steered, self.widths, self.strides, strict=True), self.start

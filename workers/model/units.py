@@ -1,7 +1,9 @@
-"""Hidden units of a ViT that a task can switch off: where they are, what their masks do to weights, and which entries belong to them.
+"""Hidden units of a ViT that a task can switch off: where they are, what their masks do to weights,
+and which entries belong to them.
 
-Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons. The residual stream has no units: every
-task uses all of it, so what writes to it besides weights (biases of proj and fc2, norms, tokens) belongs to all tasks.
+Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons. The
+residual stream has no units: every task uses all of it, so what writes to it besides weights
+(biases of proj and fc2, norms, tokens) belongs to all tasks.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ KINDS = ("qk", "v", "ff")
 
 
 def unit_sites(vit: Any) -> dict[str, int]:
-    """Site (`blocks.0.qk`) -> number of units, in order; together (2 + r) d L. Raises UserError where a block lets units read each
-    other, so that no mask could keep a later task out."""
+    """Site (`blocks.0.qk`) -> number of units, in order; together (2 + r) d L. Raises UserError
+    where a block lets units read each other, so that no mask could keep a later task out."""
     sites: dict[str, int] = {}
     for index, block in enumerate(vit.blocks):
         attn: Any = getattr(block, "attn", None)
@@ -50,15 +52,15 @@ def unit_sites(vit: Any) -> dict[str, int]:
 
 
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What stands in for parameters of `vit` under masks by site, boolean or soft: rows of queries, with their bias, columns of proj
-    and of fc2. The same as masking the units' outputs, at the price of weights instead of activations."""
+    """What stands in for parameters of `vit` under masks by site, boolean or soft: rows of queries,
+    with their bias, columns of proj and of fc2. The same as masking the units' outputs, at the
+    price of weights instead of activations."""
     tensors: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
         at, qkv = f"blocks.{index}.", block.attn.qkv
         qk, v, ff = (masks[at + kind] for kind in KINDS)
-        rows = torch.cat(
-            [qk, qk.new_ones(2 * len(qk))]
-        )  # a masked query is enough: it meets no key
+        # a masked query is enough: it meets no key
+        rows = torch.cat([qk, qk.new_ones(2 * len(qk))])
         tensors |= {
             at + "attn.qkv.weight": qkv.weight * rows[:, None],
             at + "attn.proj.weight": block.attn.proj.weight * v,
@@ -70,8 +72,9 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def owned(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameter -> the value of the units that its entries belong to, in a shape that broadcasts to it. values: by site, a number per
-    unit: whether earlier tasks use it (then this is the lock), by how many tasks it is used."""
+    """Parameter -> the value of the units that its entries belong to, in a shape that broadcasts to
+    it. values: by site, a number per unit: whether earlier tasks use it (then this is the lock), by
+    how many tasks it is used."""
     tensors: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
         at = f"blocks.{index}."
@@ -95,9 +98,10 @@ def owned(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def magnitudes(vit: Any) -> dict[str, Tensor]:
-    """Site -> (units,): of each unit the length of what leads into it, its bias included, times that
-    of the weights out of it. Of a query: times the length of its key's weights; a key's bias is left
-    out, because it adds the same to all scores of a query, which the softmax does not see."""
+    """Site -> (units,): of each unit the length of what leads into it, its bias included, times
+    that of the weights out of it. Of a query: times the length of its key's weights; a key's
+    bias is left out, because it adds the same to all scores of a query, which the softmax does
+    not see."""
     sizes: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
         at = f"blocks.{index}."
@@ -110,24 +114,26 @@ def magnitudes(vit: Any) -> dict[str, Tensor]:
 
 
 def into_units(linear: nn.Linear) -> Tensor:
-    """(out, in + 1): weights and, in the last column, the bias of each output; (out, in) without one."""
+    """(out, in + 1): weights and, in the last column, the bias of each output; (out, in) without
+    one."""
     weight = linear.weight.detach()
     return weight if linear.bias is None else torch.cat([weight, linear.bias.detach()[:, None]], 1)
 
 
 def between(out: Tensor | None, into: Tensor | None) -> Tensor:
-    """min(out_i, in_j), HAT Eq. 2: the value of a weight between two layers of units, (out, in). None: the residual stream on that
-    side, which counts as used by all; the result then broadcasts along it."""
+    """min(out_i, in_j), HAT Eq. 2: the value of a weight between two layers of units, (out, in).
+    None: the residual stream on that side, which counts as used by all; the result then broadcasts
+    along it."""
     if out is None or into is None:
         assert out is not None or into is not None
         return into[None] if out is None else out[:, None]  # type: ignore[index]
     return torch.minimum(out[:, None], into[None])
 
 
-# ---- a ViT without the units that its masks switch off -------------------------------------------------------------------------
+# ---- a ViT without the units that its masks switch off -------------------------------------------
 def packed(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All parameters of `vit` by name; of those with entries that belong to units, the entries of kept units alone, in a row.
-    masks: boolean, by site."""
+    """All parameters of `vit` by name; of those with entries that belong to units, the entries of
+    kept units alone, in a row. masks: boolean, by site."""
     kept = owned(vit, masks)
     return {
         name: p.detach()[kept[name].expand_as(p)] if name in kept else p.detach().clone()
@@ -138,8 +144,9 @@ def packed(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
 def unpacked(
     vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fill: bool
 ) -> dict[str, Tensor]:
-    """The inverse of `packed`: parameters in the shapes of `vit`. Entries of other units are those of `vit` where `fill` is true, else 0.
-    Raises UserError where tensors, masks and `vit` do not belong together."""
+    """The inverse of `packed`: parameters in the shapes of `vit`. Entries of other units are those
+    of `vit` where `fill` is true, else 0. Raises UserError where tensors, masks and `vit` do not
+    belong together."""
     sizes = {site: tuple(mask.shape) for site, mask in masks.items()}
     own = dict(vit.named_parameters())
     if (
@@ -172,8 +179,9 @@ def unpacked(
 
 @torch.no_grad()
 def thin(vit: Any, masks: dict[str, Tensor]) -> None:
-    """Cuts, in place, units whose weights are 0. Of queries, keys and values all heads of a block keep as many channels as the one that
-    keeps most, at least one: those of its kept units, then zeros. timm divides the scores by the root of that number, so queries are scaled."""
+    """Cuts, in place, units whose weights are 0. Of queries, keys and values all heads of a block
+    keep as many channels as the one that keeps most, at least one: those of its kept units, then
+    zeros. timm divides the scores by the root of that number, so queries are scaled."""
     for index, block in enumerate(vit.blocks):
         attn, mlp = block.attn, block.mlp
         qk, v, ff = (masks[f"blocks.{index}.{kind}"] for kind in KINDS)

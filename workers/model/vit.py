@@ -1,8 +1,10 @@
-"""The backbone: a timm VisionTransformer (T2T-ViT among them), ResNet or ConvNeXt, built, loaded, digested and hooked from outside; never copied.
+"""The backbone: a timm VisionTransformer (T2T-ViT among them), ResNet or ConvNeXt, built, loaded,
+digested and hooked from outside; never copied.
 
-timm's registry of models is the registry of backbones: one of our own enters it as timm's do, by `register_model` (see t2t.py).
-Batch norm stays in evaluation mode for every method, also where the backbone is trained: its running statistics are those of
-the loaded weights and never change, so that answers depend on nothing but an image, the shared weights and its task's state.
+timm's registry of models is the registry of backbones: one of our own enters it as timm's do, by
+`register_model` (see t2t.py). Batch norm stays in evaluation mode for every method, also where the
+backbone is trained: its running statistics are those of the loaded weights and never change, so
+that answers depend on nothing but an image, the shared weights and its task's state.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from workers.regular_file import read_regular
 from workers.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
-MOST_NUMBERS = 10_000_000_000  # of weights and buffers together, 40 GB; a stranger's file may ask for any number
+# of weights and buffers together, 40 GB; a stranger's file may ask for any number
+MOST_NUMBERS = 10_000_000_000
 SUPPORTED = (
     "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a "
     "timm ResNet or ConvNeXt such as resnet18 or convnext_tiny"
@@ -46,7 +49,8 @@ class FrozenBatchNorm(nn.BatchNorm2d):
 
 
 def build(settings: BackboneSettings) -> nn.Module:
-    """A backbone without a classifier and with random weights; `load_weights` or a stage result fills it."""
+    """A backbone without a classifier and with random weights; `load_weights` or a stage result
+    fills it."""
     dropout = next(
         (name for name in (*DROPOUTS, "drop_block_rate") if settings.options.get(name)), None
     )
@@ -131,15 +135,17 @@ def freeze_batch_norms(model: nn.Module) -> None:
 
 
 def compile_blocks(model: Any, **options: Any) -> None:
-    """torch.compile, with its own options, of each block of a ViT or ConvNeXt, in place, whichever way it is run: whole, by forward_features,
-    by forward_intermediates, stage by stage. Blocks are alike, in a ConvNeXt those of a stage, so that the first one's code serves all. Another
-    backbone is compiled as a whole."""
+    """torch.compile, with its own options, of each block of a ViT or ConvNeXt, in place, whichever
+    way it is run: whole, by forward_features, by forward_intermediates, stage by stage. Blocks are
+    alike, in a ConvNeXt those of a stage, so that the first one's code serves all. Another backbone
+    is compiled as a whole."""
     from torch._dynamo import config  # takes a second to import
 
-    config.skip_nnmodule_hook_guards = (
-        False  # else code of blocks without hooks serves blocks that have some, and skips them
-    )
-    config.recompile_limit = 32  # of one block's code, which serves widths of four stages with and without gradients; beyond it nothing is compiled
+    # else code of blocks without hooks serves blocks that have some, and skips them
+    config.skip_nnmodule_hook_guards = False
+    # of one block's code, which serves widths of four stages with and without gradients; beyond it
+    # nothing is compiled
+    config.recompile_limit = 32
     for block in blocks_of(model) or [model]:
         block.compile(**options)
 
@@ -157,7 +163,8 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def outline(settings: BackboneSettings) -> nn.Module:
-    """The backbone on the meta device, without memory for a single weight. Raises UserError where `build` would, and where it would be too large."""
+    """The backbone on the meta device, without memory for a single weight. Raises UserError where
+    `build` would, and where it would be too large."""
     with torch.device("meta"):
         model = build(settings)
         count = size_of(model)
@@ -177,14 +184,14 @@ def size_of(model: nn.Module) -> int:
 
 
 def most_bytes(model: nn.Module) -> int:
-    """The largest file of weights, or of what a task left behind, that is read for a backbone: eight bytes for each of its numbers,
-    and a gigabyte for heads and names."""
+    """The largest file of weights, or of what a task left behind, that is read for a backbone:
+    eight bytes for each of its numbers, and a gigabyte for heads and names."""
     return 8 * size_of(model) + (1 << 30)
 
 
 def check(settings: BackboneSettings) -> nn.Module:
-    """Raises UserError where `build` would, or where the backbone would never get statistics; else the backbone on the meta
-    device, without memory for a single weight."""
+    """Raises UserError where `build` would, or where the backbone would never get statistics; else
+    the backbone on the meta device, without memory for a single weight."""
     model = outline(settings)
     if settings.weights == "none" and any(isinstance(m, FrozenBatchNorm) for m in model.modules()):
         raise UserError(
@@ -197,7 +204,8 @@ def check(settings: BackboneSettings) -> nn.Module:
 
 
 def _check_features(model: Any, settings: BackboneSettings) -> None:
-    """Options of a ConvNeXt reach its head, which stays: it must leave one row of features per image, as wide as the model says."""
+    """Options of a ConvNeXt reach its head, which stays: it must leave one row of features per
+    image, as wide as the model says."""
     if isinstance(model, ConvNeXt):
         try:
             found = tuple(model(torch.empty(1, 3, settings.img_size, settings.img_size)).shape)
@@ -216,8 +224,8 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
-    """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings are resampled. What context adds to a
-    backbone and the weights lack stays as it starts."""
+    """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings
+    are resampled. What context adds to a backbone and the weights lack stays as it starts."""
     if settings.weights == "none":
         return
     if settings.weights == "hub":
@@ -268,9 +276,8 @@ def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Te
         tensors = vision_transformer.checkpoint_filter_fn(tensors, model)
     if isinstance(model, ConvNeXt):
         tensors = convnext.checkpoint_filter_fn(tensors, model)
-    classifier = (
-        ("head.fc.",) if isinstance(model, ConvNeXt) else ("head.", "fc.")
-    )  # in a ConvNeXt `head.norm` is the last norm
+    # in a ConvNeXt `head.norm` is the last norm
+    classifier = ("head.fc.",) if isinstance(model, ConvNeXt) else ("head.", "fc.")
     return {name: t for name, t in tensors.items() if not name.startswith(classifier)}
 
 
@@ -288,8 +295,9 @@ def _from_hub(name: str) -> dict[str, Tensor]:
 
 
 def digest_of(model: nn.Module) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, in order of name; and over the settings of context, which
-    has no parameters and still makes another function of the same weights."""
+    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, in order of name;
+    and over the settings of context, which has no parameters and still makes another function of
+    the same weights."""
     digest = hashlib.sha256(context.identity_of(model))
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -320,7 +328,8 @@ def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
 
 
 def geometry(model: nn.Module) -> dict[str, Any]:
-    """What masks need to know: number of blocks, of patch tokens and prefix tokens, grid, width, hidden width."""
+    """What masks need to know: number of blocks, of patch tokens and prefix tokens, grid, width,
+    hidden width."""
     vit: Any = model
     grid = tuple(vit.patch_embed.grid_size)
     return {

@@ -1,5 +1,6 @@
-"""Where masks and copies apply: the parameters of a backbone by name. A method gives other tensors for some of them, and
-`torch.func.functional_call` runs the backbone with those: no module is edited, any timm model will do."""
+"""Where masks and copies apply: the parameters of a backbone by name. A method gives other tensors
+for some of them, and `torch.func.functional_call` runs the backbone with those: no module is
+edited, any timm model will do."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from torch import Tensor, nn
 
 
 def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
-    """Module name -> weight of every Linear and Conv2d, in order; together N_w entries. Biases, norms, class token and position
-    embedding are not among them."""
+    """Module name -> weight of every Linear and Conv2d, in order; together N_w entries. Biases,
+    norms, class token and position embedding are not among them."""
     return {
         name: module.weight
         for name, module in backbone.named_modules()

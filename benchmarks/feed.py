@@ -24,9 +24,9 @@ from torch import Tensor
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from workers import dist
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.job import StageJob
+from workers.storage.artifact import Artefact
 
 CLASSES, TRAIN, SIDE, BATCH = 10, 200, 48, 64
 RESIDENT_DEMAND = 10.0  # later epochs, from decoded pixels: by hand / feed

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import stream
 from pipeline.config import Config
-from pipeline.graph import Graph
-from pipeline.store import Store
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
 from workers.methods import METHODS
 
 # Name of a task -> its range of classes. The first one trains the backbone.

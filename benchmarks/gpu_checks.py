@@ -57,16 +57,16 @@ from benchmarks.gpu_results import (
     stage_tensors,
 )
 from pipeline.config import Config
-from pipeline.graph import Graph
-from pipeline.predict import bundle_of
-from pipeline.run import look_up_all, run_graph
-from pipeline.store import Store
-from workers import loop, notice
-from workers.artefact import Artefact
+from pipeline.graph.run import look_up_all, run_graph
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
+from pipeline.serving.commands import bundle_of
+from workers import loop, preemption
 from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.serve import Answer, Served
+from workers.serving.server import Answer, Served
+from workers.storage.artifact import Artefact
 
 # How far two devices may be apart.
 LAST_LOSS = 0.05  # relative
@@ -355,7 +355,7 @@ class CaseChecks:
             store.withdraw(stage.key)
         with deterministic(self.nondeterministic), interrupted_steps() as steps:
             for _ in range(len(stages) + 1):
-                with contextlib.suppress(notice.Leaving):
+                with contextlib.suppress(preemption.Leaving):
                     if not self.run(store, graph, config):
                         return False
                     break

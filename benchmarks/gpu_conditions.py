@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.config import ClusterSettings
-from pipeline.graph import Stage
-from pipeline.launch import InProcess
-from pipeline.store import Store
-from workers import loop, notice
-from workers.data.draw import Draw
+from pipeline.graph.stage import Stage
+from pipeline.graph.store import Store
+from pipeline.launch.executor import InProcess
+from workers import loop, preemption
 from workers.dist import Group
 from workers.job import StageJob
+from workers.rng import Draw
 
 CPU = torch.device("cpu")
 NO_DETERMINISTIC_FORM = re.compile(
@@ -137,7 +137,7 @@ def interrupted_steps() -> Iterator[Interruptions]:
         steps.total[job.id] = progress.total
         if progress.done == progress.total // 2 and job.id not in steps.interrupted:
             steps.interrupted.add(job.id)
-            notice.given.set()
+            preemption.given.set()
         return terms
 
     with mock.patch.object(loop, "train_step", interrupt):
@@ -163,7 +163,7 @@ class WatchedExecutor(InProcess):
         self.enter(stage.id)
         try:
             return super()._run(stage)
-        except notice.Leaving:
+        except preemption.Leaving:
             raise
         except Exception as error:
             self.errors[stage.id] = error

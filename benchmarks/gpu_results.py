@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.store import flatten
-from workers.artefact import Artefact
+from pipeline.graph.store import flatten
 from workers.errors import UserError
-from workers.taskstate import KINDS, Carried, TaskState
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import KINDS, Carried, TaskState
 
 ROOT = Path(__file__).resolve().parent.parent
 SPARSE = "/sparse"  # at the end of the name of what was stored as positions and values

@@ -18,20 +18,30 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks import stream
 from benchmarks.harness import Report, start
-from pipeline import launch
-from pipeline.cluster import connect
 from pipeline.config import ClusterSettings, Config
 from pipeline.console import Console
-from pipeline.graph import Graph, Stage
-from pipeline.groups import OnRay
-from pipeline.run import Decision, Event, Executor, Outcome, Walk, Watcher, look_up_all, run_graph
-from pipeline.store import Store
+from pipeline.graph.run import (
+    Decision,
+    Event,
+    Executor,
+    Outcome,
+    Walk,
+    Watcher,
+    look_up_all,
+    run_graph,
+)
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Store
+from pipeline.launch import executor as launch
+from pipeline.launch.cluster import connect
+from pipeline.launch.groups import OnRay
 
 RAY_TASKS = 10
 LOCAL_DEMAND = 0.1  # seconds of CPU per stage in this process
@@ -150,6 +160,10 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
         )
 
 
+def ray_executor(store: Store, cluster: ClusterSettings, todo: set[str]) -> OnRay:
+    return OnRay(store, cluster, nothing_to_report, lambda event: None, 2)
+
+
 def beside(report: Report) -> None:
     """Both groups have a thread each. The gain in wall time needs two idle cores, the share of
     evaluation beside training does not."""
@@ -173,13 +187,8 @@ def beside(report: Report) -> None:
                 cluster={"loader_workers": 1, "workers": 1, "groups": groups},
             )
             cluster: ClusterSettings = config.cluster
-            _, times = walk_over(
-                store,
-                graph,
-                lambda todo, store=store, cluster=cluster: OnRay(
-                    store, cluster, nothing_to_report, lambda event: None, 2
-                ),
-            )
+            on_two_groups = partial(ray_executor, store, cluster)
+            _, times = walk_over(store, graph, on_two_groups)
             spans = {
                 stage: (when - inside, when)
                 for stage, (when, inside) in times.done.items()

@@ -18,7 +18,7 @@ from benchmarks.harness import Report, interleave, start
 from workers.job import BackboneSettings
 from workers.methods.meat import Meat, MeatSettings
 from workers.model.vit import build
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 DEMANDS = {
     0.5: 1.3,

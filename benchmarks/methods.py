@@ -18,11 +18,11 @@ from torch import Tensor
 
 from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
-from workers.data.draw import Draw
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Batch, Method, Progress, Rates
 from workers.model import vit
+from workers.rng import Draw
 
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
 STEPS = 100  # in an epoch of the schedule; a timed step is one of its first

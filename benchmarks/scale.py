@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
-from pipeline.build import graph_of
 from pipeline.config import Config
 from pipeline.console import Console
-from pipeline.graph import Graph, Stage
-from pipeline.run import Event, look_up_all, run_graph
-from pipeline.store import Store, record_of
-from workers.artefact import Attempt
+from pipeline.graph.build import graph_of
+from pipeline.graph.run import Event, look_up_all, run_graph
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Store, record_of
+from workers.storage.artifact import Attempt
 
 TASKS = 25
 METHODS = (1, 10, 100)  # stars, and as many chains

@@ -20,7 +20,8 @@ import yaml
 
 from benchmarks import stream
 from benchmarks.harness import Report, start
-from pipeline import search, searchfile
+from pipeline.search import run as search
+from pipeline.search import spec
 
 TRIALS = 100
 SIDE_BY_SIDE = 2
@@ -31,7 +32,7 @@ SPACE = {
 }
 
 
-def prepared(folder: Path) -> searchfile.Search:
+def prepared(folder: Path) -> spec.Search:
     card = stream.draw_images(folder, 4, train=8, test=2, sides=(16,))
     body = {
         "name": "base",
@@ -53,7 +54,7 @@ def prepared(folder: Path) -> searchfile.Search:
         "concurrent": SIDE_BY_SIDE,
     }
     (folder / "trials.yaml").write_text(yaml.safe_dump(asked))
-    return searchfile.prepare(str(folder / "trials.yaml"), [], {})
+    return spec.prepare(str(folder / "trials.yaml"), [], {})
 
 
 def main() -> None:

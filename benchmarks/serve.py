@@ -21,8 +21,8 @@ from benchmarks.meat_inference import random_mask
 from workers.job import BackboneSettings
 from workers.methods.meat import Meat, MeatSettings
 from workers.model.vit import build
-from workers.serve import Kept
-from workers.taskstate import TaskState
+from workers.serving.server import Kept
+from workers.storage.taskstate import TaskState
 
 TASKS, BATCH, CLASSES = (2, 5, 10, 20), 64, 10
 SETTINGS = BackboneSettings(name="vit_tiny_patch16_224", img_size=96, options={"depth": 6})

@@ -11,10 +11,11 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from pipeline import config, launch
-from pipeline.build import IngestJob, graph_of
-from pipeline.graph import Graph
-from pipeline.store import Store
+from pipeline import config
+from pipeline.graph.build import IngestJob, graph_of
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
+from pipeline.launch import executor
 from workers.job import StageJob
 
 
@@ -84,7 +85,7 @@ def plan(
 def ingest(store: Store, graph: Graph) -> None:
     for stage in graph:
         if isinstance(stage.job, IngestJob):
-            launch.run_ingest(store, stage, map, lambda event: None)
+            executor.run_ingest(store, stage, map, lambda event: None)
 
 
 def job_of(graph: Graph, stage_id: str) -> StageJob:

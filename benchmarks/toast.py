@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import Report, interleave, start
-from workers.data.draw import Draw
 from workers.job import BackboneSettings, Task
 from workers.methods.base import Batch, Progress, Rates
 from workers.methods.toast import Toast, ToastSettings
 from workers.model.top_down import selected
 from workers.model.vit import build
+from workers.rng import Draw
 
 BATCH, CLASSES, TASKS = 16, 10, 5
 STEP, INFERENCE = 1.15, 1.75  # least ratio of two full passes to shared ones

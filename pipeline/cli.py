@@ -14,16 +14,19 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline import browse, draw, predict
-from workers import notice, secrets
+from pipeline.graph import diagram
+from pipeline.serving import commands as predict
+from pipeline.tracking import ui as browse
+from workers import preemption
 from workers.errors import UserError
+from workers.storage import secrets
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-    from pipeline.graph import Graph, Stage
-    from pipeline.report.tables import RunTables
-    from pipeline.run import Executor
-    from pipeline.store import Lookup, Store
+    from pipeline.graph.run import Executor
+    from pipeline.graph.stage import Graph, Stage
+    from pipeline.graph.store import Lookup, Store
+    from pipeline.results.tables import RunTables
     from workers.job import Task
 
 BUCKET = re.compile(r"in bucket '([^']+)'")  # in what pyarrow says of an object
@@ -54,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"accrete: {file_sentence(error)}", file=sys.stderr)
         return 2
-    except notice.Leaving:
+    except preemption.Leaving:
         print(
             "accrete: told to stop; what was under way is saved as far as its last checkpoint, "
             "run the same command again to go on",
@@ -79,7 +82,7 @@ def file_sentence(error: OSError) -> str:
         )
     bucket = BUCKET.search(str(error))
     if "AWS Error" in text or "google::cloud" in text:
-        from workers.filesystem import access_remedy
+        from workers.storage.filesystem import access_remedy
 
         scheme = "s3" if "AWS Error" in text else "gs"
         return (
@@ -230,9 +233,9 @@ def prepare(
     written again in place is read first; else sources on other machines whose results stand are
     not asked."""
     from pipeline import config as config_module
-    from pipeline.cluster import is_submitted_job
-    from pipeline.plain_yaml import absolute
-    from pipeline.store import Store
+    from pipeline.graph.store import Store
+    from pipeline.launch.cluster import is_submitted_job
+    from pipeline.yaml_files import absolute
 
     config = config_module.load(args.config, args.overrides)
     store = Store(absolute(config.storage))
@@ -244,7 +247,7 @@ def prepare(
         )
     store.check_writable()
     store.sweep()
-    from pipeline import build
+    from pipeline.graph import build
 
     if to_run:
         build.read_sources_again(config, store, print)
@@ -270,11 +273,13 @@ def execute(
 ) -> RunTables:
     """Runs a graph, records it and says what came out. command: what a person types to go on with
     it; remedy: to have its record written anew."""
-    from pipeline import console, launch, track
-    from pipeline.report import inside
-    from pipeline.report.tables import RunTables
-    from pipeline.run import look_up_all, raise_failures, run_graph
-    from pipeline.store import record_of
+    from pipeline import console
+    from pipeline.graph.run import look_up_all, raise_failures, run_graph
+    from pipeline.graph.store import record_of
+    from pipeline.launch import executor as launch
+    from pipeline.report import analysis_section
+    from pipeline.results.tables import RunTables
+    from pipeline.tracking import recorder as track
 
     previous = previous_record(store, config)
     record = record_of(graph, config, tasks, provenance())
@@ -282,7 +287,7 @@ def execute(
     lookups = look_up_all(graph, store, previous)
     screen = console.Console(graph, lookups)
     recorder = track.Recorder(config.tracking, store.storage, screen.say, remedy)
-    recording = track.Background(recorder, graph, record, draw.to_svg(graph, {}))
+    recording = track.Background(recorder, graph, record, diagram.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
 
@@ -302,7 +307,7 @@ def execute(
         )
         status = "FAILED" if outcome.failures else "FINISHED"
         raise_failures(outcome, command)
-        files = inside.shown(report_files(store, graph), record, store)
+        files = analysis_section.shown(report_files(store, graph), record, store)
         recorder.models(graph)
     finally:
         recording.finish(files, status)
@@ -323,7 +328,7 @@ def previous_record(store: Store, config: Config) -> dict[str, Any] | None:
 
 
 def search(args: argparse.Namespace) -> int:
-    from pipeline import search as module
+    from pipeline.search import run as module
 
     return module.command(args)
 
@@ -331,12 +336,12 @@ def search(args: argparse.Namespace) -> int:
 def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """The report stage: pages, pictures and tables of the whole run, from the store alone."""
     from pipeline.report import page
-    from workers.artefact import Attempt, opened_once
+    from workers.storage.artifact import Attempt, opened_once
 
     started = time.monotonic()
     attempt = Attempt(store.root, stage.key)
     with opened_once(store.root, [graph[parent].key for parent in stage.parents]) as made_of:
-        files = page.build(store.storage, record, draw.to_svg(graph, {}))
+        files = page.build(store.storage, record, diagram.to_svg(graph, {}))
     for name, data in files.items():
         attempt.write(name, data)
     manifest = {
@@ -351,7 +356,7 @@ def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage
 
 
 def report_files(store: Store, graph: Graph) -> dict[str, bytes]:
-    from workers.artefact import Artefact
+    from workers.storage.artifact import Artefact
 
     artefact = Artefact.need(store.root, graph["report"].key)
     return {name: artefact.read(name) for name in artefact.manifest["files"]}
@@ -360,7 +365,7 @@ def report_files(store: Store, graph: Graph) -> dict[str, bytes]:
 def export(store: Store, name: str, files: dict[str, bytes]) -> str:
     """Copies the report's files to where people look, `runs/NAME/`; returns the place of the
     page."""
-    from workers.artefact import join, write_bytes
+    from workers.storage.artifact import join, write_bytes
 
     folder = join(store.storage, "runs", name)
     for file, data in files.items():
@@ -369,8 +374,8 @@ def export(store: Store, name: str, files: dict[str, bytes]) -> str:
 
 
 def plan(args: argparse.Namespace) -> int:
-    from pipeline.run import look_up_all, needed
-    from pipeline.store import version_notes
+    from pipeline.graph.run import look_up_all, needed
+    from pipeline.graph.store import version_notes
 
     config, store, graph, tasks = prepare(args)
     previous = previous_record(store, config)
@@ -389,15 +394,15 @@ def plan(args: argparse.Namespace) -> int:
     )
     for line in version_notes(lookups, previous, provenance()):
         print(f"{line}\n")
-    print(draw.to_text(graph, status))
+    print(diagram.to_text(graph, status))
     if args.cost:
-        from pipeline import forecast
+        from pipeline.launch import cost
 
-        print("\n" + forecast.text(forecast.forecast(graph, config, store, todo, tasks)))
+        print("\n" + cost.text(cost.forecast(graph, config, store, todo, tasks)))
     if args.svg:
         try:
             with open(args.svg, "w", encoding="utf-8") as stream:
-                stream.write(draw.to_svg(graph, status))
+                stream.write(diagram.to_svg(graph, status))
         except OSError as error:
             raise UserError(
                 f"--svg {args.svg!r} cannot be written ({error.strerror}); name a file in a "
@@ -421,7 +426,7 @@ def note(stage: Stage, lookups: dict[str, Lookup], todo: set[str]) -> str:
 
 
 def ingest(args: argparse.Namespace) -> int:
-    from pipeline.graph import Graph
+    from pipeline.graph.stage import Graph
 
     config, store, graph, _ = prepare(args, to_run=True)
     part = Graph.of(graph.name, [s for s in graph if s.step == "ingest"])
@@ -439,9 +444,9 @@ def ingest(args: argparse.Namespace) -> int:
 
 def bring(part: Graph, config: Config, store: Store, command: str) -> None:
     """Runs the ingest stages in `part` that are missing."""
-    from pipeline import launch
     from pipeline.console import Console
-    from pipeline.run import look_up_all, raise_failures, run_graph
+    from pipeline.graph.run import look_up_all, raise_failures, run_graph
+    from pipeline.launch import executor as launch
 
     lookups = look_up_all(part, store, previous_record(store, config))
     console = Console(part, lookups)
@@ -461,18 +466,18 @@ def bring(part: Graph, config: Config, store: Store, command: str) -> None:
 def report(args: argparse.Namespace) -> int:
     """Writes the report and the MLflow record anew from what the store holds, also of an unfinished
     run; of a search its own."""
-    from pipeline import search as searches
-    from pipeline import track
-    from pipeline.report import inside, page
-    from pipeline.store import record_of
-    from workers.artefact import Artefact
+    from pipeline.graph.store import record_of
+    from pipeline.report import analysis_section, page
+    from pipeline.search import run as searches
+    from pipeline.tracking import recorder as track
+    from workers.storage.artifact import Artefact
 
     if searches.is_search(args.config):
         return searches.report(args)
     config, store, graph, tasks = prepare(args)
     record = store.record(config.name) or record_of(graph, config, tasks, provenance())
-    picture = draw.to_svg(graph, {})
-    files = inside.shown(page.build(store.storage, record, picture), record, store)
+    picture = diagram.to_svg(graph, {})
+    files = analysis_section.shown(page.build(store.storage, record, picture), record, store)
     recorder = track.Recorder(config.tracking, store.storage, remedy=command_of(args, "report"))
     recorder.start(record, picture)
     if all(Artefact.open(store.root, stage.key) for stage in graph if stage.step == "evaluate"):
@@ -489,9 +494,11 @@ def report(args: argparse.Namespace) -> int:
 def analyse(args: argparse.Namespace) -> int:
     """Tables and pictures in the report and in the record: of several runs, in those of the first;
     numbers of a method in its own record."""
-    from pipeline import analyse as analysis
-    from pipeline import build, track
-    from pipeline.report import entries, inside
+    from pipeline.graph import build
+    from pipeline.report import analyse as analysis
+    from pipeline.report import analysis_section
+    from pipeline.tracking import points
+    from pipeline.tracking import recorder as track
 
     for option, least, most in (("images", 1, math.inf), ("maps", 0, MOST_MAPS)):
         if not least <= (given := getattr(args, option)) <= most:
@@ -525,18 +532,18 @@ def analyse(args: argparse.Namespace) -> int:
         )
     found = analysis.analysed(runs, args.images, args.maps, args.robustness, others)
     first, pages, said = runs[0], "", list[str]()
-    made = inside.written(found.parts, [run.record for run in runs], first.store)
+    made = analysis_section.written(found.parts, [run.record for run in runs], first.store)
     folder = os.path.dirname(export(first.store, first.name, made))
     for run in runs:
-        picture = draw.to_svg(run.graph, {})
-        files = inside.shown(
+        picture = diagram.to_svg(run.graph, {})
+        files = analysis_section.shown(
             report_of(run.store, run.graph, run.record, picture), run.record, run.store
         )
         recorder = track.Recorder(run.config.tracking, run.store.storage, remedy="the same command")
         recorder.start(run.record, picture)
         recorder.analysed(
             made if run is first else {},
-            entries.analysis_points(run.name, found.attention, found.robustness, args.images),
+            points.analysis_points(run.name, found.attention, found.robustness, args.images),
         )
         recorder.finish(files)
         pages = pages or export(run.store, run.name, files)
@@ -549,7 +556,7 @@ def analyse(args: argparse.Namespace) -> int:
 def record_for(store: Store, graph: Graph, config: Config, tasks: list[Task]) -> dict[str, Any]:
     """The record of this graph: the one in the store, unless the run of this name has changed
     since."""
-    from pipeline.store import record_of
+    from pipeline.graph.store import record_of
 
     found = store.record(config.name)
     stands = found is not None and {s["id"]: s["key"] for s in found["stages"]} == {
@@ -563,7 +570,7 @@ def report_of(
 ) -> dict[str, bytes]:
     """The files of the report stage; made anew where there are none."""
     from pipeline.report import page
-    from workers.artefact import Artefact
+    from workers.storage.artifact import Artefact
 
     return (
         report_files(store, graph)
@@ -573,13 +580,13 @@ def report_of(
 
 
 def compare(args: argparse.Namespace) -> int:
-    from pipeline import compare as comparison
+    from pipeline.report import comparison
 
     return comparison.compare(args)
 
 
 def ui(args: argparse.Namespace) -> int:
-    from pipeline.plain_yaml import absolute
+    from pipeline.yaml_files import absolute
 
     storage = absolute(args.storage)
     if "://" not in storage and not os.path.isdir(storage):
@@ -591,8 +598,8 @@ def ui(args: argparse.Namespace) -> int:
 
 
 def collect_garbage(args: argparse.Namespace) -> int:
-    from pipeline.plain_yaml import absolute
-    from pipeline.store import Store
+    from pipeline.graph.store import Store
+    from pipeline.yaml_files import absolute
 
     store = Store(absolute(args.storage))
     garbage = store.garbage(args.earlier)
@@ -625,8 +632,8 @@ def collect_garbage(args: argparse.Namespace) -> int:
 def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
     """Deletes what was garbage when a person was asked and still is. Returns the paths that a run
     needs by now, and those that a process is computing."""
-    from workers.artefact import delete_dir, join
-    from workers.claim import claimed
+    from workers.storage.artifact import delete_dir, join
+    from workers.storage.lock import claimed
 
     wanted, busy = [], []
     with store.claimed_by_gc():

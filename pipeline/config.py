@@ -21,10 +21,10 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.plain_yaml import apply_override, merge, read_with_bases
+from pipeline.yaml_files import apply_override, merge, read_with_bases
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
-from workers.secrets import refuse_secrets
+from workers.storage.secrets import refuse_secrets
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that change no result
@@ -386,9 +386,7 @@ def _entries(config: Config) -> list[tuple[str, str | None]]:
 
 def _check_methods(config: Config, where: str) -> None:
     # imports torch, so it comes after everything that can be checked without
-    from workers.methods import (
-        METHODS,
-    )
+    from workers.methods import METHODS
 
     for label, entry in config.methods.items():
         if entry.method not in METHODS:

@@ -9,14 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pipeline.graph import Graph
-from pipeline.report.tables import RunTables
-from pipeline.run import ENDED, Decision, Event, Outcome, Walk
-from pipeline.store import Lookup
-from workers.secrets import shown
+from pipeline.graph.run import ENDED, Decision, Event, Outcome, Walk
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Lookup
+from pipeline.results.tables import RunTables
+from workers.storage.secrets import shown
 
 if TYPE_CHECKING:
-    from pipeline.searchfile import Search
+    from pipeline.search.spec import Search
 
 QUIET_S = 30.0  # where output is not a terminal: seconds between two progress lines of a stage
 

@@ -31,7 +31,6 @@ from laboratory import (
 from torch import Tensor
 
 from workers import evaluate, loop
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
@@ -39,7 +38,8 @@ from workers.evaluate import accuracy
 from workers.methods import METHODS
 from workers.methods.base import Method, Rates
 from workers.model.vit import digest_of
-from workers.taskstate import KINDS, Carried
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import KINDS, Carried
 
 Check = Callable[[Lab, str, str], None]
 FIRST, SECOND = 0, 1  # places of the two tasks in the stream

@@ -84,7 +84,7 @@ def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     import uuid
 
     from tests import s3
-    from workers import filesystem
+    from workers.storage import filesystem
 
     with s3.Proxy(s3_server, bucket=f"bucket-{uuid.uuid4().hex[:8]}").served() as proxy:
         for name, value in s3.environment(proxy.port).items():

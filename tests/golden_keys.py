@@ -14,7 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline import build, cards, config, ingest, searchfile, store
+from pipeline import config
+from pipeline.data import cards, ingest
+from pipeline.graph import build, store
+from pipeline.search import spec
 from workers import evaluate, loop
 from workers.data import sources
 from workers.job import (
@@ -42,7 +45,7 @@ SHARED = (
     cards.Card,
     cards.Source,
     cards.Counts,
-    searchfile.SearchSettings,
+    spec.SearchSettings,
 )
 
 

@@ -9,13 +9,13 @@ import torch
 from laboratory import TASKS, Lab, Run
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
 from workers.methods.base import Batch, Method, Progress, Rates
 from workers.model.vit import build
+from workers.rng import Draw
 
 SMALL = BackboneSettings(
     img_size=16,

@@ -16,9 +16,9 @@ import yaml
 from PIL import Image
 
 from tests import small_run
-from workers.artefact import Attempt
 from workers.data.shards import INDEX, SCHEMA
 from workers.errors import UserError
+from workers.storage.artifact import Attempt
 
 MARK = "the-code-of-a-stranger-ran"
 ROW = {

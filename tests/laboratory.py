@@ -23,19 +23,20 @@ from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline import config, launch
-from pipeline.build import IngestJob, graph_of
-from pipeline.store import Store
+from pipeline import config
+from pipeline.graph.build import IngestJob, graph_of
+from pipeline.graph.store import Store
+from pipeline.launch import executor
 from tests import small_run
 from workers import evaluate, loop
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.data.shards import Shards
 from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method
-from workers.taskstate import Carried, TaskState
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import Carried, TaskState
 
 TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}  # the later one has more classes
 PER_CLASS = {"train": 40, "test": 20}
@@ -179,7 +180,7 @@ class Lab:
                     isinstance(stage.job, IngestJob)
                     and Artefact.open(self.store.root, stage.key) is None
                 ):
-                    launch.run_ingest(self.store, stage, map, lambda event: None)
+                    executor.run_ingest(self.store, stage, map, lambda event: None)
             self.runs[known] = Run(
                 self, method, order, {i: j for i, j in stages.items() if isinstance(j, StageJob)}
             )

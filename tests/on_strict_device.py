@@ -34,12 +34,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests import strict_device
 from tests.strict_device import Counts
 from workers import loop
-from workers.bundle import Bundle
 from workers.data.rows import select
 from workers.dist import Group
 from workers.methods import METHODS
-from workers.methods.rehearsal import Rehearsal
-from workers.serve import Served
+from workers.methods.bases.rehearsal import Rehearsal
+from workers.serving.bundle import Bundle
+from workers.serving.server import Served
 
 TABLE = Path(__file__).parents[1] / "benchmarks" / "README.md"
 ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|$", re.M)

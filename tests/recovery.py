@@ -15,7 +15,7 @@ import pytest
 
 from tests import small_run
 from workers import loop
-from workers.artefact import Artefact
+from workers.storage.artifact import Artefact
 
 MOMENTS = 20260101  # seed of the moments at which things are killed
 

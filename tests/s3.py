@@ -277,7 +277,7 @@ def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0)
 
 
 def main_into(argv: list[str], out: str, env: dict[str, str], stop_before: int) -> None:
-    from workers import filesystem
+    from workers.storage import filesystem
 
     os.environ.update(env)
     filesystem.TRIES, filesystem.FIRST_S = 1, 0.01

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from laboratory import TINY, Lab, Run
 
-from workers.bundle import Bundle
 from workers.data.rows import select
-from workers.serve import Served
+from workers.serving.bundle import Bundle
+from workers.serving.server import Served
 
 THREE = ("two", "three")
 

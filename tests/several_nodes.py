@@ -21,7 +21,7 @@ class Nodes:
     dashboard_port: where jobs are submitted, if any are."""
 
     def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0):
-        from pipeline.cluster import ENVIRONMENT
+        from pipeline.launch.cluster import ENVIRONMENT
 
         # short: sockets lie below
         self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import stream
-from pipeline.graph import Graph, Stage
-from pipeline.offers import Offer, Queue
-from pipeline.run import Event
-from pipeline.store import Store
+from pipeline.graph.run import Event
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Store
+from pipeline.launch.queue import Offer, Queue
 from workers.job import StageJob
 
 

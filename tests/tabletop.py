@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
 from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods.base import Batch, Method, Progress, Rates
 from workers.model.vit import build
-from workers.taskstate import Carried, TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import Carried, TaskState
 
 TINY = BackboneSettings(
     img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

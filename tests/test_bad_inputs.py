@@ -22,7 +22,7 @@ import yaml
 from pipeline import cli
 from pipeline.report import page
 from tests import small_run
-from workers.artefact import digest_of, file_info
+from workers.storage.artifact import digest_of, file_info
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import config, searchfile
-from pipeline.space import Space, check
-from pipeline.trial import with_history
+from pipeline import config
+from pipeline.search import spec
+from pipeline.search.space import Space, check
+from pipeline.search.trial import with_history
 from workers.methods import METHODS
 from workers.methods.base import Method
 
@@ -247,7 +248,7 @@ def test_a_search_has_points_that_a_run_accepts_an_end_and_says_how_to_run_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
-    settings, body, _ = searchfile.load(str(path), [])
+    settings, body, _ = spec.load(str(path), [])
     space = Space(settings.space)
     check(space, body, path.name)
     if settings.protocol == "per_task":

@@ -27,16 +27,17 @@ from hostile import BACKBONES, Site, backbones, costs, member, parquet, png, sou
 from PIL import Image
 from test_bad_inputs import sentence
 
-from pipeline import cli, formats, ingest, plain_yaml
+from pipeline import cli, yaml_files
 from pipeline import config as configs
+from pipeline.data import formats, ingest
 from pipeline.report import files as csv_files
 from tests import small_run
-from workers.artefact import file_info
-from workers.bundle import sealed
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit
-from workers.taskstate import TaskState, load_tensors
+from workers.serving.bundle import sealed
+from workers.storage.artifact import file_info
+from workers.storage.taskstate import TaskState, load_tensors
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MARK = "the-code-of-a-stranger-ran"
@@ -405,7 +406,7 @@ YAMLS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("case", YAMLS)
 def test_hostile_yaml_is_refused(case, kind, site, capfd, monkeypatch):
     monkeypatch.chdir(site.outside)
-    monkeypatch.setattr(plain_yaml, "MOST_VALUES", 2000)
+    monkeypatch.setattr(yaml_files, "MOST_VALUES", 2000)
     text, says = YAMLS[case]
     (site.own / "bad.yaml").write_text(text)
     path = (
@@ -417,7 +418,7 @@ def test_hostile_yaml_is_refused(case, kind, site, capfd, monkeypatch):
 
 
 def whole(text: str) -> str:
-    return str(len(repr(plain_yaml.parse_yaml(text, "x.yaml"))))
+    return str(len(repr(yaml_files.parse_yaml(text, "x.yaml"))))
 
 
 @pytest.mark.parametrize(
@@ -430,7 +431,7 @@ def test_hostile_yaml_takes_no_memory(text):
 
 
 def test_aliases_that_people_write_are_read():
-    assert plain_yaml.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")[
+    assert yaml_files.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")[
         "b"
     ] == {"x": 3, "y": [2]}
 
@@ -475,7 +476,7 @@ MEANS: dict[str, Any] = {
 
 @pytest.mark.parametrize("text", MEANS)
 def test_words_mean_what_yaml_1_2_says(text):
-    found = plain_yaml.parse_yaml(f"key: {text}", "x")["key"]
+    found = yaml_files.parse_yaml(f"key: {text}", "x")["key"]
     assert (type(found), found) == (type(MEANS[text]), MEANS[text])
 
 
@@ -496,8 +497,8 @@ def test_what_is_written_is_read_back_and_by_yaml_1_1_too():
         [],
         {},
     ]
-    text = plain_yaml.dump_yaml({"values": values, **dict.fromkeys(MEANS, 1)})
-    for body in (plain_yaml.parse_yaml(text, "x"), yaml.safe_load(text)):
+    text = yaml_files.dump_yaml({"values": values, **dict.fromkeys(MEANS, 1)})
+    for body in (yaml_files.parse_yaml(text, "x"), yaml.safe_load(text)):
         assert list(body) == ["values", *MEANS]
         assert [(type(value), value) for value in body["values"]] == [
             (type(value), value) for value in values
@@ -606,7 +607,7 @@ def test_bases_that_people_write_are_read(site):
             f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n"
         )
     (site.own / "0.yaml").write_text("seed: 1\n")
-    assert plain_yaml.read_with_bases(site.own / "5.yaml") == {
+    assert yaml_files.read_with_bases(site.own / "5.yaml") == {
         "seed": 1,
         **{f"key{n}": n for n in range(1, 6)},
     }

@@ -16,16 +16,17 @@ import torch
 from hostile import BACKBONES, ROW, Site, backbones, costs, ingested, member, parquet, png, source
 from test_bad_inputs import sentence
 
-from pipeline import cards, cli, plain_yaml
+from pipeline import cli, yaml_files
+from pipeline.data import cards
+from pipeline.graph.store import Store
 from pipeline.report import page
-from pipeline.store import Store
 from tests import small_run
 from tests.pipeline import fake_run
-from workers import checkpoint
-from workers.artefact import Artefact, digest_of, file_info
-from workers.bundle import Bundle
 from workers.data.shards import SCHEMA, Shards
 from workers.errors import DamagedArtefact, UserError
+from workers.serving.bundle import Bundle
+from workers.storage import checkpoint
+from workers.storage.artifact import Artefact, digest_of, file_info
 
 
 # ---- shards and their index ----------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_json_of_a_stranger_is_no_record_and_no_obstacle(text, site, capfd):
 
 
 def read_one(path: str) -> str:
-    from workers.artefact import read_json
+    from workers.storage.artifact import read_json
 
     try:
         return str(read_json(path))
@@ -431,7 +432,7 @@ def test_cards_of_the_repository_are_read():
     names = sorted(path.parent.name for path in cards.CARDS.glob("*/card.yaml"))
     assert len(names) > 5
     for name in names:
-        classes = plain_yaml.read_yaml(cards.CARDS / name / "card.yaml", "a card")["classes"]
+        classes = yaml_files.read_yaml(cards.CARDS / name / "card.yaml", "a card")["classes"]
         assert all(
             c.isprintable() and 0 < len(c) <= cards.LONGEST_CLASS
             for c in classes

@@ -11,7 +11,7 @@ import pytest
 
 from tests import s3, small_run
 from tests.recovery import Reference
-from workers.artefact import listing
+from workers.storage.artifact import listing
 
 DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
 

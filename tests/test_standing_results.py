@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline import run as walk
+from pipeline.graph import run as walk
 from tests import small_run
 from tests.recovery import spoil
 

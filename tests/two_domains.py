@@ -10,12 +10,12 @@ import tabletop
 import torch
 from torch import Tensor
 
-from workers.data.draw import Draw
 from workers.dist import Group
 from workers.job import BackboneSettings, Task
 from workers.methods.base import Batch, Method, Rates
 from workers.model.vit import build
-from workers.taskstate import Carried, TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import Carried, TaskState
 
 SMALL = BackboneSettings(
     img_size=16,

@@ -19,11 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from workers import checkpoint, dist, notice, optim
-from workers.artefact import Artefact, Attempt, content_of, opened_once
-from workers.checkpoint import Checkpoint
-from workers.claim import claimed
-from workers.data.draw import seed_of
+from workers import dist, optim, preemption
 from workers.data.feed import Feed
 from workers.data.rows import keys_of
 from workers.errors import UserError
@@ -32,7 +28,12 @@ from workers.job import BackboneSettings, StageJob
 from workers.methods import METHODS
 from workers.methods.base import Batch, Method, Progress, Rates
 from workers.model import noise, vit
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage import checkpoint
+from workers.storage.artifact import Artefact, Attempt, content_of, opened_once
+from workers.storage.checkpoint import Checkpoint
+from workers.storage.lock import claimed
+from workers.storage.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
 # raise it when training gives other numbers: this loop, optim, feed, augmentation, noise, heads
@@ -364,13 +365,13 @@ def is_due(when: float, step: int, group: dist.Group) -> bool:
     and several ask each other only now and then."""
     if group.world > 1 and (step + 1) % AGREE_STEPS:
         return False
-    return bool(group.share(time.monotonic() > when or notice.given.is_set()))
+    return bool(group.share(time.monotonic() > when or preemption.given.is_set()))
 
 
 def leave_if_told(job: StageJob, group: dist.Group) -> None:
     """Right after a checkpoint. Raises Leaving, on all ranks, where rank 0 was told to go."""
-    if group.share(notice.given.is_set()):
-        raise notice.Leaving(f"{job.id} is saved")
+    if group.share(preemption.given.is_set()):
+        raise preemption.Leaving(f"{job.id} is saved")
 
 
 class Sums:

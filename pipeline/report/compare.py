@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import flatten
 from pipeline.report.files import Row
-from pipeline.report.tables import Matrix, RunTables
+from pipeline.results.tables import Matrix, RunTables
 from workers.errors import UserError
 
 # settings that make no other run, or change no result but in its rounding number: what it says, how

@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from pipeline.report import maskplots, plots
-from pipeline.report.masks import MaskView
+from pipeline.report import mask_plots, plots
 from pipeline.report.samples import sample_image
-from pipeline.report.tables import RunTables
+from pipeline.results.masks import MaskView
+from pipeline.results.tables import RunTables
 from workers.methods import METHODS
 from workers.methods.base import Method
 
@@ -140,7 +140,7 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
     found = []
     sighted = [v for v in views if v.tokens is not None]
     if sighted:
-        chosen = [sighted[i] for i in maskplots.spread(len(sighted), MOST_ROWS)]
+        chosen = [sighted[i] for i in mask_plots.spread(len(sighted), MOST_ROWS)]
         found.append(
             Picture(
                 f"masks-{label}.png",
@@ -155,20 +155,20 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
         (
             "density",
             "How much is kept, by depth",
-            maskplots.density(views),
+            mask_plots.density(views),
             "Share of entries that each mask keeps, from the first block to the last.",
         ),
         (
             "overlap",
             "What tasks have in common",
-            maskplots.overlaps(views),
+            mask_plots.overlaps(views),
             "Jaccard index of each pair of tasks: entries that both keep, divided by entries "
             "that at least one keeps; 1 means the same mask.",
         ),
         (
             "capacity",
             "Capacity used",
-            maskplots.used(views),
+            mask_plots.used(views),
             "Of all entries that can be masked: those that a task uses and earlier ones used "
             "already, those it is the first to use, and the line "
             "of all that some task uses by then.",
@@ -176,14 +176,14 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
         (
             "layers",
             f"Where the mask of {views[-1].task if views else ''} keeps what",
-            maskplots.layers(views[-1]) if views else None,
+            mask_plots.layers(views[-1]) if views else None,
             "Each line is a block, each column an output unit of its layer: dark is kept, light "
             "is masked.",
         ),
         (
             "tokens",
             "Learned tokens",
-            maskplots.prompts(views),
+            mask_plots.prompts(views),
             "Left: the token values of the newest task. Right: how much the tokens of all tasks "
             "point the same way.",
         ),
@@ -195,7 +195,7 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
 
 def token_picture(tables: RunTables, views: list[MaskView], most_blocks: int = 6) -> bytes:
     entries = [(v.task, np.asarray(v.tokens), sample_image(tables, v.task)) for v in views]
-    return plots.png(maskplots.token_masks(entries, most_blocks))
+    return plots.png(mask_plots.token_masks(entries, most_blocks))
 
 
 def mask_views(tables: RunTables, label: str) -> list[MaskView]:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.csv_text import to_csv
+from pipeline.data.csv_text import to_csv
 
 Row = dict[str, Any]
 

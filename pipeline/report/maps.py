@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from pipeline.report.maskplots import spread
+from pipeline.report.mask_plots import spread
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from pipeline.plain_yaml import dump_yaml
 from pipeline.report import figures, files
 from pipeline.report.figures import Picture
-from pipeline.report.masks import capacity, kinds, overlap_rows
 from pipeline.report.plots import bytes_text
-from pipeline.report.tables import RunTables
+from pipeline.results.masks import capacity, kinds, overlap_rows
+from pipeline.results.tables import RunTables
+from pipeline.yaml_files import dump_yaml
 
 # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
 FITS = 1500

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.trials import Search, Trial, number
+from pipeline.results.trials import Search, Trial, number
 
 FEWEST = 4  # finished trials, below which nothing is said about importance
 CONDITIONS = ("when", "if")

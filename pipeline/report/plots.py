@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from pipeline.report.tables import Matrix, Row
+from pipeline.results.tables import Matrix, Row
 
 # Okabe and Ito's palette without yellow, which is too pale on white; marker and dash repeat what
 # the colour says.

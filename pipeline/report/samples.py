@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.report.tables import RunTables
+from pipeline.results.tables import RunTables
 from workers.errors import UserError
 
 SIDE = 192  # pixels of a picture

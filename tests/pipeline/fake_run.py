@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
-from pipeline.graph import Stage
-from workers.artefact import Artefact, Attempt, join
-from workers.taskstate import Carried, TaskState
+from pipeline.graph.stage import Stage
+from workers.storage.artifact import Artefact, Attempt, join
+from workers.storage.taskstate import Carried, TaskState
 
 TASKS = [
     {

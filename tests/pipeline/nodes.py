@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pipeline.cluster import Node, Surroundings
+from pipeline.launch.cluster import Node, Surroundings
 
 
 def nodes_of(

@@ -16,10 +16,11 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 
-from pipeline import analyse, cli, track_mlflow
-from pipeline.report import inside, maps
-from pipeline.report.tables import RunTables
-from pipeline.store import Store
+from pipeline import cli
+from pipeline.graph.store import Store
+from pipeline.report import analyse, analysis_section, maps
+from pipeline.results.tables import RunTables
+from pipeline.tracking import mlflow_client
 from tests import small_run
 from workers.analysis import Maps
 
@@ -68,7 +69,9 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch):
     """A page without pictures, but with the places that a page has."""
     from pipeline.report import page
 
-    monkeypatch.setattr(page, "build", lambda *_: {"report.html": "".join(inside.BEFORE).encode()})
+    monkeypatch.setattr(
+        page, "build", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
+    )
     monkeypatch.setattr(cli, "report_of", lambda *_: page.build())
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
@@ -341,7 +344,7 @@ def test_the_page_keeps_it_when_the_run_is_started_once_more(
     say("analyse", "plain", "--images", "8", "--maps", "1")
     shown = page_of(configs, "plain")
     monkeypatch.setattr(
-        cli, "report_files", lambda *_: {"report.html": "".join(inside.BEFORE).encode()}
+        cli, "report_files", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
     )
     code, said = say("run", "plain")
     assert code == 0
@@ -355,8 +358,8 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     record, other = store.record("scaled"), store.record("plain")
     assert record is not None
     assert other is not None
-    page = {"report.html": "".join(inside.BEFORE).encode()}
-    assert b"data:image" in inside.shown(page, record, store)["report.html"]
+    page = {"report.html": "".join(analysis_section.BEFORE).encode()}
+    assert b"data:image" in analysis_section.shown(page, record, store)["report.html"]
     changed = {
         **record,
         "stages": [
@@ -364,15 +367,17 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
             for s in record["stages"]
         ],
     }
-    without = inside.shown(page, changed, store)["report.html"].decode()
+    without = analysis_section.shown(page, changed, store)["report.html"].decode()
     assert "data:image" not in without
     assert "is left out, because the results that it looked at have changed since" in without
     renamed = {**record, "name": "moved"}
-    assert inside.shown(page, renamed, store) == page, "there is none in that folder"
+    assert analysis_section.shown(page, renamed, store) == page, "there is none in that folder"
     (out(configs, "scaled").parent / "moved").mkdir()
     for path in out(configs, "scaled").iterdir():
         (out(configs, "scaled").parent / "moved" / path.name).write_bytes(path.read_bytes())
-    assert b"data:image" in inside.shown(page, renamed, store)["report.html"], "a name is no result"
+    assert b"data:image" in analysis_section.shown(page, renamed, store)["report.html"], (
+        "a name is no result"
+    )
     grown = {
         **record,
         "stages": [
@@ -380,10 +385,10 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
             {"id": "finetune/c/evaluate", "key": "1" * 32, "step": "evaluate"},
         ],
     }
-    assert b"data:image" not in inside.shown(page, grown, store)["report.html"]
+    assert b"data:image" not in analysis_section.shown(page, grown, store)["report.html"]
     try:
         store.save_record({**other, "stages": [{**s, "key": "0" * 32} for s in other["stages"]]})
-        assert b"data:image" not in inside.shown(page, record, store)["report.html"], (
+        assert b"data:image" not in analysis_section.shown(page, record, store)["report.html"], (
             "one that it is compared with has changed"
         )
     finally:
@@ -394,11 +399,11 @@ def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
     configs: dict[str, str], tmp_path: Path
 ):
     store = Store(str(tmp_path))
-    page = {"report.html": "".join(inside.BEFORE).encode()}
+    page = {"report.html": "".join(analysis_section.BEFORE).encode()}
     for text in ("", "[]", '{"attention": 1}', '{"attention": {}}'):
         (tmp_path / "runs" / "some").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "runs" / "some" / inside.NAME).write_text(text)
-        assert inside.shown(page, {"name": "some", "stages": []}, store) == page
+        (tmp_path / "runs" / "some" / analysis_section.NAME).write_text(text)
+        assert analysis_section.shown(page, {"name": "some", "stages": []}, store) == page
 
 
 # ---- maps ----------------------------------------------------------------------------------------
@@ -445,7 +450,7 @@ def test_the_record_gets_curves_over_blocks_once(
     configs: dict[str, str], tracked: str, inverted: str, say: Say
 ):
     def recorded() -> tuple[dict[tuple[str, str], dict[int, float]], set[str], int]:
-        client, _, experiment = track_mlflow.open_store(str(Path(tracked).parent / "storage"))
+        client, _, experiment = mlflow_client.open_store(str(Path(tracked).parent / "storage"))
         runs = {
             (r.data.tags.get("label", ""), r.data.tags.get("task", "")): r
             for r in client.search_runs([experiment], max_results=1000)
@@ -500,7 +505,7 @@ def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(
     def broken(*_: Any) -> None:
         raise RuntimeError("no database today")
 
-    monkeypatch.setattr(track_mlflow, "open_store", broken)
+    monkeypatch.setattr(mlflow_client, "open_store", broken)
     assert "no database" not in say("analyse", "scaled", "--images", "8", "--maps", "0")[1]
     code, said = say("analyse", tracked, "--images", "8", "--maps", "0")
     assert code == 0

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import build, draw, ingest
 from pipeline.config import check
-from pipeline.graph import Graph
-from pipeline.store import Store
+from pipeline.data import ingest
+from pipeline.graph import build, diagram
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
 from tests import small_run
 from workers.errors import UserError
 from workers.job import Task
@@ -616,7 +617,7 @@ LABELS = ("finetune", "meat", "joint", "chained", "side")
 def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path):
     graph, _ = graph_of(tmp_path, *LABELS, base=True)
     status = {s.id: "miss" if s.step == "train" else "hit" for s in graph}
-    root = ElementTree.fromstring(draw.to_svg(graph, status))
+    root = ElementTree.fromstring(diagram.to_svg(graph, status))
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert sorted(t.split()[0] for t in titles) == sorted(s.id for s in graph)
     assert all(graph[t.split()[0]].key[:12] == t.split()[1] for t in titles)
@@ -629,7 +630,7 @@ def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path):
 
 def test_arrows_point_to_the_right(tmp_path):
     graph, _ = graph_of(tmp_path, *LABELS)
-    root = ElementTree.fromstring(draw.to_svg(graph, {}))
+    root = ElementTree.fromstring(diagram.to_svg(graph, {}))
     groups = list(root.iter("{http://www.w3.org/2000/svg}g"))
     place = {g[0].text.split()[0]: float(g[1].get("x", 0)) for g in groups if g[0].text}
     assert all(place[p] < place[s.id] for s in graph for p in s.parents)
@@ -638,7 +639,7 @@ def test_arrows_point_to_the_right(tmp_path):
 def test_the_text_shows_stars_chains_and_what_will_run(tmp_path):
     graph, _ = graph_of(tmp_path, *LABELS, base=True)
     status = {s.id: "miss" if s.task == "c" else "hit" for s in graph}
-    lines = draw.to_text(graph, status).splitlines()
+    lines = diagram.to_text(graph, status).splitlines()
     by_label = {line.split()[0]: line for line in lines}
     assert "data/digits  backbone" in by_label["shared"]
     assert "a -> b -> c*" in by_label["finetune"]
@@ -652,4 +653,4 @@ def test_the_text_shows_stars_chains_and_what_will_run(tmp_path):
 
 def test_names_are_escaped_in_the_picture(tmp_path):
     graph, _ = graph_of(tmp_path, "meat")
-    ElementTree.fromstring(draw.to_svg(graph, {"backbone": "<&>"}))
+    ElementTree.fromstring(diagram.to_svg(graph, {"backbone": "<&>"}))

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from timm.data import ImageNetInfo
 
-from pipeline import cards
+from pipeline.data import cards
 from workers.errors import UserError
 
 NAMES = tuple(f"class {i}" for i in range(100))

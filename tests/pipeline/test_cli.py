@@ -18,14 +18,15 @@ from typing import Any
 
 import pytest
 
-from pipeline import cli, console, run, store
-from pipeline.graph import Graph, Stage
+from pipeline import cli, console
+from pipeline.graph import run, store
+from pipeline.graph.run import Event, Walk
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Lookup
 from pipeline.report import page
-from pipeline.run import Event, Walk
-from pipeline.store import Lookup
 from tests import small_run
-from workers import artefact
-from workers.claim import claimed
+from workers.storage import artifact
+from workers.storage.lock import claimed
 
 STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
 
@@ -396,7 +397,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
     """Else it would find results that are deleted a moment later."""
     order: list[str] = []
     here = store.Store(str(littered.storage))
-    look_up_all, delete_dir = run.look_up_all, artefact.delete_dir
+    look_up_all, delete_dir = run.look_up_all, artifact.delete_dir
     begun = threading.Thread(target=lambda: cli.main(["run", littered.config()]))
 
     def delete(path: str) -> None:
@@ -406,7 +407,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
         order.append("delete")
         delete_dir(path)
 
-    monkeypatch.setattr(artefact, "delete_dir", delete)
+    monkeypatch.setattr(artifact, "delete_dir", delete)
     monkeypatch.setattr(
         run,
         "look_up_all",

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from pipeline import cluster
 from pipeline.config import ClusterSettings
+from pipeline.launch import cluster
 from tests.pipeline.nodes import nodes_of
 from workers.errors import UserError
 

@@ -12,12 +12,12 @@ import fake_run
 import pytest
 
 from pipeline import cli
+from pipeline.graph.store import Store
 from pipeline.report.compare import NUMBERS, Spread, compared, grouped
 from pipeline.report.compare_page import page
-from pipeline.report.tables import RunTables
-from pipeline.store import Store
-from workers.artefact import Artefact
+from pipeline.results.tables import RunTables
 from workers.errors import UserError
+from workers.storage.artifact import Artefact
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
@@ -300,7 +300,7 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(stored, tmp
 
 
 def test_many_names_make_a_folder_that_a_file_system_takes():
-    from pipeline.compare import folder_of
+    from pipeline.report.comparison import folder_of
 
     names = [f"a-rather-long-name-{i}" for i in range(40)]
     assert len(folder_of(names)) < 140

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline import build
 from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, check, dump, load
-from pipeline.plain_yaml import absolute, apply_override, expand, parse_yaml
-from pipeline.store import Store
+from pipeline.graph import build
+from pipeline.graph.store import Store
+from pipeline.yaml_files import absolute, apply_override, expand, parse_yaml
 from workers import evaluate, loop
 from workers.data import sources
 from workers.errors import UserError

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import browse, cli, predict, track_mlflow
+from pipeline import cli
 from pipeline.config import TrackingSettings
-from pipeline.track_outbox import Outbox
+from pipeline.serving import commands
+from pipeline.tracking import mlflow_client, ui
+from pipeline.tracking.outbox import Outbox
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ from pipeline.track_outbox import Outbox
     ],
 )
 def test_one_line_is_said_where_other_machines_can_reach_a_server(host, alone, capfd):
-    browse.warn_if_exposed(host, 5000, "read and delete every run: MLflow asks for no password")
+    ui.warn_if_exposed(host, 5000, "read and delete every run: MLflow asks for no password")
     out, err = capfd.readouterr()
     assert out == ""
     assert len(err.splitlines()) == (0 if alone else 1)
@@ -68,7 +70,7 @@ class Ended(Exception):
 def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
     host, tmp_path, capfd, monkeypatch
 ):
-    from pipeline import track_mlflow
+    from pipeline.tracking import mlflow_client
 
     started: list[list[str]] = []
 
@@ -78,10 +80,10 @@ def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
         raise Ended
 
     monkeypatch.setattr(
-        track_mlflow, "open_store", lambda *_: (None, "postgresql://me:hush@host/db", "0")
+        mlflow_client, "open_store", lambda *_: (None, "postgresql://me:hush@host/db", "0")
     )
-    monkeypatch.setattr(browse.subprocess, "Popen", popen)
-    monkeypatch.setattr(browse.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(ui.subprocess, "Popen", popen)
+    monkeypatch.setattr(ui.signal, "signal", lambda *_: None)
     with pytest.raises(Ended):
         cli.main(["ui", "--storage", str(tmp_path), "--host", host])
     assert started[0][started[0].index("--host") + 1] == host
@@ -103,8 +105,8 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(host, capfd,
         def write(self, place: str) -> None:
             pass
 
-    monkeypatch.setattr(predict, "chosen", lambda args: Found())
-    monkeypatch.setattr(predict, "running", running)
+    monkeypatch.setattr(commands, "chosen", lambda args: Found())
+    monkeypatch.setattr(commands, "running", running)
     with pytest.raises(Ended):
         cli.main(["serve", "model", "--host", host])
     assert asked == [host]
@@ -171,7 +173,7 @@ def tracking_server(monkeypatch):
 
 def test_what_is_printed_of_a_tracking_server_has_no_password(tracking_server, tmp_path, capfd):
     port, asked = tracking_server
-    calls = track_mlflow.Calls(str(tmp_path), TrackingSettings())
+    calls = mlflow_client.Calls(str(tmp_path), TrackingSettings())
     calls.close(calls.find({})[0], "FINISHED")
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 0
     said = "".join(capfd.readouterr())
@@ -200,10 +202,10 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
         "MLflow",
         lambda: False,
         lambda: None,
-        track_mlflow.transient,
+        mlflow_client.transient,
         lambda line: (lines.append(line), told.set()),
     )
-    away.put(lambda: track_mlflow.Calls(str(tmp_path), TrackingSettings()) and None)
+    away.put(lambda: mlflow_client.Calls(str(tmp_path), TrackingSettings()) and None)
     told.wait()
     away.close(0)
     assert "API request to http://127.0.0.1:1/api/" in lines[0]
@@ -282,11 +284,11 @@ def starting(wait: float, port: int = 0) -> subprocess.Popen[str]:
 
 
 def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(monkeypatch, capfd):
-    monkeypatch.setattr(browse, "SAY_S", 0.2)
-    port = browse.free_port("127.0.0.1")
+    monkeypatch.setattr(ui, "SAY_S", 0.2)
+    port = ui.free_port("127.0.0.1")
     server = starting(1.0, port)
     try:
-        assert browse.wait_until_up(server, "127.0.0.1", port)
+        assert ui.wait_until_up(server, "127.0.0.1", port)
     finally:
         server.kill()
         server.communicate()
@@ -298,25 +300,25 @@ def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(monkeypa
 def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_for(
     tmp_path, monkeypatch, capfd
 ):
-    from pipeline import track_mlflow
+    from pipeline.tracking import mlflow_client
 
     popen = subprocess.Popen
-    monkeypatch.setattr(track_mlflow, "open_store", lambda *_: (None, "sqlite:///x", "0"))
+    monkeypatch.setattr(mlflow_client, "open_store", lambda *_: (None, "sqlite:///x", "0"))
     monkeypatch.setattr(
-        browse.subprocess,
+        ui.subprocess,
         "Popen",
         lambda command, **how: popen(
             [sys.executable, "-c", STARTING.format(wait=0, port=0)], **how
         ),
     )
-    monkeypatch.setattr(browse.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(ui.signal, "signal", lambda *_: None)
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     said = capfd.readouterr().err
     assert "mlflow server ended with exit code 3 before it answered on 127.0.0.1:" in said
     assert "(no way: postgresql://host/db)" in said
     assert "--port" not in said
     assert said.count("\n") == 1
-    assert "another program took the port" in browse.why_it_ended(
+    assert "another program took the port" in ui.why_it_ended(
         SimpleNamespace(returncode=1), ["[Errno 98] Address already in use"], "h", 1
     )
 
@@ -353,16 +355,16 @@ def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path):
     psutil = pytest.importorskip("psutil")
     (tmp_path / "hush").mkdir()
     (tmp_path / "storage").mkdir()
-    port = browse.free_port("127.0.0.1")
+    port = ui.free_port("127.0.0.1")
     server = subprocess.Popen(
-        browse.server_command(str(tmp_path / "storage"), "127.0.0.1", port),
+        ui.server_command(str(tmp_path / "storage"), "127.0.0.1", port),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=browse.server_environment(f"sqlite:///{tmp_path}/hush/mlflow.db"),
+        env=ui.server_environment(f"sqlite:///{tmp_path}/hush/mlflow.db"),
     )
     try:
-        assert browse.wait_until_up(server, "127.0.0.1", port)
+        assert ui.wait_until_up(server, "127.0.0.1", port)
         processes = [
             psutil.Process(server.pid),
             *psutil.Process(server.pid).children(recursive=True),

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import cli, failures, launch
-from pipeline.graph import Stage
-from pipeline.store import Store
+from pipeline import cli
+from pipeline.graph import failures
+from pipeline.graph.stage import Stage
+from pipeline.graph.store import Store
+from pipeline.launch import executor
 from tests import small_run
 from workers import dist
-from workers.artefact import Attempt
 from workers.errors import UserError
+from workers.storage.artifact import Attempt
 
 
 def stage_of(key: str = "k1") -> Stage:
@@ -40,7 +42,7 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path):
         torch.zeros(2) + torch.zeros(3)
         return {}
 
-    event = launch.attempt(stage_of(), run, str(tmp_path), dist.Group(1, 4))
+    event = executor.attempt(stage_of(), run, str(tmp_path), dist.Group(1, 4))
     (path,) = kept(tmp_path)
     assert event.kind == "failed"
     assert f"traceback: {path}" in event.message
@@ -60,10 +62,10 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path):
 def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path):
     from workers.data.shards import open_image
 
-    event = launch.attempt(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
+    event = executor.attempt(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
     assert re.search(r"\(at workers/data/shards\.py:\d+ in open_image\)", event.message)
-    foreign = launch.attempt(stage_of(), break_in_torch, str(tmp_path))
-    assert re.search(r"\(at pipeline/launch\.py:\d+ in attempt\)", foreign.message), (
+    foreign = executor.attempt(stage_of(), break_in_torch, str(tmp_path))
+    assert re.search(r"\(at pipeline/launch/executor\.py:\d+ in attempt\)", foreign.message), (
         "a frame of torch or of a test is none of ours"
     )
 
@@ -73,15 +75,15 @@ def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path):
         cause = KeyError("x")
         cause.__cause__ = RuntimeError()
         cause.__cause__.traceback_str = (  # type: ignore[attr-defined]
-            'ray::examine() (pid=1)\n  File "/tmp/r/_ray_pkg_1/pipeline/ingest.py", line 12, in '
+            'ray::examine() (pid=1)\n  File "/tmp/r/_ray_pkg_1/pipeline/data/ingest.py", line 12, in '
             "examine\n"
             '  File "/env/site-packages/ray/_private/workers/x.py", line 9, in y\nKeyError: x'
         )
         raise cause
 
     assert (
-        "(at pipeline/ingest.py:12 in examine)"
-        in launch.attempt(stage_of(), run, str(tmp_path)).message
+        "(at pipeline/data/ingest.py:12 in examine)"
+        in executor.attempt(stage_of(), run, str(tmp_path)).message
     )
 
 
@@ -91,14 +93,14 @@ def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hid
     def refused() -> dict[str, object]:
         raise UserError("mend it")
 
-    assert launch.attempt(stage_of(), refused, str(tmp_path)).message == "mend it"
+    assert executor.attempt(stage_of(), refused, str(tmp_path)).message == "mend it"
     assert not kept(tmp_path)
 
     def away(*_: object) -> None:
         raise OSError("storage is away")
 
     monkeypatch.setattr(failures, "write_bytes", away)
-    event = launch.attempt(stage_of(), break_in_torch, str(tmp_path))
+    event = executor.attempt(stage_of(), break_in_torch, str(tmp_path))
     assert "traceback: not kept: storage is away" in event.message
 
 
@@ -108,7 +110,7 @@ def test_no_password_of_an_error_is_kept(tmp_path):
     def run() -> dict[str, object]:
         raise RuntimeError(f"{address} says no")
 
-    event = launch.attempt(stage_of(), run, str(tmp_path))
+    event = executor.attempt(stage_of(), run, str(tmp_path))
     text = kept(tmp_path)[0].read_text()
     assert "https://host/x says no" in event.message
     assert "https://host/x says no" in text
@@ -118,7 +120,7 @@ def test_no_password_of_an_error_is_kept(tmp_path):
 def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path):
     store = Store(str(tmp_path))
     for key in ("k1", "k2", "k3"):
-        launch.attempt(stage_of(key), break_in_torch, str(tmp_path))
+        executor.attempt(stage_of(key), break_in_torch, str(tmp_path))
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     Attempt(store.root, "k2").commit({})
     stages = [{"id": f"a/{key}", "key": key, "step": "train"} for key in ("k1", "k2")]
@@ -131,7 +133,7 @@ def test_a_run_that_fails_says_where_its_traceback_is(step, tmp_path, quick, mon
     def broken(*_: object, **__: object) -> dict[str, object]:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(launch, "run_stage" if step == "train" else "run_ingest", broken)
+    monkeypatch.setattr(executor, "run_stage" if step == "train" else "run_ingest", broken)
     body = small_run.make_body(
         tmp_path, small_run.make_cards(tmp_path, ["a"]), ["finetune"], cluster={"retries": 1}
     )
@@ -139,6 +141,6 @@ def test_a_run_that_fails_says_where_its_traceback_is(step, tmp_path, quick, mon
     said = capsys.readouterr().err
     path = Path(said.split("traceback: ")[1].split(";")[0].split(" ")[0])
     assert said.count("\n") == 1
-    assert "ZeroDivisionError: by nothing (at pipeline/launch.py:" in said
+    assert "ZeroDivisionError: by nothing (at pipeline/launch/executor.py:" in said
     assert "by nothing" in path.read_text()
     assert path.is_relative_to(tmp_path / "storage" / "failures")

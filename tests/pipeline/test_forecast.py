@@ -9,13 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import stream
-from pipeline import build, config, forecast
+from pipeline import config
 from pipeline.cli import main
-from pipeline.run import look_up_all, needed
-from pipeline.store import Store, record_of
+from pipeline.graph import build
+from pipeline.graph.run import look_up_all, needed
+from pipeline.graph.store import Store, record_of
+from pipeline.launch import cost as forecast
 from tests import small_run
-from workers.artefact import Attempt
 from workers.job import StageJob
+from workers.storage.artifact import Attempt
 
 CPU, GPU = "cpu (x86_64, 2 cores)", "NVIDIA H100"
 TRAIN = 36  # of 2 x 20 images of a task, those that are not held out

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from pipeline.store import key_of
+from pipeline.graph.store import key_of
 from tests import golden_keys
 from workers.job import (
     BackboneSettings,
@@ -25,7 +25,7 @@ from workers.job import (
     key_inputs,
 )
 from workers.methods.meat import MeatSettings
-from workers.taskstate import Carried, TaskState, load_tensors
+from workers.storage.taskstate import Carried, TaskState, load_tensors
 
 
 def key(settings: Frozen) -> str:

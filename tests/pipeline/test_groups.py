@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from pipeline import groups
 from pipeline.config import ClusterSettings
-from pipeline.graph import Stage
-from pipeline.groups import OnRay, Running, sweep
-from pipeline.launch import NO_ROOM
-from pipeline.offers import Queue
-from pipeline.run import Event
-from pipeline.store import Store
+from pipeline.graph.run import Event
+from pipeline.graph.stage import Stage
+from pipeline.graph.store import Store
+from pipeline.launch import groups
+from pipeline.launch.executor import NO_ROOM
+from pipeline.launch.groups import OnRay, Running, sweep
+from pipeline.launch.queue import Queue
 from tests.pipeline.nodes import nodes_of
-from workers import notice
-from workers.artefact import passing_name
+from workers import preemption
 from workers.errors import UserError
+from workers.storage.artifact import passing_name
 
 
 class Remote:
@@ -237,7 +237,7 @@ def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(
 def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(tmp_path):
     driver = Driver(tmp_path, [1.0, 1.0])
     driver.holding(0, "0")
-    notice.given.set()
+    preemption.given.set()
     try:
         driver.poll()
         assert driver.queue.queue.going == {0: True, 1: True}
@@ -246,11 +246,11 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
         )
         for group in driver.groups.values():
             group.task.end = ""
-        with pytest.raises(notice.Leaving):
+        with pytest.raises(preemption.Leaving):
             driver.poll()
         assert driver.groups == {}, "none is started again"
     finally:
-        notice.given.clear()
+        preemption.given.clear()
 
 
 def test_the_books_of_drivers_that_were_killed_are_swept_and_those_of_others_stay(

@@ -20,10 +20,11 @@ import pytest
 from PIL import Image
 from serving import Finished, finished
 
-from pipeline import browse, http_server
-from pipeline.http_server import Bounds, Front, Hosts, Reply, listening
-from workers.data.images import Limits, PixelBudget, pixels_of
+from pipeline.serving import http_server
+from pipeline.serving.http_server import Bounds, Front, Hosts, Reply, listening
+from pipeline.tracking import ui
 from workers.errors import UserError
+from workers.serving.images import Limits, PixelBudget, pixels_of
 
 HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 HALF_BODY = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"
@@ -347,7 +348,7 @@ def test_pages_of_other_sites_get_no_answer(
 
 def test_an_address_of_the_next_internet_protocol_is_listened_on() -> None:
     try:
-        port = browse.free_port("::1")
+        port = ui.free_port("::1")
     except UserError:
         pytest.skip("this machine has no IPv6")
     with listening(Front(echo, {}, Hosts("::1")), "::1", port):
@@ -377,7 +378,7 @@ def one_bit(side: int) -> bytes:
 @pytest.fixture(scope="module")
 def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Finished]]:
     """The deployment of a run's bundle in this process, behind HTTP."""
-    from pipeline.deployment import Deployment, answered
+    from pipeline.serving.deployment import Deployment, answered
 
     class Alone(Deployment.func_or_class):  # type: ignore[misc]
         """Requests are answered one by one: what puts them into a batch needs a replica of Ray
@@ -420,7 +421,7 @@ def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(
     server, _ = model
     decoded: list[Any] = []
     monkeypatch.setattr(
-        "workers.data.images.rgb", lambda image: decoded.append(image) or image.convert("RGB")
+        "workers.serving.images.rgb", lambda image: decoded.append(image) or image.convert("RGB")
     )
     for images in ([one_bit(7000)], [one_bit(2000)] * 3, [one_bit(1000)] * 64):
         status, body = asked(server, images)
@@ -495,7 +496,7 @@ def test_a_field_that_is_no_such_value_gets_one_sentence(
 
 @pytest.mark.parametrize("part", ["[],", "{},"])
 def test_a_body_of_millions_of_parts_is_refused_before_it_is_parsed(part: str) -> None:
-    from pipeline.deployment import PARTS, request_of
+    from pipeline.serving.deployment import PARTS, request_of
 
     with pytest.raises(UserError, match="lists and objects"):
         request_of(f'{{"images": [{part * PARTS}0]}}'.encode())

@@ -13,9 +13,9 @@ import yaml
 
 from pipeline import cli
 from tests import small_run
-from workers import hub
 from workers.errors import UserError
 from workers.model import vit
+from workers.storage import hub
 
 SOURCE = "hf://datasets/somebody/pictures/folder"
 

@@ -18,15 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline import raw_data
-from pipeline.cards import Card, load
-from pipeline.formats import fingerprint
-from pipeline.ingest import ingest
-from pipeline.store import Store
+from pipeline.data.cards import Card, load
+from pipeline.data.formats import fingerprint
+from pipeline.data.ingest import ingest
+from pipeline.graph import raw_data
+from pipeline.graph.store import Store
 from tests import s3
-from workers.artefact import Artefact
 from workers.data.shards import Shards, decode
 from workers.errors import DamagedArtefact, UserError
+from workers.storage.artifact import Artefact
 
 CLASSES = ("cat", "dog")
 DATA = Path(

@@ -8,12 +8,12 @@ import threading
 import pytest
 from pyarrow import fs
 
-from pipeline.graph import Graph, Stage
-from pipeline.run import look_up_all
-from pipeline.store import Lookup, Store, key_of, why
-from workers.artefact import Artefact, Attempt, join, parent, resolve, write_bytes
+from pipeline.graph.run import look_up_all
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Lookup, Store, key_of, why
 from workers.errors import DamagedArtefact, UserError
 from workers.job import DataSettings, key_inputs
+from workers.storage.artifact import Artefact, Attempt, join, parent, resolve, write_bytes
 
 
 def stage(key: str, inputs: dict | None = None) -> Stage:

@@ -4,7 +4,7 @@ bases."""
 import numpy as np
 import pytest
 
-from pipeline import metrics
+from pipeline.results import metrics
 from workers.errors import UserError
 
 R = [

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from pipeline.graph import Stage
-from pipeline.offers import Offer, Offers, Queue
-from pipeline.run import Event
+from pipeline.graph.run import Event
+from pipeline.graph.stage import Stage
+from pipeline.launch.queue import Offer, Offers, Queue
 
 
 def stage(name: str, *parents: str) -> Stage:

@@ -9,8 +9,9 @@ from typing import Any
 import fake_run
 import pytest
 
-from pipeline.report import entries, figures, files, page, plots
-from pipeline.report.tables import RunTables
+from pipeline.report import figures, files, page, plots
+from pipeline.results.tables import RunTables
+from pipeline.tracking import points as entries
 
 NAMES = [t["name"] for t in fake_run.TASKS]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.population import lineage, start_of
-from pipeline.space import Space, Uniform
+from pipeline.search.population import lineage, start_of
+from pipeline.search.space import Space, Uniform
 
 SPACE = Space({"methods.meat.lambda": Uniform(dist="uniform", low=0.0, high=1.0)})
 

@@ -161,7 +161,7 @@ def test_other_mistakes_get_one_sentence(run, capsys, tmp_path):
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     import mlflow
 
-    from pipeline.track_mlflow import open_store
+    from pipeline.tracking.mlflow_client import open_store
 
     client, uri, experiment = open_store(str(tmp_path_factory.mktemp("tracking")))
     before = mlflow.get_tracking_uri()
@@ -171,7 +171,7 @@ def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def published(tracking: Any, finished: Finished, folder: Path, name: str = "") -> Any:
-    from pipeline import publish
+    from pipeline.tracking import publish
 
     finished.bundle.write(str(folder / "bundle"))
     made = tracking.client.create_run(tracking.experiment)
@@ -206,7 +206,7 @@ def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(lab, tracking, tm
 
 
 def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(lab, tracking, tmp_path):
-    from pipeline import publish
+    from pipeline.tracking import publish
 
     run = finished(lab, "meat", epochs=1)
     run_id, first = published(tracking, run, tmp_path, "digits")

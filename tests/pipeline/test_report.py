@@ -15,14 +15,16 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import console, metrics
-from pipeline.report import entries, figures, inside, maskplots, page, plots
-from pipeline.report.masks import BINS, MaskView, capacity, kinds, overlap
-from pipeline.report.tables import RunTables
-from workers.artefact import Artefact, withdraw
+from pipeline import console
+from pipeline.report import analysis_section, figures, mask_plots, page, plots
+from pipeline.results import metrics
+from pipeline.results.masks import BINS, MaskView, capacity, kinds, overlap
+from pipeline.results.tables import RunTables
+from pipeline.tracking import points as entries
 from workers.methods import METHODS
 from workers.methods.base import Method
-from workers.taskstate import Carried, TaskState
+from workers.storage.artifact import Artefact, withdraw
+from workers.storage.taskstate import Carried, TaskState
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
@@ -277,7 +279,7 @@ def test_masks_are_listed_tokens_first_then_block_by_block():
 
 def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_does_not_divide_the_image():
     image = np.full((10, 10, 3), 200, np.uint8)
-    shown = maskplots.over_image(image, np.array([[True, False, True]] * 3))
+    shown = mask_plots.over_image(image, np.array([[True, False, True]] * 3))
     assert (shown[:, 0] == 200).all()
     assert (shown[:, 4] < 60).all()
     assert (shown[:, 9] == 200).all()
@@ -343,7 +345,7 @@ def test_the_page_asks_for_nothing_outside_itself(report):
 
 def test_the_page_has_one_place_for_what_is_analysed(report):
     text = report["report.html"].decode()
-    assert [text.count(place) for place in inside.BEFORE] == [1, 1]
+    assert [text.count(place) for place in analysis_section.BEFORE] == [1, 1]
 
 
 def test_names_from_a_config_cannot_break_the_page(tmp_path):
@@ -472,7 +474,7 @@ def test_a_masks_profile_is_the_kept_share_of_each_output_unit():
     found = view("a", blocks_0_fc1=mask, blocks_0_ff=torch.tensor([True, False]))
     assert found.profile["blocks.0.fc1"].tolist() == [0.5, 0.25, 0.0]
     assert found.profile["blocks.0.ff"].tolist() == [1.0, 0.0]
-    assert maskplots.layers(found) is not None
+    assert mask_plots.layers(found) is not None
     assert len(view("b", blocks_0_fc1=torch.ones(5000, 2).bool()).profile["blocks.0.fc1"]) == BINS
 
 

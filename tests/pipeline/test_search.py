@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import config, search, searchfile, trial, tuning
+from pipeline import config
 from pipeline.console import SearchScreen
+from pipeline.search import run, spec, trial, tune
 from tests import small_run
 from tests.pipeline.nodes import nodes_of
-from workers.claim import claimed
 from workers.errors import UserError
+from workers.storage.lock import claimed
 
 SPACE = {
     "methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0},
@@ -53,8 +54,8 @@ def written(
     )
 
 
-def prepared(folder: Path, *overrides: str, **body: Any) -> searchfile.Search:
-    return searchfile.prepare(written(folder, **body), list(overrides), {})
+def prepared(folder: Path, *overrides: str, **body: Any) -> spec.Search:
+    return spec.prepare(written(folder, **body), list(overrides), {})
 
 
 BAD = [
@@ -127,9 +128,9 @@ def test_a_stream_of_its_own_replaces_what_is_set_of_the_base_and_is_checked_its
 def test_a_config_to_run_is_no_search(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UserError, match="pipeline run"):
-        searchfile.prepare(str(tmp_path / "base.yaml"), [], {})
+        spec.prepare(str(tmp_path / "base.yaml"), [], {})
     with pytest.raises(UserError, match=r"did you mean .*small.yaml"):
-        searchfile.prepare(str(tmp_path / "smal.yaml"), [], {})
+        spec.prepare(str(tmp_path / "smal.yaml"), [], {})
 
 
 def test_overrides_reach_the_search_and_its_base(tmp_path: Path) -> None:
@@ -188,14 +189,14 @@ def test_an_override_that_means_nothing_is_refused_in_one_sentence(
 
 
 def test_a_search_goes_on_with_other_workers_and_another_record(tmp_path: Path) -> None:
-    search.write_state(prepared(tmp_path))
+    run.write_state(prepared(tmp_path))
     prepared(tmp_path, "cluster.workers=2", "tracking=off")
     with pytest.raises(UserError, match="another space, base, data or code"):
         prepared(tmp_path, "train.epochs=1")
 
 
 def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> None:
-    search.write_state(prepared(tmp_path))
+    run.write_state(prepared(tmp_path))
     prepared(tmp_path, budget={"trials": 50}, seeds=[1], tolerance=0.1)  # these may change
     for change in (
         {"space": {"methods.meat.lambda": SPACE["methods.meat.lambda"]}},
@@ -210,7 +211,7 @@ def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> 
 def test_a_greedy_search_keeps_its_number_of_trials_as_that_says_which_task_a_trial_is_for(
     tmp_path: Path,
 ) -> None:
-    search.write_state(prepared(tmp_path, protocol="per_task", budget={"trials": 2}))
+    run.write_state(prepared(tmp_path, protocol="per_task", budget={"trials": 2}))
     with pytest.raises(UserError, match="another space"):
         prepared(tmp_path, protocol="per_task", budget={"trials": 3})
     prepared(tmp_path, protocol="per_task", budget={"trials": 2, "hours": 1})
@@ -218,8 +219,8 @@ def test_a_greedy_search_keeps_its_number_of_trials_as_that_says_which_task_a_tr
 
 def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
     found = prepared(tmp_path)
-    search.write_state(found)
-    plan = next(iter(search.phases(found, {})))[1]
+    run.write_state(found)
+    plan = next(iter(run.phases(found, {})))[1]
     for number, point in enumerate((0.6, 0.9)):
         trial.run_trial(
             plan,
@@ -228,9 +229,9 @@ def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
             lambda result: None,
         )
     records = found.records()
-    winner = search.best(records)
-    path = search.write_winner(
-        found, search.Outcome(winner, search.crowned(found, winner, {})), [{"seed": 0}]
+    winner = run.best(records)
+    path = run.write_winner(
+        found, run.Outcome(winner, run.crowned(found, winner, {})), [{"seed": 0}]
     )
     settings = config.load(path)
     assert (
@@ -249,7 +250,7 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
     found = prepared(tmp_path, algorithm="tpe")
 
     def points(
-        asked: tuning.Optuna, numbers: range, known: list[dict[str, Any]]
+        asked: tune.Optuna, numbers: range, known: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         for n in numbers:
             params = asked.ask(n, known[n] if n < len(known) else None)
@@ -260,8 +261,8 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
             )
         return known
 
-    whole = points(tuning.Optuna(found), range(25), [])
-    assert points(tuning.Optuna(found), range(25), whole[:14]) == whole
+    whole = points(tune.Optuna(found), range(25), [])
+    assert points(tune.Optuna(found), range(25), whole[:14]) == whole
     assert len({repr(point) for point in whole[:10]}) == 10, (
         "before it knows anything, each point is another one"
     )
@@ -272,7 +273,7 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
 @pytest.mark.parametrize("count", range(2, 11))
 def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int) -> None:
     settings = SimpleNamespace(scheduler="asha", grace=1, reduction=2)
-    scheduler = tuning.scheduler_of(
+    scheduler = tune.scheduler_of(
         SimpleNamespace(settings=settings, tasks=tuple(map(str, range(count))))
     )  # type: ignore[arg-type]
     trials = [SimpleNamespace(trial_id=str(n)) for n in range(8)]
@@ -309,13 +310,13 @@ def test_room_in_the_cluster() -> None:
         around = nodes_of(
             [resources], **{"01": ("01-search",), **{job: (f"{job}-x",) for job in others}}
         )
-        return tuning.room_for(around, config.ClusterSettings(**own), "01-search")
+        return tune.room_for(around, config.ClusterSettings(**own), "01-search")
 
     assert room({"CPU": 8.0}, workers=0) == 8
     assert room({"CPU": 8.0}, workers=2, cpus_per_worker=2) == 2
     assert room({"CPU": 8.0, "GPU": 1.0}, workers=1, gpus_per_worker=0.25) == 4
     assert room({"CPU": 8.0}, "02", workers=0) == 4, "a run has the other half"
-    assert tuning.resources_of(config.ClusterSettings(workers=1, gpus_per_worker=0.25)) == {
+    assert tune.resources_of(config.ClusterSettings(workers=1, gpus_per_worker=0.25)) == {
         "CPU": 1,
         "GPU": 0.25,
     }
@@ -509,7 +510,7 @@ def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -
     path = written(
         tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more
     )
-    begun = [tuning.points_of(searchfile.prepare(path, [], {}), n, 0) for n in range(2)]
+    begun = [tune.points_of(spec.prepare(path, [], {}), n, 0) for n in range(2)]
     searched(path, tmp_path / "out")
     found = records(tmp_path)
     assert {r["status"] for r in found} == {"finished"}
@@ -546,7 +547,7 @@ def test_a_second_process_leaves_a_running_search_and_its_record_alone(
 ) -> None:
     path, storage = written(tmp_path), tmp_path / "storage"
     monkeypatch.setattr(
-        search,
+        run,
         "SearchRecorder",
         lambda *a, **k: pytest.fail("it opened the record of a search that another process runs"),
     )
@@ -554,4 +555,4 @@ def test_a_second_process_leaves_a_running_search_and_its_record_alone(
         claimed(str(storage / "searches"), "search-small", wait=False),
         pytest.raises(UserError, match="being run by another process"),
     ):
-        search.command(argparse.Namespace(config=path, overrides=[]))
+        run.command(argparse.Namespace(config=path, overrides=[]))

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline.report import plots, search, searchplots
+from pipeline.report import plots, search_page, search_plots
 from pipeline.report.parameters import importance, parameters, short_names
-from pipeline.report.trials import Search, best, load, pareto, score
+from pipeline.results.trials import Search, best, load, pareto, score
 from workers.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
@@ -56,10 +56,10 @@ def made(tmp_path, some, won=True, tests=3, drawn=True, **settings):
     name = fake.write(tmp_path, body, some, winner)
     found = load(str(tmp_path), name)
     if drawn:
-        return found, search.build(str(tmp_path), name)
+        return found, search_page.build(str(tmp_path), name)
     varied = parameters(found)
     return found, {
-        "search.html": search.page(found, varied, [], importance(found, varied)[1]).encode()
+        "search.html": search_page.page(found, varied, [], importance(found, varied)[1]).encode()
     }
 
 
@@ -282,7 +282,7 @@ def test_nothing_from_a_record_becomes_markup(tmp_path):
     won["tests"][0] |= {"seed": evil, "run": evil}
     fake.write(tmp_path, body, some, won)
     (tmp_path / "searches/evil/trials" / "<b>.json").write_text("{")
-    found = load(str(tmp_path), "evil"), search.build(str(tmp_path), "evil")
+    found = load(str(tmp_path), "evil"), search_page.build(str(tmp_path), "evil")
     assert "<script" not in page_of(found)
     assert "<b>.json" not in page_of(found)
     assert "&lt;b&gt;.json" in page_of(found)
@@ -351,7 +351,7 @@ def test_damaged_records_are_named_on_the_page(tmp_path):
     (tmp_path / "searches" / name / "trials/0003.json").write_text("{")
     found = (
         load(str(tmp_path), name),
-        {"search.html": search.build(str(tmp_path), name)["search.html"]},
+        {"search.html": search_page.build(str(tmp_path), name)["search.html"]},
     )
     assert "1 file could not be used" in words(found)
     assert "0003.json cannot be read" in words(found)
@@ -360,7 +360,7 @@ def test_damaged_records_are_named_on_the_page(tmp_path):
 
 def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path):
     fake.write(tmp_path, fake.record(), [], fake.winner(fake.trial(7)))
-    found = load(str(tmp_path), "meat-real"), search.build(str(tmp_path), "meat-real")
+    found = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
     assert "winner.json names trial 7, whose record is missing" in words(found)
     check_page(found)
 
@@ -369,19 +369,19 @@ def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path):
     some = [fake.trial(n, {}, accuracy=0.8 + n / 100) for n in range(3)]
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
     found = load(str(tmp_path), "meat-real")
-    text = words((found, {"search.html": search.page(found, [], [], "").encode()}))
+    text = words((found, {"search.html": search_page.page(found, [], [], "").encode()}))
     assert "record names trial 0 (80.0 %). By the rule of this page it would be trial 2" in text
 
 
 def test_a_search_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match="there is no search 'x'"):
-        search.build(str(tmp_path), "x")
+        search_page.build(str(tmp_path), "x")
 
 
 @pytest.mark.slow
 def test_five_hundred_trials_give_a_page_of_sane_size(tmp_path, monkeypatch):
     # takes seconds of 500 trials
-    monkeypatch.setattr(search, "importance", lambda *_: ({}, "not now"))
+    monkeypatch.setattr(search_page, "importance", lambda *_: ({}, "not now"))
     found = made(tmp_path, fake.trials(500))
     without_pictures = re.sub(r"base64,[^\"]*", "", page_of(found))
     assert len(without_pictures) < 500_000
@@ -404,7 +404,7 @@ def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path):
     ]
     body = fake.record()
     fake.write(tmp_path, body | {"space": space}, some)
-    found = load(str(tmp_path), "meat-real"), search.build(str(tmp_path), "meat-real")
+    found = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
     assert "The 12 settings that matter most are drawn, of 20" in words(found)
     check_page(found)
 
@@ -440,7 +440,7 @@ def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path):
     assert blocks.categories == ("all", "[3, 6, 9]")
     assert math.isnan(keep.place({"params": {}}))
     assert alpha.place({"params": {"methods.meat.alpha": 2.0}}) == 2
-    assert searchplots.unit(lr, math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
+    assert search_plots.unit(lr, math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
     assert [lr.at_end(v) for v in (0.0025, 0.00252, 0.008, 0.025)] == [True, True, False, True]
     assert [alpha.at_end(v) for v in (0.5, 1, 4)] == [True, False, True]
     assert not blocks.at_end("all")
@@ -531,30 +531,30 @@ def test_without_optuna_everything_else_is_there(tmp_path, monkeypatch):
 # ---- pictures ------------------------------------------------------------------------------------
 def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty):
     found: Search = forty[0]
-    axes = searchplots.parallel(found, parameters(found)).axes[0]
+    axes = search_plots.parallel(found, parameters(found)).axes[0]
     trials = [line for line in axes.lines if len(line.get_xdata()) >= len(fake.SPACE)]
     assert len(trials) == len(found.trials)
-    (winner,) = [line for line in trials if line.get_color() == searchplots.WINNER]
+    (winner,) = [line for line in trials if line.get_color() == search_plots.WINNER]
     assert winner.get_zorder() > max(line.get_zorder() for line in trials if line is not winner)
     whole = [line for line in trials if len(line.get_xdata()) == len(fake.SPACE) + 1]
     assert len(whole) == len(found.standing())
     heights = [line.get_ydata()[-1] for line in whole]
     assert min(heights) >= 0
     assert max(heights) <= 1
-    absent = sum(line.get_ydata()[4] == searchplots.ABSENT for line in trials)
+    absent = sum(line.get_ydata()[4] == search_plots.ABSENT for line in trials)
     assert absent == sum("methods.meat.keep" not in t["params"] for t in found.trials)
-    assert all(0 <= y <= 1 for line in trials for y in line.get_ydata() if y != searchplots.ABSENT)
+    assert all(0 <= y <= 1 for line in trials for y in line.get_ydata() if y != search_plots.ABSENT)
 
 
 def test_curves_end_where_a_trial_was_stopped(forty):
-    axes = searchplots.curves(forty[0]).axes[0]
+    axes = search_plots.curves(forty[0]).axes[0]
     drawn = sorted(len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "-")
     assert drawn == sorted(len(t["results"]) for t in forty[0].trials if t["results"])
     assert [t.get_text() for t in axes.get_xticklabels()] == fake.TASKS
 
 
 def test_the_line_of_the_history_never_falls_within_a_phase(greedy):
-    axes = searchplots.history(greedy[0]).axes[0]
+    axes = search_plots.history(greedy[0]).axes[0]
     steps = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert len(steps) == 4
     for line, phase in zip(steps, greedy[0].phases, strict=True):
@@ -563,7 +563,7 @@ def test_the_line_of_the_history_never_falls_within_a_phase(greedy):
 
 
 def test_failed_trials_lie_at_the_bottom_of_the_history(forty):
-    axes = searchplots.history(forty[0]).axes[0]
+    axes = search_plots.history(forty[0]).axes[0]
     low = [line for line in axes.lines if line.get_marker() == "x"]
     assert [int(n) for line in low for n in line.get_xdata()] == [
         t["number"] for t in forty[0].trials if t["status"] == "failed"
@@ -574,15 +574,15 @@ def test_failed_trials_lie_at_the_bottom_of_the_history(forty):
 def test_the_front_is_drawn_only_where_sizes_differ(tmp_path):
     some = [fake.trial(n, accuracy=0.5 + n / 10, bytes=1000.0) for n in range(4)]
     some += [fake.trial(4, None, "stopped", accuracy=0.5, bytes=5.0)]
-    assert not searchplots.varies(of(tmp_path / "equal", some))
-    assert searchplots.varies(
+    assert not search_plots.varies(of(tmp_path / "equal", some))
+    assert search_plots.varies(
         of(tmp_path / "other", [*some, fake.trial(5, accuracy=0.5, bytes=5.0)])
     )
     assert "pareto.png" not in made(tmp_path / "drawn", some[:1])[1]
 
 
 def test_the_front_joins_what_pareto_names(forty):
-    axes = searchplots.front(forty[0]).axes[0]
+    axes = search_plots.front(forty[0]).axes[0]
     (line,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert {int(t.get_text()) for t in axes.texts} == set(pareto(forty[0].trials))
     assert (np.diff(line.get_xdata()) > 0).all()
@@ -592,7 +592,7 @@ def test_the_front_joins_what_pareto_names(forty):
 
 def test_slices_show_each_parameter_on_its_own_scale(forty):
     varied = parameters(forty[0])
-    axes = searchplots.slices(forty[0], varied).axes[:5]
+    axes = search_plots.slices(forty[0], varied).axes[:5]
     assert [a.get_title(loc="left") for a in axes] == [p.name for p in varied]
     assert [a.get_xscale() for a in axes] == ["log", "linear", "linear", "linear", "linear"]
     shown = [t for t in forty[0].trials if t["number"] in forty[0].standing()]

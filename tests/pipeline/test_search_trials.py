@@ -10,7 +10,7 @@ from pathlib import Path
 import fake_search as fake
 import pytest
 
-from pipeline.report.trials import best, load, pareto, score, size
+from pipeline.results.trials import best, load, pareto, score, size
 from workers.errors import UserError
 
 
@@ -215,7 +215,7 @@ def test_records_are_read_on_any_filesystem_of_the_store(tmp_path):
 
 def test_reading_the_records_loads_no_heavy_package():
     code = (
-        "import sys, json, pipeline.report.trials; "
+        "import sys, json, pipeline.results.trials; "
         "print(json.dumps([m for m in ('matplotlib', 'ray', 'mlflow', 'optuna', 'torch', "
         "'numpy') if m in sys.modules]))"
     )

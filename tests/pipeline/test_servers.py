@@ -27,7 +27,7 @@ import pytest
 import requests
 from serving import Finished, finished
 
-from pipeline import browse, publish
+from pipeline.tracking import publish, ui
 from workers.errors import UserError
 
 STORM, MORE_BYTES = 10_000, 1 << 30
@@ -133,7 +133,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 # ---- Ray Serve -----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def ray_serve(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    folder, port = tmp_path_factory.mktemp("ray"), browse.free_port("127.0.0.1")
+    folder, port = tmp_path_factory.mktemp("ray"), ui.free_port("127.0.0.1")
     run.bundle.write(str(folder / "model"))
     root = str(Path(__file__).parents[2])
     process = started(
@@ -234,7 +234,7 @@ def test_ray_serve_answers_while_strangers_send_slowly_or_much(run, ray_serve):
 def mlflow_server(
     run: Finished, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, int]]:
-    folder, port = tmp_path_factory.mktemp("mlflow"), browse.free_port("127.0.0.1")
+    folder, port = tmp_path_factory.mktemp("mlflow"), ui.free_port("127.0.0.1")
     run.bundle.write(str(folder / "bundle"))
     publish.save(str(folder / "model"), run.bundle, str(folder / "bundle"))
     command = [
@@ -333,14 +333,14 @@ def test_mlflow_outlives_a_storm(run, mlflow_server):
     ],
 )
 def test_a_malformed_request_gets_one_sentence(data, said):
-    from pipeline.deployment import request_of
+    from pipeline.serving.deployment import request_of
 
     with pytest.raises(UserError, match=said):
         request_of(data)
 
 
 def test_requests_that_meet_are_answered_together_each_its_own(run, monkeypatch):
-    from pipeline.deployment import Asked, answered
+    from pipeline.serving.deployment import Asked, answered
 
     pixels = np.random.default_rng(0).integers(0, 255, (6, 3, 16, 16)).astype(np.uint8)
     asked = [

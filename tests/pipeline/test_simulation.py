@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.graph import Graph
-from pipeline.run import Outcome, State, Walk, look_up_all, run_graph
+from pipeline.graph.run import Outcome, State, Walk, look_up_all, run_graph
+from pipeline.graph.stage import Graph
 from tests import simulation
 from tests.simulation import Cluster, Span, Weather
 

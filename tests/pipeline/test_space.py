@@ -8,8 +8,8 @@ import random
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline.space import Dimension, Space, check, with_params
-from pipeline.trial import with_history
+from pipeline.search.space import Dimension, Space, check, with_params
+from pipeline.search.trial import with_history
 from workers.errors import UserError
 
 ADAPTER = TypeAdapter(Dimension)

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import fake_run
 import pytest
 
-from pipeline import browse, track, track_mlflow, track_run
 from pipeline.config import TrackingSettings
 from pipeline.report import page
+from pipeline.tracking import mlflow_client, run_writer, ui
+from pipeline.tracking import recorder as track
 from workers.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
@@ -58,7 +59,7 @@ def recorded(tmp_path_factory):
 def contents(storage):
     """(label, task) -> run, every run of the experiment; and the length of each metric's
     history."""
-    client, _, experiment = track_mlflow.open_store(storage)
+    client, _, experiment = mlflow_client.open_store(storage)
     runs = client.search_runs([experiment], max_results=1000)
     histories = {
         (r.info.run_id, name): len(client.get_metric_history(r.info.run_id, name))
@@ -178,7 +179,7 @@ def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded
 
 def test_links_open_mlflow_on_its_pages_for_training(recorded):
     assert recorded.recorder.links() == [
-        f"record: {browse.this_python()} -m pipeline ui --storage {recorded.storage}"
+        f"record: {ui.this_python()} -m pipeline ui --storage {recorded.storage}"
     ]
     run = recorded.after.runs["", ""].info
     one, many = recorded.recorder.links("http://127.0.0.1:5000")
@@ -186,8 +187,8 @@ def test_links_open_mlflow_on_its_pages_for_training(recorded):
         f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
     )
     assert all(recorded.after.runs[label, ""].info.run_id in many for label in fake_run.METHODS)
-    client, _, experiment = track_mlflow.open_store(recorded.storage)
-    assert browse.recorded(client, experiment) == [
+    client, _, experiment = mlflow_client.open_store(recorded.storage)
+    assert ui.recorded(client, experiment) == [
         (
             "tiny",
             run.run_id,
@@ -200,9 +201,9 @@ def test_another_graph_of_the_same_name_gets_runs_of_its_own():
     record = fake_run.record()
     changed = {**record, "stages": [{**record["stages"][0], "key": "other"}, *record["stages"][1:]]}
     assert (
-        track_run.identity(changed)
-        != track_run.identity(record)
-        == track_run.identity(fake_run.record())
+        run_writer.identity(changed)
+        != run_writer.identity(record)
+        == run_writer.identity(fake_run.record())
     )
 
 
@@ -238,9 +239,9 @@ def test_tracking_that_is_off_writes_nothing(tmp_path):
 
 def test_an_object_store_needs_a_tracking_server_and_says_so(tmp_path):
     with pytest.raises(UserError, match=r"name a tracking server in tracking\.uri"):
-        track_mlflow.tracking_uri("s3://bucket/runs")
-    assert track_mlflow.tracking_uri("s3://bucket/runs", "http://server") == "http://server"
-    assert track_mlflow.tracking_uri(str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
+        mlflow_client.tracking_uri("s3://bucket/runs")
+    assert mlflow_client.tracking_uri("s3://bucket/runs", "http://server") == "http://server"
+    assert mlflow_client.tracking_uri(str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
 def test_a_port_that_is_taken_is_named(tmp_path):
@@ -251,13 +252,13 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} on 127.0.0.1 cannot be used"):
-            browse.free_port("127.0.0.1", port)
-    assert browse.free_port("127.0.0.1") > 0
+            ui.free_port("127.0.0.1", port)
+    assert ui.free_port("127.0.0.1") > 0
 
 
 def test_the_server_works_without_job_processes(tmp_path):
-    assert browse.server_command(str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
-    assert track_mlflow.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
+    assert ui.server_command(str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
+    assert mlflow_client.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 
 # ---- tags, data, this machine --------------------------------------------------------------------
@@ -289,7 +290,7 @@ def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded):
         "stage.birds/train": keys["hat-small/birds/train"],
         "stage.roots/evaluate": keys["hat-small/roots/evaluate"],
     }.items() <= method.items()
-    client, _, experiment = track_mlflow.open_store(recorded.storage)
+    client, _, experiment = mlflow_client.open_store(recorded.storage)
     best = client.search_runs(
         [experiment],
         "tags.`accrete.kind` = 'method' and tags.seed = '3' and dataset.name = 'plants' and "
@@ -318,10 +319,10 @@ def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded):
 def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
     recorder = track.Recorder(
-        TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False)
+        TrackingSettings(system_metrics=True), str(tmp_path), place=run_writer.Place(pictures=False)
     )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
-    client, _, experiment = track_mlflow.open_store(str(tmp_path))
+    client, _, experiment = mlflow_client.open_store(str(tmp_path))
 
     def sampled():
         runs = client.search_runs([experiment], "tags.`accrete.kind` = 'run'")
@@ -361,7 +362,7 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         (TrackingSettings(system_metrics=True), False, []),
     ):
         started.clear()
-        recorder = track.Recorder(settings, str(tmp_path), place=track_run.Place(pictures=False))
+        recorder = track.Recorder(settings, str(tmp_path), place=run_writer.Place(pictures=False))
         recorder.start(
             {
                 **fake_run.record(
@@ -378,7 +379,7 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
 def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     recorder = track.Recorder(
-        TrackingSettings(system_metrics=True), str(tmp_path), place=track_run.Place(pictures=False)
+        TrackingSettings(system_metrics=True), str(tmp_path), place=run_writer.Place(pictures=False)
     )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     recorder.finish({"report.html": b"a page"})
@@ -386,5 +387,5 @@ def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(tmp_path, m
         "tracking.system_metrics needs the package psutil, which is not installed; install "
         "`.[monitor]`, or leave the setting off"
     ]
-    client, _, experiment = track_mlflow.open_store(str(tmp_path))
+    client, _, experiment = mlflow_client.open_store(str(tmp_path))
     assert [r.info.status for r in client.search_runs([experiment])] == ["FINISHED"]

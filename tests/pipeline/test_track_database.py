@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import track_database, track_mlflow
 from pipeline.config import TrackingSettings
-from pipeline.store import Store
-from pipeline.track_outbox import Outbox
-from workers import filesystem
+from pipeline.graph.store import Store
+from pipeline.tracking import database as track_database
+from pipeline.tracking import mlflow_client
+from pipeline.tracking.outbox import Outbox
 from workers.errors import UserError
+from workers.storage import filesystem
 
 REVISION = "latest"
 MAKE_AND_DIE = """
@@ -132,7 +133,7 @@ def test_a_path_is_the_same_after_it_was_a_uri(name, tmp_path):
     assert track_database.sqlite_path(uri) == path
     initialize(uri)
     assert path.exists()
-    assert track_mlflow.tracking_uri(str(path.parent)) == uri
+    assert mlflow_client.tracking_uri(str(path.parent)) == uri
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
@@ -153,7 +154,7 @@ def test_other_databases_are_none_of_ours(uri):
 
 def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path):
     storage = tmp_path / "a?b"
-    client, _, experiment = track_mlflow.open_store(str(storage))
+    client, _, experiment = mlflow_client.open_store(str(storage))
     run = client.create_run(experiment)
     (tmp_path / "note.txt").write_text("x")
     client.log_artifact(run.info.run_id, str(tmp_path / "note.txt"))
@@ -185,7 +186,7 @@ def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
     )
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "mlflow.db").exists() == (where != "beside")
-    client, _, experiment = track_mlflow.open_store(str(tmp_path))
+    client, _, experiment = mlflow_client.open_store(str(tmp_path))
     assert client.create_run(experiment).info.status == "RUNNING"
     assert len(said) == (where != "beside")
     Store(str(tmp_path)).sweep()
@@ -225,8 +226,8 @@ def failures() -> list[Exception]:
 
 def test_a_full_disk_and_a_table_that_exists_are_no_outage():
     for error in failures():
-        assert not track_mlflow.transient(error), error
-    assert track_mlflow.transient(sqlite3.OperationalError("database is locked"))
+        assert not mlflow_client.transient(error), error
+    assert mlflow_client.transient(sqlite3.OperationalError("database is locked"))
 
 
 def test_they_are_told_at_once_and_nobody_waits(tmp_path):
@@ -237,7 +238,7 @@ def test_they_are_told_at_once_and_nobody_waits(tmp_path):
         raise AssertionError("a full disk is no server that may come back")
 
     lines: list[str] = []
-    outbox = Outbox("MLflow", asked, lambda: None, track_mlflow.transient, lines.append)
+    outbox = Outbox("MLflow", asked, lambda: None, mlflow_client.transient, lines.append)
     outbox.put(full)
     assert outbox.close(TrackingSettings().patience_s) == 0
     assert lines == []
@@ -248,5 +249,5 @@ def test_a_database_that_does_not_answer_is_not_tried_in_silence(tmp_path):
     """MLflow alone would try a database for 100 s, and warn of each try."""
     from mlflow.store.db import utils
 
-    track_mlflow.open_store(str(tmp_path))
+    mlflow_client.open_store(str(tmp_path))
     assert utils.MAX_RETRY_COUNT == 1

@@ -12,9 +12,10 @@ import fake_run
 import pytest
 from fake_mlflow import Away, FakeMlflow, Refused
 
-from pipeline import browse, track, track_mlflow, track_outbox
 from pipeline.config import TrackingSettings
-from pipeline.track_run import Place
+from pipeline.tracking import mlflow_client, outbox, ui
+from pipeline.tracking import recorder as track
+from pipeline.tracking.run_writer import Place
 from tests import small_run
 
 IDS = [s.id for s in fake_run.stages() if s.step != "report"]
@@ -23,15 +24,15 @@ REPORT = {"report.html": b"a page", "summary.csv": b"a,b\n1,2\n"}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(track_outbox, "FIRST_S", 0.001)
-    monkeypatch.setattr(track_outbox, "LONGEST_S", 0.005)
+    monkeypatch.setattr(outbox, "FIRST_S", 0.001)
+    monkeypatch.setattr(outbox, "LONGEST_S", 0.005)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 def record_into(fake, storage, monkeypatch, pictures=False, settings=None):
     """A whole run, recorded into the fake. Returns the recorder and the lines that a person saw."""
     said: list[str] = []
-    monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
+    monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = track.Recorder(
         settings or TrackingSettings(), storage, said.append, place=Place(pictures=pictures)
     )
@@ -46,7 +47,7 @@ class Server:
 
     def __init__(self):
         self.up, self.heard, self.tried, self.said = True, [], threading.Event(), []
-        self.outbox = track_outbox.Outbox(
+        self.outbox = outbox.Outbox(
             "MLflow",
             lambda: self.up,
             lambda: None,
@@ -136,9 +137,9 @@ def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is():
 
 def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(monkeypatch):
     monkeypatch.undo()
-    server, pauses, real = Server(), [], track_outbox.Outbox._pause
+    server, pauses, real = Server(), [], outbox.Outbox._pause
     monkeypatch.setattr(
-        track_outbox.Outbox,
+        outbox.Outbox,
         "_pause",
         lambda self, s: pauses.append(s) or (real(self, s) if len(pauses) > 7 else None),
     )
@@ -223,7 +224,7 @@ def test_a_part_that_was_refused_is_written_by_the_next_record(storage, monkeypa
 def test_a_run_does_not_wait_for_a_server_that_hangs(storage, monkeypatch):
     go, fake = threading.Event(), FakeMlflow()
     fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is no fault
-    monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
+    monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = track.Recorder(TrackingSettings(), storage, [].append, place=Place(pictures=False))
     recorder.start(fake_run.record())
     for stage in fake_run.stages():
@@ -259,7 +260,11 @@ def test_one_module_writes_runs_and_two_make_models():
         for p in (root / folder).rglob("*.py")
         if imports(p)
     }
-    assert found == {"pipeline/track_mlflow.py", "pipeline/publish.py", "pipeline/served_model.py"}
+    assert found == {
+        "pipeline/tracking/mlflow_client.py",
+        "pipeline/tracking/publish.py",
+        "pipeline/serving/served_model.py",
+    }
 
 
 def test_what_may_pass_is_told_from_what_never_will():
@@ -286,8 +291,8 @@ def test_what_may_pass_is_told_from_what_never_will():
         KeyError("x"),
         RuntimeError("x"),
     ]
-    assert all(map(track_mlflow.transient, passing))
-    assert not any(map(track_mlflow.transient, staying))
+    assert all(map(mlflow_client.transient, passing))
+    assert not any(map(mlflow_client.transient, staying))
 
 
 # ---- a real server -------------------------------------------------------------------------------
@@ -297,13 +302,13 @@ class RealServer:
 
     def __init__(self, folder):
         folder.mkdir()
-        self.folder, self.port = folder, browse.free_port("127.0.0.1")
+        self.folder, self.port = folder, ui.free_port("127.0.0.1")
         self.uri = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[str] | None = None
 
     def start(self):
-        command = browse.server_command(str(self.folder), "127.0.0.1", self.port)
-        environment = browse.server_environment(f"sqlite:///{self.folder}/mlflow.db")
+        command = ui.server_command(str(self.folder), "127.0.0.1", self.port)
+        environment = ui.server_environment(f"sqlite:///{self.folder}/mlflow.db")
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -312,7 +317,7 @@ class RealServer:
             text=True,
             start_new_session=True,
         )
-        assert browse.wait_until_up(self.process, "127.0.0.1", self.port)
+        assert ui.wait_until_up(self.process, "127.0.0.1", self.port)
 
     def kill(self):
         if self.process:
@@ -322,7 +327,7 @@ class RealServer:
 
     def contents(self):
         """(label, task) -> (status, metric histories, parameters, files)."""
-        client, _, experiment = track_mlflow.open_store("", self.uri)
+        client, _, experiment = mlflow_client.open_store("", self.uri)
         runs = client.search_runs([experiment], max_results=1000)
         found = {
             (r.data.tags.get("label", ""), r.data.tags.get("task", "")): (
@@ -353,8 +358,8 @@ def real(tmp_path):
 def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
     real, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(track_outbox, "FIRST_S", 0.2)
-    monkeypatch.setattr(track_outbox, "LONGEST_S", 0.5)
+    monkeypatch.setattr(outbox, "FIRST_S", 0.2)
+    monkeypatch.setattr(outbox, "LONGEST_S", 0.5)
     real.start()
     storage, said = str(tmp_path / "storage"), []
     recorder = track.Recorder(
@@ -397,7 +402,7 @@ def test_what_a_run_could_not_tell_a_server_report_does(real, tmp_path):
     said = small_run.run(["run", config], tmp_path / "said.txt")
     assert said.count("MLflow does not answer") == 1
     assert (
-        f"the record of run 'small' is incomplete; when MLflow is back, {browse.this_python()} "
+        f"the record of run 'small' is incomplete; when MLflow is back, {ui.this_python()} "
         f"-m pipeline report {config} writes it" in said
     )
     assert json.loads((tmp_path / "storage/runs/small/run.json").read_text())["name"] == "small"

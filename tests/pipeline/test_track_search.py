@@ -8,9 +8,9 @@ import fake_run
 import pytest
 from fake_mlflow import FakeMlflow
 
-from pipeline import browse, track_mlflow, track_outbox
 from pipeline.config import TrackingSettings
-from pipeline.track_search import SearchRecorder, search_identity
+from pipeline.tracking import mlflow_client, outbox, ui
+from pipeline.tracking.search_recorder import SearchRecorder, search_identity
 from workers.errors import UserError
 
 CHILDREN = 1 + 3 + 3 * 4  # runs below that of a trial with a graph: backbone, methods, tasks
@@ -18,8 +18,8 @@ CHILDREN = 1 + 3 + 3 * 4  # runs below that of a trial with a graph: backbone, m
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(track_outbox, "FIRST_S", 0.001)
-    monkeypatch.setattr(track_outbox, "LONGEST_S", 0.005)
+    monkeypatch.setattr(outbox, "FIRST_S", 0.001)
+    monkeypatch.setattr(outbox, "LONGEST_S", 0.005)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
@@ -116,7 +116,7 @@ def storage(tmp_path_factory):
 
 
 def record_into(fake, storage, monkeypatch, trials=TRIALS, winner=WINNER, **changes):
-    monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
+    monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = SearchRecorder(TrackingSettings(), storage, [].append)
     recorder.start(search_record(**changes))
     for trial in trials:
@@ -280,7 +280,7 @@ def test_everything_comes_again_from_the_store_and_twice_adds_nothing(
 ):
     expected = recorded[0].contents()
     fake = FakeMlflow()
-    monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
+    monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     extra = {
         path.name: path.read_bytes()
         for path in (Path(storage) / "searches" / "find").glob("*.json")
@@ -307,7 +307,7 @@ def test_a_server_that_goes_away_has_the_whole_search_once_in_the_end(
 
 def test_tracking_that_is_off_writes_nothing(storage, monkeypatch):
     fake = FakeMlflow()
-    monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
+    monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = SearchRecorder(TrackingSettings(enabled=False), storage)
     recorder.start(search_record())
     recorder.trial(TRIALS[0])
@@ -324,7 +324,7 @@ def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_b
             recorder.trial(trial)
         recorder.finish(FILES, WINNER)
         assert recorder.warnings == []
-    client, _, experiment = track_mlflow.open_store(str(tmp_path))
+    client, _, experiment = mlflow_client.open_store(str(tmp_path))
     trials = client.search_runs(
         [experiment],
         "tags.`accrete.kind` = 'trial' and tags.protocol like '%end_of_stream'",
@@ -344,15 +344,15 @@ def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_b
         (m.step, m.value) for m in client.get_metric_history(trials[0].info.run_id, "accuracy")
     ] == [(1, 0.9), (2, 0.8)]
     assert recorder.links("http://server")[0].startswith("record: http://server/#/experiments/")
-    assert browse.recorded(client, experiment, "search") == [
+    assert ui.recorded(client, experiment, "search") == [
         ("find", trials[0].data.tags["mlflow.parentRunId"], [t.info.run_id for t in trials])
     ]
 
 
 def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch):
     fake = FakeMlflow()
-    monkeypatch.setattr(track_mlflow, "open_store", fake.open_store)
-    calls = track_mlflow.Calls("", TrackingSettings())
+    monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
+    calls = mlflow_client.Calls("", TrackingSettings())
     calls.params(calls.create("x", {"a": "b"}), {"lr": 1})
     calls.params(calls.find({"a": "b"})[0], {"lr": 2, "epochs": 3})
     assert fake.found("x").params == {"lr": "1", "epochs": "3"}

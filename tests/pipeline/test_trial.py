@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipeline import build, config, launch, trial
-from pipeline.run import Event
-from pipeline.space import with_params
-from pipeline.store import Store
+from pipeline import config
+from pipeline.graph import build
+from pipeline.graph.run import Event
+from pipeline.graph.store import Store
+from pipeline.launch import executor
+from pipeline.search import trial
+from pipeline.search.space import with_params
 from tests import small_run
 from workers import evaluate
 from workers.data import feed
@@ -109,7 +112,9 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: tria
             count.event(
                 None,
                 Event(
-                    "done", stage.id, body=launch.run_stage(stage.job, Group(), lambda event: None)
+                    "done",
+                    stage.id,
+                    body=executor.run_stage(stage.job, Group(), lambda event: None),
                 ),
             )  # type: ignore[arg-type]
     assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
@@ -137,13 +142,13 @@ def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.M
     assert cut["status"] == "running"
     assert [r["task"] for r in cut["results"]] == ["a", "b"]
     ran: list[str] = []
-    step = launch.run_stage
+    step = executor.run_stage
 
     def noted(job: Any, *rest: Any) -> Any:
         ran.extend([job.task.name] if job.step == "train" else [])
         return step(job, *rest)
 
-    monkeypatch.setattr(launch, "run_stage", noted)
+    monkeypatch.setattr(executor, "run_stage", noted)
     run(plan)
     assert record(plan)["status"] == "finished"
     assert record(plan)["stages"] == {"run": 10, "reused": 0}, (

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from pipeline.graph import Graph, Stage
-from pipeline.run import ENDED, MOST_MOVES, Decision, Event, State, Walk, needed, run_graph
-from pipeline.store import Lookup
+from pipeline.graph.run import ENDED, MOST_MOVES, Decision, Event, State, Walk, needed, run_graph
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Lookup
 from workers.errors import UserError
 
 

@@ -18,7 +18,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings, key_inputs
 from workers.methods.adapter import Adapter, AdapterSettings
 from workers.model.vit import build, digest_of
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 
 def adapter(**settings: Any) -> Adapter:

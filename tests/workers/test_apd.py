@@ -16,13 +16,13 @@ from tabletop import PROGRESS, images, rates, serving
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.apd import Apd, ApdSettings, Decomposed, Sparse
 from workers.methods.base import Batch
 from workers.model.vit import build
-from workers.taskstate import Carried, TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import Carried, TaskState
 
 TASKS = [
     Task("one", "card", "", ("a", "b", "c")),

@@ -9,9 +9,9 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from workers.data import randaugment
 from workers.data.augment import Augment, crop, crop_at_once, draw_boxes, partner_of
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
+from workers.rng import Draw
 
 CPU = torch.device("cpu")
 FULL = DataSettings(

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers import loop
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.methods.bic import Bic, BicSettings
 from workers.model.bias import biased, fit_bias
 from workers.model.distill import kd_ce
 from workers.model.vit import build
-from workers.taskstate import Carried
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import Carried
 
 NEW = slice(3, 5)
 

@@ -14,16 +14,16 @@ from typing import BinaryIO
 
 import pytest
 
-from pipeline import cards, ingest
-from pipeline.build import cache_folder
+from pipeline.data import cards, ingest
+from pipeline.graph.build import cache_folder
 from tests import s3, small_run
 from tests.s3 import Fault
-from workers import filesystem
-from workers.artefact import join, write_bytes
 from workers.data import cache
 from workers.data.cache import Cache, Kept
 from workers.data.shards import Shards
 from workers.errors import DamagedArtefact, UserError
+from workers.storage import filesystem
+from workers.storage.artifact import join, write_bytes
 
 
 def written(data: bytes):

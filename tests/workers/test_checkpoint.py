@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers import checkpoint
-from workers.checkpoint import Checkpoint, drop, load, save, trained_state
+from workers.storage import checkpoint
+from workers.storage.checkpoint import Checkpoint, drop, load, save, trained_state
 
 KEY = "stage"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from workers import claim
-from workers.claim import claimed
+from workers.storage import lock
+from workers.storage.lock import claimed
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -98,7 +98,7 @@ def test_a_file_that_was_removed_meanwhile_is_no_claim(
             real(others[0], fcntl.LOCK_EX)
         real(file, how)
 
-    monkeypatch.setattr(claim.fcntl, "flock", flock)
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
     got = taken(root)
     assert not got.wait(0.3)
     os.close(others[0])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline import config
-from pipeline.store import key_of
+from pipeline.graph.store import key_of
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings, key_inputs
 from workers.methods.finetune import weight_groups
@@ -28,7 +28,7 @@ from workers.model import context, vit
 from workers.model.compact import flops, plan
 from workers.model.context import Context, ScaledContext
 from workers.model.masked import BlockMasks
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 SMALL = BackboneSettings(
     img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}

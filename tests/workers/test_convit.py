@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
 from workers.job import BackboneSettings
 from workers.model import vit
 from workers.model.convit import ConViT, GatedAttention, offsets
 from workers.model.noise import TokenDropPath, draw_paths
 from workers.model.task_attention import TaskAttention
+from workers.rng import Draw
 
 CIFAR = {"img_size": 32, "patch_size": 4}
 SMALL: dict[str, Any] = {

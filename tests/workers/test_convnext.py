@@ -14,7 +14,6 @@ from tabletop import images
 from timm.models.convnext import ConvNeXt
 from torch import nn
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings
 from workers.methods import METHODS
@@ -22,6 +21,7 @@ from workers.methods.toast import Toast
 from workers.model import vit
 from workers.model.noise import DrawnDropPath, draw_paths
 from workers.model.weights import norm_names
+from workers.rng import Draw
 
 SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # a total stride of 8
 TINY = BackboneSettings(name="convnext_atto", img_size=16, options=SMALL)

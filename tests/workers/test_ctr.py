@@ -32,7 +32,7 @@ from workers.methods.ctr_full import CtrFull
 from workers.model.masks import annealed
 from workers.model.protect import Protector
 from workers.model.vit import build, digest_of
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 RATES = rates(8.0)
 STEPS = 4  # of an epoch

@@ -12,7 +12,6 @@ from test_ctr import RATES, STEPS, ctr, served, started, stepped, stream
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.methods.base import Progress
 from workers.methods.ctr_full import (
@@ -27,7 +26,8 @@ from workers.methods.ctr_full import (
     strongest,
 )
 from workers.model.protect import Protector
-from workers.taskstate import Carried, TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import Carried, TaskState
 
 
 # ---- the knowledge-sharing module ----------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers import loop, optim
-from workers.artefact import Artefact
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
@@ -29,7 +28,8 @@ from workers.model.heads import one_for_all_old
 from workers.model.masks import annealed
 from workers.model.units import magnitudes, masked_weights, packed, thin, unit_sites, unpacked
 from workers.model.vit import build, digest_of
-from workers.taskstate import Carried, TaskState
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import Carried, TaskState
 
 EVERY = ("der", "der_p", "simple_der")
 D = 32

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers import loop, optim
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
 from workers.methods.base import Batch, Progress, Rates
@@ -22,7 +21,8 @@ from workers.model.distill import kd_kl
 from workers.model.heads import one_for_all_old
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
 from workers.model.vit import build
-from workers.taskstate import Carried, TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import Carried, TaskState
 
 SMALL = BackboneSettings(
     name="convit_local",

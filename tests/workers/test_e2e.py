@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.methods.base import Progress
+from workers.methods.bases.rehearsal import MEMORY
 from workers.methods.e2e import E2eSettings
-from workers.methods.rehearsal import MEMORY
 from workers.model.exemplars import SELECTIONS
-from workers.taskstate import Carried
+from workers.storage.taskstate import Carried
 
 
 # ---- the loss ------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, history
 from torch import Tensor
 
 from workers import loop
-from workers.artefact import Artefact, Attempt
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import DamagedArtefact, UserError
@@ -26,7 +25,8 @@ from workers.methods.base import Batch, Method, Step
 from workers.methods.finetune import FineTune
 from workers.methods.linear import Linear
 from workers.model import vit
-from workers.taskstate import Carried
+from workers.storage.artifact import Artefact, Attempt
+from workers.storage.taskstate import Carried
 
 SIZES = [len(classes) for classes in TASKS.values()]
 

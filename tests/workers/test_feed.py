@@ -17,7 +17,6 @@ import pytest
 import torch
 from PIL import Image
 
-from workers.artefact import Attempt
 from workers.data.cache import Blocks
 from workers.data.feed import Feed
 from workers.data.rows import hold_out
@@ -26,6 +25,7 @@ from workers.data.sources import Streamed
 from workers.dist import Group
 from workers.errors import DamagedArtefact, UserError
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
+from workers.storage.artifact import Attempt
 
 SIDE = 8
 CLASSES = {"red": 9, "green": 8, "blue": 6}

@@ -12,12 +12,13 @@ import pytest
 from pyarrow import fs
 
 from pipeline import cli
-from pipeline import store as store_module
-from pipeline.store import Store
+from pipeline.graph import store as store_module
+from pipeline.graph.store import Store
 from tests import s3
 from tests.s3 import Fault
-from workers import checkpoint, filesystem
-from workers.artefact import (
+from workers.errors import UserError
+from workers.storage import checkpoint, filesystem
+from workers.storage.artifact import (
     Artefact,
     Attempt,
     delete_dir,
@@ -28,8 +29,7 @@ from workers.artefact import (
     withdraw,
     write_bytes,
 )
-from workers.claim import claimed
-from workers.errors import UserError
+from workers.storage.lock import claimed
 
 SMALL, LARGE = os.urandom(100_000), os.urandom(12_000_000)  # one PUT, and an upload in two parts
 
@@ -617,7 +617,7 @@ def test_json_of_records_comes_back(bucket):
 
 
 def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch):
-    from pipeline.track_mlflow import bucket_folder, tracking_uri
+    from pipeline.tracking.mlflow_client import bucket_folder, tracking_uri
 
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_S3_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "")

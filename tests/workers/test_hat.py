@@ -32,7 +32,7 @@ from workers.methods.base import Progress
 from workers.methods.hat import AdaHat, AdaHatSettings, Hat, HatSettings
 from workers.model.protect import Protector
 from workers.model.vit import build
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 RATES = rates(12.0)
 STEPS = 4  # of an epoch

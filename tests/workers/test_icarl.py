@@ -14,16 +14,16 @@ from laboratory import Lab, again, on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods import METHODS
+from workers.methods.bases.rehearsal import MEANS, MEMORY
 from workers.methods.icarl import Icarl, IcarlSettings
-from workers.methods.rehearsal import MEANS, MEMORY
 from workers.model.distill import kd_ce
-from workers.taskstate import Carried
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import Carried
 
 CLASSES = {"two": ["0", "1"], "three": ["2", "3", "4"]}
 

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from workers.data import shards
-from workers.data.images import Limits, pixels_of
 from workers.errors import UserError
+from workers.serving.images import Limits, pixels_of
 
 PICTURE = Image.fromarray(
     np.random.default_rng(0).integers(0, 255, (9, 12, 3), np.uint8).astype(np.uint8)

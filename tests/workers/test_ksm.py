@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
+from workers.methods.bases.weight_masks import masked
 from workers.methods.ksm import Ksm, KsmSettings
 from workers.methods.piggyback import Piggyback, PiggybackSettings
-from workers.methods.weight_masks import masked
 from workers.model.masks import SoftBinary, Threshold
 from workers.model.vit import build, digest_of
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 WORKED = torch.tensor([0.01, 0.004, -0.002, 0.0])
 

@@ -13,13 +13,13 @@ import torch
 from laboratory import OPTIMIZERS, TINY, Lab, Run, again, history, on_ranks, small_batches
 from test_feed import PLACES, feed_of, root  # noqa: F401 (a fixture)
 
-from workers.artefact import Artefact
 from workers.dist import Group
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.methods.individual import Individual
 from workers.methods.linear import Linear
-from workers.taskstate import TaskState
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import TaskState
 
 PLAIN: dict[str, Any] = {"crop": "none", "flip": 0.0, "erase": 0.0}
 

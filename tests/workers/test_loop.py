@@ -15,11 +15,12 @@ import torch
 from checks import CARRIED, STATE, Interrupted, interrupted_after
 from laboratory import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
 
-from workers import checkpoint, loop, notice
-from workers.artefact import Artefact
+from workers import loop, preemption
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import StageJob
+from workers.storage import checkpoint
+from workers.storage.artifact import Artefact
 
 AUGMENTED = {
     "val_fraction": 0.125,
@@ -129,13 +130,13 @@ def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_f
     def told(*args: Any) -> Any:
         made.append(1)
         if len(made) == steps:
-            notice.given.set()
+            preemption.given.set()
         return step(*args)
 
     monkeypatch.setattr(loop, "train_step", told)
-    with pytest.raises(notice.Leaving, match=job.id):
+    with pytest.raises(preemption.Leaving, match=job.id):
         lab.stage(job)
-    notice.given.clear()
+    preemption.given.clear()
     assert len(made) == steps, "it goes at the next step that it can"
     mark = checkpoint.load(job.root, job.key)
     assert mark is not None
@@ -297,7 +298,7 @@ def test_two_ranks_equal_one(ranked: dict[str, Any], label: str):
 
 
 def tensors_of(artefact: Artefact) -> list[torch.Tensor]:
-    from workers.taskstate import load_tensors
+    from workers.storage.taskstate import load_tensors
 
     return [
         t
@@ -392,27 +393,27 @@ def test_blocks_run_compiled_whichever_way_a_method_runs_them(
 def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_again_afterwards():
     heard: list[int] = []
     usual = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    end = notice.listen()
+    end = preemption.listen()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert notice.given.is_set()
+        assert preemption.given.is_set()
         assert heard == []
         end()
-        assert not notice.given.is_set(), "the next run in this process was told nothing"
+        assert not preemption.given.is_set(), "the next run in this process was told nothing"
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]
-        assert not notice.given.is_set()
+        assert not preemption.given.is_set()
     finally:
-        notice.given.clear()
+        preemption.given.clear()
         signal.signal(signal.SIGTERM, usual)
 
 
 def test_a_second_sigterm_ends_the_process_at_once():
     child = os.fork()
     if not child:
-        notice.listen()
+        preemption.listen()
         os.kill(os.getpid(), signal.SIGTERM)
-        if notice.given.is_set():  # else it has died of the first
+        if preemption.given.is_set():  # else it has died of the first
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
@@ -421,7 +422,7 @@ def test_a_second_sigterm_ends_the_process_at_once():
 def test_the_first_sigterm_does_not_end_the_process():
     child = os.fork()
     if not child:
-        notice.listen()
+        preemption.listen()
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
@@ -429,13 +430,13 @@ def test_the_first_sigterm_does_not_end_the_process():
 
 def test_beside_the_main_thread_nobody_listens():
     before, notes = signal.getsignal(signal.SIGTERM), []
-    thread = threading.Thread(target=lambda: notes.append(notice.listen()))
+    thread = threading.Thread(target=lambda: notes.append(preemption.listen()))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == before
-    notice.given.set()  # heard by who listens in the main thread
+    preemption.given.set()  # heard by who listens in the main thread
     try:
         notes[0]()
-        assert notice.given.is_set()
+        assert preemption.given.is_set()
     finally:
-        notice.given.clear()
+        preemption.given.clear()

@@ -18,7 +18,7 @@ from workers.methods.base import Progress
 from workers.methods.lora import Lora, LoraSettings
 from workers.model.lowrank import shapes
 from workers.model.vit import build, compile_blocks, digest_of
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 TARGETS = ("qkv", "qv")
 PROGRESS = Progress(0, 0, 1, 6)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers import loop, optim
-from workers.data.draw import Draw
 from workers.dist import Group
 from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods.base import Batch, Progress
 from workers.methods.lwf import Lwf, LwfSettings
 from workers.model.vit import build
-from workers.taskstate import Carried
+from workers.rng import Draw
+from workers.storage.taskstate import Carried
 
 TINY = BackboneSettings(
     img_size=16,

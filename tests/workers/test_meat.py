@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from tabletop import PROGRESS, rates
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
 from workers.methods.base import Batch, Rates
@@ -23,7 +22,8 @@ from workers.model.masked import MaskedAttention, MaskedSoftmax
 from workers.model.masks import GumbelHard
 from workers.model.sites import TokenSites
 from workers.model.vit import build, digest_of
-from workers.taskstate import TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import TaskState
 
 TASK = Task("one", "card", "", ("a", "b", "c"))
 OTHER = Task("two", "card", "", ("d", "e", "f", "g"))

@@ -25,7 +25,7 @@ from workers.model import vit
 from workers.model.compact import multiply_adds
 from workers.model.masked import GatedConv2d
 from workers.model.sites import sites_of
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 BASIC = BackboneSettings(
     name="resnet18", img_size=32, options={"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from laboratory import TINY, Lab, again
 
-from workers.data.draw import Draw
 from workers.job import BackboneSettings
 from workers.model import noise, vit
 from workers.model.noise import DrawnDropPath, draw_paths
+from workers.rng import Draw
 
 CPU = torch.device("cpu")
 

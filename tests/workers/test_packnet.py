@@ -36,7 +36,7 @@ from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods.packnet import FREE, MOST_OWNERS, PackNet, PackNetSettings, smallest, under
 from workers.model.protect import Protector
 from workers.model.vit import build, digest_of
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 OF_ANY = pytest.mark.parametrize("optimizer", TRAININGS)
 STEPS = 4

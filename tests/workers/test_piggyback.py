@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
-from workers.methods import weight_masks
 from workers.methods.base import Rates
+from workers.methods.bases import weight_masks
 from workers.methods.piggyback import Piggyback, PiggybackSettings
 from workers.model.masks import Threshold
 from workers.model.vit import build, digest_of
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 
 def piggyback(**settings: Any) -> Piggyback:

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers import evaluate
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.methods import METHODS
-from workers.methods.rehearsal import Rehearsal, RehearsalSettings
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.exemplars import SELECTIONS
-from workers.taskstate import Carried, TaskState
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import Carried, TaskState
 
 REHEARSAL = sorted(name for name, cls in METHODS.items() if issubclass(cls, Rehearsal))
 QUICK = {**OPTIMIZERS["adamw"], "epochs": 1}

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers import loop, optim
-from workers.artefact import Artefact
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
@@ -28,7 +27,8 @@ from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import kd_ce
 from workers.model.paths import Path, PathNetwork, random_path
 from workers.model.vit import build
-from workers.taskstate import Carried, TaskState
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import Carried, TaskState
 
 IMAGES = tabletop.images(3)
 D = Task("d", "card", "", ("d1", "d2"))

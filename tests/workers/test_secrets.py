@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from pipeline import cli
-from workers.artefact import resolve
 from workers.errors import UserError
-from workers.secrets import USER, refuse_secrets, shown
+from workers.storage.artifact import resolve
+from workers.storage.secrets import USER, refuse_secrets, shown
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
 
 
 def test_a_uri_that_names_a_secret_of_the_environment_is_refused(monkeypatch):
-    from pipeline.plain_yaml import expand
+    from pipeline.yaml_files import expand
 
     monkeypatch.setenv("PLACE", "s3://AKIA:hush@bucket")
     with pytest.raises(UserError, match=r"what '\$\{PLACE\}/x' stands for") as caught:

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 from serving import Finished, exact, finished
 
-from workers import bundle as bundles
-from workers.bundle import Bundle
-from workers.data.images import Limits
 from workers.errors import UserError
 from workers.job import Neutral
 from workers.methods import METHODS
-from workers.serve import Kept, Served
+from workers.serving import bundle as bundles
+from workers.serving.bundle import Bundle
+from workers.serving.images import Limits
+from workers.serving.server import Kept, Served
 
 TOLD = {
     "meat": ("meat", ""),

@@ -12,10 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import build
-from pipeline.store import Store
-from workers.artefact import Artefact, Attempt, delete_dir, join, make_dirs, withdraw, write_bytes
-from workers.claim import claimed
+from pipeline.graph import build
+from pipeline.graph.store import Store
+from workers.storage.artifact import (
+    Artefact,
+    Attempt,
+    delete_dir,
+    join,
+    make_dirs,
+    withdraw,
+    write_bytes,
+)
+from workers.storage.lock import claimed
 
 
 def use(storage: str, name: str) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from two_domains import COLOURS, STRIPES, batch, begun, learned, samples, vit
 
-from workers.checkpoint import trained_state
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
@@ -36,7 +35,8 @@ from workers.model.superposition import (
     values,
 )
 from workers.model.vit import build
-from workers.taskstate import TaskState
+from workers.storage.checkpoint import trained_state
+from workers.storage.taskstate import TaskState
 
 RANDOM = {"weights": "signed_constant", "start": "kaiming", "density": 0.5, "mask_travel": 8}
 KEPT: dict[str, Any] = tabletop.OPTIMIZERS | {

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from two_domains import COLOURS, SIZE, STRIPES, Stream, batch, begun, learned, samples, vit
 
-from workers.checkpoint import trained_state
 from workers.dist import Group
 from workers.job import BackboneSettings, TrainSettings
 from workers.methods.base import Progress
@@ -18,7 +17,8 @@ from workers.methods.supsup import OUTPUTS
 from workers.methods.supsup_nn import SupSupNN, SupSupNNSettings
 from workers.model.superposition import shares
 from workers.model.vit import build
-from workers.taskstate import Carried, TaskState
+from workers.storage.checkpoint import trained_state
+from workers.storage.taskstate import Carried, TaskState
 
 STEPS = 30
 

@@ -26,7 +26,7 @@ from workers.model import vit
 from workers.model.compact import flops, plan
 from workers.model.t2t import Performer, TokensToToken, as_image, sinusoids, windows
 from workers.model.weights import weight_sites
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 TINY = BackboneSettings(name="t2t_vit_12", img_size=64, options={"embed_dim": 32, "depth": 3})
 MIB = 2**20

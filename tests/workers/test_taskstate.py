@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workers.errors import UserError
-from workers.taskstate import KINDS, Carried, TaskState, pack, unpack
+from workers.storage.taskstate import KINDS, Carried, TaskState, pack, unpack
 
 SHAPES = [(), (1,), (7,), (8,), (9,), (3, 5), (2, 3, 4), (0,), (64, 33)]
 

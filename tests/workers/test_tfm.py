@@ -21,7 +21,7 @@ from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods.base import Progress
 from workers.methods.tfm import Tfm, TfmSettings
 from workers.model.vit import build, digest_of
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 WIDTH, HEADS, HIDDEN, DEPTH = 32, 2, 64, 2
 TASKS = [ONE, TWO, THREE]

@@ -23,7 +23,7 @@ from workers.methods.base import Method
 from workers.methods.toast import Toast, ToastLite
 from workers.model.top_down import TopDown, selected, selection, variational
 from workers.model.vit import build, digest_of
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 BOTH = ["toast", "toast_lite"]
 RANGES = [(0, 4), (0, 2), (1, 4), (1, 3), (3, 4)]  # full; early; late; both; one block alone

@@ -25,7 +25,7 @@ from workers.methods.toast import Toast
 from workers.model.compact import multiply_adds
 from workers.model.top_down_conv import StageTopDown, widened
 from workers.model.vit import build, compile_blocks, digest_of
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 BOTH = ["toast", "toast_lite"]
 RANGES = [

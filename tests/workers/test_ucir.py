@@ -14,7 +14,6 @@ from imprinting import begun, counted, looks, trained
 from laboratory import Lab, again, on_ranks
 from torch.nn import functional as F
 
-from workers.artefact import Artefact
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
@@ -23,7 +22,8 @@ from workers.methods.ucir import Ucir, UcirSettings
 from workers.model.cosine import margin_rank
 from workers.model.pod import cosine_distance
 from workers.model.vit import build, digest_of
-from workers.taskstate import Carried
+from workers.storage.artifact import Artefact
+from workers.storage.taskstate import Carried
 
 
 # ---- the loss ------------------------------------------------------------------------------------

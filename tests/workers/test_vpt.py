@@ -18,7 +18,7 @@ from workers.job import BackboneSettings
 from workers.methods.vpt import Vpt, VptSettings
 from workers.model.prompts import PromptSites, start_of
 from workers.model.vit import build, compile_blocks, digest_of
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 DEPTHS = ("shallow", "deep")
 IMAGES = images(3)

@@ -31,7 +31,7 @@ from workers.methods.base import Rates
 from workers.methods.wsn import Wsn, WsnSettings
 from workers.model.protect import Protector
 from workers.model.vit import build, digest_of
-from workers.taskstate import Carried, TaskState, unpack
+from workers.storage.taskstate import Carried, TaskState, unpack
 
 TASKS = [ONE, TWO, THREE]
 OF_ANY = pytest.mark.parametrize("optimizer", TRAININGS)

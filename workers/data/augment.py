@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data import randaugment
-from workers.data.draw import Draw, seed_of
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
+from workers.rng import Draw, seed_of
 
 CPU = torch.device("cpu")
 # boxes tried before a random resized crop takes the whole image, or erasing leaves it alone

@@ -22,8 +22,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from workers import filesystem
 from workers.errors import UserError
+from workers.storage import filesystem
 
 Write = Callable[[BinaryIO], None]
 PIECE = 16 << 20  # bytes that are hashed at a time

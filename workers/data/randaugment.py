@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.data.draw import Draw
+from workers.rng import Draw
 
 PROBABILITY, STRENGTH_STD, STRONGEST = 0.5, 0.5, 10.0
 

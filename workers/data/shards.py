@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from workers import filesystem
-from workers.artefact import Artefact, resolve
 from workers.data.cache import Cache, Kept
 from workers.errors import DamagedArtefact, UserError
+from workers.storage import filesystem
+from workers.storage.artifact import Artefact, resolve
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000

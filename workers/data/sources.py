@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.cache import Blocks, Cache
-from workers.data.draw import seed_of
 from workers.data.rows import Rows
 from workers.data.shards import decode
 from workers.errors import DamagedArtefact, require_package
+from workers.rng import seed_of
 
 # records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
 WINDOW = 4096

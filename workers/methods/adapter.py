@@ -20,7 +20,7 @@ from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
 

@@ -20,7 +20,7 @@ from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
 from workers.model.weights import Copies, norm_names, weight_sites
-from workers.taskstate import Carried, TaskState, pack, unpack
+from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
 ROUNDS = 100  # of k-means, which ends far earlier
 # share of a task's own entries from which on a consolidation that replaces them is warned about

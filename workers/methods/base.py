@@ -41,12 +41,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import DataSettings, Frozen, Task, TrainSettings
 from workers.model.heads import Heads
 from workers.model.vit import digest_of
-from workers.taskstate import Carried, TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import Carried, TaskState
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step
-from workers.methods.rehearsal import Memory, Rehearsal, RehearsalSettings
+from workers.methods.bases.rehearsal import Memory, Rehearsal, RehearsalSettings
 from workers.model.bias import biased, fit_bias
 from workers.model.distill import kd_ce
 from workers.model.exemplars import quota
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 VALIDATION, BIAS = "validation", "bias/"
 

@@ -16,7 +16,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
@@ -25,7 +24,8 @@ from workers.model.adapters import AdapterSites, Bottlenecks
 from workers.model.masks import AnnealedSigmoid, Start, annealed, start_of
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 FEW = 0.01  # share of free units below which a task learns little but its head
 

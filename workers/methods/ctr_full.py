@@ -25,7 +25,7 @@ from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.model.masks import HardSample
 from workers.model.vit import geometry
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 KERNELS = (3, 4, 5)  # tokens that a routing filter sees
 TRANSFER = 3  # J, transfer capsules per task

@@ -14,14 +14,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, Progress, Rates, Step
+from workers.methods.bases.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, weight_groups
-from workers.methods.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettings
 from workers.model.heads import JointHeads, one_for_all_old
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 Parts = dict[
     str, dict[str, Tensor]

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Batch, MethodSettings, Progress, Rates, needs_adamw
@@ -20,7 +19,8 @@ from workers.methods.der import Der, DerSettings, Parts
 from workers.model.compact import multiply_adds
 from workers.model.masks import AnnealedSigmoid, annealed, start_of
 from workers.model.units import masked_weights, packed, thin, unit_sites, unpacked
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 
 class PrunedDer(Der):

@@ -15,17 +15,17 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import weight_groups
-from workers.methods.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.convit import ConViT
 from workers.model.distill import kd_kl
 from workers.model.heads import one_for_all_old
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 DECODER = "decoder/"  # of the names of carried tensors
 
@@ -134,9 +134,8 @@ class DyTox(Rehearsal):
 
     def network(self) -> TokenNetwork:
         """What there is by now, tasks in the order of `columns`; shares all tensors."""
-        return TokenNetwork(
-            self.backbone, self.decoder, [self.heads[name] for name in self.columns()]
-        )  # type: ignore[misc]
+        heads = [self.heads[name] for name in self.columns()]
+        return TokenNetwork(self.backbone, self.decoder, heads)  # type: ignore[arg-type]
 
     # ---- training --------------------------------------------------------------------------------
     def begin(

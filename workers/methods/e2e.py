@@ -14,9 +14,9 @@ from torch import Tensor
 
 from workers.job import Task
 from workers.methods.base import Batch, Progress, Rates, Step
-from workers.methods.rehearsal import Rehearsal, RehearsalSettings
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.distill import Teacher, kd_bce, kd_ce
-from workers.taskstate import Carried
+from workers.storage.taskstate import Carried
 
 
 class E2eSettings(RehearsalSettings):

@@ -7,7 +7,7 @@ from typing import Any
 
 from workers.job import Task
 from workers.methods.base import Method, Rates
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 
 class FineTune(Method):

@@ -13,7 +13,6 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step, needs_adamw
@@ -24,7 +23,8 @@ from workers.model.penalties import newly_used
 from workers.model.protect import Protector
 from workers.model.units import masked_weights, owned, unit_sites
 from workers.model.weights import Copies, norm_names
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 FEW = 0.01  # share of free units below which a task learns little but its head
 
@@ -319,8 +319,8 @@ class Hat(Method):
         are computed."""
         masks = [
             BlockMasks(neurons=state.masks[f"blocks.{i}.ff"])
-            for i in range(len(self.backbone.blocks))
-        ]  # type: ignore[arg-type]
+            for i in range(len(self.backbone.blocks))  # type: ignore[arg-type]
+        ]
         return flops(self.backbone, plan(self.backbone, masks)) / flops(
             self.backbone, plan(self.backbone, [BlockMasks()] * len(masks))
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.methods.base import Batch, Progress
-from workers.methods.rehearsal import Rehearsal, RehearsalSettings
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.distill import kd_ce, kd_sig
 from workers.model.exemplars import nearest_mean
 

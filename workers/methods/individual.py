@@ -10,7 +10,7 @@ from torch import Tensor
 from workers.job import Task
 from workers.methods.base import Method, Rates
 from workers.methods.finetune import tensors_of, weight_groups
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 
 class Individual(Method):

@@ -8,7 +8,7 @@ from typing import Any
 from workers.job import Task
 from workers.methods.base import Method, Rates
 from workers.methods.finetune import network_of, restore_network, weight_groups
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 
 class Joint(Method):

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.methods.base import MethodSettings
-from workers.methods.weight_masks import ThresholdMasks, ThresholdSettings
+from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings
 from workers.model.masks import SoftBinary
 from workers.model.weights import norm_names
-from workers.taskstate import TaskState
+from workers.storage.taskstate import TaskState
 
 
 class KsmSettings(ThresholdSettings):

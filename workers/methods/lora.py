@@ -25,7 +25,7 @@ from workers.model.lowrank import (
     shapes,
     weight_of,
 )
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 
 class LoraSettings(MethodSettings):

@@ -17,7 +17,7 @@ from workers.job import Task
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.model.distill import Teacher, kd_ce
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 
 class LwfSettings(MethodSettings):

@@ -14,13 +14,13 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings, key_inputs
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
 from workers.model.masks import GumbelHard
 from workers.model.sites import Sites, sites_of
-from workers.taskstate import Carried, TaskState
+from workers.rng import Draw
+from workers.storage.taskstate import Carried, TaskState
 
 # at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
 ADAM_EPS = 1e-15

@@ -19,7 +19,7 @@ from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates,
 from workers.methods.finetune import tensors_of
 from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 # owner numbers; the first owner is the base, where that keeps weights, else the first task
 FREE, FIRST = (

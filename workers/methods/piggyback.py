@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import MethodSettings, Rates
-from workers.methods.weight_masks import ThresholdMasks, ThresholdSettings, full
+from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings, full
 from workers.model.masks import Threshold
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 
 class PiggybackSettings(ThresholdSettings):

@@ -6,7 +6,7 @@ a stream of single passes).
 
 from __future__ import annotations
 
-from workers.methods.rehearsal import Rehearsal
+from workers.methods.bases.rehearsal import Rehearsal
 
 
 class Replay(Rehearsal):

@@ -17,18 +17,18 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
 from workers.methods.base import Batch, MethodSettings, Progress, Rates
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, tensors_of, weight_groups
-from workers.methods.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import Teacher, kd_ce
 from workers.model.heads import Heads
 from workers.model.paths import Path, PathNetwork, Place, random_path
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 PATH, TRUNK = "path/", "trunk/"  # of the names of tensors; both are a path's own
 
@@ -128,9 +128,10 @@ class Rpsnet(Rehearsal):
     # ---- the network -----------------------------------------------------------------------------
     def network(self, path: Path | None) -> PathNetwork:
         """The trunk with all frozen modules and those of `path`."""
-        return PathNetwork(
-            self.backbone, self.sites, [*self.frozen.values(), *([] if path is None else [path])]
-        )  # type: ignore[list-item]
+        paths = [*self.frozen.values()]
+        if path is not None:
+            paths.append(path)
+        return PathNetwork(self.backbone, self.sites, paths)  # type: ignore[arg-type]
 
     def features(self, images: Tensor) -> Tensor:
         return self.network(self.path)(images)

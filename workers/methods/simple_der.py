@@ -21,7 +21,7 @@ from workers.methods.der_p import PrunedDer
 from workers.model.distill import kd_ce
 from workers.model.masks import TopK
 from workers.model.units import magnitudes, masked_weights
-from workers.taskstate import Carried
+from workers.storage.taskstate import Carried
 
 
 class SimpleDerSettings(DerSettings):

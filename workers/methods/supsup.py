@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step, needs_adamw
-from workers.methods.weight_masks import WeightMasks, WeightMaskSettings
+from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
 from workers.model.superposition import (
@@ -37,7 +36,8 @@ from workers.model.superposition import (
     values,
 )
 from workers.model.weights import norm_names
-from workers.taskstate import TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
 # how far the classes of other tasks stand below those of the task that was picked: a softmax leaves

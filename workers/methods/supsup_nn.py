@@ -13,13 +13,13 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from workers.data.draw import seed_of
 from workers.dist import Group
 from workers.job import Task, key_inputs
 from workers.methods.base import Progress, Rates
 from workers.methods.supsup import SupSup, SupSupSettings
 from workers.model.superposition import Judge, Weights, shares
-from workers.taskstate import Carried, TaskState, pack, unpack
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
 # places in `counter`: how many masks there are, and which one is in training, -1 for none
 KNOWN, CURRENT = (

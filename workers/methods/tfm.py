@@ -25,7 +25,7 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
 from workers.model.context import uniform_multiply_adds
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 ALIGNED = 8  # new FFN units come in multiples of this, which matrix products like
 NORM = (".gamma", ".beta")  # at the end of the names of what renormalises a site

@@ -16,13 +16,13 @@ from timm.models.convnext import ConvNeXt
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
 from workers.model.top_down import TopDown
 from workers.model.top_down_conv import StageTopDown
-from workers.taskstate import Carried, TaskState
+from workers.rng import seed_of
+from workers.storage.taskstate import Carried, TaskState
 
 
 class ToastSettings(MethodSettings):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Batch, MethodSettings, Progress
-from workers.methods.cosine import CosineRehearsal, CosineSettings
+from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.model.cosine import margin_rank
 from workers.model.pod import cosine_distance
 

@@ -19,7 +19,7 @@ from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
 from workers.model.prompts import Depth, PromptSites, start_of
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 
 PROMPTS = "prompts"
 

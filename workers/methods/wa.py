@@ -15,10 +15,10 @@ from torch import Tensor
 
 from workers.job import Task
 from workers.methods.base import Batch, Progress, Rates, Step
-from workers.methods.rehearsal import Rehearsal, RehearsalSettings
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.align import weight_ratio
 from workers.model.distill import kd_ce
-from workers.taskstate import Carried
+from workers.storage.taskstate import Carried
 
 
 class WaSettings(RehearsalSettings):

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from workers.job import Task
 from workers.methods.base import MethodSettings, Progress, Rates
-from workers.methods.weight_masks import WeightMasks, WeightMaskSettings
+from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.masks import TopK
 from workers.model.protect import Protector
-from workers.taskstate import Carried, TaskState, pack, unpack
+from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
 
 class WsnSettings(WeightMaskSettings):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.data.draw import seed_of
 from workers.model.exemplars import normalised
 from workers.model.heads import Heads
+from workers.rng import seed_of
 
 ROUNDS = 100  # of k-means, where it has not settled before
 

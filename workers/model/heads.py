@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.data.draw import seed_of
 from workers.errors import UserError
+from workers.rng import seed_of
 
 
 class Heads(nn.Module):

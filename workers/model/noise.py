@@ -6,7 +6,7 @@ from __future__ import annotations
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from workers.data.draw import Draw
+from workers.rng import Draw
 
 
 class DrawnDropPath(DropPath):

@@ -23,14 +23,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import workers.model.convit  # noqa: F401 (enters timm's registry)
-from workers import hub
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import context, signature
 from workers.model.noise import own_drop_paths
 from workers.model.t2t import T2TVit
-from workers.regular_file import read_regular
-from workers.taskstate import load_tensors
+from workers.storage import hub
+from workers.storage.regular_file import read_regular
+from workers.storage.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 # of weights and buffers together, 40 GB; a stranger's file may ask for any number

@@ -1,0 +1,1 @@
+"""Cards, source formats, and ingest: raw data to shards."""

@@ -1,0 +1,182 @@
+"""Raw data behind a card: which content its results were made of, and what is known when it
+changes.
+
+The ingest stage is keyed by the paths and sizes of the raw files. Files that were edited in place
+have the same, but other modification times. Then they are read again, once, and compared by digest:
+equal content changes nothing, and other content gets an `edition`, which enters the key, so that
+results of both stand apart. What is known is kept in `<storage>/sources/`, per card and
+fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.data import ingest
+from pipeline.data.cards import Card
+from pipeline.data.formats import left_out, listing
+from pipeline.graph.store import Store, key_of
+from workers.errors import UserError
+from workers.storage.artifact import Artefact, is_local
+from workers.storage.filesystem import FIRST_CONTACT_S, StorageAway, patience
+
+READ_THREADS = 16
+REWRITTEN = (
+    "its raw files were written again since they were ingested (same paths and sizes); "
+    "`run` reads them to see whether they are the same images"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The raw data of a card as the storage knows it.
+
+    fingerprint: of paths and sizes. modified: digest of the modification times; "" while unknown.
+    edition: "" for the content that was ingested first, else the start of its digest. contents:
+    edition -> digest of the raw content. present: whether the files are there. note: what a person
+    should know.
+    """
+
+    fingerprint: str
+    modified: str = ""
+    edition: str = ""
+    contents: dict[str, str] = field(default_factory=dict)
+    present: bool = True
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """What enters the key of the ingest stage."""
+        return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
+
+
+def source_of(store: Store, card: Card, ask: bool = True) -> Source:
+    """The source of a card; where the files are gone, or on a machine that cannot be reached, the
+    one that was there last, so that results stand. Raises UserError where they were never known.
+    ask: False opens no connection to another machine for a source whose ingested result stands."""
+    last = store.remembered(card.identity())
+    known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None
+    if (
+        known_last
+        and not ask
+        and not is_local(card.source.path)
+        and _stands(store, card, known_last)
+    ):
+        return known_last
+    try:
+        with patience(FIRST_CONTACT_S):
+            listed = ingest.look(card)
+    except StorageAway:
+        if known_last is None:
+            raise
+        return known_last
+    fingerprint = listed[0] if listed else last
+    if not isinstance(fingerprint, str):
+        reasons = left_out((entry.name, entry.problem) for entry in listing(card) or ())
+        raise UserError(
+            f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not "
+            "exist, or holds no "
+            f"images in its splits{reasons}, and was never ingested into this storage; put the "
+            "data there or mend `source.path` "
+            "or `source.splits` on the card"
+        )
+    known = _recall(store, card, fingerprint)
+    if listed is None:
+        return Source(**known, present=False)
+    if store.remembered(card.identity()) != fingerprint:
+        store.remember(card.identity(), fingerprint)
+    if not known["modified"]:
+        known["modified"] = listed[1]
+        _remember(store, card, known)
+    return Source(**known, note=REWRITTEN if known["modified"] != listed[1] else "")
+
+
+def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
+    """Reads the raw files of a card where they were written again since, and settles which content
+    they are. Does nothing where they were not, or are gone."""
+    try:
+        with patience(FIRST_CONTACT_S):
+            listed = ingest.look(card)
+    except StorageAway:  # what is known of it goes on to be used, see `source_of`
+        return
+    if listed is None:
+        return
+    known = _recall(store, card, listed[0])
+    if not known["modified"] or known["modified"] == listed[1]:
+        return
+    known["modified"] = listed[1]
+    before = known["contents"].get(known["edition"])
+    inputs = stage_inputs(card, Source(**known))
+    if before is None and Artefact.open(store.root, key_of(inputs, ())) is None:
+        pass  # listed before, and not ingested yet
+    elif before is None:
+        say(
+            f"data/{card.name}: its raw files were written again; whether they are the same "
+            "images as before is not known, since no "
+            "digest of them was kept then: they are taken for the same"
+        )
+    else:
+        say(
+            f"data/{card.name}: its raw files were written again (same paths and sizes), they "
+            "are read to compare their content"
+        )
+        with ThreadPoolExecutor(READ_THREADS, "raw") as pool:
+            content = ingest.raw_content(card, pool.map)
+        editions = {digest: edition for edition, digest in known["contents"].items()}
+        known["edition"] = editions.get(content, content[:16])
+        known["contents"][known["edition"]] = content
+        if content == before:
+            say(f"data/{card.name}: they are the same images")
+        else:
+            say(
+                f"data/{card.name}: they are other images; results of them get keys of their "
+                "own, beside those of the images before"
+            )
+    _remember(store, card, known)
+
+
+def _stands(store: Store, card: Card, source: Source) -> bool:
+    return Artefact.open(store.root, key_of(stage_inputs(card, source), ())) is not None
+
+
+def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
+    """What the key of the card's ingest stage is made of."""
+    return {
+        "step": "ingest",
+        "card": card.identity(),
+        "source": source.text,
+        "revision": ingest.REVISION,
+    }
+
+
+def ingested(store: Store, card: Card, source: str, content: str) -> None:
+    """Notes the raw content that was ingested for `source`, as it stands in the key."""
+    fingerprint, _, edition = source.partition("+")
+    known = _recall(store, card, fingerprint)
+    if known["contents"].get(edition) != content:
+        known["contents"][edition] = content
+        _remember(store, card, known)
+
+
+def _name(card: Card, fingerprint: str) -> str:
+    return f"{card.identity()}-{fingerprint.replace(':', '-')[:40]}"
+
+
+def _recall(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
+    found = store.remembered(_name(card, fingerprint))
+    known: dict[str, Any] = {
+        "fingerprint": fingerprint,
+        "modified": "",
+        "edition": "",
+        "contents": {},
+    }
+    if isinstance(found, dict):
+        known |= {name: found[name] for name in known if type(found.get(name)) is type(known[name])}
+    return known
+
+
+def _remember(store: Store, card: Card, known: dict[str, Any]) -> None:
+    store.remember(_name(card, known["fingerprint"]), known)

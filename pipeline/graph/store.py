@@ -1,0 +1,477 @@
+"""Keys, look-ups and the reason of every miss: which stage results stand, and what they were made
+of."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import posixpath
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pyarrow import fs
+
+from pipeline.config import Config, dump, flatten
+from pipeline.graph import failures
+from pipeline.graph.stage import Graph, Stage
+from workers.errors import UserError
+from workers.job import Task
+from workers.storage.artifact import (
+    MANIFEST,
+    Artefact,
+    delete_dir,
+    exists,
+    is_local,
+    is_remains,
+    join,
+    listing,
+    passing_name,
+    read_json,
+    resolve,
+    withdraw,
+    write_bytes,
+)
+from workers.storage.filesystem import FIRST_CONTACT_S, access_remedy, patience
+
+# a key names a folder: a record from elsewhere must not lead out of the store
+PLAIN = re.compile(r"[\w-]+")
+EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
+MOST_CHANGES = 4  # versions that a note names
+KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
+
+
+def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
+    """Content address of a stage: hash of its inputs and its parents' keys, in order. Type-tagged:
+    1, 1.0, "1" and True differ."""
+    return hashlib.sha256(_tagged([KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
+
+
+def _tagged(value: Any) -> bytes:
+    if isinstance(value, str):
+        text = value.encode()
+    elif isinstance(value, (bool, int, float, type(None))):
+        text = repr(value).encode()
+    elif isinstance(value, (list, tuple)):
+        return b"l%d:" % len(value) + b"".join(map(_tagged, value))
+    elif isinstance(value, Mapping):
+        items = b"".join(
+            _tagged(str(k)) + _tagged(v)
+            for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))
+        )
+        return b"d%d:" % len(value) + items
+    else:
+        raise TypeError(f"{type(value).__name__} cannot be part of a key")
+    return type(value).__name__.encode() + b"%d:" % len(text) + text
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is
+    not as it was written, or was made of other contents of its parents than stand now."""
+
+    hit: bool
+    reason: str
+    manifest: dict[str, Any] | None = None
+    damaged: bool = False
+
+
+def needed_keys(record: Mapping[str, Any]) -> set[str]:
+    """Keys of what a run computes; a report is made again at no cost."""
+    return {
+        stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"
+    }
+
+
+def is_stage(entry: Any) -> bool:
+    """Whether an entry of a record names a stage, by a key that leads nowhere else."""
+    return (
+        isinstance(entry, dict)
+        and all(isinstance(entry.get(name), str) for name in ("id", "key", "step"))
+        and bool(PLAIN.fullmatch(entry["key"]))
+    )
+
+
+def remove(path: str) -> None:
+    with suppress(FileNotFoundError):  # another driver sweeps too
+        os.unlink(path)
+
+
+class Store:
+    """`<storage>/stages/<key>/` and the records of named runs."""
+
+    def __init__(self, storage: str):
+        self.storage = storage
+        self.root = join(storage, "stages")
+
+    def check_writable(self) -> None:
+        """Raises UserError where the storage cannot be written."""
+        resolve(self.storage)
+        # of its own: two runs may start at the same moment
+        probe = join(self.storage, f".probe-{passing_name()}")
+        try:
+            with patience(FIRST_CONTACT_S):
+                write_bytes(probe, b"accrete")
+                system, path = resolve(probe)
+                system.delete_file(path)
+        except OSError as error:
+            remedy = access_remedy(self.storage)
+            if is_local(self.storage):
+                remedy = "choose another folder with --set storage=PATH or mend its permissions"
+                if (
+                    error.errno == errno.EACCES
+                    and os.path.isdir(self.storage)
+                    and os.stat(self.storage).st_uid != os.getuid()
+                ):
+                    remedy = (
+                        "it belongs to another user: choose another folder with --set "
+                        "storage=PATH, or have that user share it with a group "
+                        f"(chgrp -R GROUP, chmod -R g+rwX {self.storage}, and chmod g+s on each "
+                        "of its folders)"
+                    )
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    remedy = (
+                        "free some space there, or choose another folder with --set storage=PATH"
+                    )
+            raise UserError(
+                f"storage {self.storage!r} cannot be written ({error}); {remedy}"
+            ) from None
+
+    def sweep(self) -> None:
+        """Deletes what processes of this machine that were killed have left, where nobody else
+        comes by: files half written, and probes."""
+        system, top = resolve(self.storage)
+        if not isinstance(system, fs.LocalFileSystem):
+            return
+        for place in ("runs", "sources", "searches"):
+            for path in listing(join(self.storage, place)):
+                if path.endswith(".part") and is_remains(posixpath.basename(path)):
+                    remove(join(top, place, path))
+        for entry in os.scandir(top):
+            if entry.name.startswith((".probe-", "mlflow.db.")) and is_remains(entry.name):
+                remove(entry.path)
+
+    def look_up(
+        self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True
+    ) -> Lookup:
+        """Is the result of `stage` there? With `verify`, every file is compared with its digest.
+        previous: the record of the same run before, for the reason of a miss."""
+        found = Artefact.open(self.root, stage.key)
+        if found is not None:
+            damage = found.damage() if verify else None
+            if damage is None:
+                return Lookup(True, "stands", found.manifest)
+        elif exists(join(self.root, stage.key, MANIFEST)):
+            damage = f"{MANIFEST} is not as it was written"
+        else:
+            return Lookup(False, why(stage, previous))
+        return Lookup(False, f"damaged: {damage}", damaged=True)
+
+    def withdraw(self, key: str) -> None:
+        withdraw(self.root, key)
+
+    def record_path(self, name: str) -> str:
+        return join(self.storage, "runs", name, "run.json")
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """What the named run consisted of when it was last started."""
+        return self._read_record(self.record_path(name), name)
+
+    def _read_record(self, path: str, name: str) -> dict[str, Any] | None:
+        try:
+            record = read_json(path)
+        except (FileNotFoundError, ValueError):
+            return None
+        whole = (
+            isinstance(record, dict)
+            and record.get("name") == name
+            and isinstance(record.get("stages"), list)
+        )
+        return record if whole and all(is_stage(s) for s in record["stages"]) else None
+
+    def save_record(self, record: dict[str, Any]) -> None:
+        """Writes the record of a run that begins, before it looks up what stands: from now on
+        `gc` keeps what it needs. A record of the same name that needs other results is kept
+        beside it."""
+        with self.claimed_by_gc():
+            self._keep_earlier(record)
+            write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
+
+    def claimed_by_gc(self) -> AbstractContextManager[None]:
+        """Held while garbage is deleted, and while it is written down what a run needs. On an
+        object store it holds nothing back (see claim.py): there a run that begins in the seconds of
+        the deletion may have to compute something again."""
+        from workers.storage.lock import claimed
+
+        return claimed(self.root, "gc")
+
+    def _keep_earlier(self, record: Mapping[str, Any]) -> None:
+        """Of a run whose config was changed, the record of what it was; a longer stream or a
+        further method needs all of what it was, and takes its place."""
+        name, keys = record["name"], needed_keys(record)
+        before = self.record(name)
+        if before is not None and not needed_keys(before) <= keys:
+            write_bytes(self._earlier_path(name, before), json.dumps(before, indent=1).encode())
+        system, _ = resolve(self.storage)
+        for path, earlier in self._earlier(name).items():
+            if earlier is not None and needed_keys(earlier) <= keys:
+                with suppress(FileNotFoundError):
+                    system.delete_file(resolve(path)[1])
+
+    def _earlier_path(self, name: str, record: Mapping[str, Any]) -> str:
+        digest = hashlib.sha256("\n".join(sorted(needed_keys(record))).encode()).hexdigest()
+        return join(self.storage, "runs", name, EARLIER, f"{digest[:16]}.json")
+
+    def _earlier(self, name: str) -> dict[str, dict[str, Any] | None]:
+        """Path -> record, of what a run was before its config was changed; None where it cannot be
+        read."""
+        folder = join(self.storage, "runs", name, EARLIER)
+        paths = [join(folder, file) for file in listing(folder) if file.endswith(".json")]
+        return {path: self._read_record(path, name) for path in paths}
+
+    def earlier_names(self) -> list[str]:
+        """Runs whose config was changed, and of which earlier results are kept."""
+        return [name for name in self.run_names() if self._earlier(name)]
+
+    def forget_earlier(self) -> None:
+        """Lets go of what runs were before their configs were changed."""
+        for name in self.earlier_names():
+            delete_dir(join(self.storage, "runs", name, EARLIER))
+
+    def run_names(self) -> list[str]:
+        return self.folders("runs")
+
+    def folders(self, place: str) -> list[str]:
+        """Names of the folders that lie directly below a place of the storage."""
+        system, path = resolve(join(self.storage, place))
+        found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+        return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+
+    def garbage(self, earlier: bool = False) -> list[tuple[str, int]]:
+        """Folders below the storage, with their bytes, that no named run needs: results of no named
+        run, what interrupted attempts left beside a result that stands, its checkpoints and
+        failures.
+
+        earlier: also what runs needed only before their configs were changed. Raises UserError
+        where a record cannot be read.
+        """
+        needed: set[str] = set()
+        for name in self.run_names():
+            record = self.record(name)
+            if record is None and exists(self.record_path(name)):
+                raise UserError(
+                    f"{self.record_path(name)} is not readable, so what run {name!r} needs is "
+                    "not known; start the run again, or "
+                    f"remove {join(self.storage, 'runs', name)}"
+                )
+            needed |= {s["key"] for s in record["stages"]} if record else set()
+            for path, kept in self._earlier(name).items() if not earlier else ():
+                if kept is None:
+                    raise UserError(
+                        f"{path} is not readable, so what run {name!r} needed before its config "
+                        "was changed is not known; remove that file"
+                    )
+                needed |= needed_keys(kept)
+        needed |= self._searched()
+        there = {
+            place: listing(join(self.storage, place))
+            for place in ("stages", "checkpoints", failures.FOLDER)
+        }
+        standing = {
+            key: found.manifest["attempt"]
+            for key in unclear(there) & needed
+            if (found := Artefact.open(self.root, key))
+        }
+        sizes: dict[str, int] = {}
+        for place, files in there.items():
+            for path, size in files.items():
+                key, _, rest = path.partition("/")
+                attempt, below, _ = rest.partition("/")
+                if key not in needed or (place != "stages" and key in standing):
+                    folder = key
+                elif below and attempt != standing.get(key, attempt):
+                    folder = f"{key}/{attempt}"
+                else:
+                    continue
+                sizes[f"{place}/{folder}"] = sizes.get(f"{place}/{folder}", 0) + size
+        return sorted(sizes.items())
+
+    def _searched(self) -> set[str]:
+        """Keys of all stages that trials of searches consist of. Raises UserError where a record
+        cannot be read."""
+        from pipeline.results import trials
+
+        keys: set[str] = set()
+        for name in self.folders("searches"):
+            found = trials.load(self.storage, name)
+            if found.problems:
+                raise UserError(
+                    f"search {name!r}: {found.problems[0]}; so what it needs is not known: "
+                    "start the search again, or remove "
+                    f"{join(self.storage, 'searches', name)}"
+                )
+            keys |= {
+                stage["key"]
+                for trial in found.trials
+                for stage in (trial.get("graph") or {"stages": []})["stages"]
+            }
+        return keys
+
+    # ---- what a source looked like when it was last seen, so that results stand after the raw data
+    # is gone
+    def remember(self, identity: str, value: Any) -> None:
+        write_bytes(
+            join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode()
+        )
+
+    def remembered(self, identity: str) -> Any:
+        try:
+            return read_json(join(self.storage, "sources", f"{identity}.json"))["seen"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+
+def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
+    """Keys whose manifest has to be read to know what is left over: those with files of several
+    attempts, with checkpoints or failures."""
+    attempts: dict[str, set[str]] = {}
+    for path in there["stages"]:
+        key, _, rest = path.partition("/")
+        if "/" in rest:
+            attempts.setdefault(key, set()).add(rest.partition("/")[0])
+    beside = {
+        path.partition("/")[0]
+        for place, files in there.items()
+        if place != "stages"
+        for path in files
+    }
+    return beside | {key for key, names in attempts.items() if len(names) > 1}
+
+
+def outdated(
+    graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
+) -> str | None:
+    """Why the result of `stage` no longer goes with its parents' results, in words: one of them was
+    made again under its key with another content. None where it does, or where that is not known: a
+    parent's result is gone, or one of the two was made before contents were noted.
+
+    manifest: of the result, if it stands. contents: stage id -> content of the result that stands.
+    """
+    made_of = (manifest or {}).get("made_of") or {}
+    for parent in stage.parents if made_of else ():
+        before, now = made_of.get(graph[parent].key), contents.get(parent)
+        if before and now and before != now:
+            return f"made of another content of {parent} ({before[:12]}, and now it is {now[:12]})"
+    return None
+
+
+def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
+    """The reason of a miss: what changed since the run of the same name, old -> new."""
+    before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
+    if before is None:
+        return "new"
+    if before["key"] == stage.key:
+        return "not finished"
+    version = previous.get("key_version", 1) if previous else KEY_VERSION
+    if version != KEY_VERSION:
+        return f"key version {version} -> {KEY_VERSION}"
+    old, new = flatten(before["inputs"]), flatten(stage.inputs)
+    changes = [
+        f"{k}: {old.get(k, 'absent')!r} -> {new.get(k, 'absent')!r}"
+        for k in sorted(old.keys() | new.keys())
+        if old.get(k) != new.get(k)
+    ]
+    if changes:
+        more = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
+        return "changed " + "; ".join(changes[:2]) + more
+    return "an earlier stage changed"
+
+
+def version_notes(
+    lookups: Mapping[str, Lookup], previous: Mapping[str, Any] | None, provenance: Mapping[str, Any]
+) -> list[str]:
+    """What an upgrade means for the results of a run, a sentence each: none stand under another
+    key version; those that stand and were made by other versions of the code or of packages stay
+    valid."""
+    notes = []
+    version = previous.get("key_version", 1) if previous else KEY_VERSION
+    if version != KEY_VERSION:
+        notes.append(
+            f"the last run of this name had key version {version}, this code has {KEY_VERSION}: "
+            "its results are not found under the new keys, and "
+            "are computed anew"
+        )
+    manifests = [lookup.manifest for lookup in lookups.values() if lookup.hit and lookup.manifest]
+    made_by = [
+        _versions(manifest["provenance"])
+        for manifest in manifests
+        if isinstance(manifest.get("provenance"), dict)
+    ]
+    now = _versions(provenance)
+    changes = Counter(
+        f"{name} {versions.get(name) or 'unknown'} -> {now.get(name) or 'unknown'}"
+        for versions in made_by
+        for name in sorted(now)
+        if versions.get(name) != now[name]
+    )
+    others = sum(versions != now for versions in made_by)
+    if changes:
+        listed = ", ".join(text for text, _ in changes.most_common(MOST_CHANGES)) + (
+            ", ..." if len(changes) > MOST_CHANGES else ""
+        )
+        notes.append(
+            f"{others} of {len(manifests)} results that stand were made by other versions "
+            f"({listed}); they stay valid: code that gives other "
+            "results has another revision, which is in the key"
+        )
+    return notes
+
+
+def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> version, of what can have a hand in a result."""
+    packages = provenance.get("packages")
+    versions = {**packages} if isinstance(packages, dict) else {}
+    return {**versions, "git commit": str(provenance.get("git_commit", ""))}
+
+
+def record_of(
+    graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]
+) -> dict[str, Any]:
+    """The record of a named run: its config, its tasks and the keys of all its stages."""
+    stages = [
+        {
+            "id": s.id,
+            "key": s.key,
+            "step": s.step,
+            "label": s.method,
+            "task": s.task,
+            "parents": list(s.parents),
+            "method": config.methods[s.method].method if s.method else None,
+            "inputs": dict(s.inputs),
+        }
+        for s in graph
+    ]
+    return {
+        "name": graph.name,
+        "key_version": KEY_VERSION,
+        "config": dump(config),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "stages": stages,
+        "tasks": [
+            {
+                "name": t.name,
+                "card": t.card,
+                "role": t.role,
+                "classes": list(t.classes),
+                "data": t.data,
+            }
+            for t in tasks
+        ],
+        "provenance": provenance,
+    }

@@ -1,0 +1,1 @@
+"""Where stages run: in this process, or on worker groups of Ray."""

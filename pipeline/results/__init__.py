@@ -1,0 +1,1 @@
+"""What stands in the store, as tables and metrics."""

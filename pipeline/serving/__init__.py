@@ -1,0 +1,1 @@
+"""Bundles, predictions, and servers."""

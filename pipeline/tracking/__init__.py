@@ -1,0 +1,1 @@
+"""The record of runs and searches in MLflow."""

@@ -1,0 +1,139 @@
+"""The SQLite database of a record: made beside under a temporary name and moved into place whole; a
+half-made one is mended.
+
+MLflow makes its tables by some hundred statements, each of which stands at once. A process that is
+killed between two of them would leave a database that no later process can finish.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from workers.errors import UserError
+from workers.storage import filesystem
+from workers.storage.artifact import NO_LINKS, make_dirs, passing_name, share_file
+
+BESIDE = ("-journal", "-wal", "-shm")  # what SQLite keeps next to a database
+SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # what a URI would read as something else
+
+
+def sqlite_uri(path: Path) -> str:
+    """SQLAlchemy's URI of an absolute path, whatever is in its name."""
+    text = SPECIAL.sub(lambda match: quote(match.group()), str(path))
+    # With the name of its driver, MLflow makes no folder after the quoted name; the plain form is
+    # what people know.
+    return f"sqlite:///{text}" if text == str(path) else f"sqlite+pysqlite:///{text}"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file of a SQLite URI; None for other databases and servers, and for a database in
+    memory."""
+    if not uri.startswith("sqlite"):
+        return None
+    from sqlalchemy.engine import make_url
+
+    url = make_url(uri)
+    plain = url.database and url.database != ":memory:" and not url.query
+    return Path(url.database or "").absolute() if plain else None
+
+
+def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], str]) -> None:
+    """Make the database where there is none, and anew where it was left half-made.
+
+    initialize: makes all tables in the database of a URI, and closes it. latest: the revision that
+    it gives. Raises UserError where the file is no SQLite database.
+    """
+    if is_whole(path, latest):
+        return
+    make_dirs(str(path.parent))
+    with locked(path.parent):
+        if is_whole(path, latest):  # another process has made it meanwhile
+            return
+        if path.exists() and path.stat().st_size:
+            aside = path.with_name(
+                f"{path.name}.half-made-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+            )
+            path.rename(aside)
+            filesystem.say(
+                f"{path} was left half-made, with no run in it, by a process that was killed or "
+                "by another version of MLflow; it is now "
+                f"{aside.name}, and made anew"
+            )
+        else:
+            path.unlink(missing_ok=True)
+        _make(path, initialize)
+
+
+def is_whole(path: Path, latest: Callable[[], str]) -> bool:
+    """Whether a database is there to be used: with runs in it, or with all tables. One that has
+    runs is MLflow's to judge."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    try:
+        with closing(
+            sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=20)
+        ) as database:
+            tables = {
+                name
+                for (name,) in database.execute(
+                    "SELECT name FROM sqlite_master WHERE type = 'table'"
+                )
+            }
+            if "runs" in tables and database.execute("SELECT 1 FROM runs LIMIT 1").fetchone():
+                return True
+            versions = (
+                database.execute("SELECT version_num FROM alembic_version").fetchall()
+                if "alembic_version" in tables
+                else []
+            )
+            return versions == [(latest(),)]
+    except sqlite3.OperationalError as error:
+        if os.access(path, os.W_OK) or not os.access(path, os.R_OK):
+            raise
+        del error
+        return True  # it can only be read here, and nothing is mended
+    except sqlite3.DatabaseError as error:
+        raise UserError(
+            f"{path} is no SQLite database ({error}); move it away and run the same command again"
+        ) from None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a lock on a folder, which ends with the process. A disk that knows no locks is used
+    without."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _make(path: Path, initialize: Callable[[str], None]) -> None:
+    part = path.with_name(f"{path.name}.{passing_name()}.part")
+    try:
+        initialize(sqlite_uri(part))
+        share_file(str(part))
+        with open(part, "rb") as stream:
+            os.fsync(stream.fileno())
+        try:
+            os.link(part, path)
+        except FileExistsError:  # another process was faster: one database stands
+            pass
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            os.replace(part, path)
+    finally:
+        for suffix in ("", *BESIDE):
+            part.with_name(part.name + suffix).unlink(missing_ok=True)

@@ -1,0 +1,241 @@
+"""Bases of the methods that learn one mask per weight matrix: Piggyback, KSM, SupSup, WSN."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor, nn
+
+from workers.errors import UserError
+from workers.job import DataSettings, Task, TrainSettings, key_inputs
+from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
+from workers.model.weights import Copies, weight_sites
+from workers.storage.taskstate import Carried, TaskState
+
+
+class WeightMaskSettings(MethodSettings):
+    mask_lr: PositiveFloat = Field(1e-3, description="peak learning rate of the masks' real values")
+
+
+class WeightMasks(Method):
+    """A star: W stays, task t is served with M_t .* W, multiplied once when the method turns to it.
+    A subclass says what a mask is (`new_mask`: a module with `sample()` and `hard()`) and, where it
+    is more than bits, how it is stored (`packed`, `unpacked`)."""
+
+    Settings = WeightMaskSettings
+    per_task = frozenset({"mask_lr"})
+    settings: WeightMaskSettings
+
+    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.sites = weight_sites(backbone)
+        self.masks: dict[str, nn.Module] = {}  # of the task in training, by site
+        self.copies = Copies(backbone, [])  # of the task in training
+        self.loaded: dict[
+            str, dict[str, Tensor]
+        ] = {}  # task -> masks by site, as `hard` gives them
+        self.loaded_copies: dict[
+            str, dict[str, Tensor]
+        ] = {}  # task -> its copies by parameter name
+
+    def new_mask(self, site: str, weight: Tensor) -> nn.Module:
+        """The mask of a weight matrix before the first step, on the weight's device."""
+        raise NotImplementedError
+
+    def mask_shape(self, site: str) -> tuple[int, ...]:
+        """One value for every weight, or one for every run of weights that follow each other in
+        memory, see `masked`."""
+        return tuple(self.sites[site].shape)
+
+    def rate(self, site: str, rates: Rates) -> float:
+        """Peak learning rate of a site's real values."""
+        return self.settings.mask_lr
+
+    def copied(self) -> list[str]:
+        """Parameters of the backbone that each task trains a copy of, beside its masks."""
+        return []
+
+    def in_use(self, mask: Tensor) -> Tensor:
+        """Which entries of a mask, as `hard` gives it, are switched on."""
+        return mask != 0
+
+    # ---- training --------------------------------------------------------------------------------
+    def begin(
+        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+    ) -> list[dict[str, Any]]:
+        groups = super().begin(task, step, carried, rates, tasks)
+        self.loaded.pop(task.name, None)
+        self.loaded_copies.pop(task.name, None)
+        self.masks = {
+            site: self.new_mask(site, weight.detach()) for site, weight in self.sites.items()
+        }
+        # a dict alone would hide them from state_dict and .to
+        self.mask_modules = nn.ModuleList(self.masks.values())
+        self.copies = Copies(self.backbone, self.copied())
+        by_rate: dict[float, list[nn.Parameter]] = {}
+        for site, mask in self.masks.items():
+            by_rate.setdefault(self.rate(site, rates), []).extend(mask.parameters())
+        groups += [
+            {"name": "masks", "params": some, "lr": rate, "weight_decay": 0.0}
+            for rate, some in by_rate.items()
+        ]
+        return (
+            [*groups, {"name": "copies", "params": [*self.copies.values], "weight_decay": 0.0}]
+            if self.copies.names
+            else groups
+        )
+
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        weights = {
+            f"{site}.weight": masked(self.sites[site], mask.sample())  # type: ignore[operator]
+            for site, mask in self.masks.items()
+        }
+        return weights | self.copies.tensors()
+
+    def hard(self) -> dict[str, Tensor]:
+        """The masks of the task in training, by site."""
+        return {site: mask.hard() for site, mask in self.masks.items()}  # type: ignore[operator]
+
+    def measures(self) -> dict[str, float]:
+        """The share of mask entries that are switched on."""
+        return {"density": _share([self.in_use(mask) for mask in self.hard().values()])}
+
+    def warnings(self) -> list[str]:
+        if self.task is not None and all(bool((mask == 1).all()) for mask in self.hard().values()):
+            return [
+                f"task {self.task.name!r}: no mask entry was switched off, so the masks do "
+                "nothing; raise mask_lr or mask_travel, or train for "
+                "more steps"
+            ]
+        return []
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        masks, floats = self.packed({site: mask.cpu() for site, mask in self.hard().items()})
+        copies = {name: t.detach().clone() for name, t in self.copies.tensors().items()}
+        return self.state(
+            masks=masks, copies=floats | copies, meta={"settings": key_inputs(self.settings)}
+        ), Carried()
+
+    def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Masks by site -> boolean masks and floats as they are stored: under the name of their
+        site, or of `SITE.SUFFIX`."""
+        return masks, {}
+
+    # ---- serving ---------------------------------------------------------------------------------
+    def unpacked(self, state: TaskState) -> dict[str, Tensor]:
+        """The inverse of `packed`: masks by site, of the shapes that `mask_shape` says."""
+        return dict(state.masks)
+
+    def load(self, state: TaskState) -> None:
+        """Keeps the task's masks and copies beside those of other tasks. A base task has none: it
+        is served by W."""
+        super().load(state)
+        own = dict(self.backbone.named_parameters())
+        for name, mask in state.masks.items():
+            site = name if name in self.sites else name.rpartition(".")[0]
+            shape = self.mask_shape(site) if site in self.sites else None
+            if tuple(mask.shape) != shape:
+                raise UserError(
+                    f"task {state.task!r}: its state has a mask {name} of shape "
+                    f"{tuple(mask.shape)}, this backbone has {shape} there; "
+                    "use the backbone and the settings of its run"
+                )
+        self.loaded[state.task] = self.unpacked(state)
+        self.loaded_copies[state.task] = {
+            name: t for name, t in state.copies.items() if name in own
+        }
+
+    def serving_weights(self, task: str) -> dict[str, Tensor]:
+        masks, copies = (
+            (self.loaded[task], self.loaded_copies[task])
+            if task in self.loaded
+            else (self.hard(), self.copies.tensors())
+        )
+        weights = {
+            f"{site}.weight": masked(self.sites[site], mask.to(self.sites[site].device))
+            for site, mask in masks.items()
+        }
+        return weights | {name: t.to(self.device) for name, t in copies.items()}
+
+
+class ThresholdSettings(WeightMaskSettings):
+    """For masks that are on where a real value is above a threshold."""
+
+    mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
+        "auto", description="peak learning rate of the masks' real values; `auto`: by mask_travel"
+    )
+    mask_travel: PositiveFloat = Field(
+        0.5,
+        description="for mask_lr auto: how far steps in random directions carry a value, in "
+        "distances to the threshold",
+    )
+    theta: float = Field(
+        5e-3, gt=0, description="an entry is kept where its real value is above this"
+    )
+    start: float = Field(1e-2, gt=0, description="where all real values start")
+
+    def starts_on(self) -> bool:
+        """Whether some entry is switched on before the first step, as far as settings tell."""
+        return self.start > self.theta
+
+
+class ThresholdMasks(WeightMasks):
+    """Real values start at `start` (or where `start_of` says) and switch an entry off as they fall
+    below theta."""
+
+    Settings = ThresholdSettings
+    per_task = WeightMasks.per_task | {"mask_travel", "theta", "start"}
+    settings: ThresholdSettings
+
+    @classmethod
+    def check(
+        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+    ) -> None:
+        assert isinstance(settings, ThresholdSettings)
+        needs_adamw(settings.mask_lr, train)
+        if not settings.starts_on():
+            raise UserError(
+                f"start is {settings.start} with theta {settings.theta}: every entry would "
+                "start switched off, and the network would be dead; "
+                "raise start above theta"
+            )
+
+    def start_of(self, site: str) -> float:
+        """Where the real values of a site start."""
+        return self.settings.start
+
+    def rate(self, site: str, rates: Rates) -> float:
+        """A step of Adam is about the rate long, so n steps in random directions carry a value
+        sqrt(n) rates. `auto` makes that mask_travel * (start - theta), in short and long trainings
+        alike. A smaller rate flips nothing; with a far larger one most entries reach the threshold
+        in the same few steps, and the network falls apart."""
+        if self.settings.mask_lr == "auto":
+            return (
+                self.settings.mask_travel
+                * (self.start_of(site) - self.settings.theta)
+                / math.sqrt(max(rates.mean_rate_steps, 1e-9))
+            )
+        return self.settings.mask_lr
+
+
+def masked(weight: Tensor, mask: Tensor) -> Tensor:
+    """M .* W. A mask with fewer values than W has one for each run of weights that follow each
+    other in memory: of a group of input columns, of a kernel, of an output row."""
+    if mask.shape != weight.shape:
+        return (weight.reshape(mask.numel(), -1) * mask.reshape(-1, 1)).view_as(weight)
+    if mask.requires_grad and not weight.requires_grad:
+        # nobody else's, and W takes no gradient from it: a pass through memory less
+        return mask.mul_(weight)
+    return weight * mask
+
+
+def full(weight: Tensor, value: float) -> Tensor:
+    return torch.full_like(weight, value, dtype=torch.float32)
+
+
+def _share(masks: list[Tensor]) -> float:
+    """Share of ones over several boolean masks."""
+    return sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)

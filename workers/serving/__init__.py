@@ -1,0 +1,1 @@
+"""Models in bundles, and their answers to images."""

@@ -1,0 +1,288 @@
+"""Images as people send them: paths, bytes, base64, arrays, Pillow's; each becomes the pixels that
+evaluation would have seen, or one sentence."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from workers.data.shards import MAX_PIXELS, open_image, rgb, squared
+from workers.errors import UserError
+from workers.storage.regular_file import read_regular
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+LONGEST_PATH = 4096
+LONGEST_SIDE = 65_535  # of JPEG; resizing a line of millions of pixels costs seconds
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is taken in. paths: whether strings may name files here; a server must not read its
+    host's files for strangers. images: most in one request. image_bytes: most of one encoded image.
+    body_bytes: most of all images of a request as they are sent. total_pixels: most of all images
+    of a request together, by their headers; None: any number."""
+
+    max_pixels: int = MAX_PIXELS
+    total_pixels: int | None = None
+    paths: bool = False
+    images: int = 1024
+    image_bytes: int = 32 << 20
+    body_bytes: int = 128 << 20
+
+
+class PixelBudget:
+    """Bounds the memory of decoding: images that threads decode at the same moment have at most
+    `most` pixels together."""
+
+    def __init__(self, most: int):
+        self.most, self.used = most, 0
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def reserved(self, pixels: int) -> Iterator[None]:
+        """Waits until there is room; an image that exceeds the budget is decoded alone."""
+        pixels = min(pixels, self.most)
+        with self.changed:
+            self.changed.wait_for(lambda: self.used + pixels <= self.most)
+            self.used += pixels
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.used -= pixels
+                self.changed.notify_all()
+
+
+def pixels_of(
+    images: Sequence[Any], side: int, limits: Limits, budget: PixelBudget | None = None
+) -> NDArray[np.uint8]:
+    """Images of any kind -> uint8 (n, 3, side, side), as `decode` makes them of the bytes in
+    shards. budget: shared by threads that decode. Raises UserError with the place of the first that
+    cannot be used."""
+    if isinstance(images, (str, bytes, bytearray)):
+        raise UserError("images is a single one; give a list of images")
+    if len(images) > limits.images:
+        raise UserError(
+            f"{len(images)} images in one request are more than {limits.images}; send them in "
+            "several requests"
+        )
+    size = sum(map(size_of, images))
+    if size > limits.body_bytes:
+        raise UserError(
+            f"the images of this request take {size} bytes, more than {limits.body_bytes}; send "
+            "them in several requests"
+        )
+    areas = [0] * len(images)
+    if limits.total_pixels is not None:
+        for place, image in enumerate(images):
+            with _named(place, image):
+                areas[place] = area(image, limits)
+        check_total(areas, limits.total_pixels)
+    out = np.empty((len(images), 3, side, side), np.uint8)
+    for place, image in enumerate(images):
+        with _named(place, image), budget.reserved(areas[place]) if budget else nullcontext():
+            out[place] = squared(upright(image, limits), side).transpose(2, 0, 1)
+    return out
+
+
+@contextmanager
+def _named(place: int, image: Any) -> Iterator[None]:
+    """Puts the place of an image in front of a UserError about it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"image {place}{f' ({image})' if is_path(image) else ''} {error}") from None
+
+
+def check_total(areas: Sequence[int], most: int) -> None:
+    """Raises UserError where the images of a request have too many pixels together."""
+    if sum(areas) > most:
+        raise UserError(
+            f"the {len(areas)} images of this request have {sum(areas)} pixels together, more "
+            f"than {most}; send smaller ones, or fewer"
+        )
+
+
+def area(image: Any, limits: Limits) -> int:
+    """Pixels of one image, by its header where it is encoded: none is decoded. Raises UserError."""
+    if isinstance(image, Image.Image):
+        return image.width * image.height
+    if isinstance(image, (list, tuple, np.ndarray)):
+        height, width, _ = array_of(image, limits).shape
+        return height * width
+    header = opened(encoded(image, limits), limits)
+    return header.width * header.height
+
+
+def size_of(image: Any) -> int:
+    """Bytes of one image as it was sent; lists are counted once they are arrays."""
+    return (
+        len(image)
+        if isinstance(image, (str, bytes, bytearray))
+        else image.nbytes
+        if isinstance(image, np.ndarray)
+        else 0
+    )
+
+
+def upright(image: Any, limits: Limits) -> Image.Image:
+    """One image of any kind -> Pillow's, in RGB. Raises UserError, whose text goes on after the
+    image's place."""
+    if isinstance(image, Image.Image):
+        check_pixels(image.width, image.height, limits)
+        return _decoded(lambda: rgb(image))
+    if isinstance(image, (list, tuple, np.ndarray)):
+        return Image.fromarray(array_of(image, limits))
+    return decoded(encoded(image, limits), limits)
+
+
+def encoded(image: Any, limits: Limits) -> bytes:
+    """The bytes of an image file, however it was given. Raises UserError."""
+    if isinstance(image, os.PathLike):
+        image = _read(os.fspath(image), limits)
+    if isinstance(image, str):
+        image = from_text(image, limits)
+    if not isinstance(image, (bytes, bytearray)):
+        raise UserError(
+            f"is a {type(image).__name__}; give the bytes of a JPEG, PNG or WebP file, its "
+            "base64, or a uint8 array (height, width, 3)"
+        )
+    if len(image) > limits.image_bytes:
+        raise UserError(
+            f"takes {len(image)} bytes, more than {limits.image_bytes}; send a smaller one"
+        )
+    return bytes(image)
+
+
+def decoded(data: bytes, limits: Limits) -> Image.Image:
+    """Bytes of an image file -> RGB. Too many pixels are refused by the header, before one is
+    decoded."""
+    image = opened(data, limits)
+    return _decoded(lambda: rgb(image))
+
+
+def opened(data: bytes, limits: Limits) -> Image.Image:
+    """An image whose header was read, and whose pixels were not. Raises UserError where it is none,
+    or has too many pixels."""
+    try:
+        image = open_image(data, limits.max_pixels, FORMATS)
+    except ValueError as error:
+        raise UserError(f"is too large: {error}; send a smaller one") from None
+    except Exception:  # Pillow's plugins raise almost anything
+        raise UserError(
+            f"is not an image that can be read here ({len(data)} bytes); give a JPEG, PNG or "
+            "WebP file"
+        ) from None
+    check_pixels(image.width, image.height, limits)
+    return image
+
+
+def _decoded(load: Any) -> Image.Image:
+    try:
+        return load()
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"is damaged ({said}); give a whole JPEG, PNG or WebP file") from None
+
+
+def array_of(image: Any, limits: Limits) -> NDArray[np.uint8]:
+    """An array, or nested lists of whole numbers from 0 to 255 -> uint8 (H, W, 3)."""
+    if isinstance(image, np.ndarray) and image.dtype == object:  # what data frames make of lists
+        image = image.tolist()
+    try:
+        array = np.asarray(image)
+    except ValueError:
+        raise UserError(
+            "is a list whose rows differ in length; give (height, width, 3) whole numbers from "
+            "0 to 255"
+        ) from None
+    if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        raise UserError(
+            f"has shape {tuple(array.shape)}; give (height, width, 3), with at least one pixel"
+        )
+    check_pixels(array.shape[1], array.shape[0], limits)
+    if isinstance(image, np.ndarray) and array.dtype != np.uint8:
+        raise UserError(f"has dtype {array.dtype}; give uint8, values from 0 to 255")
+    if array.dtype != np.uint8 and (
+        array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255
+    ):
+        raise UserError(
+            f"holds {array.dtype} values, not all of them whole numbers from 0 to 255; give such"
+        )
+    return np.ascontiguousarray(array, np.uint8)
+
+
+def check_pixels(width: int, height: int, limits: Limits) -> None:
+    if max(width, height) > LONGEST_SIDE:
+        raise UserError(
+            f"is too long: {width} x {height}, and a side may have {LONGEST_SIDE} pixels; send "
+            "a smaller one"
+        )
+    if width * height > limits.max_pixels:
+        raise UserError(
+            f"is too large: {width} x {height} is more than max_pixels = {limits.max_pixels}; "
+            "send a smaller one"
+        )
+
+
+def from_text(text: str, limits: Limits) -> bytes:
+    """Base64 (also as a `data:` URL), or where that is allowed the path of a file."""
+    body = text.partition(",")[2] if text.startswith("data:") else text
+    if len(body) * 3 // 4 > limits.image_bytes + 3:
+        raise UserError(
+            f"takes {len(body) * 3 // 4} bytes, more than {limits.image_bytes}; send a smaller one"
+        )
+    try:
+        data = base64.b64decode("".join(body.split()), validate=True)
+    except (binascii.Error, ValueError):
+        data = None
+    if limits.paths and len(text) <= LONGEST_PATH and (data is None or os.path.exists(text)):
+        return _read(text, limits)
+    if data is None and is_path(text):
+        raise UserError(
+            "names a file, and no files are read here; send the bytes of the image as base64"
+        )
+    if data is None:
+        raise UserError(
+            "is text that is not base64; give the bytes of a JPEG, PNG or WebP file as base64"
+        )
+    return data
+
+
+def is_path(image: Any) -> bool:
+    """Whether text looks like the name of a file, so that people should hear of it."""
+    if isinstance(image, os.PathLike):
+        return True
+    if not isinstance(image, str) or not 0 < len(image) <= 256 or not image.isprintable():
+        return False
+    return (
+        image.lower().endswith(ENDINGS)
+        or "://" in image
+        or image.startswith(("./", "../", "~"))
+        or (image.startswith("/") and "=" not in image)
+    )
+
+
+def _read(path: str, limits: Limits) -> bytes:
+    try:
+        return read_regular(path, limits.image_bytes)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UserError(
+                f"takes more than {limits.image_bytes} bytes; send a smaller one"
+            ) from None
+        raise UserError(
+            f"cannot be read ({error.strerror or error}); give the path of a JPEG, PNG or WebP file"
+        ) from None

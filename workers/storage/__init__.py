@@ -1,0 +1,1 @@
+"""Results on any file system: artifacts, checkpoints, task states, locks."""

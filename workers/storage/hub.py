@@ -1,0 +1,70 @@
+"""The Hugging Face hub: whether it can be reached, asked with a deadline, because its own client
+waits for minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import Thread
+
+from workers.storage.filesystem import SILENT_S, StorageAway
+
+# for the first answer: a name that no server resolves may take as long as a silent one
+DEADLINE_S = 5.0
+
+
+def problem() -> str:
+    """Why the hub cannot be reached, in one line; empty where it answers, whatever it answers.
+
+    The question is asked in a thread: a look-up of a host's name knows no timeout. Later requests
+    of this process get one.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    outcome: list[str] = []
+
+    def ask() -> None:
+        try:
+            session = get_session()
+            session.timeout = SILENT_S  # by default a request waits for ever
+            session.head(constants.ENDPOINT, timeout=DEADLINE_S, follow_redirects=False)
+            outcome.append("")
+        except Exception as error:  # of the HTTP client, of the system, of HF_HUB_OFFLINE
+            outcome.append(" ".join(str(error).split())[:200] or type(error).__name__)
+
+    thread = Thread(target=ask, name="hub", daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    return outcome[0] if outcome else f"no answer within {DEADLINE_S:g} s"
+
+
+@cache
+def check_reachable() -> None:
+    """Raise StorageAway where the hub cannot be reached. Once it was, a process does not ask
+    again."""
+    from huggingface_hub import constants
+
+    if reason := problem():
+        raise StorageAway(
+            f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); mend "
+            "the network, "
+            "HTTPS_PROXY or HF_ENDPOINT, or download the files and point source.path of the "
+            "card (or the "
+            "environment variable in it) to them"
+        )
+
+
+@contextmanager
+def only_what_is_reachable() -> Iterator[None]:
+    """Inside, the hub's client takes files from its cache alone if the hub cannot be reached, and
+    so answers at once."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or bool(problem())
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -195,7 +195,7 @@ class Gate:
 
 ASK = """
 import sys
-from pipeline import cluster
+from pipeline.launch import cluster
 from workers.errors import UserError
 try:
     cluster.check_token(sys.argv[1])

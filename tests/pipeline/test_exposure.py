@@ -326,7 +326,7 @@ def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_
 PRIVATE = """
 import ipaddress, time
 import psutil
-from pipeline.cluster import connect
+from pipeline.launch.cluster import connect
 from pipeline.config import ClusterSettings
 ray = connect(ClusterSettings(workers=1, address="local"))
 ray.get(ray.remote(lambda: 1).remote())

@@ -169,7 +169,7 @@ def test_every_change_is_told_in_one_sentence(path: tuple[str, ...], value: Any,
 # ---- files ---------------------------------------------------------------------------------------
 ORDER = """
 import sys
-from workers.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState
 data = sys.stdin.buffer.read()
 print(*Carried.from_bytes(data).tensors)
 """

@@ -27,7 +27,7 @@ MAKE_AND_DIE = """
 import os, signal, sys
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
-from pipeline import track_mlflow
+from pipeline.tracking import mlflow_client as track_mlflow
 left = [int(sys.argv[2])]
 @event.listens_for(Engine, "before_cursor_execute")
 def count(*_):

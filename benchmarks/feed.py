@@ -26,7 +26,7 @@ from benchmarks.harness import Report, interleave, start
 from workers import dist
 from workers.data.feed import Feed
 from workers.job import StageJob
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 
 CLASSES, TRAIN, SIDE, BATCH = 10, 200, 48, 64
 RESIDENT_DEMAND = 10.0  # later epochs, from decoded pixels: by hand / feed
@@ -107,7 +107,7 @@ def main() -> None:
         )
         stream.ingest(store, graph)
         job = stream.job_of(graph, "linear/t-0/train")
-        data = Artefact.need(job.root, graph["data/generated"].key)
+        data = Artifact.need(job.root, graph["data/generated"].key)
         shards = [
             data.uri(name) for name in sorted(data.manifest["files"]) if name.startswith("train")
         ]

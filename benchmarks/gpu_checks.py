@@ -66,7 +66,7 @@ from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
 from workers.serving.server import Answer, Served
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 
 # How far two devices may be apart.
 LAST_LOSS = 0.05  # relative
@@ -198,7 +198,7 @@ class CaseChecks:
         again = replace(job, key=f"{job.key}-again")
         with host_draws(), recorded_steps() as steps, another_rounding(device):
             loop.run_stage(again, Group(0, 1, device), lambda event: None)
-        on_cpu, on_device = Artefact.need(job.root, job.key), Artefact.need(job.root, again.key)
+        on_cpu, on_device = Artifact.need(job.root, job.key), Artifact.need(job.root, again.key)
         if job.step == "evaluate":
             self.compare_predictions(on_cpu, on_device)
         else:
@@ -225,7 +225,7 @@ class CaseChecks:
         self.measure("first loss", losses[0], ROUNDING)
         self.measure("last loss", losses[-1], LAST_LOSS)
 
-    def compare_results(self, on_cpu: Artefact, on_device: Artefact, is_trained: bool) -> None:
+    def compare_results(self, on_cpu: Artifact, on_device: Artifact, is_trained: bool) -> None:
         """State and carried state of one step on both sides."""
         ours, theirs = stage_tensors(on_device), stage_tensors(on_cpu)
         shapes = [
@@ -262,7 +262,7 @@ class CaseChecks:
             "metadata", other_values(stage_metadata(on_device), stage_metadata(on_cpu)), METADATA
         )
 
-    def compare_predictions(self, on_cpu: Artefact, on_device: Artefact) -> None:
+    def compare_predictions(self, on_cpu: Artifact, on_device: Artifact) -> None:
         """Of `evaluate`, image by image."""
         ours, theirs = predictions(on_device), predictions(on_cpu)
         self.demand(
@@ -331,7 +331,7 @@ class CaseChecks:
         digests: dict[str, str] = {}
         for stage in graph:
             if stage.step == "evaluate":
-                result = Artefact.need(store.root, stage.key).manifest["result"]
+                result = Artifact.need(store.root, stage.key).manifest["result"]
                 canary = result["canary"]
                 if canary is not None:
                     self.enter(stage.id)
@@ -346,16 +346,16 @@ class CaseChecks:
         the next run."""
         store, graph, config = self.users
         stages = [s for s in graph if s.task == LAST_TASK and s.method and s.step != "evaluate"]
-        before = {stage.id: Artefact.need(store.root, stage.key) for stage in stages}
+        before = {stage.id: Artifact.need(store.root, stage.key) for stage in stages}
         contents = {
-            stage: ({**stage_tensors(artefact)}, stage_metadata(artefact), history(artefact))
-            for stage, artefact in before.items()
+            stage: ({**stage_tensors(artifact)}, stage_metadata(artifact), history(artifact))
+            for stage, artifact in before.items()
         }
         for stage in stages:
             store.withdraw(stage.key)
         with deterministic(self.nondeterministic), interrupted_steps() as steps:
             for _ in range(len(stages) + 1):
-                with contextlib.suppress(preemption.Leaving):
+                with contextlib.suppress(preemption.Preempted):
                     if not self.run(store, graph, config):
                         return False
                     break
@@ -368,21 +368,21 @@ class CaseChecks:
                     f"interrupted, it took {steps.taken[stage.id]} steps in all; "
                     f"without interruption it takes {steps.total[stage.id]}",
                 )
-            self.compare_resumed(Artefact.need(store.root, stage.key), *contents[stage.id])
+            self.compare_resumed(Artifact.need(store.root, stage.key), *contents[stage.id])
         return True
 
     def compare_resumed(
         self,
-        artefact: Artefact,
+        artifact: Artifact,
         tensors: dict[str, Tensor],
         metadata: Any,
         rows: list[dict[str, Any]],
     ) -> None:
-        again = stage_tensors(artefact)
+        again = stage_tensors(artifact)
         is_same = again.keys() == tensors.keys() and all(
             torch.equal(t, tensors[name]) for name, t in again.items()
         )
-        if is_same and stage_metadata(artefact) == metadata and history(artefact) == rows:
+        if is_same and stage_metadata(artifact) == metadata and history(artifact) == rows:
             self.resumed = self.resumed or "bits"
             return
         difference = relative(again, tensors) if again.keys() == tensors.keys() else float("inf")

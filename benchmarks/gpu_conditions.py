@@ -19,11 +19,11 @@ from torch.nn import functional
 from pipeline.config import ClusterSettings
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
-from pipeline.launch.executor import InProcess
+from pipeline.launch.executor import LocalExecutor
 from workers import loop, preemption
 from workers.dist import Group
 from workers.job import StageJob
-from workers.rng import Draw
+from workers.rng import StepRng
 
 CPU = torch.device("cpu")
 NO_DETERMINISTIC_FORM = re.compile(
@@ -48,14 +48,16 @@ def host_draws() -> Iterator[None]:
     the same."""
 
     def on_host(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def draw(self: Draw, tag: str, *shape: int, device: torch.device | None = None) -> Tensor:
+        def draw(
+            self: StepRng, tag: str, *shape: int, device: torch.device | None = None
+        ) -> Tensor:
             return method(replace(self, device=CPU), tag, *shape).to(device or self.device)
 
         return draw
 
     with (
-        mock.patch.object(Draw, "per_sample", on_host(Draw.per_sample)),
-        mock.patch.object(Draw, "shared", on_host(Draw.shared)),
+        mock.patch.object(StepRng, "per_sample", on_host(StepRng.per_sample)),
+        mock.patch.object(StepRng, "shared", on_host(StepRng.shared)),
     ):
         yield
 
@@ -144,7 +146,7 @@ def interrupted_steps() -> Iterator[Interruptions]:
         yield steps
 
 
-class WatchedExecutor(InProcess):
+class WatchedExecutor(LocalExecutor):
     """The executor of `cluster.workers: 0`, which tells what it begins and keeps what was raised.
     The report is left out."""
 
@@ -163,7 +165,7 @@ class WatchedExecutor(InProcess):
         self.enter(stage.id)
         try:
             return super()._run(stage)
-        except preemption.Leaving:
+        except preemption.Preempted:
             raise
         except Exception as error:
             self.errors[stage.id] = error

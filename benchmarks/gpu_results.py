@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from pipeline.graph.store import flatten
 from workers.errors import UserError
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried, TaskState
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +28,14 @@ LONGEST_SENTENCE = 240
 ENFORCED = re.compile(r"^\[enforce fail [^\]]*\] [^.]*\. ")  # PyTorch puts it before some sentences
 
 
-def stage_tensors(artefact: Artefact) -> dict[str, Tensor]:
+def stage_tensors(artifact: Artifact) -> dict[str, Tensor]:
     """All tensors that a training step left, by kind and name: masks as booleans, sparse tensors as
     vectors without their
     last zeros."""
-    state = TaskState.from_bytes(artefact.read("task.safetensors"))
+    state = TaskState.from_bytes(artifact.read("task.safetensors"))
     tensors = {
         f"carried/{name}": t
-        for name, t in Carried.from_bytes(artefact.read("carried.safetensors")).tensors.items()
+        for name, t in Carried.from_bytes(artifact.read("carried.safetensors")).tensors.items()
     }
     for kind in KINDS:
         tensors |= {f"{kind}/{name}": t for name, t in getattr(state, kind).items()}
@@ -56,22 +56,22 @@ def stage_tensors(artefact: Artefact) -> dict[str, Tensor]:
     return tensors
 
 
-def stage_metadata(artefact: Artefact) -> dict[str, Any]:
+def stage_metadata(artifact: Artifact) -> dict[str, Any]:
     """Metadata of state and carried state, as values by dotted key."""
-    state = TaskState.from_bytes(artefact.read("task.safetensors"))
-    carried = Carried.from_bytes(artefact.read("carried.safetensors"))
+    state = TaskState.from_bytes(artifact.read("task.safetensors"))
+    carried = Carried.from_bytes(artifact.read("carried.safetensors"))
     return flatten({"state": state.meta, "carried": carried.meta})
 
 
-def history(artefact: Artefact) -> list[dict[str, Any]]:
+def history(artifact: Artifact) -> list[dict[str, Any]]:
     """A row per epoch, without its seconds."""
-    rows = pq.read_table(io.BytesIO(artefact.read("history.parquet"))).to_pylist()
+    rows = pq.read_table(io.BytesIO(artifact.read("history.parquet"))).to_pylist()
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
-def predictions(artefact: Artefact) -> list[dict[str, Any]]:
+def predictions(artifact: Artifact) -> list[dict[str, Any]]:
     """A row per test image."""
-    return pq.read_table(io.BytesIO(artefact.read("predictions.parquet"))).to_pylist()
+    return pq.read_table(io.BytesIO(artifact.read("predictions.parquet"))).to_pylist()
 
 
 def bits_of(tensor: Tensor) -> np.ndarray:

@@ -41,7 +41,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.launch import executor as launch
 from pipeline.launch.cluster import connect
-from pipeline.launch.groups import OnRay
+from pipeline.launch.groups import RayExecutor
 
 RAY_TASKS = 10
 LOCAL_DEMAND = 0.1  # seconds of CPU per stage in this process
@@ -105,7 +105,7 @@ def local(report: Report) -> None:
         stages = [s for s in graph if s.method]
         cpu: dict[str, list[float]] = {}
 
-        class Timed(launch.InProcess):
+        class Timed(launch.LocalExecutor):
             def _run(self, stage: Stage) -> dict[str, Any]:
                 began = time.process_time()
                 manifest = super()._run(stage)
@@ -135,7 +135,7 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
         _, times = walk_over(
             store,
             graph,
-            lambda todo: OnRay(store, cluster, nothing_to_report, lambda event: None, 1),
+            lambda todo: RayExecutor(store, cluster, nothing_to_report, lambda event: None, 1),
         )
         cpu = time.process_time() - cpu
         first, inside = times.done[
@@ -160,8 +160,8 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
         )
 
 
-def ray_executor(store: Store, cluster: ClusterSettings, todo: set[str]) -> OnRay:
-    return OnRay(store, cluster, nothing_to_report, lambda event: None, 2)
+def ray_executor(store: Store, cluster: ClusterSettings, todo: set[str]) -> RayExecutor:
+    return RayExecutor(store, cluster, nothing_to_report, lambda event: None, 2)
 
 
 def beside(report: Report) -> None:

@@ -20,9 +20,9 @@ from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, Progress, Rates
+from workers.methods.base import Batch, Method, OptimPlan, Progress
 from workers.model import vit
-from workers.rng import Draw
+from workers.rng import StepRng
 
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
 STEPS = 100  # in an epoch of the schedule; a timed step is one of its first
@@ -83,7 +83,7 @@ class Pictures:
                 torch.randn(4 * CLASSES, 3, SIDE, SIDE),
                 torch.arange(4 * CLASSES) % CLASSES,
             )
-            draw = Draw(0, 0, 0, torch.arange(len(labels)), len(labels), torch.device("cpu"))
+            draw = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), torch.device("cpu"))
             yield Batch(images, labels, torch.full_like(labels, place), draw, keys=keys_of(task))
 
 
@@ -133,7 +133,7 @@ class Training:
                 if cls.trains_on == "seen" or t == TASKS[position] or memory.get(t.name)
             )
             self.method.feed_of = lambda split, training, tasks=tasks: Pictures(tasks)  # type: ignore[misc]
-            rates = Rates(
+            rates = OptimPlan(
                 TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN)
             )
             groups = self.method.begin(TASKS[position], step, carried, rates, tasks)
@@ -151,7 +151,7 @@ class Training:
         self.steps = 0
 
     def step(self) -> Tensor:
-        draw = Draw(0, 0, self.steps, torch.arange(BATCH), BATCH, torch.device("cpu"))
+        draw = StepRng(0, 0, self.steps, torch.arange(BATCH), BATCH, torch.device("cpu"))
         batch = Batch(
             self.images,
             self.labels,

@@ -26,7 +26,7 @@ from workers import dist, loop, optim
 from workers.data.feed import Feed
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.methods.base import Progress, Rates
+from workers.methods.base import OptimPlan, Progress
 
 METHODS_COUNTED: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear"},
@@ -68,7 +68,11 @@ def count(job: StageJob, group: dist.Group) -> list[int]:
     assert job.task is not None
     method = METHODS[job.method](loop.load_backbone(job), loop.settings_of(job), job.seed)
     groups = method.begin(
-        job.task, "train", None, Rates(job.train.lr, 0.0, job.train.batch_size, STEPS), (job.task,)
+        job.task,
+        "train",
+        None,
+        OptimPlan(job.train.lr, 0.0, job.train.batch_size, STEPS),
+        (job.task,),
     )
     optimizer = optim.build(groups, job.train)
     feed = Feed(job, (job.task,), "train", group, training=True)

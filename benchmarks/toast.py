@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from benchmarks.harness import Report, interleave, start
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Batch, OptimPlan, Progress
 from workers.methods.toast import Toast, ToastSettings
 from workers.model.top_down import selected
 from workers.model.vit import build
-from workers.rng import Draw
+from workers.rng import StepRng
 
 BATCH, CLASSES, TASKS = 16, 10, 5
 STEP, INFERENCE = 1.15, 1.75  # least ratio of two full passes to shared ones
@@ -62,7 +62,7 @@ def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
     )
     tasks = [Task(f"task {i}", "card", "", tuple(map(str, range(CLASSES)))) for i in range(TASKS)]
     for task in tasks:
-        method.begin(task, "train", None, Rates(1e-3, 0.0, BATCH, 1.0), (task,))
+        method.begin(task, "train", None, OptimPlan(1e-3, 0.0, BATCH, 1.0), (task,))
         method.to(dtype)
         for name in ("w1", "w2"):
             torch.nn.init.normal_(method.own[name], std=method.width**-0.5)
@@ -111,7 +111,7 @@ def main() -> None:
             images,
             rows % CLASSES,
             torch.zeros_like(rows),
-            Draw(0, 0, 0, rows, BATCH, torch.device("cpu")),
+            StepRng(0, 0, 0, rows, BATCH, torch.device("cpu")),
         )
         in_full = partial(
             step,

@@ -28,7 +28,7 @@ from workers import dist, loop, optim
 from workers.data.feed import Feed
 from workers.job import StageJob, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, Progress, Rates
+from workers.methods.base import Batch, Method, OptimPlan, Progress
 
 DEMAND = 1.05  # train loop / hand-written loop, CPU time
 SIDE, BATCH, BATCHES = 96, 16, 8
@@ -60,7 +60,7 @@ class Ours:
         self.job, self.batches = job, batches
         self.method = fresh(job)
         steps = EPOCHS * len(batches)
-        rates = Rates(
+        rates = OptimPlan(
             job.train.lr,
             job.train.weight_decay,
             job.train.batch_size,

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"accrete: {file_sentence(error)}", file=sys.stderr)
         return 2
-    except preemption.Leaving:
+    except preemption.Preempted:
         print(
             "accrete: told to stop; what was under way is saved as far as its last checkpoint, "
             "run the same command again to go on",
@@ -287,7 +287,7 @@ def execute(
     lookups = look_up_all(graph, store, previous)
     screen = console.Console(graph, lookups)
     recorder = track.Recorder(config.tracking, store.storage, screen.say, remedy)
-    recording = track.Background(recorder, graph, record, diagram.to_svg(graph, {}))
+    recording = track.RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
 
@@ -356,10 +356,10 @@ def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage
 
 
 def report_files(store: Store, graph: Graph) -> dict[str, bytes]:
-    from workers.storage.artifact import Artefact
+    from workers.storage.artifact import Artifact
 
-    artefact = Artefact.need(store.root, graph["report"].key)
-    return {name: artefact.read(name) for name in artefact.manifest["files"]}
+    artifact = Artifact.need(store.root, graph["report"].key)
+    return {name: artifact.read(name) for name in artifact.manifest["files"]}
 
 
 def export(store: Store, name: str, files: dict[str, bytes]) -> str:
@@ -470,7 +470,7 @@ def report(args: argparse.Namespace) -> int:
     from pipeline.report import analysis_section, page
     from pipeline.search import run as searches
     from pipeline.tracking import recorder as track
-    from workers.storage.artifact import Artefact
+    from workers.storage.artifact import Artifact
 
     if searches.is_search(args.config):
         return searches.report(args)
@@ -480,7 +480,7 @@ def report(args: argparse.Namespace) -> int:
     files = analysis_section.shown(page.build(store.storage, record, picture), record, store)
     recorder = track.Recorder(config.tracking, store.storage, remedy=command_of(args, "report"))
     recorder.start(record, picture)
-    if all(Artefact.open(store.root, stage.key) for stage in graph if stage.step == "evaluate"):
+    if all(Artifact.open(store.root, stage.key) for stage in graph if stage.step == "evaluate"):
         recorder.models(graph)
     recorder.finish(files)
     print(
@@ -570,11 +570,11 @@ def report_of(
 ) -> dict[str, bytes]:
     """The files of the report stage; made anew where there are none."""
     from pipeline.report import page
-    from workers.storage.artifact import Artefact
+    from workers.storage.artifact import Artifact
 
     return (
         report_files(store, graph)
-        if Artefact.open(store.root, graph["report"].key)
+        if Artifact.open(store.root, graph["report"].key)
         else page.build(store.storage, record, picture)
     )
 

@@ -36,9 +36,9 @@ from workers.dist import Group
 from workers.errors import UserError
 from workers.evaluate import accuracy
 from workers.methods import METHODS
-from workers.methods.base import Method, Rates
+from workers.methods.base import Method, OptimPlan
 from workers.model.vit import digest_of
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried
 
 Check = Callable[[Lab, str, str], None]
@@ -232,7 +232,7 @@ def begun(run: Run) -> Method:
         job.task,
         job.step,
         None,
-        Rates(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0),
+        OptimPlan(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0),
         (job.task,),
     )
     return live
@@ -261,9 +261,9 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
 ) -> None:
     run = lab.run(method, optimizer)
     for job in run.stages(SECOND):
-        stored = run.artefact(job)
+        stored = run.artifact(job)
         parents = [
-            Artefact.need(job.root, key) for key in (job.backbone, *job.previous.values()) if key
+            Artifact.need(job.root, key) for key in (job.backbone, *job.previous.values()) if key
         ]
         before = [contents(p) for p in parents]
         torch.manual_seed(len(before))  # a stage owes nothing to what ran before it in this process
@@ -282,9 +282,9 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     """Whatever training keeps beside parameters must be in the checkpoint: a plain tensor would be
     lost."""
     run = lab.run(method, optimizer)
-    job = next(j for j in run.stages(SECOND) if history(run.artefact(j)))
-    per_epoch = -(-history(run.artefact(job))[0]["images"] // job.train.batch_size)
-    stored, resumed = run.artefact(job), again(job, "resumed", checkpoint_s=1e-9)
+    job = next(j for j in run.stages(SECOND) if history(run.artifact(j)))
+    per_epoch = -(-history(run.artifact(job))[0]["images"] // job.train.batch_size)
+    stored, resumed = run.artifact(job), again(job, "resumed", checkpoint_s=1e-9)
     with pytest.raises(Interrupted), interrupted_after(per_epoch + 2):
         lab.stage(resumed)
     with interrupted_after(1000) as steps:
@@ -429,11 +429,11 @@ def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer:
 @promise()
 def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
-    job = next(j for j in run.stages(FIRST) if history(run.artefact(j)))
+    job = next(j for j in run.stages(FIRST) if history(run.artifact(j)))
     with mock.patch.object(loop, "accuracy", return_value=(0, 1)):
         blind = lab.stage(again(job, "blind"))
-    assert blind.read(STATE) == run.artefact(job).read(STATE)
-    assert blind.read(CARRIED) == run.artefact(job).read(CARRIED)
+    assert blind.read(STATE) == run.artifact(job).read(STATE)
+    assert blind.read(CARRIED) == run.artifact(job).read(CARRIED)
 
 
 def modes_of(model: torch.nn.Module) -> dict[str, bool]:

@@ -13,15 +13,15 @@ from workers.data.feed import Feed
 from workers.dist import Group
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, Progress, Rates
+from workers.methods.base import Batch, Method, OptimPlan, Progress
 from workers.model.vit import build
-from workers.rng import Draw
+from workers.rng import StepRng
 
 SMALL = BackboneSettings(
     img_size=16,
     options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"},
 )
-RATES = Rates(lr=1e-2, weight_decay=0.05, batch_size=6, mean_rate_steps=10.0)
+RATES = OptimPlan(lr=1e-2, weight_decay=0.05, batch_size=6, mean_rate_steps=10.0)
 A, B, C = (
     Task(name, "card", "", tuple(name + c for c in "123"[:count]))
     for name, count in (("a", 2), ("b", 3), ("c", 2))
@@ -53,7 +53,7 @@ def batch(*tasks: Task, step: int = 0, rows: slice = slice(None), **parts: Any) 
         [i // len(tasks) % tasks[place].num_classes for i, place in enumerate(places.tolist())]
     )
     pictures = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
-    draw = Draw(7, 0, step, torch.arange(6)[rows], 6, torch.device("cpu"))
+    draw = StepRng(7, 0, step, torch.arange(6)[rows], 6, torch.device("cpu"))
     return Batch(pictures[rows], labels[rows], places[rows], draw, **parts)
 
 

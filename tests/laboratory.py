@@ -35,7 +35,7 @@ from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
 TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}  # the later one has more classes
@@ -178,7 +178,7 @@ class Lab:
             for stage in graph:
                 if (
                     isinstance(stage.job, IngestJob)
-                    and Artefact.open(self.store.root, stage.key) is None
+                    and Artifact.open(self.store.root, stage.key) is None
                 ):
                     executor.run_ingest(self.store, stage, map, lambda event: None)
             self.runs[known] = Run(
@@ -186,7 +186,7 @@ class Lab:
             )
         return self.runs[known]
 
-    def stage(self, job: StageJob, group: Group | None = None) -> Artefact:
+    def stage(self, job: StageJob, group: Group | None = None) -> Artifact:
         """Runs a stage, unless its result stands, and looks over its shoulder."""
         fit, select = loop.fit, Shards.select
 
@@ -206,7 +206,7 @@ class Lab:
 
         with mock.patch.object(loop, "fit", watched), mock.patch.object(Shards, "select", noted):
             loop.run_stage(job, group or self.group, lambda event: None)
-        return Artefact.need(job.root, job.key)
+        return Artifact.need(job.root, job.key)
 
 
 @dataclass
@@ -227,22 +227,22 @@ class Run:
             if i.startswith(head) and not i.endswith("/evaluate")
         ]
 
-    def artefact(self, job: StageJob) -> Artefact:
+    def artifact(self, job: StageJob) -> Artifact:
         """The result of a stage; whatever it needs runs first."""
-        if Artefact.open(job.root, job.key) is None:
+        if Artifact.open(job.root, job.key) is None:
             self.prepare(job)
             return self.lab.stage(job)
-        return Artefact.need(job.root, job.key)
+        return Artifact.need(job.root, job.key)
 
     def prepare(self, job: StageJob) -> None:
         """Runs what a stage needs."""
         for other in self.jobs.values():
             if other.key in (job.backbone, *job.previous.values(), *job.states.values()):
-                self.artefact(other)
+                self.artifact(other)
 
-    def trained(self, task: int) -> Artefact:
+    def trained(self, task: int) -> Artifact:
         """The result of the last training step of a task."""
-        return self.artefact(self.stages(task)[-1])
+        return self.artifact(self.stages(task)[-1])
 
     def live(self, task: int) -> Method:
         """The method as the last step of a task left it."""
@@ -255,7 +255,7 @@ class Run:
         return self.lab.finished[self.stages(task)[-1].key]
 
     def evaluated(self, task: int) -> dict[str, Any]:
-        return self.artefact(self.evaluate_job(task)).manifest["result"]
+        return self.artifact(self.evaluate_job(task)).manifest["result"]
 
     def evaluate_job(self, task: int) -> StageJob:
         return self.jobs[f"{self.method}/{self.order[task]}/evaluate"]
@@ -275,7 +275,7 @@ class Run:
     def fresh(self, task: int = 0) -> Method:
         """A method as a stage of `task` starts with it: the common backbone and nothing else."""
         job = self.stages(task)[0]
-        self.artefact(next(j for j in self.jobs.values() if j.key == job.backbone))
+        self.artifact(next(j for j in self.jobs.values() if j.key == job.backbone))
         return loop.new_method(job)
 
     def images(self, task: int) -> Tensor:
@@ -410,9 +410,9 @@ def again(job: StageJob, name: str, **changes: Any) -> StageJob:
     return replace(job, key=f"{job.key}-{name}", **changes)
 
 
-def contents(artefact: Artefact) -> dict[str, str]:
-    """sha256 of every file that lies in an artefact's folder, whatever its manifest says."""
-    folder = Path(artefact.root) / artefact.key
+def contents(artifact: Artifact) -> dict[str, str]:
+    """sha256 of every file that lies in an artifact's folder, whatever its manifest says."""
+    folder = Path(artifact.root) / artifact.key
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in sorted(folder.rglob("*"))
@@ -420,7 +420,7 @@ def contents(artefact: Artefact) -> dict[str, str]:
     }
 
 
-def history(artefact: Artefact) -> list[dict[str, Any]]:
+def history(artifact: Artifact) -> list[dict[str, Any]]:
     """A row per epoch, without what a clock decided."""
-    rows = pq.read_table(pa.BufferReader(artefact.read("history.parquet"))).to_pylist()
+    rows = pq.read_table(pa.BufferReader(artifact.read("history.parquet"))).to_pylist()
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]

@@ -127,9 +127,9 @@ def results(case: Case, device: str) -> dict[str, Any]:
     for task in range(len(run.order)):
         found[f"evaluation {task}"] = run.evaluated(task)
         for job in run.stages(task):
-            artefact = run.artefact(job)
-            found[f"{job.id} state"] = artefact.read("task.safetensors")
-            found[f"{job.id} carried"] = artefact.read("carried.safetensors")
+            artifact = run.artifact(job)
+            found[f"{job.id} state"] = artifact.read("task.safetensors")
+            found[f"{job.id} carried"] = artifact.read("carried.safetensors")
     return found | served(run)
 
 
@@ -158,7 +158,7 @@ def resumed(case: Case, device: str) -> None:
     uninterrupted. Raises AssertionError."""
     run = case.run_in(laboratory(device))
     for job in run.stages(len(run.order) - 1):
-        expected = run.artefact(job)
+        expected = run.artifact(job)
         if not expected.manifest["epochs"]:
             continue
         repeated = again(job, "resumed", checkpoint_s=1e-9)

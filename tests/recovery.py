@@ -15,7 +15,7 @@ import pytest
 
 from tests import small_run
 from workers import loop
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 
 MOMENTS = 20260101  # seed of the moments at which things are killed
 
@@ -80,7 +80,7 @@ def judge(reference: Reference, place: Path, before: dict[str, str], said: str) 
     )
     assert small_run.results(storage) == reference.expected
     for stage_id, manifest in small_run.manifests(storage).items():
-        found = Artefact.need(str(storage / "stages"), manifest["key"])
+        found = Artifact.need(str(storage / "stages"), manifest["key"])
         assert found.damage() is None, stage_id
         assert not any(name.endswith(".part") for name in manifest["files"])
 

@@ -282,14 +282,14 @@ def main_into(argv: list[str], out: str, env: dict[str, str], stop_before: int) 
     os.environ.update(env)
     filesystem.TRIES, filesystem.FIRST_S = 1, 0.01
     if stop_before:
-        left, put = itertools.count(stop_before, -1), filesystem.Patient.put
+        left, put = itertools.count(stop_before, -1), filesystem.RetryingFilesystem.put
 
         def deadly(self: Any, path: str, data: bytes) -> None:
             if next(left) == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             put(self, path, data)
 
-        filesystem.Patient.put = deadly  # type: ignore[method-assign]
+        filesystem.RetryingFilesystem.put = deadly  # type: ignore[method-assign]
     small_run.main_into(argv, out, 0, signal.SIGKILL, "")
 
 

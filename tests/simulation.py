@@ -20,7 +20,7 @@ from benchmarks import stream
 from pipeline.graph.run import Event
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
-from pipeline.launch.queue import Offer, Queue
+from pipeline.launch.queue import Queue, ReadyStage
 from workers.job import StageJob
 
 
@@ -60,7 +60,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.queue, self.outbox, self.own = Queue(), list[Offer](), list[Event]()
+        self.queue, self.outbox, self.own = Queue(), list[ReadyStage](), list[Event]()
         self.now, self.serial = 0.0, itertools.count()
         self.happenings: list[tuple[float, int, Callable[[], None]]] = []
         self.speed = [
@@ -80,7 +80,7 @@ class Cluster:
     # ---- what the driver sees --------------------------------------------------------------------
     def submit(self, stage: Stage, depth: int) -> None:
         if isinstance(stage.job, StageJob):
-            self.outbox.append(Offer(depth, stage))
+            self.outbox.append(ReadyStage(depth, stage))
         else:  # ingest and the report need no group
             self._at(
                 self.seconds[stage.id],

@@ -231,7 +231,7 @@ def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
             }
             if "history.parquet" in manifest["files"]:
                 rows = pq.read_table(
-                    artefact(storage, stage_id, "history.parquet", name)
+                    artifact(storage, stage_id, "history.parquet", name)
                 ).to_pylist()
                 body["history"] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
             found[stage_id] = manifest.get("result") or body
@@ -245,6 +245,6 @@ def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:
     }
 
 
-def artefact(storage: Path | str, stage_id: str, file: str, name: str = "small") -> Path:
+def artifact(storage: Path | str, stage_id: str, file: str, name: str = "small") -> Path:
     manifest = manifests(storage, name)[stage_id]
     return Path(storage) / "stages" / manifest["key"] / manifest["attempt"] / file

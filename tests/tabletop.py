@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Batch, Method, Progress, Rates
+from workers.methods.base import Batch, Method, OptimPlan, Progress
 from workers.model.vit import build
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 TINY = BackboneSettings(
@@ -62,12 +62,12 @@ def batch(step: int = 0, classes: int = 2, epoch: int = 0) -> Batch:
         images() + step,
         rows % classes,
         torch.zeros(SIZE, dtype=torch.long),
-        Draw(7, epoch, step, rows, SIZE, torch.device("cpu")),
+        StepRng(7, epoch, step, rows, SIZE, torch.device("cpu")),
     )
 
 
-def rates(steps: float, train: TrainSettings = TRAININGS["adamw"]) -> Rates:
-    return Rates(train.lr, train.weight_decay, SIZE, steps)
+def rates(steps: float, train: TrainSettings = TRAININGS["adamw"]) -> OptimPlan:
+    return OptimPlan(train.lr, train.weight_decay, SIZE, steps)
 
 
 RATES = rates(6.0)
@@ -79,7 +79,7 @@ def begun(
     task: Task = ONE,
     carried: Carried | None = None,
     step: str = "train",
-    rates: Rates = RATES,
+    rates: OptimPlan = RATES,
 ) -> list[dict[str, Any]]:
     """The parameter groups of a task that begins; nothing else has a gradient from then on, as in
     the loop."""

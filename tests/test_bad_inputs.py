@@ -537,7 +537,7 @@ def saved(site: Site, tensors: dict[str, torch.Tensor]) -> str:
 
 def state_of(site: Site) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(
-        small_run.artefact(site.folder / "storage", "backbone", "state.safetensors")
+        small_run.artifact(site.folder / "storage", "backbone", "state.safetensors")
     )
 
 
@@ -625,7 +625,7 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(site, capfd):
     manifest was taken of."""
     storage = site.own / "storage"
     shutil.copytree(site.folder / "storage", storage)
-    state = small_run.artefact(storage, "backbone", "state.safetensors")
+    state = small_run.artifact(storage, "backbone", "state.safetensors")
     tensors = safetensors.torch.load_file(state)
     tensors["cls_token"] += 1
     safetensors.torch.save_file(tensors, state)

@@ -113,7 +113,7 @@ def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew
     storage, old = site / "storage", small_run.results(site / "storage")
     edit(site, "b", keep_times=True)
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
-    spoil(small_run.artefact(storage, "data/b", "train-00000.tar"), "flip")
+    spoil(small_run.artifact(storage, "data/b", "train-00000.tar"), "flip")
     before = small_run.attempts(storage)
     write(site, cards_of(site), ["meat", "linear"])
     output = say(capsys, "run", str(site / "config.yaml"))
@@ -174,7 +174,7 @@ def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
     site, quick, monkeypatch, capsys
 ):
     storage, before = site / "storage", small_run.attempts(site / "storage")
-    spoil(small_run.artefact(storage, "meat/a/train", "task.safetensors"), "flip")
+    spoil(small_run.artifact(storage, "meat/a/train", "task.safetensors"), "flip")
     other_bits(monkeypatch, "meat/a/train")
     output = say(capsys, "run", str(site / "config.yaml"))
     assert "meat/a/evaluate: made of another content of meat/a/train" in output

@@ -23,10 +23,10 @@ from pipeline.report import page
 from tests import small_run
 from tests.pipeline import fake_run
 from workers.data.shards import SCHEMA, Shards
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.serving.bundle import Bundle
 from workers.storage import checkpoint
-from workers.storage.artifact import Artefact, digest_of, file_info
+from workers.storage.artifact import Artifact, digest_of, file_info
 
 
 # ---- shards and their index ----------------------------------------------------------------------
@@ -73,7 +73,7 @@ INDICES: dict[str, Callable[[], bytes]] = {
 def test_a_hostile_index_is_refused(case, site):
     key = ingested(site, INDICES[case]())
     with pytest.raises(
-        DamagedArtefact, match=r"not readable as an index .*; run the same command again"
+        DamagedArtifact, match=r"not readable as an index .*; run the same command again"
     ):
         Shards.open(str(site.own), key)
 
@@ -103,7 +103,7 @@ def test_a_manifest_that_names_what_is_not_its_own_does_not_stand(case, site):
     body = json.loads(path.read_text())
     MANIFESTS[case](body)
     path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
-    assert Artefact.open(str(site.own), key) is None
+    assert Artifact.open(str(site.own), key) is None
 
 
 DEEP, ENDLESS = "[" * 100_000, '{"name": ' + "9" * 5000 + "}"
@@ -126,7 +126,7 @@ def test_json_of_a_stranger_is_no_record_and_no_obstacle(text, site, capfd):
     ):
         (site.own / "storage" / place).parent.mkdir(parents=True, exist_ok=True)
         (site.own / "storage" / place).write_text(text)
-    assert Artefact.open(store.root, "k") is None
+    assert Artifact.open(store.root, "k") is None
     assert store.record("small") is None
     assert store.remembered("x") is None
     assert checkpoint.load(store.root, "k") is None

@@ -63,7 +63,7 @@ def compare(one: Path, two: Path, stage_id: str) -> None:
         if not file.endswith(".safetensors"):
             continue
         left, right = (
-            safetensors.torch.load_file(small_run.artefact(storage, stage_id, file))
+            safetensors.torch.load_file(small_run.artifact(storage, stage_id, file))
             for storage in (one, two)
         )
         assert left.keys() == right.keys()

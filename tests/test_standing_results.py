@@ -38,7 +38,7 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
 ):
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
-    spoil(small_run.artefact(tmp_path / "storage", stage_id, file), harm)
+    spoil(small_run.artifact(tmp_path / "storage", stage_id, file), harm)
     assert cli.main(["run", config]) == 0
     said = capsys.readouterr().out
     assert f"{stage_id}: damaged: {file} is {'damaged' if harm == 'flip' else 'truncated'}" in said
@@ -56,7 +56,7 @@ def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_an
     """Its source may be gone, and most of it may be whole."""
     config, storage = reference.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)
-    spoil(small_run.artefact(storage, stage_id, file), harm)
+    spoil(small_run.artifact(storage, stage_id, file), harm)
     assert cli.main(["run", config]) == 0
     said = capsys.readouterr().out
     assert f"{stage_id}: damaged: {file} is" in said
@@ -74,7 +74,7 @@ def test_a_damaged_manifest_is_no_result(harm, reference, tmp_path, quick, capsy
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
     spoil(
-        small_run.artefact(tmp_path / "storage", "meat/a/evaluate", "x").parents[1]
+        small_run.artifact(tmp_path / "storage", "meat/a/evaluate", "x").parents[1]
         / "manifest.json",
         harm,
     )
@@ -112,7 +112,7 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
 
     def then_it_goes_bad(*arguments: Any) -> Any:
         found = look_up_all(*arguments)
-        spoil(small_run.artefact(storage, stage_id, file), "flip")
+        spoil(small_run.artifact(storage, stage_id, file), "flip")
         return found
 
     monkeypatch.setattr(walk, "look_up_all", then_it_goes_bad)
@@ -259,7 +259,7 @@ def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
     )
     assert cli.main(["run", config]) == 0
     storage = tmp_path / "storage"
-    shard = small_run.artefact(storage, "data/a", "test-00000.tar")
+    shard = small_run.artifact(storage, "data/a", "test-00000.tar")
     shutil.rmtree(tmp_path / "raw" / "a")
     spoil(shard, harm)
     cards |= small_run.make_cards(tmp_path, "c")

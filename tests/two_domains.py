@@ -12,9 +12,9 @@ from torch import Tensor
 
 from workers.dist import Group
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, Method, Rates
+from workers.methods.base import Batch, Method, OptimPlan
 from workers.model.vit import build
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 SMALL = BackboneSettings(
@@ -44,7 +44,7 @@ def batch(task: Task, step: int) -> Batch:
         images,
         labels,
         torch.zeros(SIZE, dtype=torch.long),
-        Draw(7, 0, step, torch.arange(SIZE), SIZE, torch.device("cpu")),
+        StepRng(7, 0, step, torch.arange(SIZE), SIZE, torch.device("cpu")),
     )
 
 
@@ -73,7 +73,7 @@ def begun(
 ) -> list[dict[str, Any]]:
     torch.manual_seed(2)
     method.feed_of = lambda split, training: feed or Stream(task, steps)
-    return tabletop.begun(method, task, carried, rates=Rates(1e-2, 0.05, SIZE, steps / 2))
+    return tabletop.begun(method, task, carried, rates=OptimPlan(1e-2, 0.05, SIZE, steps / 2))
 
 
 def learned(

@@ -9,7 +9,7 @@ class UserError(ValueError):
     and exits with 2."""
 
 
-class DamagedArtefact(UserError):
+class DamagedArtifact(UserError):
     """A persisted file differs from its digest. The stage that wrote it is run again."""
 
     def __init__(self, key: str, message: str):

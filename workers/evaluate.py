@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers import dist
 from workers.data.feed import Feed
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
 
@@ -221,7 +221,7 @@ def canary(job: StageJob, method: Method, old: Task, group: dist.Group) -> dict[
         mine = logits_of(job, method, old, group)
     except FileNotFoundError:
         mine = None
-    except DamagedArtefact as error:
+    except DamagedArtifact as error:
         if error.key != old.data:
             raise
         mine = None

@@ -26,11 +26,11 @@ from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
 from workers.job import BackboneSettings, StageJob
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, Progress, Rates
+from workers.methods.base import Batch, Method, OptimPlan, Progress
 from workers.model import noise, vit
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage import checkpoint
-from workers.storage.artifact import Artefact, Attempt, content_of, opened_once
+from workers.storage.artifact import Artifact, Attempt, content_of, opened_once
 from workers.storage.checkpoint import Checkpoint
 from workers.storage.lock import claimed
 from workers.storage.taskstate import Carried, TaskState
@@ -53,7 +53,7 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
 def standing(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
     """The manifest of a result that is there already, marked as such."""
-    found = Artefact.open(job.root, job.key) if group.rank == 0 else None
+    found = Artifact.open(job.root, job.key) if group.rank == 0 else None
     return group.share({**found.manifest, "reused": True} if found else None)
 
 
@@ -84,7 +84,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
         is_first = attempt.commit(manifest)
         checkpoint.drop(job.root, job.key)
         own_content = content_of({**manifest, "files": attempt.files})
-        manifest = Artefact.need(job.root, job.key).manifest  # of two attempts, the one that stands
+        manifest = Artifact.need(job.root, job.key).manifest  # of two attempts, the one that stands
         if not is_first and content_of(manifest) != own_content:
             manifest = {
                 **manifest,
@@ -128,7 +128,7 @@ def train_backbone(
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """The shared backbone: weights from the hub, a file or random, and trained on the base task
     where the stream has one."""
-    torch.manual_seed(seed_of(job.seed, "backbone"))
+    torch.manual_seed(derive_seed(job.seed, "backbone"))
     backbone = vit.build(job.backbone_settings)
     vit.load_weights(backbone, job.backbone_settings)
     files: dict[str, bytes] = {}
@@ -182,7 +182,7 @@ def fit(
     total = epochs * per_epoch
     method.to(group.device)
     carried = carried and carried.to(group.device)
-    rates = Rates(
+    rates = OptimPlan(
         job.train.lr,
         job.train.weight_decay,
         job.train.batch_size,
@@ -231,12 +231,12 @@ def _epochs(
     )
     for epoch in range(mark.epoch, epochs):
         resumed = epoch == mark.epoch and mark.tensors
-        sums = Sums(mark.sums if resumed else {}, group)
+        sums = LossMeter(mark.sums if resumed else {}, group)
         first = mark.step if resumed else 0
         method.train()
         for step, batches in enumerate(feed.epoch(epoch, first), first):
             progress = Progress(epoch, step, epochs, feed.steps_per_epoch)
-            torch.manual_seed(seed_of(job.seed, "step", epoch, step, group.rank))
+            torch.manual_seed(derive_seed(job.seed, "step", epoch, step, group.rank))
             sums.add(
                 train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size
             )
@@ -255,7 +255,7 @@ def _epochs(
                         Checkpoint(epoch, step + 1, history, so_far, mark.best),
                     )
                 saved = time.monotonic()
-                leave_if_told(job, group)
+                exit_if_preempted(job, group)
         row = {
             "epoch": epoch,
             "lr": optimizer.param_groups[0]["lr"],
@@ -283,7 +283,7 @@ def _epochs(
                     Checkpoint(epoch + 1, 0, history, {}, mark.best),
                 )
             saved = time.monotonic()
-            leave_if_told(job, group)
+            exit_if_preempted(job, group)
     if best:
         live = checkpoint.trained_state(method)
         with torch.no_grad():
@@ -368,13 +368,13 @@ def is_due(when: float, step: int, group: dist.Group) -> bool:
     return bool(group.share(time.monotonic() > when or preemption.given.is_set()))
 
 
-def leave_if_told(job: StageJob, group: dist.Group) -> None:
+def exit_if_preempted(job: StageJob, group: dist.Group) -> None:
     """Right after a checkpoint. Raises Leaving, on all ranks, where rank 0 was told to go."""
     if group.share(preemption.given.is_set()):
-        raise preemption.Leaving(f"{job.id} is saved")
+        raise preemption.Preempted(f"{job.id} is saved")
 
 
-class Sums:
+class LossMeter:
     """This rank's running sums of loss terms over an epoch, on the device so that no step waits for
     them; `images` counts those of all ranks. start: the totals of a checkpoint, which rank 0 goes
     on from."""
@@ -433,7 +433,7 @@ class Clock:
         self.images = self.steps = 0
         self.accuracy: float | None = None
 
-    def tick(self, progress: Progress, images: int, sums: Sums) -> None:
+    def tick(self, progress: Progress, images: int, sums: LossMeter) -> None:
         self.images, self.steps = self.images + images, self.steps + 1
         now = time.monotonic()
         if now - self.said < REPORT_S:
@@ -467,7 +467,7 @@ def settings_of(job: StageJob) -> Any:
 def load_backbone(job: StageJob) -> torch.nn.Module:
     """A fresh copy of the backbone stage's result, which this process reads and verifies once."""
     assert job.backbone is not None
-    manifest = json.dumps(Artefact.need(job.root, job.backbone).manifest)
+    manifest = json.dumps(Artifact.need(job.root, job.backbone).manifest)
     return copy.deepcopy(
         _verified_backbone(
             job.root, job.backbone, manifest, job.backbone_settings.model_dump_json()
@@ -479,14 +479,14 @@ def load_backbone(job: StageJob) -> torch.nn.Module:
 def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
     # More than a second of CPU for a ViT-B, half of it random weights that are then replaced: a
     # warm worker pays it once.
-    artefact = Artefact(root, key, json.loads(manifest))
+    artifact = Artifact(root, key, json.loads(manifest))
     backbone = vit.build(BackboneSettings.model_validate_json(settings))
-    vit.from_bytes(backbone, artefact.read("state.safetensors"), f"backbone {key}")
+    vit.from_bytes(backbone, artifact.read("state.safetensors"), f"backbone {key}")
     digest = vit.digest_of(backbone)
-    if digest != artefact.manifest["digest"]:
+    if digest != artifact.manifest["digest"]:
         raise UserError(
             f"the backbone in {key} has digest {digest[:12]}, its manifest says "
-            f"{artefact.manifest['digest'][:12]}; "
+            f"{artifact.manifest['digest'][:12]}; "
             "masks mean nothing on other weights, remove that folder and run the same command again"
         )
     return backbone
@@ -497,7 +497,7 @@ def new_method(job: StageJob) -> Method:
     the process's generator while it is made and begins is the same on every rank and in every
     retry."""
     backbone = load_backbone(job)  # draws too, where this process has not read it yet
-    torch.manual_seed(seed_of(job.seed, "begin", job.task.name if job.task else "", job.step))
+    torch.manual_seed(derive_seed(job.seed, "begin", job.task.name if job.task else "", job.step))
     method = METHODS[job.method](backbone, settings_of(job), job.seed)
     method.scenario, method.stream = job.scenario, job.tasks
     return method
@@ -506,10 +506,10 @@ def new_method(job: StageJob) -> Method:
 def load_states(job: StageJob, method: Method) -> None:
     """Loads the states of the job's finished tasks, in stream order."""
     for task, key in job.states.items():
-        artefact = Artefact.need(job.root, key)
+        artifact = Artifact.need(job.root, key)
         method.load(
             TaskState.from_bytes(
-                artefact.read("task.safetensors"), f"state of task {task!r} in {key}"
+                artifact.read("task.safetensors"), f"state of task {task!r} in {key}"
             )
         )
 
@@ -524,7 +524,7 @@ def load_carried(job: StageJob) -> Carried | None:
         job.method,
         {
             step: Carried.from_bytes(
-                Artefact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}"
+                Artifact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}"
             )
             for step, key in job.previous.items()
         },

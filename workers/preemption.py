@@ -12,7 +12,7 @@ from types import FrameType
 given = threading.Event()  # of this process; the ranks of a group hear of it from rank 0
 
 
-class Leaving(Exception):
+class Preempted(Exception):
     """Raised where work stops because of a notice; what was done is saved."""
 
 

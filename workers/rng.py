@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 
-def seed_of(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """A 63-bit seed from any printable parts; equal on every machine and in every process."""
     text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
-class Draw:
+class StepRng:
     """The noise of one optimizer step.
 
     seed, epoch, step: where we are; step counts inside the epoch.
@@ -45,7 +45,9 @@ class Draw:
 
     def generator(self, tag: str, device: torch.device | None = None) -> torch.Generator:
         device = device or self.device
-        return torch.Generator(device).manual_seed(seed_of(self.seed, self.epoch, self.step, tag))
+        return torch.Generator(device).manual_seed(
+            derive_seed(self.seed, self.epoch, self.step, tag)
+        )
 
     def per_sample(self, tag: str, *shape: int, device: torch.device | None = None) -> Tensor:
         """Uniform [0, 1) numbers of shape (b, *shape), the same for a sample whatever rank holds

@@ -17,7 +17,7 @@ from pipeline.config import sentence_of
 from pipeline.yaml_files import expand, read_yaml
 from workers.errors import UserError
 from workers.job import Frozen, Neutral, key_inputs
-from workers.storage.filesystem import FIRST_CONTACT_S, StorageAway, patience
+from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 Split = Literal["train", "test"]
 LONGEST_CLASS = 200  # characters
@@ -244,7 +244,7 @@ def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[st
                 expand(source.path),
                 source.splits.get("train") or source.splits.get("test", "train"),
             )
-    except StorageAway:
+    except StorageUnavailable:
         if not memory or not memory.remembered(identity):
             raise
         where, names = source.path, []

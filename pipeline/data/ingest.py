@@ -35,7 +35,7 @@ from pipeline.data.formats import (
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, open_image, rgb
 from workers.errors import UserError
-from workers.storage.artifact import Artefact, Attempt, delete_dir, join, write_bytes
+from workers.storage.artifact import Artifact, Attempt, delete_dir, join, write_bytes
 
 __all__ = ["REVISION", "fingerprint", "ingest", "look"]
 
@@ -91,7 +91,7 @@ def ingest(
     extra: dict[str, Any],
     progress: Report | None = None,
 ) -> dict[str, Any]:
-    """Writes the artefact `key` below `root` and returns its manifest.
+    """Writes the artifact `key` below `root` and returns its manifest.
 
     map_fn(fn, items): results in order; the shards are the same bytes whatever it does in parallel.
     Raises UserError where the source is missing, too much of it is bad, or it is not what the card
@@ -131,7 +131,7 @@ def ingest(
         raise
     finally:
         delete_dir(staged)
-    return Artefact.need(root, key).manifest
+    return Artifact.need(root, key).manifest
 
 
 # ---- first pass: every image is opened once ------------------------------------------------------

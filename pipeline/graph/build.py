@@ -25,7 +25,7 @@ from workers.job import DataSettings, StageJob, Task, TrainSettings, key_inputs
 from workers.methods import METHODS
 from workers.methods.base import MethodSettings, Step
 from workers.model import vit
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.regular_file import open_regular
 
 REPORT_REVISION = 2  # raise it when the report shows other things
@@ -248,7 +248,7 @@ def _add_card(builder: Builder, card: cards.Card) -> None:
     stage = builder.add(
         f"data/{card.name}", inputs.pop("step"), inputs, [], job=IngestJob(card), note=source.note
     )
-    if not source.present and Artefact.open(builder.store.root, stage.key) is None:
+    if not source.present and Artifact.open(builder.store.root, stage.key) is None:
         builder.gone.add(card.name)
 
 
@@ -535,7 +535,7 @@ def _add_evaluate(
     if (
         task in there
         and len(there) < len(served)
-        and Artefact.open(builder.store.root, stage.key) is None
+        and Artifact.open(builder.store.root, stage.key) is None
     ):
         stage = _evaluate_stage(builder, label, stages, there, start)
     return builder.keep(stage).id

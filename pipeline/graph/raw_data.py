@@ -20,8 +20,8 @@ from pipeline.data.cards import Card
 from pipeline.data.formats import left_out, listing
 from pipeline.graph.store import Store, key_of
 from workers.errors import UserError
-from workers.storage.artifact import Artefact, is_local
-from workers.storage.filesystem import FIRST_CONTACT_S, StorageAway, patience
+from workers.storage.artifact import Artifact, is_local
+from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 READ_THREADS = 16
 REWRITTEN = (
@@ -69,7 +69,7 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
     try:
         with patience(FIRST_CONTACT_S):
             listed = ingest.look(card)
-    except StorageAway:
+    except StorageUnavailable:
         if known_last is None:
             raise
         return known_last
@@ -100,7 +100,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     try:
         with patience(FIRST_CONTACT_S):
             listed = ingest.look(card)
-    except StorageAway:  # what is known of it goes on to be used, see `source_of`
+    except StorageUnavailable:  # what is known of it goes on to be used, see `source_of`
         return
     if listed is None:
         return
@@ -110,7 +110,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     known["modified"] = listed[1]
     before = known["contents"].get(known["edition"])
     inputs = stage_inputs(card, Source(**known))
-    if before is None and Artefact.open(store.root, key_of(inputs, ())) is None:
+    if before is None and Artifact.open(store.root, key_of(inputs, ())) is None:
         pass  # listed before, and not ingested yet
     elif before is None:
         say(
@@ -139,7 +139,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
 
 
 def _stands(store: Store, card: Card, source: Source) -> bool:
-    return Artefact.open(store.root, key_of(stage_inputs(card, source), ())) is not None
+    return Artifact.open(store.root, key_of(stage_inputs(card, source), ())) is not None
 
 
 def stage_inputs(card: Card, source: Source) -> dict[str, Any]:

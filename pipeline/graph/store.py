@@ -25,7 +25,7 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import (
     MANIFEST,
-    Artefact,
+    Artifact,
     delete_dir,
     exists,
     is_local,
@@ -162,7 +162,7 @@ class Store:
     ) -> Lookup:
         """Is the result of `stage` there? With `verify`, every file is compared with its digest.
         previous: the record of the same run before, for the reason of a miss."""
-        found = Artefact.open(self.root, stage.key)
+        found = Artifact.open(self.root, stage.key)
         if found is not None:
             damage = found.damage() if verify else None
             if damage is None:
@@ -286,7 +286,7 @@ class Store:
         standing = {
             key: found.manifest["attempt"]
             for key in unclear(there) & needed
-            if (found := Artefact.open(self.root, key))
+            if (found := Artifact.open(self.root, key))
         }
         sizes: dict[str, int] = {}
         for place, files in there.items():

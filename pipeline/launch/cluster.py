@@ -269,14 +269,14 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ClusterState:
     """nodes: by id, the dead ones too. drivers: id of a job -> names of what it has registered."""
 
     nodes: Mapping[str, Node]
     drivers: Mapping[str, tuple[str, ...]]
 
 
-def look_around() -> Surroundings:
+def get_cluster_state() -> ClusterState:
     """Runs inside the cluster, where also a driver that is outside can have it asked."""
     import ray
     from ray._private.state import state  # Ray tells of announced ends nowhere else
@@ -299,15 +299,15 @@ def look_around() -> Surroundings:
         if actor["namespace"] == NAMESPACE:
             job = actor["name"].partition("-")[0]
             drivers[job] = tuple(sorted((*drivers.get(job, ()), actor["name"])))
-    return Surroundings(nodes, drivers)
+    return ClusterState(nodes, drivers)
 
 
-class Presence:
+class DriverRegistration:
     """An actor by which others see that a driver is there. It looks around where the cluster can be
     seen from."""
 
-    def look_around(self) -> Surroundings:
-        return look_around()
+    def get_cluster_state(self) -> ClusterState:
+        return get_cluster_state()
 
 
 def name_in(ray: Any, search: bool = False) -> str:
@@ -345,7 +345,7 @@ def needs(cluster: ClusterSettings) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount}
 
 
-def positions(around: Surroundings, cluster: ClusterSettings) -> int:
+def positions(around: ClusterState, cluster: ClusterSettings) -> int:
     """How many workers the nodes hold that are there and stay."""
     wanted, least = needs(cluster), cluster.min_workers or cluster.workers
     each = [
@@ -367,7 +367,7 @@ def slice_of(total: int, mine: str, all_: tuple[str, ...]) -> int:
 
 
 def sizes_of_groups(
-    around: Surroundings, cluster: ClusterSettings, name: str, width: int
+    around: ClusterState, cluster: ClusterSettings, name: str, width: int
 ) -> list[int]:
     """The workers of each group that this driver may have now: every driver on the cluster has the
     same share of it, and has a group even where that is none. name: what this one has registered.
@@ -384,7 +384,7 @@ def sizes_of_groups(
     return [max(least, min(cluster.workers, mine // groups))] * groups
 
 
-def check_fits(around: Surroundings, cluster: ClusterSettings) -> None:
+def check_fits(around: ClusterState, cluster: ClusterSettings) -> None:
     """Raises UserError where the cluster has no room for a group, unless it was said that nodes
     come when they are asked for."""
     least = cluster.min_workers or cluster.workers

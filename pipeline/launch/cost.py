@@ -26,11 +26,11 @@ from pipeline.graph.build import IngestJob
 from pipeline.graph.run import Event, Walk
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
-from pipeline.launch.queue import Offer, Offers
-from workers.errors import DamagedArtefact
+from pipeline.launch.queue import ReadyQueue, ReadyStage
+from workers.errors import DamagedArtifact
 from workers.job import StageJob, Task
 from workers.methods import METHODS
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 
 Basis = Literal["same method", "other method", "not measured"]
 BASES: tuple[Basis, ...] = ("same method", "other method", "not measured")
@@ -96,14 +96,14 @@ class Images:
         return None
 
     def _index(self, data: str) -> Mapping[tuple[str, str], int] | None:
-        found = Artefact.open(self.store.root, data)
+        found = Artifact.open(self.store.root, data)
         if found is None:
             return None
         try:
             table = pq.read_table(
                 io.BytesIO(found.read("index.parquet")), columns=["split", "class"]
             )
-        except (DamagedArtefact, OSError):
+        except (DamagedArtifact, OSError):
             return None
         return Counter(zip(table["split"].to_pylist(), table["class"].to_pylist(), strict=True))
 
@@ -189,10 +189,10 @@ def measured(
             ):
                 continue
             read.add(stage["key"])
-            artefact = Artefact.open(store.root, stage["key"])
+            artifact = Artifact.open(store.root, stage["key"])
             one = (
-                measure(artefact, work_of(kind[1], stage.get("inputs") or {}, tasks, images))
-                if artefact
+                measure(artifact, work_of(kind[1], stage.get("inputs") or {}, tasks, images))
+                if artifact
                 else None
             )
             if one and one.device.startswith("cpu") == (not config.cluster.gpus_per_worker):
@@ -200,16 +200,16 @@ def measured(
     return found
 
 
-def measure(artefact: Artefact, work: tuple[float | None, int]) -> Measured | None:
+def measure(artifact: Artifact, work: tuple[float | None, int]) -> Measured | None:
     """What one result took; None where its manifest or the number of images does not say."""
-    manifest, (images, epochs) = artefact.manifest, work
+    manifest, (images, epochs) = artifact.manifest, work
     wall, workers = manifest.get("wall_s"), manifest.get("workers", 1)
     device = str((manifest.get("provenance") or {}).get("device", ""))
     if not isinstance(wall, (int, float)) or not device or images is None:
         return None
     if not images:  # a backbone that is only built
         return Measured(wall * workers, 0.0, device)
-    epoch_s = history_s(artefact) if epochs else None
+    epoch_s = history_s(artifact) if epochs else None
     if epoch_s is None:
         return Measured(0.0, wall * workers / (images * max(1, epochs)), device)
     return Measured(
@@ -217,13 +217,13 @@ def measure(artefact: Artefact, work: tuple[float | None, int]) -> Measured | No
     )
 
 
-def history_s(artefact: Artefact) -> float | None:
+def history_s(artifact: Artifact) -> float | None:
     """Seconds of all epochs together; None where there is no history."""
-    if "history.parquet" not in artefact.manifest["files"]:
+    if "history.parquet" not in artifact.manifest["files"]:
         return None
     try:
-        rows = pq.read_table(io.BytesIO(artefact.read("history.parquet"))).to_pylist()
-    except (DamagedArtefact, OSError):
+        rows = pq.read_table(io.BytesIO(artifact.read("history.parquet"))).to_pylist()
+    except (DamagedArtifact, OSError):
         return None
     return float(sum(row.get("seconds") or 0.0 for row in rows)) or None
 
@@ -313,13 +313,13 @@ def seconds_of(known: list[Measured], work: tuple[float | None, int]) -> float |
 def wall(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
     """When the last stage ends, in seconds, where so many groups take stages in the order of a run;
     those that are not in `seconds` take none."""
-    walk, offers = Walk.over(graph, (s.id for s in graph if s.id not in todo), 0), Offers()
+    walk, offers = Walk.over(graph, (s.id for s in graph if s.id not in todo), 0), ReadyQueue()
     running: list[tuple[float, str]] = []
     now = 0.0
     while not walk.ended:
         for decision in walk.decide():
             walk.carry_out(decision)
-            offers.append(Offer(decision.depth, graph[decision.stage]))
+            offers.append(ReadyStage(decision.depth, graph[decision.stage]))
         while len(running) < groups and (stage := offers.take()):
             heappush(running, (now + seconds.get(stage.id, 0.0), stage.id))
         now, done = heappop(running)

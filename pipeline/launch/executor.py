@@ -18,11 +18,11 @@ from pipeline.graph.run import Event, Executor
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.launch.cluster import needs, where_ray_writes
-from pipeline.launch.queue import Offer, Offers
+from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.loop import run_stage
-from workers.storage.artifact import Artefact, delete_dir, join, parent
+from workers.storage.artifact import Artifact, delete_dir, join, parent
 from workers.storage.lock import claimed
 
 QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
@@ -31,7 +31,7 @@ NO_ROOM = "no room"
 Local = Callable[[Stage], dict[str, Any]]  # stages that the driver runs itself (the report)
 
 
-class InProcess:
+class LocalExecutor:
     """`cluster.workers: 0`: every stage runs here, one after the other, without Ray."""
 
     def __init__(
@@ -43,7 +43,7 @@ class InProcess:
     ):
         self.store, self.local, self.progress = store, local, progress
         self.listening = preemption.listen()
-        self.waiting = Offers()
+        self.waiting = ReadyQueue()
         self.events: list[Event] = []
         torch.set_num_threads(cluster.cpus_per_worker)
         if cluster.gpus_per_worker and not torch.cuda.is_available():
@@ -55,14 +55,14 @@ class InProcess:
         self.device = torch.device("cuda" if cluster.gpus_per_worker else "cpu")
 
     def submit(self, stage: Stage, depth: int) -> None:
-        self.waiting.append(Offer(depth, stage))
+        self.waiting.append(ReadyStage(depth, stage))
 
     def poll(self) -> list[Event]:
         stage = None if preemption.given.is_set() else self.waiting.take()
         if stage is not None:
             self.events.append(attempt(stage, lambda: self._run(stage), self.store.storage))
         elif preemption.given.is_set():
-            raise preemption.Leaving
+            raise preemption.Preempted
         events, self.events = self.events, []
         return events
 
@@ -88,9 +88,9 @@ def attempt(
     traceback in `storage`."""
     try:
         return Event("done", stage.id, body=run())
-    except preemption.Leaving:
+    except preemption.Preempted:
         return Event("moved", stage.id, "it is told to leave, its state is saved")
-    except DamagedArtefact as error:
+    except DamagedArtifact as error:
         return Event("damaged", stage.id, str(error), key=error.key)
     except UserError as error:
         return Event("failed", stage.id, str(error), final=True)
@@ -112,7 +112,7 @@ def run_ingest(
     started = time.monotonic()
     extra = {"stage": stage.id, "step": "ingest"}
     with claimed(store.root, stage.key):
-        if found := Artefact.open(store.root, stage.key):
+        if found := Artifact.open(store.root, stage.key):
             return {**found.manifest, "reused": True}
         manifest = ingest.ingest(
             stage.job.card,
@@ -136,10 +136,10 @@ def executor(
 ) -> Executor:
     """What runs the stages `todo`: this process, or worker groups on Ray."""
     if cluster.workers == 0:
-        return InProcess(store, cluster, local, progress)
-    from pipeline.launch.groups import OnRay
+        return LocalExecutor(store, cluster, local, progress)
+    from pipeline.launch.groups import RayExecutor
 
-    return OnRay(store, cluster, local, progress, width_of(graph, todo))
+    return RayExecutor(store, cluster, local, progress, width_of(graph, todo))
 
 
 def width_of(graph: Graph, todo: set[str]) -> int:
@@ -185,7 +185,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             return
         event = attempt(
             stage,
-            lambda stage=stage: run_stage(stage.job, group, Told(ray, queue, index, stage)),  # type: ignore[misc]
+            lambda stage=stage: run_stage(
+                stage.job, group, ProgressReporter(ray, queue, index, stage)
+            ),  # type: ignore[misc]
             parent(stage.job.root),
             group,
         )
@@ -198,7 +200,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             raise RuntimeError(event.message)
 
 
-class Told:
+class ProgressReporter:
     """A stage's reports on their way to the queue. Whether the group is to leave comes back as the
     answer to the one before: nobody waits."""
 

@@ -21,8 +21,8 @@ from pipeline.graph.run import Event
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
 from pipeline.launch.cluster import (
-    Presence,
-    Surroundings,
+    ClusterState,
+    DriverRegistration,
     address_of,
     check_fits,
     check_nodes,
@@ -34,7 +34,7 @@ from pipeline.launch.cluster import (
     sizes_of_groups,
 )
 from pipeline.launch.executor import NO_ROOM, Local, attempt, run_ingest, run_segment
-from pipeline.launch.queue import Offer, Queue
+from pipeline.launch.queue import Queue, ReadyStage
 from workers import preemption
 from workers.errors import UserError
 from workers.storage import checkpoint
@@ -46,7 +46,7 @@ ANSWER_S = 45.0  # Ray ends a driver whose head node has been away for 60 s
 GRACE_S = 60.0  # how long a driver that was told to leave waits for its groups to save what they do
 
 
-class Watching(Presence, Queue):
+class QueueActor(DriverRegistration, Queue):
     """The queue as an actor, which also gives back what a group that is gone had reserved: its
     controller may have been killed."""
 
@@ -78,7 +78,7 @@ class Running:
     cancelled: bool = False
 
 
-class OnRay:
+class RayExecutor:
     """`cluster.workers >= 1`: worker groups on a Ray cluster, ingest over Ray tasks, the report
     here.
 
@@ -108,9 +108,9 @@ class OnRay:
         )
         self.width = width  # most stages that can run side by side
         self.name, self.own, self.books = name_in(ray), passing_name(), 0
-        self.queue = registered(ray, Watching, self.name)
+        self.queue = registered(ray, QueueActor, self.name)
         try:
-            self.around: Surroundings = ray.get(self.queue.look_around.remote())
+            self.around: ClusterState = ray.get(self.queue.get_cluster_state.remote())
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise broke_down(ray, error) from None
         self.looked = time.monotonic()
@@ -121,7 +121,7 @@ class OnRay:
         self.places: dict[int, list[str]] = {}  # of the ranks of groups that are up
         self.used: set[str] = set()  # nodes that any of them has been on
         self.stages: dict[str, Stage] = {}  # that were submitted, by id
-        self.outbox: list[Offer] = []
+        self.outbox: list[ReadyStage] = []
         self.local_waiting: deque[Stage] = deque()
         self.listening = preemption.listen()  # after Ray, which listens too
         self.left_since: float | None = None
@@ -144,7 +144,7 @@ class OnRay:
             self.local_waiting.append(stage)
         else:
             self.stages[stage.id] = stage
-            self.outbox.append(Offer(depth, stage))
+            self.outbox.append(ReadyStage(depth, stage))
 
     def poll(self) -> list[Event]:
         try:
@@ -273,7 +273,7 @@ class OnRay:
         self.places.pop(index, None)
         self.looked = 0.0  # what was lost with it is told at the next look
         sizes = sizes_of_groups(
-            self._answer(self.queue.look_around.remote()), self.cluster, self.name, self.width
+            self._answer(self.queue.get_cluster_state.remote()), self.cluster, self.name, self.width
         )
         del self.groups[index]
         if self.left_since is None and index < len(sizes):
@@ -283,7 +283,7 @@ class OnRay:
     def _look_around(self) -> None:
         """Says what has changed, has groups leave nodes that are going to be taken away, and takes
         the room that there is now."""
-        before, self.around = self.around, self._answer(self.queue.look_around.remote())
+        before, self.around = self.around, self._answer(self.queue.get_cluster_state.remote())
         self.looked = time.monotonic()
         for node in self.around.nodes.values():
             old = before.nodes.get(node.id)
@@ -368,7 +368,7 @@ class OnRay:
                     self._cancel(group)
             self._say("told to leave; saving what is under way")
         if not self.groups or time.monotonic() - self.left_since > GRACE_S:
-            raise preemption.Leaving
+            raise preemption.Preempted
 
     def _say(self, text: str) -> None:
         self.progress(Event("note", "", text))

@@ -11,14 +11,14 @@ from pipeline.graph.run import Event
 from pipeline.graph.stage import Stage
 
 
-class Offer(NamedTuple):
+class ReadyStage(NamedTuple):
     """A stage that may run; the deepest one, with most stages behind it, goes first."""
 
     depth: int
     stage: Stage
 
 
-class Offers:
+class ReadyQueue:
     """Stages that wait for a group, by depth, and below it by what they wait for: adding and taking
     one cost the same among any number.
 
@@ -27,7 +27,7 @@ class Offers:
     the stage after each idle group could have asked twice.
     """
 
-    def __init__(self, offers: Iterable[Offer] = ()) -> None:
+    def __init__(self, offers: Iterable[ReadyStage] = ()) -> None:
         self.waiting: dict[
             int, dict[str, Stage]
         ] = {}  # depth -> stages by id, in the order in which they came
@@ -37,12 +37,12 @@ class Offers:
         self.depths: list[int] = []  # a heap of the depths there are, negative
         self.idle: set[str] = set()  # last stages of the groups that asked in vain
         self.kept: dict[
-            str, tuple[Offer, int]
+            str, tuple[ReadyStage, int]
         ] = {}  # last stage of a group -> what is kept for it, until so many asked
         self.asked = 0
         self += offers
 
-    def __iadd__(self, offers: Iterable[Offer]) -> Offers:
+    def __iadd__(self, offers: Iterable[ReadyStage]) -> ReadyQueue:
         for offer in offers:
             self.append(offer)
         return self
@@ -50,7 +50,7 @@ class Offers:
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values())) + len(self.kept)
 
-    def append(self, offer: Offer) -> None:
+    def append(self, offer: ReadyStage) -> None:
         home = next((p for p in offer.stage.parents if p in self.idle and p not in self.kept), None)
         if home is None:
             self._add(offer)
@@ -83,7 +83,7 @@ class Offers:
         if last in self.kept:
             self._add(self.kept.pop(last)[0])
 
-    def _add(self, offer: Offer) -> None:
+    def _add(self, offer: ReadyStage) -> None:
         if offer.depth not in self.waiting:
             self.waiting[offer.depth] = {}
             heappush(self.depths, -offer.depth)
@@ -107,7 +107,7 @@ class Queue:
     """The actor between the driver and the worker groups: stages out, events in."""
 
     def __init__(self) -> None:
-        self.offers = Offers()
+        self.offers = ReadyQueue()
         self.held: dict[int, Stage] = {}  # group -> the stage it runs
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
@@ -121,7 +121,7 @@ class Queue:
         ] = {}  # group that is to end -> whether at once; else when it has done what it holds
         self.closed = False
 
-    def offer(self, offers: list[Offer]) -> tuple[list[Event], dict[int, list[str]]]:
+    def offer(self, offers: list[ReadyStage]) -> tuple[list[Event], dict[int, list[str]]]:
         """From the driver: new stages. Returns what happened since, and the groups that are up,
         each with the nodes of its ranks."""
         self.offers += offers

@@ -25,11 +25,11 @@ from pipeline.report.maps import maps_figure
 from pipeline.results.tables import RunTables
 from workers.analysis import attention_rows, covers, maps, robustness_rows, shifted_rows
 from workers.dist import Group
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.evaluate import served
 from workers.job import StageJob, Task
 from workers.methods.base import Method
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 
 Measure = Callable[[Method, StageJob, Task], list[Row]]
 
@@ -164,7 +164,7 @@ def measured(runs: Sequence[Analysed], measure: Measure) -> list[Row]:
 def check_finished(run: Analysed) -> None:
     """Raises UserError where an evaluation has no result."""
     for stage in run.graph:
-        if stage.step == "evaluate" and Artefact.open(run.store.root, stage.key) is None:
+        if stage.step == "evaluate" and Artifact.open(run.store.root, stage.key) is None:
             raise UserError(
                 f"run {run.name!r}: stage {stage.id} has no result yet; finish the run with "
                 "`python -m pipeline run` first"
@@ -182,7 +182,7 @@ def finished(run: Analysed, label: str) -> Iterator[tuple[Method, StageJob, Task
     for job in {job.id: job for job in owner.values()}.values():
         try:
             method = served(job, Group())
-        except DamagedArtefact as error:
+        except DamagedArtifact as error:
             lost = next((stage.id for stage in run.graph if stage.key == error.key), error.key)
             raise UserError(
                 f"run {run.name!r}: the result of stage {lost} is missing or damaged; `python "

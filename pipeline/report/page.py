@@ -107,7 +107,7 @@ def page(
 
 def head(tables: RunTables) -> str:
     record, config = tables.record, tables.record["config"]
-    done = sum(s["id"] in tables.artefacts for s in record["stages"] if s["step"] != "report")
+    done = sum(s["id"] in tables.artifacts for s in record["stages"] if s["step"] != "report")
     total = sum(s["step"] != "report" for s in record["stages"])
     state = (
         "finished"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.results import metrics
 from workers.errors import UserError
-from workers.storage.artifact import Artefact, join
+from workers.storage.artifact import Artifact, join
 from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
@@ -82,12 +82,12 @@ class Matrix:
 class RunTables:
     """What the store holds of the run that `record` (its run.json) describes.
 
-    artefacts: finished stages by id. problems: sentences on what could not be read.
+    artifacts: finished stages by id. problems: sentences on what could not be read.
     """
 
     storage: str
     record: Mapping[str, Any]
-    artefacts: dict[str, Artefact]
+    artifacts: dict[str, Artifact]
     problems: list[str] = field(default_factory=list)
 
     @classmethod
@@ -102,9 +102,9 @@ class RunTables:
         root, found = join(storage, "stages"), {}
         for stage in record["stages"]:
             if known and stage["id"] in known:
-                found[stage["id"]] = Artefact(root, stage["key"], known[stage["id"]])
-            elif (artefact := Artefact.open(root, stage["key"])) is not None:
-                found[stage["id"]] = artefact
+                found[stage["id"]] = Artifact(root, stage["key"], known[stage["id"]])
+            elif (artifact := Artifact.open(root, stage["key"])) is not None:
+                found[stage["id"]] = artifact
         return cls(storage, record, found)
 
     # ---- who is who ------------------------------------------------------------------------------
@@ -152,17 +152,17 @@ class RunTables:
         ]
 
     def result(self, label: str, task: str) -> dict[str, Any] | None:
-        found = self.artefacts.get(f"{label}/{task}/evaluate")
+        found = self.artifacts.get(f"{label}/{task}/evaluate")
         return found.manifest["result"] if found else None
 
-    def state_stage(self, label: str, task: str) -> Artefact | None:
+    def state_stage(self, label: str, task: str) -> Artifact | None:
         """The finished stage whose `task.safetensors` is what serves `task`: the one `evaluate`
         waits for."""
         judge: Mapping[str, Any] = next(
             (s for s in self.record["stages"] if s["id"] == f"{label}/{task}/evaluate"), {}
         )
         for stage in reversed(self.stages(label, task)):
-            found = self.artefacts.get(stage["id"])
+            found = self.artifacts.get(stage["id"])
             if (
                 found
                 and stage["id"] in judge.get("parents", ())
@@ -172,13 +172,13 @@ class RunTables:
         return None
 
     # ---- files of stages -------------------------------------------------------------------------
-    def read(self, artefact: Artefact | None, name: str) -> bytes | None:
+    def read(self, artifact: Artifact | None, name: str) -> bytes | None:
         """A file of a stage; None, with a sentence among the problems, where it is absent or
         damaged."""
-        if artefact is None or name not in artefact.manifest["files"]:
+        if artifact is None or name not in artifact.manifest["files"]:
             return None
         try:
-            return artefact.read(name)
+            return artifact.read(name)
         except (UserError, OSError) as error:
             self.note(str(error))
             return None
@@ -187,13 +187,13 @@ class RunTables:
         if sentence not in self.problems:
             self.problems.append(sentence)
 
-    def table(self, artefact: Artefact | None, name: str) -> pa.Table | None:
-        data = self.read(artefact, name)
+    def table(self, artifact: Artifact | None, name: str) -> pa.Table | None:
+        data = self.read(artifact, name)
         return None if data is None else pq.read_table(io.BytesIO(data))
 
     def history(self, stage_id: str) -> list[Row]:
         """One row per epoch, in the columns of the stage's own history."""
-        table = self.table(self.artefacts.get(stage_id), "history.parquet")
+        table = self.table(self.artifacts.get(stage_id), "history.parquet")
         return [] if table is None else table.to_pylist()
 
     def state(self, label: str, task: str) -> TaskState | None:
@@ -260,7 +260,7 @@ class RunTables:
         `carried`, beside the backbone that all methods share. What a base task hands to every task
         of a star stays there.
         """
-        base = self.artefacts.get("backbone")
+        base = self.artifacts.get("backbone")
         shared = int(base.manifest.get("bytes", 0)) if base else 0
         rows, sums, carried = [], dict.fromkeys(STATE_KINDS, 0), 0
         for index, task in enumerate(self.tasks(label)):
@@ -301,8 +301,8 @@ class RunTables:
             sizes = state.sizes() if state else {}
         ids = [s["id"] for s in self.stages(label, task)]
         inner = {p for s in self.stages(label, task) for p in s["parents"]}
-        ends = [self.artefacts[i].manifest for i in ids if i not in inner and i in self.artefacts]
-        steps = [self.artefacts[i].manifest for i in ids if i in self.artefacts]
+        ends = [self.artifacts[i].manifest for i in ids if i not in inner and i in self.artifacts]
+        steps = [self.artifacts[i].manifest for i in ids if i in self.artifacts]
         return {
             "sizes": sizes,
             "carried": max((m.get("carried_bytes") or 0 for m in ends), default=0),
@@ -338,7 +338,7 @@ class RunTables:
                     "answers": self.verdict(label),
                     "wall_s": sum(
                         a.manifest.get("wall_s") or 0
-                        for i, a in self.artefacts.items()
+                        for i, a in self.artifacts.items()
                         if i.startswith(f"{label}/")
                     ),
                 }
@@ -374,8 +374,8 @@ class RunTables:
 
     def _place(self, label: str, after: str) -> str:
         """What decides the last bits of what was measured after learning `after`."""
-        artefact = self.artefacts.get(f"{label}/{after}/evaluate")
-        provenance = artefact.manifest.get("provenance") or {} if artefact else {}
+        artifact = self.artifacts.get(f"{label}/{after}/evaluate")
+        provenance = artifact.manifest.get("provenance") or {} if artifact else {}
         return f"{provenance.get('device')} {provenance.get('threads')}"
 
     def measured(self, label: str, after: str) -> list[Row]:
@@ -437,7 +437,7 @@ class RunTables:
     ) -> tuple[NDArray[np.int64], list[str]] | None:
         """Counts (true, predicted) on `task` after learning `after`, and the class names of both
         axes."""
-        table = self.table(self.artefacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
+        table = self.table(self.artifacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
             return None
         rows = table.filter(pc.equal(table["task"], task))
@@ -461,7 +461,7 @@ class RunTables:
         rows = []
         for stage in self.record["stages"]:
             manifest = (
-                self.artefacts[stage["id"]].manifest if stage["id"] in self.artefacts else None
+                self.artifacts[stage["id"]].manifest if stage["id"] in self.artifacts else None
             )
             rows.append(
                 {
@@ -486,8 +486,8 @@ class RunTables:
         """Sentences of the stages, equal ones once with the number of stages that said them, then
         what could not be read."""
         said: dict[str, list[str]] = {}
-        for stage_id, artefact in self.artefacts.items():
-            for sentence in artefact.manifest.get("warnings") or []:
+        for stage_id, artifact in self.artifacts.items():
+            for sentence in artifact.manifest.get("warnings") or []:
                 said.setdefault(str(sentence), []).append(stage_id)
         rows = [
             {"stage": stages[0], "stages": len(stages), "warning": sentence}
@@ -500,7 +500,7 @@ class RunTables:
         found: dict[str, list[str]] = {}
         for body in [
             self.record.get("provenance") or {},
-            *(a.manifest.get("provenance") or {} for a in self.artefacts.values()),
+            *(a.manifest.get("provenance") or {} for a in self.artifacts.values()),
         ]:
             flat = {
                 name: body[name]

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.results.trials import SLACK
 from pipeline.search.space import Params, Space
-from workers.rng import seed_of
+from workers.rng import derive_seed
 
 Record = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def start_of(
     }
     ranked = sorted(before, key=lambda other: (before[other]["accuracy"], -other))
     count = min(math.ceil(len(ranked) / 4), len(ranked) // 2)
-    rng = random.Random(seed_of(seed, "population", position, number))
+    rng = random.Random(derive_seed(seed, "population", position, number))
     if number in ranked[:count]:
         parent = rng.choice(ranked[-count:])
         if before[parent]["accuracy"] > before[number]["accuracy"] + SLACK:

@@ -17,7 +17,7 @@ from pipeline import config as configs
 from pipeline.yaml_files import put
 from workers.errors import UserError
 from workers.job import Frozen
-from workers.rng import seed_of
+from workers.rng import derive_seed
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -210,7 +210,9 @@ class Space:
         params: Params = {}
         for key, dimension in self.dimensions.items():
             if self.applies(key, params):
-                params[key] = dimension.draw(random.Random(seed_of(seed, "search", number, key)))
+                params[key] = dimension.draw(
+                    random.Random(derive_seed(seed, "search", number, key))
+                )
         return params
 
     def suggest(self, trial: Trial) -> Params:

@@ -13,8 +13,8 @@ from typing import Any
 
 from pipeline.config import ClusterSettings
 from pipeline.launch.cluster import (
-    Presence,
-    Surroundings,
+    ClusterState,
+    DriverRegistration,
     check_fits,
     name_in,
     needs,
@@ -26,7 +26,7 @@ from pipeline.search.population import start_of
 from pipeline.search.space import Params
 from pipeline.search.spec import Search
 from pipeline.search.trial import Plan, TrialFailed, now, read_record, run_trial, write_record
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.artifact import delete_dir, join
 
 
@@ -62,7 +62,7 @@ class Optuna:
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Params:
         """known: the parameters of this trial, where it began in an earlier session."""
         self.study.sampler = self.optuna.samplers.TPESampler(
-            seed=seed_of(self.search.settings.seed, "tpe", number) % 2**32
+            seed=derive_seed(self.search.settings.seed, "tpe", number) % 2**32
         )
         if known is not None:
             self.study.enqueue_trial(self.search.space.asked(known))
@@ -196,8 +196,8 @@ def run_phase(
             told.held(record)
 
     name = name_in(ray, search=True)
-    presence = registered(ray, Presence, name)
-    room = room_for(ray.get(presence.look_around.remote()), cluster, name)
+    presence = registered(ray, DriverRegistration, name)
+    room = room_for(ray.get(presence.get_cluster_state.remote()), cluster, name)
     side_by_side = min(settings.concurrent or room, room)
     budget_s = (
         None
@@ -292,7 +292,7 @@ def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     return {"memory": 1 << 20} if cluster.workers > 1 else needs(cluster)
 
 
-def room_for(around: Surroundings, cluster: ClusterSettings, name: str) -> int:
+def room_for(around: ClusterState, cluster: ClusterSettings, name: str) -> int:
     """How many trials may run side by side in this driver's share of the cluster. name: what it has
     registered. Raises UserError where none fits."""
     trial = cluster.model_copy(update={"workers": max(1, cluster.workers)})

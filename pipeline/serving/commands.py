@@ -113,11 +113,11 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
     from workers.data.shards import MAX_PIXELS
     from workers.job import StageJob
     from workers.serving.bundle import Bundle
-    from workers.storage.artifact import Artefact
+    from workers.storage.artifact import Artifact
 
     stages = [s for s in graph if s.step == "evaluate" and s.method == label]
     jobs = [s.job for s in stages if isinstance(s.job, StageJob)]
-    missing = next((s.id for s in stages if Artefact.open(store.root, s.key) is None), None)
+    missing = next((s.id for s in stages if Artifact.open(store.root, s.key) is None), None)
     if missing:
         raise UserError(
             f"run {graph.name!r}: stage {missing} has no result yet; finish the run with "
@@ -125,7 +125,7 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
         )
     tasks = tuple(dict.fromkeys(t for job in jobs for t in job.tasks))
     states = {name: key for job in jobs for name, key in job.states.items()}
-    shards = [Artefact.open(store.root, key) for key in dict.fromkeys(t.data for t in tasks)]
+    shards = [Artifact.open(store.root, key) for key in dict.fromkeys(t.data for t in tasks)]
     largest = max(
         (int(a.manifest.get("max_pixels", MAX_PIXELS)) for a in shards if a), default=MAX_PIXELS
     )

@@ -117,15 +117,15 @@ def _opened(
         if found.lifecycle_stage == "deleted":
             client.restore_experiment(found.experiment_id)
         return client, address, found.experiment_id
-    artefacts = None  # a tracking server has its own place
+    artifacts = None  # a tracking server has its own place
     if not address.startswith(("http://", "https://")):
         local = "://" not in storage or storage.startswith("file://")
-        artefacts = (
+        artifacts = (
             Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri()
             if local
             else bucket_folder(storage)
         )
-    return client, address, client.create_experiment(experiment, artifact_location=artefacts)
+    return client, address, client.create_experiment(experiment, artifact_location=artifacts)
 
 
 def make_tables(uri: str) -> None:
@@ -207,7 +207,7 @@ def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
 
 
 def bucket_folder(storage: str) -> str:
-    """Where MLflow keeps its artefacts in a storage that is no disk. It finds the server in the
+    """Where MLflow keeps its artifacts in a storage that is no disk. It finds the server in the
     environment alone, so what the URI says goes there."""
     place, _, query = join(storage, "mlartifacts").partition("?")
     options = dict(parse_qsl(query))
@@ -236,7 +236,7 @@ def transient(error: Exception) -> bool:
     if type(error).__module__.partition(".")[0] in (
         "boto3",
         "botocore",
-    ):  # of artefacts in a bucket
+    ):  # of artifacts in a bucket
         return not any(
             code in str(error)
             for code in (
@@ -259,7 +259,7 @@ class Data(NamedTuple):
     context: str
 
 
-class Calls:
+class MlflowClientAdapter:
     """The runs of one experiment. Every method raises what MLflow raises, and may be called again
     with the same values: that adds nothing."""
 
@@ -366,7 +366,7 @@ class Calls:
             self.client.log_artifacts(run.info.run_id, folder)
 
 
-class Machine:
+class SystemMetrics:
     """CPU, memory, disk, network and GPUs of this machine, sampled into a run by a thread of
     MLflow's own. Raises UserError without psutil."""
 

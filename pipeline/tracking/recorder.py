@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.tracking.mlflow_client import Calls, Machine, transient
+from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
 from pipeline.tracking.outbox import Outbox
-from pipeline.tracking.run_writer import Place, RunWriter
+from pipeline.tracking.run_writer import RunIdentity, RunWriter
 from pipeline.tracking.ui import compare_link, page_base, run_link, this_python
 from workers.errors import UserError, require_package
-from workers.storage.artifact import Artefact, join
+from workers.storage.artifact import Artifact, join
 
 if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
@@ -48,7 +48,7 @@ class Recorder:
         storage: str,
         say: Say = to_stderr,
         remedy: str = "",
-        place: Place | None = None,
+        place: RunIdentity | None = None,
     ):
         self.settings, self.storage, self.remedy = (
             settings,
@@ -57,9 +57,9 @@ class Recorder:
         )
         if settings.enabled:
             require_package("mlflow", "the record of a run", "set tracking=off")
-        self.writer = RunWriter(settings, storage, place or Place())
+        self.writer = RunWriter(settings, storage, place or RunIdentity())
         self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, say)
-        self.machine: Machine | None = None
+        self.machine: SystemMetrics | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -84,7 +84,7 @@ class Recorder:
         if not self.writer.record or stage.step == "report":
             return
         if manifest and "attempt" in manifest:
-            self.writer.known[stage.id] = Artefact(
+            self.writer.known[stage.id] = Artifact(
                 join(self.storage, "stages"), stage.key, dict(manifest)
             )
         self._put(partial(self.writer.stage, stage.id))
@@ -173,7 +173,7 @@ class Recorder:
         if self.writer.parent.info.status != "RUNNING":
             return
         try:
-            self.machine = Machine(self.writer.parent, calls.uri)
+            self.machine = SystemMetrics(self.writer.parent, calls.uri)
         except UserError as error:
             self.outbox.warn(str(error))
 
@@ -186,7 +186,7 @@ class Recorder:
 def answers(settings: TrackingSettings, storage: str) -> bool:
     """Whether MLflow is there, even if it refuses what it is asked."""
     try:
-        Calls(storage, settings)
+        MlflowClientAdapter(storage, settings)
     except Exception as error:
         return not transient(error)
     return True
@@ -201,7 +201,7 @@ def close(outbox: Outbox, patience_s: float, what: str, remedy: str) -> None:
         )
 
 
-class Background:
+class RecordingObserver:
     """Watches a walk and has finished stages recorded, so that no stage waits for MLflow."""
 
     def __init__(self, recorder: Recorder, graph: Graph, record: Mapping[str, Any], graph_svg: str):

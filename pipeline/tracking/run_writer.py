@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import flatten
-from pipeline.tracking.mlflow_client import Calls, Data
-from workers.storage.artifact import Artefact, join
+from pipeline.tracking.mlflow_client import Data, MlflowClientAdapter
+from workers.storage.artifact import Artifact, join
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -33,7 +33,7 @@ OPENED = "accrete.opened"  # a run with this tag has all that it is created with
 
 
 @dataclass(frozen=True)
-class Place:
+class RunIdentity:
     """Where the runs of a graph stand, and what its own run is.
 
     kind: `run`, or `trial`, whose methods and tasks are of kind `trial-method` and `trial-task`, so
@@ -64,13 +64,13 @@ class RunWriter:
     """Writes the record of one graph, whenever it is asked to. Its methods raise what MLflow
     raises; after that, `forget`."""
 
-    def __init__(self, settings: TrackingSettings, storage: str, place: Place):
+    def __init__(self, settings: TrackingSettings, storage: str, place: RunIdentity):
         self.settings, self.storage, self.place = settings, storage, place
         self.record: Mapping[str, Any] = {}
         self.stages: dict[str, Mapping[str, Any]] = {}
         self.graph_svg = ""
-        self.calls: Calls | None = None
-        self.known: dict[str, Artefact] = {}
+        self.calls: MlflowClientAdapter | None = None
+        self.known: dict[str, Artifact] = {}
         self.views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
         # tracking URI, experiment, id of the graph's run, those of its methods
         self.where: tuple[str, str, str, list[str]] | None = None
@@ -103,11 +103,11 @@ class RunWriter:
         }
 
     # ---- runs ------------------------------------------------------------------------------------
-    def ready(self) -> Calls:
+    def ready(self) -> MlflowClientAdapter:
         """Opens the runs of this graph and its methods, or finds them."""
         if self.calls and self.runs:
             return self.calls
-        calls = self.calls = self.calls or Calls(self.storage, self.settings)
+        calls = self.calls = self.calls or MlflowClientAdapter(self.storage, self.settings)
         found = {
             (r.data.tags.get("label", ""), r.data.tags.get("task", "")): r
             for r in calls.find({"accrete.run": self._identity()})
@@ -200,8 +200,8 @@ class RunWriter:
         """Records a stage, if it is finished and was not recorded before."""
         self.ready()
         stage = self.stages[stage_id]
-        artefact = self._artefact(stage)
-        if artefact is None or stage_id in self.recorded:
+        artifact = self._artifact(stage)
+        if artifact is None or stage_id in self.recorded:
             return
         label, task = stage["label"] or "", stage["task"] or ""
         if stage["step"] == "ingest":
@@ -211,11 +211,11 @@ class RunWriter:
         if run.data.tags.get(tag_of(stage)) != stage["key"]:
             {"evaluate": self._evaluated, "ingest": self._ingested}.get(
                 stage["step"], self._trained
-            )(run, stage, artefact)
+            )(run, stage, artifact)
         self.recorded.add(stage_id)
 
-    def _artefact(self, stage: Mapping[str, Any]) -> Artefact | None:
-        found = self.known.get(stage["id"]) or Artefact.open(
+    def _artifact(self, stage: Mapping[str, Any]) -> Artifact | None:
+        found = self.known.get(stage["id"]) or Artifact.open(
             join(self.storage, "stages"), stage["key"]
         )
         if found is not None:
@@ -234,8 +234,8 @@ class RunWriter:
 
     def _data(self, stage_id: str, context: str) -> Data:
         stage = self.stages[stage_id]
-        artefact = self._artefact(stage)
-        content = str(artefact.manifest.get("content", stage["key"]) if artefact else stage["key"])[
+        artifact = self._artifact(stage)
+        content = str(artifact.manifest.get("content", stage["key"]) if artifact else stage["key"])[
             :24
         ]
         return Data(
@@ -254,14 +254,14 @@ class RunWriter:
         self.ready().inputs(run, new)
         self.logged |= {(run.info.run_id, d.name, d.context) for d in new}
 
-    def _ingested(self, run: Run, stage: Mapping[str, Any], artefact: Artefact) -> None:
+    def _ingested(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
         self.inputs(run, [stage["id"]], "stream")
         self._mark(run, stage, [])
 
-    def _trained(self, run: Run, stage: Mapping[str, Any], artefact: Artefact) -> None:
+    def _trained(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
         from pipeline.tracking import points as entries
 
-        tables, manifest, label = self._tables(), artefact.manifest, stage["label"] or ""
+        tables, manifest, label = self._tables(), artifact.manifest, stage["label"] or ""
         points = entries.history_points(tables.history(stage["id"]), stage["step"])
         points += [
             entries.Point(f"size/{kind}", float(size), 0, 0)
@@ -273,20 +273,20 @@ class RunWriter:
             if manifest.get(name) is not None
         ]
         if self.place.pictures:
-            points += self._left_behind(run, stage, artefact, tables)
+            points += self._left_behind(run, stage, artifact, tables)
         for reader in (run, self._run(label, "")) if label else (run,):
             self.inputs(reader, stage["parents"], "train")
-        self._mark(run, stage, points, {"store": artefact.uri("")})
+        self._mark(run, stage, points, {"store": artifact.uri("")})
         if not label:
             self._close(run)
 
     def _left_behind(
-        self, run: Run, stage: Mapping[str, Any], artefact: Artefact, tables: RunTables
+        self, run: Run, stage: Mapping[str, Any], artifact: Artifact, tables: RunTables
     ) -> list[Point]:
         """Pictures, tables and the state that a stage left; and what its masks keep."""
         from pipeline.tracking import points as entries
 
-        label, task, manifest = stage["label"] or "", stage["task"] or "", artefact.manifest
+        label, task, manifest = stage["label"] or "", stage["task"] or "", artifact.manifest
         found: dict[str, bytes] = {}
         views: list[MaskView | None] = []
         if label:
@@ -296,7 +296,7 @@ class RunWriter:
                 manifest["files"].get("task.safetensors", {"bytes": STATE_BYTES + 1})["bytes"]
                 <= STATE_BYTES
             ):
-                found["task.safetensors"] = artefact.read("task.safetensors")
+                found["task.safetensors"] = artifact.read("task.safetensors")
         if manifest.get("warnings"):
             found["warnings.txt"] = "\n".join(manifest["warnings"]).encode()
         self.ready().files(run, found)
@@ -320,7 +320,7 @@ class RunWriter:
             self.views.popitem(last=False)
         return found
 
-    def _evaluated(self, run: Run, stage: Mapping[str, Any], artefact: Artefact) -> None:
+    def _evaluated(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
         from pipeline.tracking import points as entries
 
         label, task, tables = stage["label"] or "", stage["task"] or "", self._tables()
@@ -381,7 +381,7 @@ class RunWriter:
 
         calls, parent = self.ready(), self.parent
         if status == "FINISHED" and any(
-            s["step"] == "evaluate" and self._artefact(s) is None for s in self.record["stages"]
+            s["step"] == "evaluate" and self._artifact(s) is None for s in self.record["stages"]
         ):
             status = "KILLED"  # the report of a run that was stopped half-way
         tables = self._tables()

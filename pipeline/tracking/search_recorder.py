@@ -19,11 +19,11 @@ from pyarrow import fs
 
 from pipeline.config import flatten
 from pipeline.results import trials
-from pipeline.tracking.mlflow_client import Calls, transient
+from pipeline.tracking.mlflow_client import MlflowClientAdapter, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.points import Point, key_name
 from pipeline.tracking.recorder import Say, answers, close, to_stderr
-from pipeline.tracking.run_writer import OPENED, Place, RunWriter, keys_of, tags_of
+from pipeline.tracking.run_writer import OPENED, RunIdentity, RunWriter, keys_of, tags_of
 from pipeline.tracking.ui import page_base, run_link, this_python
 from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError, require_package
@@ -60,7 +60,7 @@ class SearchRecorder:
         self.search: Mapping[str, Any] = {}
         self.trials: dict[int, Mapping[str, Any]] = {}  # the newest record of each
         self.writers: dict[int, RunWriter] = {}
-        self.calls: Calls | None = None
+        self.calls: MlflowClientAdapter | None = None
         self.run: Run | None = None
         # tracking URI, experiment, id of the search's run
         self.where: tuple[str, str, str] | None = None
@@ -154,10 +154,10 @@ class SearchRecorder:
     def _open(self) -> None:
         self._ready()
 
-    def _ready(self) -> tuple[Calls, Run]:
+    def _ready(self) -> tuple[MlflowClientAdapter, Run]:
         if self.calls and self.run:
             return self.calls, self.run
-        calls = self.calls = Calls(self.storage, self.settings)
+        calls = self.calls = MlflowClientAdapter(self.storage, self.settings)
         found = calls.find(
             {"accrete.search": search_identity(self.search), "accrete.kind": "search"}
         )
@@ -222,7 +222,7 @@ class SearchRecorder:
                 "protocol": f"validation, {self.search['settings'].get('protocol', '')}",
                 "mlflow.source.name": "python -m pipeline search",
             }
-            place = Place(
+            place = RunIdentity(
                 "trial",
                 f"{search_identity(self.search)}/{number:04d}",
                 run.info.run_id,

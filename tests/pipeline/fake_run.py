@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from pipeline.graph.stage import Stage
-from workers.storage.artifact import Artefact, Attempt, join
+from workers.storage.artifact import Artifact, Attempt, join
 from workers.storage.taskstate import Carried, TaskState
 
 TASKS = [
@@ -171,7 +171,7 @@ def write(storage: str, only: set[str] | None = None) -> list[tuple[Stage, dict[
                 },
             }
         )
-        done.append((stage, Artefact.need(join(storage, "stages"), stage.key).manifest))
+        done.append((stage, Artifact.need(join(storage, "stages"), stage.key).manifest))
     return done
 
 

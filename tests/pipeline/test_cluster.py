@@ -536,7 +536,9 @@ def test_who_registers_takes_nothing_and_lives_on_the_head():
     name, other = (cluster.name_in(Registry()) for _ in range(2))
     assert name != other, "trials of a search are drivers of one job"
     assert name.startswith("01-")
-    assert isinstance(cluster.registered(Registry(), cluster.Presence, name), cluster.Presence)
+    assert isinstance(
+        cluster.registered(Registry(), cluster.DriverRegistration, name), cluster.DriverRegistration
+    )
     assert made == [
         {
             "num_cpus": 0,

@@ -17,7 +17,7 @@ from pipeline.report.compare import NUMBERS, Spread, compared, grouped
 from pipeline.report.compare_page import page
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
@@ -41,14 +41,14 @@ def run_of(storage, name, seed=3, labels=("meat",), shift=0, tasks=TASKS, commit
         if s["label"] in (None, *labels) and (s["task"] in (None, *tasks) or not s["label"])
     ]
     tables = RunTables.load(storage, record)
-    for stage_id, artefact in list(tables.artefacts.items()):
+    for stage_id, artifact in list(tables.artifacts.items()):
         if stage_id.endswith("/evaluate"):
-            manifest = copy.deepcopy(artefact.manifest)
+            manifest = copy.deepcopy(artifact.manifest)
             result = manifest["result"]
             result["rows"] = [row for row in result["rows"] if row["task"] in tasks]
             for row in [*result["rows"], *([result["canary"]] if result["canary"] else [])]:
                 row["correct"] += shift
-            tables.artefacts[stage_id] = Artefact(artefact.root, artefact.key, manifest)
+            tables.artifacts[stage_id] = Artifact(artifact.root, artifact.key, manifest)
     return tables
 
 
@@ -206,7 +206,7 @@ def test_tasks_in_another_order_are_matched_by_name(storage):
 
 def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage):
     run = run_of(storage, "b", train={})
-    del run.artefacts["meat/roots/evaluate"]
+    del run.artifacts["meat/roots/evaluate"]
     found = compared([run_of(storage, "a"), run])
     assert math.isnan(found.entries[1].spread("average_accuracy").mean)
     assert any("meat of run b is finished up to 3 of these 4 tasks" in note for note in found.notes)

@@ -173,7 +173,7 @@ def tracking_server(monkeypatch):
 
 def test_what_is_printed_of_a_tracking_server_has_no_password(tracking_server, tmp_path, capfd):
     port, asked = tracking_server
-    calls = mlflow_client.Calls(str(tmp_path), TrackingSettings())
+    calls = mlflow_client.MlflowClientAdapter(str(tmp_path), TrackingSettings())
     calls.close(calls.find({})[0], "FINISHED")
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 0
     said = "".join(capfd.readouterr())
@@ -205,7 +205,7 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
         mlflow_client.transient,
         lambda line: (lines.append(line), told.set()),
     )
-    away.put(lambda: mlflow_client.Calls(str(tmp_path), TrackingSettings()) and None)
+    away.put(lambda: mlflow_client.MlflowClientAdapter(str(tmp_path), TrackingSettings()) and None)
     told.wait()
     away.close(0)
     assert "API request to http://127.0.0.1:1/api/" in lines[0]

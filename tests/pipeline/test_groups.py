@@ -18,7 +18,7 @@ from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
 from pipeline.launch import groups
 from pipeline.launch.executor import NO_ROOM
-from pipeline.launch.groups import OnRay, Running, sweep
+from pipeline.launch.groups import RayExecutor, Running, sweep
 from pipeline.launch.queue import Queue
 from tests.pipeline.nodes import nodes_of
 from workers import preemption
@@ -27,7 +27,7 @@ from workers.storage.artifact import passing_name
 
 
 class Remote:
-    """The queue as an actor: its methods answer at once, `look_around` with what stands in
+    """The queue as an actor: its methods answer at once, `get_cluster_state` with what stands in
     `around`."""
 
     def __init__(self, around: Any):
@@ -45,7 +45,7 @@ class Task:
         self.workers, self.end = workers, None
 
 
-class Driver(OnRay):
+class Driver(RayExecutor):
     """On a Ray in which nothing runs."""
 
     def __init__(self, tmp_path: Any, cpus: list[float], width: int = 9, **cluster: Any):
@@ -246,7 +246,7 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
         )
         for group in driver.groups.values():
             group.task.end = ""
-        with pytest.raises(preemption.Leaving):
+        with pytest.raises(preemption.Preempted):
             driver.poll()
         assert driver.groups == {}, "none is started again"
     finally:

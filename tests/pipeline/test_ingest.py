@@ -25,8 +25,8 @@ from pipeline.graph import raw_data
 from pipeline.graph.store import Store
 from tests import s3
 from workers.data.shards import Shards, decode
-from workers.errors import DamagedArtefact, UserError
-from workers.storage.artifact import Artefact
+from workers.errors import DamagedArtifact, UserError
+from workers.storage.artifact import Artifact
 
 CLASSES = ("cat", "dog")
 DATA = Path(
@@ -86,7 +86,7 @@ def run(card: Card, root: Path, key: str = "k", map_fn=serial) -> tuple[dict, Sh
 
 def listed(root: Path, key: str = "k") -> list[dict[str, str]]:
     return list(
-        csv.DictReader(io.StringIO(Artefact.need(str(root), key).read("rejected.csv").decode()))
+        csv.DictReader(io.StringIO(Artifact.need(str(root), key).read("rejected.csv").decode()))
     )
 
 
@@ -175,7 +175,7 @@ def test_too_many_bad_images_stop_the_stage_and_publish_nothing(source, tmp_path
         UserError, match=r"1 of 29 images.*0\.01.*train/cat/bad\.png \(corrupt: not an image\)"
     ):
         run(card_of(source), tmp_path)
-    assert Artefact.open(str(tmp_path), "k") is None
+    assert Artifact.open(str(tmp_path), "k") is None
     assert run(card_of(source, max_bad_fraction=0.1), tmp_path)[0]["rejected"] == {"corrupt": 1}
 
 
@@ -770,7 +770,7 @@ def test_a_flipped_bit_in_a_shard_is_detected(source, tmp_path):
     data[row["offset"] + row["bytes"] // 2] ^= 1
     path.write_bytes(data)
     found = shards.read(row["shard"], row["offset"], row["bytes"])
-    with pytest.raises(DamagedArtefact, match=row["key"]):
+    with pytest.raises(DamagedArtifact, match=row["key"]):
         shards.verify(row["key"], found, row["sha256"])
 
 

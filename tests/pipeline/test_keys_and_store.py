@@ -11,9 +11,9 @@ from pyarrow import fs
 from pipeline.graph.run import look_up_all
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, key_of, why
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.job import DataSettings, key_inputs
-from workers.storage.artifact import Artefact, Attempt, join, parent, resolve, write_bytes
+from workers.storage.artifact import Artifact, Attempt, join, parent, resolve, write_bytes
 
 
 def stage(key: str, inputs: dict | None = None) -> Stage:
@@ -92,22 +92,22 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path, harm):
     store = Store(str(tmp_path))
     publish(store, "k", {"state.safetensors": b"0123456789", "other": b"x"})
     assert store.look_up(stage("k")).hit
-    artefact = Artefact.need(store.root, "k")
-    path = artefact.uri("state.safetensors")
+    artifact = Artifact.need(store.root, "k")
+    path = artifact.uri("state.safetensors")
     if harm == "remove":
         fs.LocalFileSystem().delete_file(path)
     else:
         with open(path, "wb") as stream:
             stream.write(b"0123456788" if harm == "flip" else b"01234")
-    with pytest.raises(DamagedArtefact, match=r"state\.safetensors"):
-        artefact.read("state.safetensors")
+    with pytest.raises(DamagedArtifact, match=r"state\.safetensors"):
+        artifact.read("state.safetensors")
     found = store.look_up(stage("k"))
     assert not found.hit
     assert found.damaged
     assert "state.safetensors" in found.reason
     store.withdraw("k")
-    assert Artefact.open(store.root, "k") is None
-    assert (tmp_path / "stages" / "k" / artefact.manifest["attempt"] / "other").exists(), (
+    assert Artifact.open(store.root, "k") is None
+    assert (tmp_path / "stages" / "k" / artifact.manifest["attempt"] / "other").exists(), (
         "what is whole may be all that is left"
     )
     assert publish(store, "k", {"state.safetensors": b"again"})
@@ -121,9 +121,9 @@ def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path):
     second.write("b", b"second")
     assert first.commit({}) is True
     assert second.commit({}) is False
-    artefact = Artefact.need(root, "k")
-    assert artefact.read("a") == b"first"
-    assert set(artefact.manifest["files"]) == {"a"}
+    artifact = Artifact.need(root, "k")
+    assert artifact.read("a") == b"first"
+    assert set(artifact.manifest["files"]) == {"a"}
     assert sorted(p.name for p in (tmp_path / "k").iterdir()) == sorted(
         ["manifest.json", first.name]
     )
@@ -137,7 +137,7 @@ def test_a_filesystem_without_hard_links_will_do(tmp_path, monkeypatch):
     store = Store(str(tmp_path))
     assert publish(store, "k", {"a": b"1"})
     assert not publish(store, "k", {"a": b"2"})
-    assert Artefact.need(store.root, "k").read("a") == b"1"
+    assert Artifact.need(store.root, "k").read("a") == b"1"
     assert not list(tmp_path.rglob("*.part"))
 
 
@@ -155,7 +155,7 @@ def test_a_half_written_manifest_is_no_result(tmp_path):
         "",
     ):
         path.write_text(text)
-        assert Artefact.open(store.root, "k") is None
+        assert Artifact.open(store.root, "k") is None
         found = store.look_up(stage("k"))
         assert not found.hit
         assert "manifest.json is not as it was written" in found.reason

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.graph.run import Event
 from pipeline.graph.stage import Stage
-from pipeline.launch.queue import Offer, Offers, Queue
+from pipeline.launch.queue import Queue, ReadyQueue, ReadyStage
 
 
 def stage(name: str, *parents: str) -> Stage:
@@ -15,20 +15,20 @@ def stage(name: str, *parents: str) -> Stage:
 
 def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group():
     a, b, child = stage("a"), stage("b"), stage("child", "last")
-    assert Offers([Offer(1, a), Offer(3, b), Offer(2, child)]).take() is b
-    assert Offers([Offer(2, a), Offer(2, child)]).take(stage("last")) is child
+    assert ReadyQueue([ReadyStage(1, a), ReadyStage(3, b), ReadyStage(2, child)]).take() is b
+    assert ReadyQueue([ReadyStage(2, a), ReadyStage(2, child)]).take(stage("last")) is child
 
 
 def test_each_stage_is_given_to_one_group():
     queue = Queue()
-    queue.offer([Offer(0, stage("a")), Offer(0, stage("b"))])
+    queue.offer([ReadyStage(0, stage("a")), ReadyStage(0, stage("b"))])
     assert {queue.next(0).id, queue.next(1).id} == {"a", "b"}
     assert queue.next(2) is None
 
 
 def test_a_group_that_asks_again_has_lost_what_it_held():
     queue = Queue()
-    queue.offer([Offer(0, stage("a"))])
+    queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
     assert queue.next(0) is None
     events, _ = queue.offer([])
@@ -37,7 +37,7 @@ def test_a_group_that_asks_again_has_lost_what_it_held():
 
 def test_what_ended_is_not_lost():
     queue = Queue()
-    queue.offer([Offer(0, stage("a"))])
+    queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
     queue.post(0, Event("done", "a"))
     queue.next(0)
@@ -47,7 +47,7 @@ def test_what_ended_is_not_lost():
 
 def test_of_several_ranks_that_fail_together_one_is_heard():
     queue = Queue()
-    queue.offer([Offer(0, stage("a"))])
+    queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
     queue.post(0, Event("progress", "a"))
     queue.post(0, Event("failed", "a", "rank 1"))
@@ -58,7 +58,7 @@ def test_of_several_ranks_that_fail_together_one_is_heard():
 
 def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up():
     queue = Queue()
-    queue.offer([Offer(0, stage("a"))])
+    queue.offer([ReadyStage(0, stage("a"))])
     queue.joined(4, ["node-1"])
     queue.next(4)
     assert queue.offer([])[1] == {4: ["node-1"]}
@@ -72,7 +72,7 @@ def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up():
 
 def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_had():
     queue = Queue()
-    queue.offer([Offer(0, stage("a"))])
+    queue.offer([ReadyStage(0, stage("a"))])
     queue.joined(0, ["node-1", "node-2"])
     queue.next(0)
     queue.joined(0, ["node-2", "node-3"])
@@ -85,7 +85,7 @@ def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_
 
 def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once():
     queue = Queue()
-    queue.offer([Offer(0, stage(name)) for name in "abc"])
+    queue.offer([ReadyStage(0, stage(name)) for name in "abc"])
     first, second = queue.next(0), queue.next(1)
     queue.dismiss([0], at_once=False)
     queue.dismiss([1], at_once=True)
@@ -103,7 +103,7 @@ def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once():
 
 def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard():
     queue = Queue()
-    queue.offer([Offer(1, stage("a")), Offer(0, stage("b"))])
+    queue.offer([ReadyStage(1, stage("a")), ReadyStage(0, stage("b"))])
     queue.next(0)
     queue.abandon(0, "given up")
     queue.joined(0, ["node-1"])
@@ -116,7 +116,7 @@ def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard():
 
 def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group():
     queue = Queue()
-    queue.offer([Offer(0, stage("a"))])
+    queue.offer([ReadyStage(0, stage("a"))])
     queue.joined(0, ["node-1", "node-2"])
     queue.next(0)
     queue.post(0, Event("lost", "a", "a worker of its group is gone"))
@@ -128,7 +128,7 @@ def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group(
 
 def test_a_closed_queue_stops_every_group():
     queue = Queue()
-    queue.offer([Offer(0, stage("a"))])
+    queue.offer([ReadyStage(0, stage("a"))])
     queue.close()
     assert queue.next(0) == "stop"
 
@@ -136,7 +136,7 @@ def test_a_closed_queue_stops_every_group():
 def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
     """Groups that have run a stage each, and have asked for another one in vain."""
     for group, name in groups:
-        queue.offer([Offer(0, stage(name))])
+        queue.offer([ReadyStage(0, stage(name))])
         assert queue.next(group).id == name
         queue.post(group, Event("done", name))
     assert not any(queue.next(group) for group, _ in groups)
@@ -145,7 +145,7 @@ def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
 def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first():
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
-    queue.offer([Offer(2, stage("after-a", "a")), Offer(1, stage("evaluate-a", "a"))])
+    queue.offer([ReadyStage(2, stage("after-a", "a")), ReadyStage(1, stage("evaluate-a", "a"))])
     assert queue.next(1).id == "evaluate-a"
     assert queue.next(0).id == "after-a"
 
@@ -153,7 +153,7 @@ def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first():
 def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one():
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
-    queue.offer([Offer(2, stage("after-a", "a"))])
+    queue.offer([ReadyStage(2, stage("after-a", "a"))])
     taken = [queue.next(1) for _ in range(6)]
     assert taken[0] is None
     assert [t.id for t in taken if t] == ["after-a"]
@@ -162,7 +162,7 @@ def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one():
 def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once():
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
-    queue.offer([Offer(2, stage("after-a", "a"))])
+    queue.offer([ReadyStage(2, stage("after-a", "a"))])
     queue.abandon(0, "node lost")
     assert queue.next(1).id == "after-a"
 
@@ -170,7 +170,7 @@ def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once():
 @pytest.mark.parametrize("seed", range(20))
 def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed):
     rng = random.Random(seed)
-    offers, there, last = Offers(), list[Offer](), None
+    offers, there, last = ReadyQueue(), list[ReadyStage](), None
     for number in range(200):
         if there and rng.random() < 0.5:
             best = max(
@@ -181,7 +181,7 @@ def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed):
             assert last is best.stage
         else:
             there.append(
-                Offer(
+                ReadyStage(
                     rng.randrange(3),
                     stage(f"s{number}", *(f"s{rng.randrange(number)}" for _ in range(3) if number)),
                 )

@@ -41,7 +41,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTables:
     found = RunTables.load(str(tmp_path), fake_run.record())
     for after, name in enumerate(NAMES):
         for task, row in enumerate(
-            found.artefacts[f"finetune/{name}/evaluate"].manifest["result"]["rows"]
+            found.artifacts[f"finetune/{name}/evaluate"].manifest["result"]["rows"]
         ):
             row["picks"] = picks(after, task)
     return found

@@ -23,7 +23,7 @@ from pipeline.results.tables import RunTables
 from pipeline.tracking import points as entries
 from workers.methods import METHODS
 from workers.methods.base import Method
-from workers.storage.artifact import Artefact, withdraw
+from workers.storage.artifact import Artifact, withdraw
 from workers.storage.taskstate import Carried, TaskState
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
@@ -82,7 +82,7 @@ def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero
     it."""
     fake_run.write(str(tmp_path))
     tables = RunTables.load(str(tmp_path), fake_run.record())
-    result = tables.artefacts["finetune/roots/evaluate"].manifest["result"]
+    result = tables.artifacts["finetune/roots/evaluate"].manifest["result"]
     result["rows"] = [r for r in result["rows"] if r["task"] == "roots"]
     matrix = tables.matrix("finetune")
     assert matrix.source[3].tolist() == ["missing", "missing", "missing", "measured"]
@@ -199,7 +199,7 @@ def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
 def test_logits_are_compared_where_they_were_measured_on_as_many_threads(tables, monkeypatch):
     """On another number the same weights answer with other last bits."""
     for threads, after in enumerate(tables.tasks("finetune")):
-        stage = tables.artefacts.get(f"finetune/{after}/evaluate")
+        stage = tables.artifacts.get(f"finetune/{after}/evaluate")
         if stage:
             place = {"device": "cpu", "threads": 1 + (threads > 2)}
             monkeypatch.setitem(stage.manifest, "provenance", place)
@@ -215,8 +215,8 @@ def test_equal_warnings_are_said_once_with_their_number(tables):
 
 def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(tmp_path):
     tables = half(tmp_path)
-    Path(tables.artefacts["meat/birds/train"].uri("history.parquet")).write_bytes(b"broken")
-    Path(tables.artefacts["meat/leaves/train"].uri("task.safetensors")).unlink()
+    Path(tables.artifacts["meat/birds/train"].uri("history.parquet")).write_bytes(b"broken")
+    Path(tables.artifacts["meat/leaves/train"].uri("task.safetensors")).unlink()
     files = page.build(str(tmp_path), fake_run.record())
     text = files["report.html"].decode()
     assert "history.parquet: is truncated or padded" in text
@@ -290,7 +290,7 @@ def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(t
     image = figures.sample_image(tables, "birds")
     assert image.shape == (192, 192, 3)
     with_image = figures.token_picture(tables, figures.mask_views(tables, "meat"))
-    withdraw(tables.root, tables.artefacts["data/birds"].key)
+    withdraw(tables.root, tables.artifacts["data/birds"].key)
     assert figures.sample_image(tables, "birds") is None
     assert figures.token_picture(tables, figures.mask_views(tables, "meat")) != with_image
 
@@ -444,9 +444,9 @@ def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables):
     assert body["source"][3] == ["follows", "follows", "measured", "measured"]
 
 
-def test_artefacts_are_only_read(storage, report):
+def test_artifacts_are_only_read(storage, report):
     stage = fake_run.stages()[0]
-    assert Artefact.need(f"{storage}/stages", stage.key).damage() is None
+    assert Artifact.need(f"{storage}/stages", stage.key).damage() is None
 
 
 # ---- capacity and layers -------------------------------------------------------------------------

@@ -319,7 +319,9 @@ def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded):
 def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
     recorder = track.Recorder(
-        TrackingSettings(system_metrics=True), str(tmp_path), place=run_writer.Place(pictures=False)
+        TrackingSettings(system_metrics=True),
+        str(tmp_path),
+        place=run_writer.RunIdentity(pictures=False),
     )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     client, _, experiment = mlflow_client.open_store(str(tmp_path))
@@ -362,7 +364,9 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         (TrackingSettings(system_metrics=True), False, []),
     ):
         started.clear()
-        recorder = track.Recorder(settings, str(tmp_path), place=run_writer.Place(pictures=False))
+        recorder = track.Recorder(
+            settings, str(tmp_path), place=run_writer.RunIdentity(pictures=False)
+        )
         recorder.start(
             {
                 **fake_run.record(
@@ -379,7 +383,9 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
 def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     recorder = track.Recorder(
-        TrackingSettings(system_metrics=True), str(tmp_path), place=run_writer.Place(pictures=False)
+        TrackingSettings(system_metrics=True),
+        str(tmp_path),
+        place=run_writer.RunIdentity(pictures=False),
     )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     recorder.finish({"report.html": b"a page"})

@@ -15,7 +15,7 @@ from fake_mlflow import Away, FakeMlflow, Refused
 from pipeline.config import TrackingSettings
 from pipeline.tracking import mlflow_client, outbox, ui
 from pipeline.tracking import recorder as track
-from pipeline.tracking.run_writer import Place
+from pipeline.tracking.run_writer import RunIdentity
 from tests import small_run
 
 IDS = [s.id for s in fake_run.stages() if s.step != "report"]
@@ -34,7 +34,7 @@ def record_into(fake, storage, monkeypatch, pictures=False, settings=None):
     said: list[str] = []
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = track.Recorder(
-        settings or TrackingSettings(), storage, said.append, place=Place(pictures=pictures)
+        settings or TrackingSettings(), storage, said.append, place=RunIdentity(pictures=pictures)
     )
     recorder.start(fake_run.record(), "<svg>graph</svg>")
     recorder.finish(REPORT)
@@ -225,7 +225,9 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(storage, monkeypatch):
     go, fake = threading.Event(), FakeMlflow()
     fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is no fault
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
-    recorder = track.Recorder(TrackingSettings(), storage, [].append, place=Place(pictures=False))
+    recorder = track.Recorder(
+        TrackingSettings(), storage, [].append, place=RunIdentity(pictures=False)
+    )
     recorder.start(fake_run.record())
     for stage in fake_run.stages():
         recorder.stage(stage, {"stage": stage.id})
@@ -363,7 +365,7 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
     real.start()
     storage, said = str(tmp_path / "storage"), []
     recorder = track.Recorder(
-        TrackingSettings(uri=real.uri), storage, said.append, place=Place(pictures=False)
+        TrackingSettings(uri=real.uri), storage, said.append, place=RunIdentity(pictures=False)
     )
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(storage, set(IDS[:8])):

@@ -352,7 +352,7 @@ def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_b
 def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch):
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
-    calls = mlflow_client.Calls("", TrackingSettings())
+    calls = mlflow_client.MlflowClientAdapter("", TrackingSettings())
     calls.params(calls.create("x", {"a": "b"}), {"lr": 1})
     calls.params(calls.find({"a": "b"})[0], {"lr": 2, "epochs": 3})
     assert fake.found("x").params == {"lr": "1", "epochs": "3"}

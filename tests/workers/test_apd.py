@@ -21,7 +21,7 @@ from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.apd import Apd, ApdSettings, Decomposed, Sparse
 from workers.methods.base import Batch
 from workers.model.vit import build
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 TASKS = [
@@ -51,7 +51,7 @@ def batch(step: int = 0, rows: range = range(8), size: int = 8, classes: int = 2
         data[at],
         labels[at],
         torch.zeros(len(at), dtype=torch.long),
-        Draw(7, 0, step, at, size, torch.device("cpu")),
+        StepRng(7, 0, step, at, size, torch.device("cpu")),
         weight=len(at) / size,
     )
 

@@ -11,7 +11,7 @@ from workers.data import randaugment
 from workers.data.augment import Augment, crop, crop_at_once, draw_boxes, partner_of
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
-from workers.rng import Draw
+from workers.rng import StepRng
 
 CPU = torch.device("cpu")
 FULL = DataSettings(
@@ -28,8 +28,8 @@ def backbone(side: int = 24, crop_pct: float = 1.0) -> BackboneSettings:
 
 def draw(
     size: int, rows: list[int] | None = None, seed: int = 1, epoch: int = 0, step: int = 0
-) -> Draw:
-    return Draw(
+) -> StepRng:
+    return StepRng(
         seed, epoch, step, torch.tensor(list(range(size)) if rows is None else rows), size, CPU
     )
 

@@ -21,7 +21,7 @@ from workers.methods.bic import Bic, BicSettings
 from workers.model.bias import biased, fit_bias
 from workers.model.distill import kd_ce
 from workers.model.vit import build
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried
 
 NEW = slice(3, 5)
@@ -167,7 +167,7 @@ def looked_at(run: Run, task: int) -> dict[str, list[tuple[str, str]]]:
     second time for it."""
     found: dict[str, list[tuple[str, str]]] = {}
     for job in run.stages(task):
-        run.artefact(job)
+        run.artifact(job)
         made: list[Feed] = []
 
         def noted(job: Any, tasks: Any, split: str, *rest: Any, made: list[Feed] = made) -> Feed:
@@ -268,7 +268,7 @@ def test_what_is_held_out_hangs_on_the_seed_and_on_no_order():
 # ---- side by side --------------------------------------------------------------------------------
 def handed_on(run: Run, task: int, step: str) -> Carried:
     job = next(job for job in run.stages(task) if job.step == step)
-    return Carried.from_bytes(run.artefact(job).read("carried.safetensors"))
+    return Carried.from_bytes(run.artifact(job).read("carried.safetensors"))
 
 
 def test_calibration_and_herding_both_follow_training_and_both_come_before_what_is_next(lab: Lab):
@@ -290,7 +290,7 @@ def test_calibration_hands_on_the_bias_and_nothing_else(lab: Lab):
     assert not any(name.startswith("bias/") for name in herded.tensors)
     assert herded.meta.keys() == {"memory", "validation"}
     assert {n.split("/")[1] for n in herded.tensors if n.startswith("heads/")} == {"two"}
-    (row,) = history(run.artefact(run.stages(1)[1]))
+    (row,) = history(run.artifact(run.stages(1)[1]))
     assert [row["alpha"], row["beta"]] == carried.tensors["bias/three"].tolist()
     assert "val_correct" in row
 
@@ -298,7 +298,7 @@ def test_calibration_hands_on_the_bias_and_nothing_else(lab: Lab):
 def test_calibration_moves_two_scalars_and_nothing_of_the_network(lab: Lab):
     run = stream(lab, "bic")
     calibrate = run.stages(1)[1]
-    run.artefact(calibrate)
+    run.artifact(calibrate)
     live, trained = lab.live[calibrate.key], handed_on(run, 1, "train").tensors
     network = {f"backbone/{n}": t for n, t in live.backbone.state_dict().items()}
     network |= {
@@ -347,9 +347,9 @@ def test_the_new_outputs_are_served_corrected(lab: Lab):
 def test_two_ranks_fit_the_same_bias(lab: Lab, tmp_path: Path):
     run = stream(lab, "bic")
     job = run.stages(1)[1]
-    alone = run.artefact(job)
+    alone = run.artifact(job)
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
-    assert Artefact.need(job.root, f"{job.key}-ranks").read("carried.safetensors") == alone.read(
+    assert Artifact.need(job.root, f"{job.key}-ranks").read("carried.safetensors") == alone.read(
         "carried.safetensors"
     )
 

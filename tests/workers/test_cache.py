@@ -21,7 +21,7 @@ from tests.s3 import Fault
 from workers.data import cache
 from workers.data.cache import Cache, Kept
 from workers.data.shards import Shards
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.storage import filesystem
 from workers.storage.artifact import join, write_bytes
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(tmp
 
 @pytest.mark.parametrize(
     "error",
-    [DamagedArtefact("k", "damaged"), KeyboardInterrupt(), OSError("AWS Error ACCESS_DENIED")],
+    [DamagedArtifact("k", "damaged"), KeyboardInterrupt(), OSError("AWS Error ACCESS_DENIED")],
 )
 def test_what_could_not_be_made_leaves_nothing(error, tmp_path):
     def fails(stream: BinaryIO) -> None:
@@ -323,7 +323,7 @@ def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(
     place, shards, bucket, capfd
 ):
     expected = read_all(shards)
-    names = {name: info["sha256"] for name, info in shards.artefact.manifest["files"].items()}
+    names = {name: info["sha256"] for name, info in shards.artifact.manifest["files"].items()}
     path = Path(shards.cache.folder, "shards", names["train-00001.tar"])
     data = bytearray(path.read_bytes())
     data[data.find(b"IDAT") + 9] ^= 1
@@ -337,7 +337,7 @@ def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(
         write_bytes(shards.uri("train-00001.tar"), bytes(data))
         again = Shards.open(bucket.uri, "data", shards.cache)
         for _ in range(2):
-            with pytest.raises(DamagedArtefact, match=r"train-00001\.tar is not what ingest wrote"):
+            with pytest.raises(DamagedArtifact, match=r"train-00001\.tar is not what ingest wrote"):
                 read_all(again)
         assert not path.exists()
 
@@ -367,5 +367,5 @@ def test_a_shard_that_is_gone_is_damage(shards, bucket):
         Bucket=bucket.bucket, Key=join("storage", *shards.uri("train-00000.tar").split("/")[4:])
     )
     for read in (read_all, lambda shards: list(shards.stream(tars(shards)))):
-        with pytest.raises(DamagedArtefact, match=r"train-00000\.tar is missing"):
+        with pytest.raises(DamagedArtifact, match=r"train-00000\.tar is missing"):
             read(shards)

@@ -292,11 +292,12 @@ def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
 
 
 def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies():
-    from workers.methods.base import Rates
+    from workers.methods.base import OptimPlan
 
     model = built("cbs")
     decayed, exempt = (
-        {id(p) for p in group["params"]} for group in weight_groups(model, Rates(1.0, 0.1, 1, 1.0))
+        {id(p) for p in group["params"]}
+        for group in weight_groups(model, OptimPlan(1.0, 0.1, 1, 1.0))
     )
     scales = {id(m.scale) for _, m in context.added(model)}
     assert scales <= exempt

@@ -15,7 +15,7 @@ from workers.model import vit
 from workers.model.convit import ConViT, GatedAttention, offsets
 from workers.model.noise import TokenDropPath, draw_paths
 from workers.model.task_attention import TaskAttention
-from workers.rng import Draw
+from workers.rng import StepRng
 
 CIFAR = {"img_size": 32, "patch_size": 4}
 SMALL: dict[str, Any] = {
@@ -223,7 +223,7 @@ def test_each_token_of_an_image_is_dropped_on_its_own_and_the_same_for_any_share
     block.train()
     block.expect(3)
     rows = torch.arange(64)
-    draw_paths(block, Draw(1, 0, 0, rows, 64, torch.device("cpu")))
+    draw_paths(block, StepRng(1, 0, 0, rows, 64, torch.device("cpu")))
     first, second = (path.uniform for path in (block.drop_path1, block.drop_path2))
     assert first is not None
     assert second is not None
@@ -232,6 +232,6 @@ def test_each_token_of_an_image_is_dropped_on_its_own_and_the_same_for_any_share
     assert not torch.equal(first, second)
     dropped = block.drop_path1(torch.ones(64, 3, 48))
     assert torch.equal(dropped, ((first >= 0.5) * 2.0)[..., None].expand(-1, -1, 48))
-    draw_paths(block, Draw(1, 0, 0, rows[1::2], 64, torch.device("cpu")))
+    draw_paths(block, StepRng(1, 0, 0, rows[1::2], 64, torch.device("cpu")))
     assert isinstance(block.drop_path1, TokenDropPath)
     assert torch.equal(block.drop_path1.uniform, first[1::2])

@@ -21,7 +21,7 @@ from workers.methods.toast import Toast
 from workers.model import vit
 from workers.model.noise import DrawnDropPath, draw_paths
 from workers.model.weights import norm_names
-from workers.rng import Draw
+from workers.rng import StepRng
 
 SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # a total stride of 8
 TINY = BackboneSettings(name="convnext_atto", img_size=16, options=SMALL)
@@ -120,9 +120,9 @@ def test_stochastic_depth_is_drawn_by_sample():
     for p in model.parameters():
         nn.init.normal_(p, std=0.4)
     rows = torch.arange(8)
-    draw_paths(model.train(), Draw(7, 0, 0, rows, 8, torch.device("cpu")))
+    draw_paths(model.train(), StepRng(7, 0, 0, rows, 8, torch.device("cpu")))
     whole = model(images())
-    draw_paths(model, Draw(7, 0, 0, rows[5:], 8, torch.device("cpu")))
+    draw_paths(model, StepRng(7, 0, 0, rows[5:], 8, torch.device("cpu")))
     assert torch.allclose(model(images()[5:]), whole[5:], atol=1e-5)
     assert not torch.allclose(model.eval()(images()), whole, atol=1e-2)
 

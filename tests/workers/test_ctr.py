@@ -26,7 +26,7 @@ from tabletop import (
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
-from workers.methods.base import Progress, Rates
+from workers.methods.base import OptimPlan, Progress
 from workers.methods.ctr import CtrSettings, CtrTsm, masked_bottleneck
 from workers.methods.ctr_full import CtrFull
 from workers.model.masks import annealed
@@ -230,7 +230,7 @@ def test_embeddings_can_cross_zero_within_the_schedule():
     """However many steps there are, and N(0, 1) starts nearly all of them within reach."""
     for steps in (12.0, 3000.0):
         method = ctr()
-        groups = method.begin(ONE, "train", None, Rates(1e-3, 0.05, 32, steps), (ONE,))
+        groups = method.begin(ONE, "train", None, OptimPlan(1e-3, 0.05, 32, steps), (ONE,))
         rate = next(g["lr"] for g in groups if g["name"] == "masks")
         assert rate * steps == pytest.approx(4)
         assert float((method.mask.embedding.abs() < rate * steps).float().mean()) > 0.999

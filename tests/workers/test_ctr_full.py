@@ -26,7 +26,7 @@ from workers.methods.ctr_full import (
     strongest,
 )
 from workers.model.protect import Protector
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 
@@ -223,7 +223,7 @@ def test_the_noise_of_a_sample_does_not_depend_on_who_holds_it():
     method, progress = ctr(CtrFull), Progress(0, 1, 1, STEPS)
     started(method, ONE)
     whole, part = batch(1), batch(1)
-    part.draw = Draw(7, 0, 1, torch.tensor([5, 2]), 8, torch.device("cpu"))
+    part.draw = StepRng(7, 0, 1, torch.tensor([5, 2]), 8, torch.device("cpu"))
     noise = [method.training_weights(b, progress)["noise"] for b in (whole, part)]
     assert noise[0].shape == (4, 8, 1), "site, sample, task"
     assert torch.equal(noise[0][:, [5, 2]], noise[1])

@@ -28,7 +28,7 @@ from workers.model.heads import one_for_all_old
 from workers.model.masks import annealed
 from workers.model.units import magnitudes, masked_weights, packed, thin, unit_sites, unpacked
 from workers.model.vit import build, digest_of
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
 EVERY = ("der", "der_p", "simple_der")
@@ -330,7 +330,7 @@ def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str):
         ["train", "finetune", "herd"],
     ]
     for task in (0, 1):
-        *before, last = [run.lab.finished[run.artefact(job).key] for job in run.stages(task)]
+        *before, last = [run.lab.finished[run.artifact(job).key] for job in run.stages(task)]
         assert {n.split("/")[0] for n in last[1].tensors} == ({"heads"} if task else set())
         assert last[0].copies.keys() == dict(run.fresh().backbone.named_parameters()).keys()
         for state, carried in before:
@@ -341,7 +341,7 @@ def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str):
     assert run.state(1).head["weight"].shape == (3, 2 * D)
     assert run.carried(1).tensors["heads/two/weight"].shape == (2, 2 * D)
     assert any(not torch.equal(t, run.state(1).copies[n]) for n, t in run.state(0).copies.items())
-    (finetune,) = history(run.artefact(run.stages(1)[1]))
+    (finetune,) = history(run.artifact(run.stages(1)[1]))
     assert finetune["images"] == 5 * 10
 
 
@@ -403,7 +403,7 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str):
     jobs.append(again(finetune, "ranks", previous={"train": jobs[0].key}))
     jobs.append(again(herd, "ranks", previous={"finetune": jobs[1].key}))
     on_ranks(jobs, 2, tmp_path / "ranks")
-    many = Artefact.need(herd.root, jobs[2].key)
+    many = Artifact.need(herd.root, jobs[2].key)
     found, alone = TaskState.from_bytes(many.read("task.safetensors")), run.state(1)
     assert found.masks.keys() == alone.masks.keys()
     assert all(torch.equal(mask, alone.masks[site]) for site, mask in found.masks.items())
@@ -528,7 +528,7 @@ def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: 
     run = stream(lab, name, memory=20, **({"sparsity": 0.3} if name == "der_p" else {}))
     kept = [torch.cat([*run.state(task).masks.values()]).float().mean().item() for task in (0, 1)]
     assert all(0.05 < share < 0.95 for share in kept), kept
-    (row,) = history(run.artefact(run.stages(1)[0]))
+    (row,) = history(run.artifact(run.stages(1)[0]))
     assert row["density"] == pytest.approx(kept[1], abs=1e-6)
     whole = stream(lab, "der", memory=20)
     assert run.trained(1).manifest["sizes"]["copies"] < whole.trained(1).manifest["sizes"]["copies"]
@@ -544,7 +544,7 @@ def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(lab:
         {**OPTIMIZERS["adamw"], "epochs": 1, "batch_size": 32},
         backbone={**TINY, "drop_path": 0.1},
     )
-    assert 0 < run.artefact(run.stages(0)[0]).manifest["flops_share"] <= 1
+    assert 0 < run.artifact(run.stages(0)[0]).manifest["flops_share"] <= 1
 
 
 def test_a_pruned_state_of_another_shape_is_refused():

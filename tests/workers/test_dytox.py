@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from workers import loop, optim
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Batch, OptimPlan, Progress
 from workers.methods.dytox import DyTox, DyToxSettings
 from workers.model.distill import kd_kl
 from workers.model.heads import one_for_all_old
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
 from workers.model.vit import build
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 SMALL = BackboneSettings(
@@ -34,7 +34,7 @@ ONE, TWO, THREE = (
     Task(name, "card", "", tuple(name + c for c in "123"[:count]))
     for name, count in (("one", 2), ("two", 3), ("three", 2))
 )
-RATES = Rates(lr=1e-2, weight_decay=1e-6, batch_size=6, mean_rate_steps=10.0)
+RATES = OptimPlan(lr=1e-2, weight_decay=1e-6, batch_size=6, mean_rate_steps=10.0)
 START = Progress(0, 0, 1, 10)
 
 
@@ -49,7 +49,7 @@ def batch(*tasks: Task, **parts: Any) -> Batch:
     labels = torch.tensor(
         [int(row) % tasks[place].num_classes for row, place in zip(rows, places, strict=True)]
     )
-    return Batch(images(), labels, places, Draw(7, 0, 0, rows, 6, torch.device("cpu")), **parts)
+    return Batch(images(), labels, places, StepRng(7, 0, 0, rows, 6, torch.device("cpu")), **parts)
 
 
 def begun(
@@ -90,7 +90,7 @@ def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(method, "all_logits", lambda e: torch.tensor([[0.0, 1, 2], [1, 0, -1]]))
     method.before = (lambda images: torch.tensor([[1.0, -1], [0, 2]]),)
     monkeypatch.setattr(method.auxiliary, "forward", lambda e: torch.tensor([[0.5, 0], [0, 1]]))
-    draw = Draw(7, 0, 0, torch.arange(2), 2, torch.device("cpu"))
+    draw = StepRng(7, 0, 0, torch.arange(2), 2, torch.device("cpu"))
     loss, terms = method.loss(
         Batch(images(2), torch.tensor([0, 0]), torch.tensor([1, 0]), draw), START
     )
@@ -424,7 +424,7 @@ def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab):
     run.trained(1)
     first = run.state(0)
     train, herd, finetune = {
-        job.step: Carried.from_bytes(run.artefact(job).read("carried.safetensors")).tensors
+        job.step: Carried.from_bytes(run.artifact(job).read("carried.safetensors")).tensors
         for job in run.stages(1)
     }.values()
 

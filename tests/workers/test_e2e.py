@@ -114,7 +114,7 @@ def test_it_is_fine_tuned_on_as_many_images_of_each_class_and_keeps_fewer(lab: L
     ]
     run.trained(1)
     train, balance, finetune, herd = (
-        Carried.from_bytes(run.artefact(job).read("carried.safetensors")) for job in run.stages(1)
+        Carried.from_bytes(run.artifact(job).read("carried.safetensors")) for job in run.stages(1)
     )
     first = run.carried(0).meta[MEMORY]
     sizes = [
@@ -130,11 +130,11 @@ def test_it_is_fine_tuned_on_as_many_images_of_each_class_and_keeps_fewer(lab: L
     assert first["two"] == train.meta[MEMORY]["two"] == balance.meta[MEMORY]["two"]
     assert herd.meta[MEMORY]["two"] == {c: keys[:2] for c, keys in first["two"].items()}
     images = [
-        history(run.artefact(job))[-1]["images"] if job.step in ("train", "finetune") else None
+        history(run.artifact(job))[-1]["images"] if job.step in ("train", "finetune") else None
         for job in run.stages(1)
     ]
     assert images == [images[0], None, 25, None]
-    assert run.artefact(run.stages(1)[2]).manifest["trained_parameters"] == sum(
+    assert run.artifact(run.stages(1)[2]).manifest["trained_parameters"] == sum(
         p.numel() for p in run.live(1).parameters()
     )
     before, after = (
@@ -165,7 +165,7 @@ def test_the_images_that_stay_are_chosen_by_the_network_after_fine_tuning(lab: L
 def test_the_teacher_of_fine_tuning_is_the_network_after_training(lab: Lab):
     run = stream(lab, "e2e", memory=10)
     run.trained(1)
-    trained = Carried.from_bytes(run.artefact(run.stages(1)[1]).read("carried.safetensors")).tensors
+    trained = Carried.from_bytes(run.artifact(run.stages(1)[1]).read("carried.safetensors")).tensors
     teacher = lab.live[run.stages(1)[2].key].teacher  # type: ignore[attr-defined]
     assert all(
         torch.equal(t, trained[f"backbone/{name}"])

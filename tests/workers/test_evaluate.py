@@ -17,7 +17,7 @@ from torch import Tensor
 from workers import loop
 from workers.data.feed import Feed
 from workers.dist import Group
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.evaluate import accuracy, canary, result, served
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
@@ -25,7 +25,7 @@ from workers.methods.base import Batch, Method, Step
 from workers.methods.finetune import FineTune
 from workers.methods.linear import Linear
 from workers.model import vit
-from workers.storage.artifact import Artefact, Attempt
+from workers.storage.artifact import Artifact, Attempt
 from workers.storage.taskstate import Carried
 
 SIZES = [len(classes) for classes in TASKS.values()]
@@ -43,8 +43,8 @@ def in_class_scenario(lab: Lab, method: str, base: bool = False) -> Run:
     )
 
 
-def predictions(artefact: Artefact) -> list[dict[str, Any]]:
-    return pq.read_table(pa.BufferReader(artefact.read("predictions.parquet"))).to_pylist()
+def predictions(artifact: Artifact) -> list[dict[str, Any]]:
+    return pq.read_table(pa.BufferReader(artifact.read("predictions.parquet"))).to_pylist()
 
 
 # ---- scenario `class` ----------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str):
     assert found["rewrites"] is True
     assert found["canary"] is None
     assert [row["task"] for row in found["rows"]] == [*TASKS]
-    lines = predictions(run.artefact(run.evaluate_job(1)))
+    lines = predictions(run.artifact(run.evaluate_job(1)))
     for place, row in enumerate(found["rows"]):
         with torch.no_grad():
             logits = served.logits(run.images(place), None)
@@ -133,12 +133,12 @@ def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab):
     run = in_class_scenario(lab, "finetune", base=True)
     job = run.jobs["finetune/three/train"]
     assert list(job.states) == ["two"]
-    stored = Carried.from_bytes(run.artefact(job).read("carried.safetensors"))
+    stored = Carried.from_bytes(run.artifact(job).read("carried.safetensors"))
     assert {name for name in stored.tensors if name.startswith("heads/")} == {
         f"heads/{t}/{n}" for t in TASKS for n in ("weight", "bias")
     }
     base = loop.TaskState.from_bytes(
-        Artefact.need(job.root, job.states["two"]).read("task.safetensors")
+        Artifact.need(job.root, job.states["two"]).read("task.safetensors")
     )
     assert not torch.equal(stored.tensors["heads/two/bias"], base.head["bias"]), (
         "it is trained on, as its outputs compete"
@@ -218,7 +218,7 @@ def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_i
     found = lab.stage(again(job, "gone", tasks=gone)).manifest["result"]
     assert found["canary"] is None
     assert found["rows"] == run.evaluated(1)["rows"]
-    with pytest.raises(DamagedArtefact) as caught:
+    with pytest.raises(DamagedArtifact) as caught:
         lab.stage(again(job, "no-state", states={**job.states, run.order[0]: "1" * 32}))
     assert caught.value.key == "1" * 32
 
@@ -313,9 +313,9 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     monkeypatch.setitem(METHODS, Rehearses.name, Rehearses)
     run = lab.run(Rehearses.name)
     train, balance = run.stages(1)
-    own = history(run.artefact(run.stages(0)[0]))[0]["images"] // SIZES[0] * SIZES[1]
-    assert history(run.artefact(train))[0]["images"] == own + Rehearses.KEPT
-    assert history(run.artefact(balance))[0]["images"] == 2 * Rehearses.KEPT, (
+    own = history(run.artifact(run.stages(0)[0]))[0]["images"] // SIZES[0] * SIZES[1]
+    assert history(run.artifact(train))[0]["images"] == own + Rehearses.KEPT
+    assert history(run.artifact(balance))[0]["images"] == 2 * Rehearses.KEPT, (
         "of the task itself too, what is named and no more"
     )
     live = lab.live[train.key]
@@ -371,7 +371,7 @@ def test_a_step_that_does_not_train_has_no_trained_parameters(
 
     monkeypatch.setitem(METHODS, "prunes", Prunes)
     run = lab.run("prunes")
-    train, prune = (run.artefact(job).manifest["trained_parameters"] for job in run.stages(0))
+    train, prune = (run.artifact(job).manifest["trained_parameters"] for job in run.stages(0))
     assert train > 0
     assert prune == 0
 

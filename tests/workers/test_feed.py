@@ -23,7 +23,7 @@ from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards, decode
 from workers.data.sources import Streamed
 from workers.dist import Group
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.storage.artifact import Attempt
 
@@ -35,7 +35,7 @@ PLACES = {"resident": 1024, "streamed": 0}  # data.resident_mb
 def publish(
     root: Path, key: str, classes: dict[str, int], test: int = 5, shard_images: int = 6
 ) -> None:
-    """An artefact as ingest writes it; the pixels of every image say which one it is."""
+    """An artifact as ingest writes it; the pixels of every image say which one it is."""
     attempt, rows = Attempt(str(root), key), []
     for split in ("train", "test"):
         wanted = [
@@ -517,7 +517,7 @@ def test_a_flipped_bit_names_the_damaged_image(root, place):
     data = bytearray(path.read_bytes())
     data[row["offset"] + row["bytes"] - 20] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedArtefact, match=row["key"]) as caught:
+    with pytest.raises(DamagedArtifact, match=row["key"]) as caught:
         use(root, place)
     assert caught.value.key == "colours"
 
@@ -530,7 +530,7 @@ def test_a_shard_that_is_cut_short_or_missing_is_damage(root, place, left):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(DamagedArtefact, match="run the same command again"):
+    with pytest.raises(DamagedArtifact, match="run the same command again"):
         use(root, place)
 
 

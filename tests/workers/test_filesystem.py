@@ -19,7 +19,7 @@ from tests.s3 import Fault
 from workers.errors import UserError
 from workers.storage import checkpoint, filesystem
 from workers.storage.artifact import (
-    Artefact,
+    Artifact,
     Attempt,
     delete_dir,
     join,
@@ -180,7 +180,7 @@ def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is
     lines: list[tuple[float, str]] = []
     monkeypatch.setattr(filesystem, "say", lambda line: lines.append((clock.monotonic(), line)))
     state = random.getstate()
-    with pytest.raises(filesystem.StorageAway, match="storage s3://b does not answer"):
+    with pytest.raises(filesystem.StorageUnavailable, match="storage s3://b does not answer"):
         filesystem.patiently(fails(PASSES, forever=True), "s3://b", "reading a")
     assert 120 - filesystem.LONGEST_S <= clock.monotonic() <= 120
     for number, pause in enumerate(clock.slept):
@@ -199,13 +199,13 @@ def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is
 
 def test_patience_is_shorter_where_it_is_said_and_only_there(clock):
     call = fails(PASSES, forever=True)
-    with pytest.raises(filesystem.StorageAway), filesystem.patience(1.0):
+    with pytest.raises(filesystem.StorageUnavailable), filesystem.patience(1.0):
         filesystem.patiently(call, "s3://b", "reading a")
     assert 0 < clock.monotonic() <= 1.0
-    with filesystem.patience(0), pytest.raises(filesystem.StorageAway):
+    with filesystem.patience(0), pytest.raises(filesystem.StorageUnavailable):
         filesystem.patiently(call, "s3://b", "reading a")
     assert clock.monotonic() <= 1.0
-    with pytest.raises(filesystem.StorageAway):
+    with pytest.raises(filesystem.StorageUnavailable):
         filesystem.patiently(call, "s3://b", "reading a")
     assert clock.monotonic() > 100
 
@@ -388,14 +388,14 @@ class Stumbles:
 def test_every_operation_is_made_again(name, call, clock, tmp_path):
     (tmp_path / "a").write_bytes(b"1234")
     below = Stumbles()
-    assert call(fs.PyFileSystem(filesystem.Patient(below, "s3://b")), str(tmp_path))
+    assert call(fs.PyFileSystem(filesystem.RetryingFilesystem(below, "s3://b")), str(tmp_path))
     assert name in below.failed
     assert len(clock.slept) == len(below.failed)
 
 
 def test_a_file_is_read_from_any_place_in_it(tmp_path):
     (tmp_path / "a").write_bytes(b"0123456789")
-    system = fs.PyFileSystem(filesystem.Patient(fs.LocalFileSystem(), "s3://b"))
+    system = fs.PyFileSystem(filesystem.RetryingFilesystem(fs.LocalFileSystem(), "s3://b"))
     with system.open_input_file(str(tmp_path / "a")) as file:
         assert (file.size(), file.read(3), file.tell(), file.read(), file.read(5)) == (
             10,
@@ -427,7 +427,7 @@ def test_a_file_is_read_from_any_place_in_it(tmp_path):
 
 def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path):
     (tmp_path / "a").write_bytes(b"1")
-    patient = filesystem.Patient(fs.LocalFileSystem(), "s3://b")
+    patient = filesystem.RetryingFilesystem(fs.LocalFileSystem(), "s3://b")
     for call in (
         patient.delete_root_dir_contents,
         lambda: patient.open_append_stream(str(tmp_path / "a"), None),
@@ -466,10 +466,10 @@ def test_a_stage_is_published_only_with_all_its_files(harm, bucket):
     if harm:
         with pytest.raises(OSError, match="bytes in the storage, 10 were written"):
             attempt.commit({})
-        assert Artefact.open(bucket.uri, "k") is None
+        assert Artifact.open(bucket.uri, "k") is None
     else:
         assert attempt.commit({})
-        assert Artefact.need(bucket.uri, "k").read("state") == b"0123456789"
+        assert Artifact.need(bucket.uri, "k").read("state") == b"0123456789"
         second = Attempt(bucket.uri, "k")
         second.write("state", b"other")
         assert not second.commit({})

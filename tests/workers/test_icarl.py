@@ -22,7 +22,7 @@ from workers.methods import METHODS
 from workers.methods.bases.rehearsal import MEANS, MEMORY
 from workers.methods.icarl import Icarl, IcarlSettings
 from workers.model.distill import kd_ce
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried
 
 CLASSES = {"two": ["0", "1"], "three": ["2", "3", "4"]}
@@ -153,7 +153,7 @@ def test_until_there_are_means_the_outputs_answer(lab: Lab):
     live, images = lab.live[run.stages(1)[0].key].eval(), run.images(1)
     with torch.no_grad():
         assert torch.equal(live.logits(images, None), live.all_logits(live.features(images)))
-    handed = Carried.from_bytes(run.artefact(run.stages(1)[0]).read("carried.safetensors"))
+    handed = Carried.from_bytes(run.artifact(run.stages(1)[0]).read("carried.safetensors"))
     assert MEANS not in handed.tensors
     assert "heads/three/weight" in handed.tensors
 
@@ -200,9 +200,9 @@ def test_two_ranks_choose_the_same_exemplars_and_means(lab: Lab):
     job = again(herd, f"ranks-{os.getpid()}")
     on_ranks([job], 2, lab.folder / "icarl-ranks")
     assert [
-        Artefact.need(job.root, job.key).read(n)
+        Artifact.need(job.root, job.key).read(n)
         for n in ("task.safetensors", "carried.safetensors")
-    ] == [run.artefact(herd).read(n) for n in ("task.safetensors", "carried.safetensors")]
+    ] == [run.artifact(herd).read(n) for n in ("task.safetensors", "carried.safetensors")]
 
 
 def test_a_memory_that_leaves_a_class_without_an_exemplar_is_refused():

@@ -18,7 +18,7 @@ from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.methods.individual import Individual
 from workers.methods.linear import Linear
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import TaskState
 
 PLAIN: dict[str, Any] = {"crop": "none", "flip": 0.0, "erase": 0.0}
@@ -123,7 +123,7 @@ def test_two_ranks_train_the_same_head(lab: Lab):
     with small_batches():
         lab.stage(jobs[0])
     on_ranks(jobs[1:], 2, lab.folder / "ranks-linear")
-    one, two = (Artefact.need(job.root, job.key) for job in jobs)
+    one, two = (Artifact.need(job.root, job.key) for job in jobs)
     for mine, theirs in zip(history(one), history(two), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     mine, theirs = (

@@ -20,7 +20,7 @@ from workers.dist import Group
 from workers.errors import UserError
 from workers.job import StageJob
 from workers.storage import checkpoint
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 
 AUGMENTED = {
     "val_fraction": 0.125,
@@ -48,8 +48,8 @@ def augmented(lab: Lab, method: str, optimizer: str = "adamw", **train: Any) -> 
     return run
 
 
-def results(artefact: Artefact) -> tuple[Any, ...]:
-    return artefact.read(STATE), artefact.read(CARRIED), history(artefact)
+def results(artifact: Artifact) -> tuple[Any, ...]:
+    return artifact.read(STATE), artifact.read(CARRIED), history(artifact)
 
 
 def folder_of(job: StageJob) -> Path:
@@ -134,7 +134,7 @@ def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_f
         return step(*args)
 
     monkeypatch.setattr(loop, "train_step", told)
-    with pytest.raises(preemption.Leaving, match=job.id):
+    with pytest.raises(preemption.Preempted, match=job.id):
         lab.stage(job)
     preemption.given.clear()
     assert len(made) == steps, "it goes at the next step that it can"
@@ -238,7 +238,7 @@ def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(l
     assert "\n" not in str(caught.value)
     job = next(reversed(lab.runs.values())).jobs["finetune/two/train"]
     assert job.train.lr == 1e30
-    assert Artefact.open(job.root, job.key) is None
+    assert Artifact.open(job.root, job.key) is None
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -285,9 +285,9 @@ def test_two_ranks_equal_one(ranked: dict[str, Any], label: str):
     """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the
     same."""
     run, job, _ = ranked[label]
-    close(history(run.trained(0)), history(Artefact.need(job.root, job.key)), 1e-3)
+    close(history(run.trained(0)), history(Artifact.need(job.root, job.key)), 1e-3)
     for one, two in zip(
-        tensors_of(run.trained(0)), tensors_of(Artefact.need(job.root, job.key)), strict=True
+        tensors_of(run.trained(0)), tensors_of(Artifact.need(job.root, job.key)), strict=True
     ):
         if one.dtype == torch.uint8 or one.dtype == torch.bool:
             assert (one != two).float().mean() < 1e-3
@@ -297,13 +297,13 @@ def test_two_ranks_equal_one(ranked: dict[str, Any], label: str):
             assert torch.allclose(one, two, atol=1e-4)
 
 
-def tensors_of(artefact: Artefact) -> list[torch.Tensor]:
+def tensors_of(artifact: Artifact) -> list[torch.Tensor]:
     from workers.storage.taskstate import load_tensors
 
     return [
         t
         for name in (STATE, CARRIED)
-        for _, t in sorted(load_tensors(artefact.read(name), name)[0].items())
+        for _, t in sorted(load_tensors(artifact.read(name), name)[0].items())
     ]
 
 
@@ -328,7 +328,7 @@ def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], l
 @pytest.mark.parametrize("label", RANKED)
 def test_a_step_synchronises_what_is_trained_and_nothing_else(ranked: dict[str, Any], label: str):
     _, job, ranks = ranked[label]
-    manifest = Artefact.need(job.root, job.key).manifest
+    manifest = Artifact.need(job.root, job.key).manifest
     for steps in ranks:
         assert steps.synchronised == [4 * steps.trainable] * len(steps.rows)
         assert steps.trainable == manifest["trained_parameters"]
@@ -337,9 +337,9 @@ def test_a_step_synchronises_what_is_trained_and_nothing_else(ranked: dict[str, 
 @pytest.mark.parametrize("method", ["finetune", "meat"])
 def test_two_ranks_measure_the_same_logits_to_the_last_bit(ranked: dict[str, Any], method: str):
     run, job, _ = ranked[f"evaluate {method}"]
-    measured = Artefact.need(job.root, job.key)
+    measured = Artifact.need(job.root, job.key)
     assert measured.manifest["result"] == run.evaluated(1)
-    assert measured.read("predictions.parquet") == run.artefact(run.evaluate_job(1)).read(
+    assert measured.read("predictions.parquet") == run.artifact(run.evaluate_job(1)).read(
         "predictions.parquet"
     )
 

@@ -18,7 +18,7 @@ from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods.base import Batch, Progress
 from workers.methods.lwf import Lwf, LwfSettings
 from workers.model.vit import build
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried
 
 TINY = BackboneSettings(
@@ -45,7 +45,7 @@ def lwf(*tasks: Task, scenario: str = "task", **settings: Any) -> Lwf:
 
 
 def batch(classes: int, step: int = 0) -> Batch:
-    draw = Draw(7, 0, step, torch.arange(6), 6, torch.device("cpu"))
+    draw = StepRng(7, 0, step, torch.arange(6), 6, torch.device("cpu"))
     pictures = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
     return Batch(pictures, torch.arange(6) % classes, torch.zeros(6, dtype=torch.long), draw)
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, Rates
+from workers.methods.base import Batch, OptimPlan
 from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model.masked import MaskedAttention, MaskedSoftmax
 from workers.model.masks import GumbelHard
 from workers.model.sites import TokenSites
 from workers.model.vit import build, digest_of
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import TaskState
 
 TASK = Task("one", "card", "", ("a", "b", "c"))
@@ -49,7 +49,7 @@ def batch(step: int = 0, rows: range = range(8), size: int = 8) -> Batch:
         images(size)[at],
         labels[at],
         torch.zeros(len(at), dtype=torch.long),
-        Draw(7, 0, step, at, size, torch.device("cpu")),
+        StepRng(7, 0, step, at, size, torch.device("cpu")),
         weight=len(at) / size,
     )
 
@@ -259,9 +259,11 @@ def test_token_masks_are_sampled_per_image_and_ffn_masks_once():
 def test_auto_rate_lets_an_entry_travel_the_same_way_in_any_number_of_steps():
     method = meat(mask_travel=3.0, gamma=4.0)
     for steps in (10.0, 1000.0):
-        assert math.isclose(method.rate(Rates(1e-3, 0, 32, steps)) * steps, 3.0 * 8.0)
-    assert math.isclose(meat(mask_lr="paper").rate(Rates(1e-3, 0, 256, 10.0)), 2 * 0.1 * 256 / 1024)
-    assert math.isclose(meat(mask_lr=0.4).rate(Rates(1e-3, 0, 256, 10.0)), 0.8)
+        assert math.isclose(method.rate(OptimPlan(1e-3, 0, 32, steps)) * steps, 3.0 * 8.0)
+    assert math.isclose(
+        meat(mask_lr="paper").rate(OptimPlan(1e-3, 0, 256, 10.0)), 2 * 0.1 * 256 / 1024
+    )
+    assert math.isclose(meat(mask_lr=0.4).rate(OptimPlan(1e-3, 0, 256, 10.0)), 0.8)
 
 
 def test_mask_logits_are_neither_decayed_nor_starved_by_adams_epsilon():

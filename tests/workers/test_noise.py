@@ -9,13 +9,13 @@ from laboratory import TINY, Lab, again
 from workers.job import BackboneSettings
 from workers.model import noise, vit
 from workers.model.noise import DrawnDropPath, draw_paths
-from workers.rng import Draw
+from workers.rng import StepRng
 
 CPU = torch.device("cpu")
 
 
-def draw(rows: torch.Tensor, size: int, step: int = 0) -> Draw:
-    return Draw(1, 0, step, rows, size, CPU)
+def draw(rows: torch.Tensor, size: int, step: int = 0) -> StepRng:
+    return StepRng(1, 0, step, rows, size, CPU)
 
 
 def path(probability: float) -> DrawnDropPath:

@@ -476,8 +476,8 @@ def test_what_pruning_does_to_the_accuracy_is_measured(lab: Lab):
     """On held-out images, between the last epoch of `train` and the first of `retrain`; nothing
     counts as trained there."""
     run = lab.run("packnet")
-    prune = run.artefact(run.stages(0)[1])
+    prune = run.artifact(run.stages(0)[1])
     (row,) = history(prune)
     assert 0 <= row["val_correct"] <= row["val_total"]
-    assert row["val_total"] == history(run.artefact(run.stages(0)[0]))[-1]["val_total"]
+    assert row["val_total"] == history(run.artifact(run.stages(0)[0]))[-1]["val_total"]
     assert (prune.manifest["epochs"], prune.manifest["trained_parameters"]) == (0, 0)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
-from workers.methods.base import Rates
+from workers.methods.base import OptimPlan
 from workers.methods.bases import weight_masks
 from workers.methods.piggyback import Piggyback, PiggybackSettings
 from workers.model.masks import Threshold
@@ -125,19 +125,19 @@ def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps(
     method = piggyback(mask_travel=3.0)
     for steps in (10.0, 1000.0):
         assert method.rate(
-            "blocks.0.attn.qkv", Rates(1e-3, 0, 32, steps)
+            "blocks.0.attn.qkv", OptimPlan(1e-3, 0, 32, steps)
         ) * steps**0.5 == pytest.approx(3.0 * 5e-3)
     assert piggyback(mask_lr=0.4).rate("blocks.0.attn.qkv", RATES) == 0.4
     weights = piggyback(init="weights", mask_travel=3.0)
     mean = vit().blocks[0].attn.qkv.weight.abs().mean().item()
-    assert weights.rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, 16.0)) * 4 == pytest.approx(
+    assert weights.rate("blocks.0.attn.qkv", OptimPlan(1e-3, 0, 32, 16.0)) * 4 == pytest.approx(
         3.0 * (mean - 5e-3)
     )
 
 
 def test_the_automatic_rate_is_near_the_papers_for_a_training_as_long_as_the_papers():
     """1e-4 for 15 epochs of about 190 steps, a tenth of it for 15 more."""
-    assert 2e-5 < piggyback().rate("blocks.0.attn.qkv", Rates(1e-3, 0, 32, 16.5 * 190)) < 1e-4
+    assert 2e-5 < piggyback().rate("blocks.0.attn.qkv", OptimPlan(1e-3, 0, 32, 16.5 * 190)) < 1e-4
 
 
 def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained():

@@ -212,7 +212,7 @@ def test_every_class_has_its_proxies_and_the_classifier_is_tuned_from_the_second
         (2, 3, 32),
         (3, 3, 32),
     ]
-    handed = [run.lab.finished[run.artefact(job).key][1].tensors for job in run.stages(1)]
+    handed = [run.lab.finished[run.artifact(job).key][1].tensors for job in run.stages(1)]
     assert torch.equal(handed[0]["heads/two/weight"], run.state(0).head["weight"]), (
         "frozen while training, bit for bit"
     )

@@ -22,7 +22,7 @@ from workers.job import StageJob, Task
 from workers.methods import METHODS
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.exemplars import SELECTIONS
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
 REHEARSAL = sorted(name for name, cls in METHODS.items() if issubclass(cls, Rehearsal))
@@ -192,7 +192,7 @@ def test_any_number_of_ranks_keeps_the_same_exemplars(
     """By the same weights: every rank looks at its share of the images, and all choose from all
     (C13)."""
     _, (alone,), (many,) = ranked["replay"]
-    assert Artefact.need(many.root, many.key).read("carried.safetensors") == Artefact.need(
+    assert Artifact.need(many.root, many.key).read("carried.safetensors") == Artifact.need(
         alone.root, alone.key
     ).read("carried.safetensors")
 
@@ -206,7 +206,7 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
     assert [job.step for job in many] == [job.step for job in alone]
     for one, other in zip(alone[:-1], many[:-1], strict=True):
         found = [
-            Carried.from_bytes(Artefact.need(job.root, job.key).read("carried.safetensors")).meta
+            Carried.from_bytes(Artifact.need(job.root, job.key).read("carried.safetensors")).meta
             for job in (one, other)
         ]
         assert found[0] == found[1], one.id
@@ -216,7 +216,7 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
     )
     assert torch.allclose(one, other, atol=1e-3)
     for row, old in zip(
-        Artefact.need(many[-1].root, many[-1].key).manifest["result"]["rows"],
+        Artifact.need(many[-1].root, many[-1].key).manifest["result"]["rows"],
         run.evaluated(1)["rows"],
         strict=True,
     ):
@@ -275,7 +275,7 @@ def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str
     by_key = {job.key: job for job in run.stages(1)}
     herd = next(job for job in run.stages(1) if job.step == "herd")
     before, after = (
-        everything(run.artefact(by_key[key])) for key in (*herd.previous.values(), herd.key)
+        everything(run.artifact(by_key[key])) for key in (*herd.previous.values(), herd.key)
     )
     one = run.state(0)
     assert {name for name in before if name.startswith("heads/")} == {
@@ -286,12 +286,12 @@ def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def everything(artefact: Artefact) -> dict[str, Tensor]:
+def everything(artifact: Artifact) -> dict[str, Tensor]:
     """What a step of task `three` left of the network, by name, wherever it is kept: carried on, or
     in the task's state."""
     carried, state = (
-        Carried.from_bytes(artefact.read("carried.safetensors")),
-        TaskState.from_bytes(artefact.read("task.safetensors"), "state"),
+        Carried.from_bytes(artifact.read("carried.safetensors")),
+        TaskState.from_bytes(artifact.read("task.safetensors"), "state"),
     )
     own = {f"heads/three/{name}": t for name, t in (state.head | state.tokens).items()}
     kept = {
@@ -337,7 +337,7 @@ def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(la
     remembered = run.fresh(1).memory(train.task, "train", kept)
     assert {name: len(keys) for name, keys in remembered.items()} == {"two": 10}
     run.trained(1)
-    assert history(run.artefact(train))[0]["images"] == 10 + 3 * 36
+    assert history(run.artifact(train))[0]["images"] == 10 + 3 * 36
 
 
 def test_the_loss_of_replay_is_cross_entropy_over_all_classes():

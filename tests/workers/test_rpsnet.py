@@ -27,7 +27,7 @@ from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import kd_ce
 from workers.model.paths import Path, PathNetwork, random_path
 from workers.model.vit import build
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
 IMAGES = tabletop.images(3)
@@ -403,7 +403,7 @@ def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: La
     assert last.flops_share(run.state(3)) > run.served(1).flops_share(run.state(1)) > 1
     assert (
         len(
-            TaskState.from_bytes(run.artefact(run.stages(2)[0]).read("task.safetensors")).meta[
+            TaskState.from_bytes(run.artifact(run.stages(2)[0]).read("task.safetensors")).meta[
                 "losses"
             ]
         )
@@ -422,17 +422,17 @@ def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float):
         methods={"rpsnet": {"memory": 20, "every": 1, "candidates": 3}},
     )
     job = run.stages(1)[0]
-    one = TaskState.from_bytes(run.artefact(job).read("task.safetensors"))
+    one = TaskState.from_bytes(run.artifact(job).read("task.safetensors"))
     assert lab.live[job.key].holds_out == bool(val_fraction), (
         "this decides which images they are compared on"
     )
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
-    found = Artefact.need(job.root, again(job, "ranks").key)
+    found = Artifact.need(job.root, again(job, "ranks").key)
     two = TaskState.from_bytes(found.read("task.safetensors"))
     assert len(one.meta["losses"]) == 3
     assert two.meta["losses"] == pytest.approx(one.meta["losses"], abs=1e-3)
     chosen, expected = (
-        Carried.from_bytes(a.read("carried.safetensors")) for a in (found, run.artefact(job))
+        Carried.from_bytes(a.read("carried.safetensors")) for a in (found, run.artifact(job))
     )
     assert chosen.meta["path"] == expected.meta["path"]
     assert torch.allclose(chosen.tensors["path/up"], expected.tensors["path/up"], atol=1e-4)

@@ -15,7 +15,7 @@ import pytest
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from workers.storage.artifact import (
-    Artefact,
+    Artifact,
     Attempt,
     delete_dir,
     join,
@@ -31,7 +31,7 @@ def use(storage: str, name: str) -> None:
     store = Store(storage)
     store.check_writable()
     for other in ("first", "second"):
-        if (found := Artefact.open(store.root, other)) is not None:
+        if (found := Artifact.open(store.root, other)) is not None:
             assert found.read("state") == b"1"
             withdraw(store.root, other)
     write_bytes(join(storage, "runs", "r", "run.json"), name.encode())
@@ -145,7 +145,7 @@ def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, folde
     ):
         assert as_user(user, 12000, mask, lambda name=name: use(str(storage), name)) == ""  # type: ignore[misc]
     assert (storage / "runs" / "r" / "run.json").read_text() == "third"
-    found = Artefact.open(str(storage / "stages"), "third")
+    found = Artifact.open(str(storage / "stages"), "third")
     assert found is not None
     assert found.read("state") == b"1"
 

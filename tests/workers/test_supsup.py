@@ -538,7 +538,7 @@ def not_told(lab: Lab, method: str, **settings: Any) -> Run:
 
 def predictions(run: Run, task: int) -> list[dict[str, Any]]:
     return pq.read_table(
-        pa.BufferReader(run.artefact(run.evaluate_job(task)).read("predictions.parquet"))
+        pa.BufferReader(run.artifact(run.evaluate_job(task)).read("predictions.parquet"))
     ).to_pylist()
 
 

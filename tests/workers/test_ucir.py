@@ -22,7 +22,7 @@ from workers.methods.ucir import Ucir, UcirSettings
 from workers.model.cosine import margin_rank
 from workers.model.pod import cosine_distance
 from workers.model.vit import build, digest_of
-from workers.storage.artifact import Artefact
+from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried
 
 
@@ -229,9 +229,9 @@ def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(lab: L
     run = stream(lab, "ucir")
     alone, job = run.trained(1), run.stages(1)[0]
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
-    expected = Carried.from_bytes(run.artefact(job).read("carried.safetensors")).tensors
+    expected = Carried.from_bytes(run.artifact(job).read("carried.safetensors")).tensors
     found = Carried.from_bytes(
-        Artefact.need(job.root, f"{job.key}-ranks").read("carried.safetensors")
+        Artifact.need(job.root, f"{job.key}-ranks").read("carried.safetensors")
     ).tensors
     assert alone.key != job.key
     assert found.keys() == expected.keys()
@@ -248,7 +248,7 @@ def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab):
         ["train", "herd"],
         ["train", "herd", "finetune"],
     ]
-    herd, tuned = (run.artefact(job) for job in run.stages(1)[1:])
+    herd, tuned = (run.artifact(job) for job in run.stages(1)[1:])
     before, after = run.lab.finished[herd.key][1], run.carried(1)
     assert all(
         torch.equal(after.tensors[n], t)

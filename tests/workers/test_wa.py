@@ -146,7 +146,7 @@ def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab
         ["train", "herd"],
         ["train", "align", "herd"],
     ]
-    train, align, herd = (run.artefact(job) for job in run.stages(1))
+    train, align, herd = (run.artifact(job) for job in run.stages(1))
     (row,) = history(align)
     assert row.keys() == {"epoch", "gamma", "val_correct", "val_total"}
     assert row["gamma"] != 1

@@ -27,7 +27,7 @@ from torch import nn
 
 from workers import optim
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Rates
+from workers.methods.base import OptimPlan
 from workers.methods.wsn import Wsn, WsnSettings
 from workers.model.protect import Protector
 from workers.model.vit import build, digest_of
@@ -257,7 +257,7 @@ def test_sizes_are_those_of_the_reference():
     """A bit per weight and the head for a task, 5,455,872 bits on DeiT-Ti; weights and a bit each
     are carried."""
     method = Wsn(build(BackboneSettings(options={"weight_init": "skip"})), WsnSettings(), seed=0)
-    method.begin(ONE, "train", None, Rates(1e-3, 0.05, 8, 10.0), (ONE,))
+    method.begin(ONE, "train", None, OptimPlan(1e-3, 0.05, 8, 10.0), (ONE,))
     state, carried = method.finish()
     assert state.sizes() == {
         "masks": 5_455_872 // 8,

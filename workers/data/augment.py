@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from workers.data import randaugment
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
-from workers.rng import Draw, seed_of
+from workers.rng import StepRng, derive_seed
 
 CPU = torch.device("cpu")
 # boxes tried before a random resized crop takes the whole image, or erasing leaves it alone
@@ -32,7 +32,7 @@ ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 CROP_RATIO = (3 / 4, 4 / 3)
 
 
-def partner_of(draw: Draw) -> Tensor:
+def partner_of(draw: StepRng) -> Tensor:
     """(size,) on the CPU, a permutation: the position in the global batch of the one that each
     sample is mixed with."""
     return torch.randperm(draw.size, generator=draw.generator("partner", CPU))
@@ -79,7 +79,7 @@ class Boxes:
 
 
 def draw_boxes(
-    draw: Draw, tag: str, side: int, area: tuple[float, float], ratio: tuple[float, float]
+    draw: StepRng, tag: str, side: int, area: tuple[float, float], ratio: tuple[float, float]
 ) -> Boxes:
     """For each sample of the global batch the first of ATTEMPTS boxes that fits a square of the
     given side: its share of the area is uniform, its height / width uniform in the logarithm."""
@@ -154,7 +154,7 @@ class Augment:
         pixels: Tensor,
         labels: Tensor,
         num_classes: int | None,
-        draw: Draw,
+        draw: StepRng,
         partner_pixels: Tensor | None = None,
         partner_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -198,7 +198,7 @@ class Augment:
         return pixels.float().mul_(self.scale).add_(self.shift)
 
     # ---- one sample ------------------------------------------------------------------------------
-    def _augment(self, pixels: Tensor, draw: Draw) -> Tensor:
+    def _augment(self, pixels: Tensor, draw: StepRng) -> Tensor:
         """All that happens to a sample alone; partners meet it too, under their own rows."""
         rows = draw.rows.cpu()
         pixels = self._crop(pixels, draw, rows)
@@ -212,7 +212,7 @@ class Augment:
         start = (self.size_in - self.side) // 2
         return pixels[:, :, start : start + self.side, start : start + self.side]
 
-    def _crop(self, pixels: Tensor, draw: Draw, rows: Tensor) -> Tensor:
+    def _crop(self, pixels: Tensor, draw: StepRng, rows: Tensor) -> Tensor:
         """uint8 (b, 3, S, S) -> (b, 3, s, s), cropped and flipped."""
         flip = torch.rand(draw.size, generator=draw.generator("flip", CPU))[rows] < self.data.flip
         if self.data.crop == "resized":
@@ -251,7 +251,7 @@ class Augment:
         )
         return images.round_().clamp_(0, 255).to(torch.uint8)
 
-    def _erase(self, images: Tensor, draw: Draw, rows: Tensor) -> Tensor:
+    def _erase(self, images: Tensor, draw: StepRng, rows: Tensor) -> Tensor:
         """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a
         box, in place.
 
@@ -284,7 +284,7 @@ class Augment:
         self,
         images: Tensor,
         labels: Tensor,
-        draw: Draw,
+        draw: StepRng,
         pixels: Tensor | None,
         pixel_labels: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -308,7 +308,7 @@ class Augment:
         smoothing = self.data.smoothing
         return F.one_hot(labels.long(), num_classes) * (1 - smoothing) + smoothing / num_classes
 
-    def _plan_mix(self, draw: Draw) -> Mix:
+    def _plan_mix(self, draw: StepRng) -> Mix:
         """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the
         samples each where both are on. timm by default draws one weight and one box per batch; here
         each sample has its own."""
@@ -333,11 +333,11 @@ class Augment:
         return Mix(torch.where(cuts, 1.0, blend), boxes, torch.where(cuts, kept, blend))
 
     @staticmethod
-    def _beta(draw: Draw, tag: str, alpha: float) -> Tensor:
+    def _beta(draw: StepRng, tag: str, alpha: float) -> Tensor:
         """(size,) numbers from Beta(alpha, alpha); ones where alpha is 0."""
         if not alpha:
             return torch.ones(draw.size)
-        numbers = np.random.default_rng(seed_of(draw.seed, draw.epoch, draw.step, tag)).beta(
+        numbers = np.random.default_rng(derive_seed(draw.seed, draw.epoch, draw.step, tag)).beta(
             alpha, alpha, draw.size
         )
         return torch.from_numpy(numbers).float()

@@ -18,7 +18,7 @@ from workers.data.sources import Pixels, Resident, Source, Streamed
 from workers.dist import Group, in_turn
 from workers.job import StageJob, Task
 from workers.methods.base import Batch
-from workers.rng import Draw, seed_of
+from workers.rng import StepRng, derive_seed
 
 AT_ONCE = 128  # images of a batch that is measured
 
@@ -52,7 +52,7 @@ class Feed:
         # A second step on the same samples (`retrain`) meets them in another order and under other
         # noise than the first.
         step = () if job.step in ("train", "backbone") else (job.step,)
-        self.seed = seed_of(job.seed, "feed", *(task.name for task in tasks), *step)
+        self.seed = derive_seed(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
         # (n, ...): what batches hold in place of images, in table order
         self.held: Tensor | None = None
@@ -161,10 +161,10 @@ class Feed:
             for part in parts
         ]
 
-    def _draw(self, epoch: int, step: int, positions: Tensor, size: int) -> Draw:
-        return Draw(self.seed, epoch, step, positions, size, self.group.device)
+    def _draw(self, epoch: int, step: int, positions: Tensor, size: int) -> StepRng:
+        return StepRng(self.seed, epoch, step, positions, size, self.group.device)
 
-    def _partners(self, draw: Draw) -> Tensor:
+    def _partners(self, draw: StepRng) -> Tensor:
         """The positions that the samples of `draw` are mixed with; none where nothing is mixed."""
         return (
             partner_of(draw)[draw.rows]
@@ -172,7 +172,9 @@ class Feed:
             else draw.rows[:0]
         )
 
-    def _batch(self, draw: Draw, rows: NDArray[np.int64], pixels: Pixels, weight: float) -> Batch:
+    def _batch(
+        self, draw: StepRng, rows: NDArray[np.int64], pixels: Pixels, weight: float
+    ) -> Batch:
         device = self.group.device
         here = torch.from_numpy(rows)
         places = self.rows.labels + self.first[self.rows.tasks]  # in the common output space

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.rng import Draw
+from workers.rng import StepRng
 
 PROBABILITY, STRENGTH_STD, STRONGEST = 0.5, 0.5, 10.0
 
@@ -41,7 +41,7 @@ class Policy:
         return replace(self, ops=self.ops[rows], levels=self.levels[rows])
 
 
-def plan(draw: Draw, n: int, magnitude: float) -> Policy:
+def plan(draw: StepRng, n: int, magnitude: float) -> Policy:
     """The policy of the whole global batch: n operations per image."""
     cpu = torch.device("cpu")
     choice, chance, sign = torch.rand(

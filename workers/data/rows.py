@@ -20,7 +20,7 @@ from workers.job import Task
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleTable:
     """The images of some tasks in a fixed order: by data set, then as the shards hold them.
 
     shards: one per data set. table: the index rows with two more columns, `data` (place in
@@ -80,7 +80,7 @@ def select(
     val_fraction: float,
     memory: Mapping[str, Collection[str]] | None = None,
     cache: Cache | None = None,
-) -> Rows:
+) -> SampleTable:
     """The rows of `tasks` in `split` (`train`, `val`, `test`); of a task in `memory`, those of the
     named keys alone. cache: see `Shards.open`. Raises UserError where a split is empty, or a class
     in train, or where a remembered key is not in the split."""
@@ -110,7 +110,7 @@ def select(
     labels_of, tasks_of = (
         torch.from_numpy(table[name].to_numpy().copy()) for name in ("label", "task")
     )
-    return Rows(shards, table.combine_chunks(), labels_of, tasks_of)
+    return SampleTable(shards, table.combine_chunks(), labels_of, tasks_of)
 
 
 def keys_of(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from workers.data.cache import Cache, Kept
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.storage import filesystem
-from workers.storage.artifact import Artefact, resolve
+from workers.storage.artifact import Artifact, resolve
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
@@ -54,13 +54,13 @@ class Shards:
     inside the shard, sha256, ext. Rows stand in the order in which the shards hold them.
     """
 
-    def __init__(self, artefact: Artefact, index: pa.Table, cache: Cache | None = None):
-        self.artefact = artefact
+    def __init__(self, artifact: Artifact, index: pa.Table, cache: Cache | None = None):
+        self.artifact = artifact
         self.index = index
         self.cache = (
-            cache if "://" in artefact.root and not artefact.root.startswith("file://") else None
+            cache if "://" in artifact.root and not artifact.root.startswith("file://") else None
         )
-        self.max_pixels = int(artefact.manifest.get("max_pixels", MAX_PIXELS))
+        self.max_pixels = int(artifact.manifest.get("max_pixels", MAX_PIXELS))
         self._mending = Lock()
         # rows are read shard after shard; of those that are open none can leave the cache
         self._file = lru_cache(maxsize=8)(self._open)
@@ -68,14 +68,14 @@ class Shards:
     @classmethod
     def open(cls, root: str, key: str, cache: Cache | None = None) -> Shards:
         """cache: where whole shards are kept that lie on no disk; without it they are read piece by
-        piece from where they lie. Raises DamagedArtefact where the stage result is missing or its
+        piece from where they lie. Raises DamagedArtifact where the stage result is missing or its
         index is not what was written."""
-        artefact = Artefact.need(root, key)
-        return cls(artefact, sound(artefact), cache)
+        artifact = Artifact.need(root, key)
+        return cls(artifact, sound(artifact), cache)
 
     @property
     def key(self) -> str:
-        return self.artefact.key
+        return self.artifact.key
 
     def select(self, split: str, classes: Sequence[str]) -> pa.Table:
         """The rows of a split that belong to `classes`, in index order, with their place in the
@@ -88,7 +88,7 @@ class Shards:
         return table.filter(wanted)
 
     def uri(self, shard: str) -> str:
-        return self.artefact.uri(shard)
+        return self.artifact.uri(shard)
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
         """`size` bytes at `offset` of a shard; thread-safe. Fewer where the shard is truncated (see
@@ -97,11 +97,11 @@ class Shards:
 
     def verify(self, record: str, data: bytes, sha256: str) -> bytes:
         """`data` itself, where it is what ingest wrote, else what the storage has of it. Raises
-        DamagedArtefact where that is damaged too."""
+        DamagedArtifact where that is damaged too."""
         if hashlib.sha256(data).hexdigest() != sha256 and self.cache is not None:
             data = self._fetched_again(record)
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 self.key,
                 f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
                 "(sha256 differs from the index); run the same command again to ingest anew",
@@ -111,7 +111,7 @@ class Shards:
     def stream(self, shards: Sequence[str], seed: int | None = None) -> Iterator[tuple[str, bytes]]:
         """(key, image bytes) of all records of `shards` through WebDataset: shard after shard, each
         in its own order. The shards come as they are given, or shuffled by `seed`. Raises
-        DamagedArtefact where one is cut short."""
+        DamagedArtifact where one is cut short."""
         import webdataset as wds
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -128,7 +128,7 @@ class Shards:
                     next(v for k, v in sample.items() if k != "cls" and not k.startswith("__")),
                 )
         except (tarfile.TarError, EOFError) as error:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 self.key,
                 f"a shard in {self.uri('')} is damaged ({error.args[0]}); run the same command "
                 "again to ingest anew",
@@ -145,7 +145,7 @@ class Shards:
         """A shard where it lies, or the copy that this node keeps of one that lies on no disk."""
         try:
             if self.cache is not None:
-                info = self.artefact.manifest["files"][shard]
+                info = self.artifact.manifest["files"][shard]
                 return self.cache.kept(
                     _kept_as(info),
                     info["bytes"],
@@ -155,12 +155,12 @@ class Shards:
             system, path = resolve(self.uri(shard))
             return system.open_input_file(path)
         except FileNotFoundError:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
             ) from None
 
     def _download(self, shard: str, info: dict[str, Any], stream: BinaryIO) -> None:
-        """A whole shard. Raises DamagedArtefact where it is not what ingest wrote."""
+        """A whole shard. Raises DamagedArtifact where it is not what ingest wrote."""
         system, path = resolve(self.uri(shard))
         found = hashlib.sha256()
         try:
@@ -169,11 +169,11 @@ class Shards:
                     found.update(piece)
                     stream.write(piece)
         except FileNotFoundError:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
             ) from None
         if found.hexdigest() != info["sha256"]:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 self.key,
                 f"{self.uri(shard)} is not what ingest wrote (its sha256 differs from the "
                 "manifest); run the same command again "
@@ -197,7 +197,7 @@ class Shards:
             "its shard is fetched "
             "again"
         )
-        self.cache.forget(_kept_as(self.artefact.manifest["files"][row["shard"]]))
+        self.cache.forget(_kept_as(self.artifact.manifest["files"][row["shard"]]))
         self._file.cache_clear()
         return self.read(row["shard"], row["offset"], row["bytes"])
 
@@ -206,11 +206,11 @@ def _kept_as(info: dict[str, Any]) -> str:
     return f"shards/{info['sha256']}"
 
 
-def sound(artefact: Artefact) -> pa.Table:
-    """The index of an ingest stage. Raises DamagedArtefact where it is none, or points to bytes
+def sound(artifact: Artifact) -> pa.Table:
+    """The index of an ingest stage. Raises DamagedArtifact where it is none, or points to bytes
     that its shards do not have."""
     try:
-        table = pq.read_table(io.BytesIO(artefact.read(INDEX)))
+        table = pq.read_table(io.BytesIO(artifact.read(INDEX)))
         if table.schema != SCHEMA:
             raise pa.ArrowInvalid(
                 f"its columns are {', '.join(f'{c.name}: {c.type}' for c in table.schema)[:200]}"
@@ -218,11 +218,11 @@ def sound(artefact: Artefact) -> pa.Table:
         shards = table["shard"].combine_chunks().dictionary_encode()
         if (
             any(column.null_count for column in table.columns)
-            or not {*shards.dictionary.to_pylist()} <= artefact.manifest["files"].keys()
+            or not {*shards.dictionary.to_pylist()} <= artifact.manifest["files"].keys()
         ):
             raise pa.ArrowInvalid("it leaves out values, or names shards that are not there")
         sizes = pa.array(
-            [artefact.manifest["files"][name]["bytes"] for name in shards.dictionary.to_pylist()],
+            [artifact.manifest["files"][name]["bytes"] for name in shards.dictionary.to_pylist()],
             pa.int64(),
         )
         # bytes of the shard behind the image
@@ -235,9 +235,9 @@ def sound(artefact: Artefact) -> pa.Table:
         ):
             raise pa.ArrowInvalid("it points outside its shards")
     except (pa.ArrowException, OSError) as error:
-        raise DamagedArtefact(
-            artefact.key,
-            f"{artefact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); "
+        raise DamagedArtifact(
+            artifact.key,
+            f"{artifact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); "
             "run the same command again "
             "to ingest anew",
         ) from None

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.cache import Blocks, Cache
-from workers.data.rows import Rows
+from workers.data.rows import SampleTable
 from workers.data.shards import decode
-from workers.errors import DamagedArtefact, require_package
-from workers.rng import seed_of
+from workers.errors import DamagedArtifact, require_package
+from workers.rng import derive_seed
 
 # records among which a streamed epoch is shuffled; undecoded, so about 0.5 GB of ImageNet per rank
 WINDOW = 4096
@@ -60,7 +60,7 @@ class Resident:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: SampleTable,
         side: int,
         seed: int,
         workers: int,
@@ -89,7 +89,7 @@ class Resident:
         order = torch.arange(n)
         if epoch is not None:
             order = torch.randperm(
-                n, generator=torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
+                n, generator=torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
             )
             order = order[: -(-n // self.repeats)].repeat_interleave(self.repeats)[:n]
         for first in range(start * batch, n, batch):
@@ -150,7 +150,13 @@ class Streamed:
     """
 
     def __init__(
-        self, rows: Rows, side: int, seed: int, workers: int, device: torch.device, repeats: int = 1
+        self,
+        rows: SampleTable,
+        side: int,
+        seed: int,
+        workers: int,
+        device: torch.device,
+        repeats: int = 1,
     ):
         require_package(
             "webdataset",
@@ -219,14 +225,17 @@ class Streamed:
         yield from wds.DataPipeline(
             partial(self._mixed, epoch),
             wds.detshuffle(
-                bufsize=WINDOW, initial=WINDOW, seed=seed_of(self.seed, "window", epoch), epoch=-1
+                bufsize=WINDOW,
+                initial=WINDOW,
+                seed=derive_seed(self.seed, "window", epoch),
+                epoch=-1,
             ),
         )
 
     def _mixed(self, epoch: int) -> Iterator[tuple[int, bytes]]:
         left = [sum(map(len, rows_of.values())) for rows_of in self.rows_of]
         streams = [self._of(data, epoch) for data in range(len(left))]
-        choose = random.Random(seed_of(self.seed, "mix", epoch))
+        choose = random.Random(derive_seed(self.seed, "mix", epoch))
         while any(left):
             data = choose.choices(range(len(left)), left)[0]
             left[data] -= 1
@@ -237,13 +246,13 @@ class Streamed:
         that it has must come."""
         shards, rows_of = self.rows.shards[data], self.rows_of[data]
         missing = sum(map(len, rows_of.values()))
-        seed = None if epoch is None else seed_of(self.seed, "shards", data, epoch)
+        seed = None if epoch is None else derive_seed(self.seed, "shards", data, epoch)
         for key, image in shards.stream([*self.names[data]], seed):
             for row in rows_of.get(key, ()):
                 missing -= 1
                 yield row, image
         if missing:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 shards.key,
                 f"the shards in {shards.uri('')} lack {missing} of the images in their index; "
                 "run the same command again to ingest anew",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import DataSettings, Neutral, Task, TrainSettings, key_inputs
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
@@ -86,7 +86,12 @@ class Adapter(Method):
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> its adapters' tensors
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, Step
 from workers.model.weights import Copies, norm_names, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
@@ -234,7 +234,12 @@ class Apd(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)

@@ -45,7 +45,7 @@ from workers.errors import UserError
 from workers.job import DataSettings, Frozen, Task, TrainSettings
 from workers.model.heads import Heads
 from workers.model.vit import digest_of
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 
@@ -82,7 +82,7 @@ class Batch:
     images: Tensor
     labels: Tensor
     tasks: Tensor
-    draw: Draw
+    draw: StepRng
     targets: Tensor | None = None
     keys: list[str] | None = None
     weight: float = 1.0
@@ -112,7 +112,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Rates:
+class OptimPlan:
     """What `begin` may need to choose learning rates: the configured peak and decay, the global
     batch size, and `mean_rate_steps` = sum over all steps of the schedule's factor (so lr *
     mean_rate_steps = the way one entry can go)."""
@@ -266,7 +266,12 @@ class Method(nn.Module):
         return {}
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         """Prepares for `step` of `task` and returns the optimizer's parameter groups (`params`,
         optional `lr`, `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in
@@ -279,7 +284,7 @@ class Method(nn.Module):
             rates, list(self.columns()) if self.scenario == "class" else [t.name for t in tasks]
         )
 
-    def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
+    def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
         heads = [self.heads[name] for name in names]
         return [
             {

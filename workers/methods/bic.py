@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step
+from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Memory, Rehearsal, RehearsalSettings
 from workers.model.bias import biased, fit_bias
 from workers.model.distill import kd_ce
 from workers.model.exemplars import quota
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 VALIDATION, BIAS = "validation", "bias/"
@@ -126,7 +126,9 @@ class Bic(Rehearsal):
             for name, own in keys.items()
         }
         return {
-            name: sorted(own, key=lambda key: seed_of(self.seed, "validation", key))[: counts[name]]
+            name: sorted(own, key=lambda key: derive_seed(self.seed, "validation", key))[
+                : counts[name]
+            ]
             for name, own in keys.items()
         }
 
@@ -140,7 +142,12 @@ class Bic(Rehearsal):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "calibrate":

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.model.adapters import AdapterSites, Bottlenecks
 from workers.model.masks import AnnealedSigmoid, Start, annealed, start_of
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 FEW = 0.01  # share of free units below which a task learns little but its head
@@ -122,14 +122,19 @@ class CtrTsm(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device, s = self.device, self.settings
-        generator = torch.Generator().manual_seed(seed_of(self.seed, "ctr", task.name))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "ctr", task.name))
         self.mask = AnnealedSigmoid(
             start_of(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(device),
             s.s_max,
@@ -146,7 +151,7 @@ class CtrTsm(Method):
             {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
         ]
 
-    def shared_groups(self, rates: Rates) -> list[dict[str, Any]]:
+    def shared_groups(self, rates: OptimPlan) -> list[dict[str, Any]]:
         return self.adapters.groups(rates.weight_decay)
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.adapter import added_share
-from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step
+from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.model.masks import HardSample
 from workers.model.vit import geometry
@@ -227,14 +227,19 @@ class CtrFull(CtrTsm):
         self.positions: dict[str, int] = {}  # task -> its place among the capsules
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.planned(self.settings, self.position)  # raises where there is no capsule left
         self.positions[task.name] = self.position
         return groups
 
-    def shared_groups(self, rates: Rates) -> list[dict[str, Any]]:
+    def shared_groups(self, rates: OptimPlan) -> list[dict[str, Any]]:
         named = list(self.capsules.named_parameters())
         return [
             *super().shared_groups(rates),

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Progress, Rates, Step
+from workers.methods.base import Batch, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, weight_groups
 from workers.model.heads import JointHeads, one_for_all_old
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 Parts = dict[
@@ -108,7 +108,7 @@ class Der(Rehearsal):
         count = min(len(keys) for classes in pool.values() for keys in classes.values())
 
         def drawn(keys: list[str]) -> list[str]:
-            return sorted(keys, key=lambda key: seed_of(self.seed, "balanced", task.name, key))[
+            return sorted(keys, key=lambda key: derive_seed(self.seed, "balanced", task.name, key))[
                 :count
             ]
 
@@ -119,7 +119,12 @@ class Der(Rehearsal):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "herd":
@@ -141,7 +146,7 @@ class Der(Rehearsal):
         self.start_classifier(step)
         return [*self.head_groups(rates, list(self.columns())), *groups]
 
-    def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
+    def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
         return [
             {
                 "name": "head.weight",
@@ -164,7 +169,7 @@ class Der(Rehearsal):
             self.heads.start(
                 layer,
                 torch.Generator().manual_seed(
-                    seed_of(self.seed, "classifier", self.task.name, name, *when)
+                    derive_seed(self.seed, "classifier", self.task.name, name, *when)
                 ),
             )
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, MethodSettings, Progress, Rates, needs_adamw
+from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.methods.der import Der, DerSettings, Parts
 from workers.model.compact import multiply_adds
 from workers.model.masks import AnnealedSigmoid, annealed, start_of
 from workers.model.units import masked_weights, packed, thin, unit_sites, unpacked
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 
@@ -164,7 +164,12 @@ class DerP(PrunedDer):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step != "train":
@@ -172,7 +177,7 @@ class DerP(PrunedDer):
         start = start_of(
             (sum(self.sites.values()),),
             "uniform",
-            torch.Generator().manual_seed(seed_of(self.seed, "der", task.name)),
+            torch.Generator().manual_seed(derive_seed(self.seed, "der", task.name)),
         )
         self.mask = AnnealedSigmoid(start, self.settings.s_max)
         mask_lr = (

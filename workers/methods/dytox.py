@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step
+from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import weight_groups
 from workers.model.convit import ConViT
 from workers.model.distill import kd_kl
 from workers.model.heads import one_for_all_old
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 DECODER = "decoder/"  # of the names of carried tensors
@@ -112,7 +112,7 @@ class DyTox(Rehearsal):
             backbone.norm = nn.Identity()
         block = backbone.blocks[0]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(seed, "decoder"))
+            torch.manual_seed(derive_seed(seed, "decoder"))
             self.decoder = TaskAttention(
                 self.heads.width,
                 block.attn.num_heads,
@@ -139,7 +139,12 @@ class DyTox(Rehearsal):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
@@ -157,7 +162,7 @@ class DyTox(Rehearsal):
             learning.append(self.backbone)
         if self.before:
             self.auxiliary = TokenHeads(self.heads.width).add(
-                "auxiliary", 1 + task.num_classes, seed_of(self.seed, task.name)
+                "auxiliary", 1 + task.num_classes, derive_seed(self.seed, task.name)
             )  # type: ignore[assignment]
             learning.append(self.auxiliary)  # type: ignore[arg-type]
         groups = [group for module in learning for group in weight_groups(module, rates)]

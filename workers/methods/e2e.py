@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from workers.job import Task
-from workers.methods.base import Batch, Progress, Rates, Step
+from workers.methods.base import Batch, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.distill import Teacher, kd_bce, kd_ce
 from workers.storage.taskstate import Carried
@@ -71,7 +71,12 @@ class E2e(Rehearsal):
         return {} if step == "balance" else super().memory(task, step, carried)
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "balance":

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from workers.job import Task
-from workers.methods.base import Method, Rates
+from workers.methods.base import Method, OptimPlan
 from workers.storage.taskstate import Carried, TaskState
 
 
@@ -23,7 +23,12 @@ class FineTune(Method):
     scenarios = frozenset({"task", "class"})
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
@@ -45,7 +50,7 @@ class FineTune(Method):
             self.backbone.load_state_dict(carried.tensors)
 
 
-def weight_groups(module: Any, rates: Rates) -> list[dict[str, Any]]:
+def weight_groups(module: Any, rates: OptimPlan) -> list[dict[str, Any]]:
     """Parameter groups as DeiT has them: no weight decay on biases, norms, class token and position
     embedding."""
     plain = [

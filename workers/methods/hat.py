@@ -15,7 +15,15 @@ from torch import Tensor
 
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step, needs_adamw
+from workers.methods.base import (
+    Batch,
+    Method,
+    MethodSettings,
+    OptimPlan,
+    Progress,
+    Step,
+    needs_adamw,
+)
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
 from workers.model.masks import AnnealedSigmoid, Start, annealed, start_of
@@ -23,7 +31,7 @@ from workers.model.penalties import newly_used
 from workers.model.protect import Protector
 from workers.model.units import masked_weights, owned, unit_sites
 from workers.model.weights import Copies, norm_names
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 FEW = 0.01  # share of free units below which a task learns little but its head
@@ -161,14 +169,19 @@ class Hat(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device = self.device
-        generator = torch.Generator().manual_seed(seed_of(self.seed, "hat", task.name))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "hat", task.name))
         start = start_of(
             tuple(self.uses.shape), self.settings.start, generator, self.settings.expected_tasks
         )

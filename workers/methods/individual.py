@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from workers.job import Task
-from workers.methods.base import Method, Rates
+from workers.methods.base import Method, OptimPlan
 from workers.methods.finetune import tensors_of, weight_groups
 from workers.storage.taskstate import Carried, TaskState
 
@@ -25,7 +25,12 @@ class Individual(Method):
         self.weights: dict[str, dict[str, Tensor]] = {}
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         return super().begin(task, step, carried, rates, tasks) + weight_groups(
             self.backbone, rates

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from workers.job import Task
-from workers.methods.base import Method, Rates
+from workers.methods.base import Method, OptimPlan
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.storage.taskstate import Carried, TaskState
 
@@ -23,7 +23,12 @@ class Joint(Method):
     forgets = True  # a later stage is another network: nothing binds its answers on old tasks
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         return super().begin(task, step, carried, rates, tasks) + weight_groups(
             self.backbone, rates

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
 from workers.model.adapters import AdapterSites
 from workers.model.lowrank import (
     PROJECTION,
@@ -82,7 +82,12 @@ class Lora(Method):
         return factors(**update, rows=self.rows, scale=self.settings.alpha / self.settings.rank)
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.model.distill import Teacher, kd_ce
 from workers.storage.taskstate import Carried, TaskState
@@ -61,7 +61,12 @@ class Lwf(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings, key_inputs
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.model.masks import GumbelHard
 from workers.model.sites import Sites, sites_of
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 # at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
@@ -124,7 +124,12 @@ class Meat(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         device = self.device
@@ -147,7 +152,7 @@ class Meat(Method):
             )
         return groups
 
-    def rate(self, rates: Rates) -> float:
+    def rate(self, rates: OptimPlan) -> float:
         """Peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard. Adam moves an
         entry by at most the rate per step, so `auto` sets rate * mean_rate_steps = mask_travel * 2
         gamma: long and short trainings reach equally far."""
@@ -184,7 +189,7 @@ class Meat(Method):
             "drop_control": control.detach(),
         }
 
-    def sample_gates(self, draw: Draw) -> dict[str, Tensor]:
+    def sample_gates(self, draw: StepRng) -> dict[str, Tensor]:
         """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows
         everybody's noise, so the keep ratio over the global batch needs no message and does not
         depend on ranks or accumulation."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, Step
 from workers.methods.finetune import tensors_of
 from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
@@ -144,7 +144,12 @@ class PackNet(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is None:
             self.start(task)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import MethodSettings, Rates
+from workers.methods.base import MethodSettings, OptimPlan
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings, full
 from workers.model.masks import Threshold
 from workers.storage.taskstate import Carried, TaskState
@@ -98,7 +98,12 @@ class Piggyback(ThresholdMasks):
         return Threshold(values, self.settings.theta, self.settings.ternary)
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         sizes = (

@@ -20,14 +20,14 @@ from torch.nn import functional as F
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
-from workers.methods.base import Batch, MethodSettings, Progress, Rates
+from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, tensors_of, weight_groups
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import Teacher, kd_ce
 from workers.model.heads import Heads
-from workers.model.paths import Path, PathNetwork, Place, random_path
-from workers.rng import seed_of
+from workers.model.paths import Path, PathNetwork, RunIdentity, random_path
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 PATH, TRUNK = "path/", "trunk/"  # of the names of tensors; both are a path's own
@@ -144,7 +144,12 @@ class Rpsnet(Rehearsal):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         self.trunk_learns = not self.frozen and all(t.role != "base" for t in self.stream)
         super().begin(task, step, carried, rates, tasks)
@@ -173,7 +178,7 @@ class Rpsnet(Rehearsal):
 
     def drawn(self, candidate: int) -> Path:
         """A new path, the same however many there are beside it."""
-        seed = seed_of(self.seed, "path", len(self.frozen), candidate)
+        seed = derive_seed(self.seed, "path", len(self.frozen), candidate)
         held = {place for path in self.frozen.values() for place in path.places}  # type: ignore[union-attr]
         places = [
             place
@@ -298,7 +303,7 @@ class Rpsnet(Rehearsal):
                 state.meta["path"], state.copies
             )
 
-    def restored(self, places: list[Place], tensors: dict[str, Tensor]) -> Path:
+    def restored(self, places: list[RunIdentity], tensors: dict[str, Tensor]) -> Path:
         """A path from what `finish` kept of it; the first one brings the trunk."""
         trunk = {
             name.removeprefix(TRUNK): t for name, t in tensors.items() if name.startswith(TRUNK)

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
 from workers.job import Task
-from workers.methods.base import Batch, Progress, Rates
+from workers.methods.base import Batch, OptimPlan, Progress
 from workers.methods.der import DerSettings
 from workers.methods.der_p import PrunedDer
 from workers.model.distill import kd_ce
@@ -82,7 +82,12 @@ class SimpleDer(PrunedDer):
         ] = ()
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if step == "train" and carried is not None:
             self.attach(carried)

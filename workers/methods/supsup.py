@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, MethodSettings, Progress, Rates, Step, needs_adamw
+from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step, needs_adamw
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
@@ -36,7 +36,7 @@ from workers.model.superposition import (
     values,
 )
 from workers.model.weights import norm_names
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
@@ -225,7 +225,9 @@ class SupSup(WeightMasks):
             0,
             2,
             shape,
-            generator=torch.Generator().manual_seed(seed_of(self.seed, "signed constant", site)),
+            generator=torch.Generator().manual_seed(
+                derive_seed(self.seed, "signed constant", site)
+            ),
         )
         return self.constant((2.0 * signs - 1) * math.sqrt(2 / shape[1:].numel()))
 
@@ -263,7 +265,7 @@ class SupSup(WeightMasks):
             return min(0.5, self.settings.budget * (shape[0] + shape[1]) / shape.numel())
         return min(0.5, self.settings.density) if site == OUTPUTS else self.settings.density
 
-    def rate(self, site: str, rates: Rates) -> float:
+    def rate(self, site: str, rates: OptimPlan) -> float:
         """Adam moves a score by at most the rate in a step, so `auto` sets rate * mean_rate_steps =
         travel / sqrt(inputs)."""
         if self.settings.mask_lr != "auto":
@@ -272,7 +274,7 @@ class SupSup(WeightMasks):
         return travel * self.width(site) / max(rates.mean_rate_steps, 1e-9)
 
     # ---- training --------------------------------------------------------------------------------
-    def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
+    def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
         return [] if self.settings.outputs else super().head_groups(rates, names)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:

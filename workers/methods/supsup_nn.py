@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from workers.dist import Group
 from workers.job import Task, key_inputs
-from workers.methods.base import Progress, Rates
+from workers.methods.base import OptimPlan, Progress
 from workers.methods.supsup import SupSup, SupSupSettings
 from workers.model.superposition import Judge, Weights, shares
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
 # places in `counter`: how many masks there are, and which one is in training, -1 for none
@@ -111,7 +111,7 @@ class SupSupNN(SupSup):
         """What a mask starts from, by site, on the CPU: the same whenever it is taken."""
         return {
             site: self.start_of(
-                site, torch.Generator().manual_seed(seed_of(self.seed, "mask", mask, site))
+                site, torch.Generator().manual_seed(derive_seed(self.seed, "mask", mask, site))
             )
             for site in self.sites
         }
@@ -147,7 +147,12 @@ class SupSupNN(SupSup):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
 from workers.model.context import uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState
 
@@ -110,7 +110,12 @@ class Tfm(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)

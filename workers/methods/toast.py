@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, Step
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, Step
 from workers.model.top_down import TopDown
 from workers.model.top_down_conv import StageTopDown
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 
@@ -154,7 +154,12 @@ class Toast(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
@@ -164,7 +169,7 @@ class Toast(Method):
         self.start = {name: t.to(device) for name, t in self.start.items()}
         if "prior" not in self.start:
             self.start["prior"] = self.top_down.prior(
-                torch.Generator().manual_seed(seed_of(self.seed, "toast"))
+                torch.Generator().manual_seed(derive_seed(self.seed, "toast"))
             )
         own = dict(self.start) if step == "pretune" else self.beginning(task)
         if task.role == "unlabelled":
@@ -326,7 +331,7 @@ class ToastLite(Toast):
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
         """A is uniform in +-1/sqrt(in), B is zero."""
-        generator = torch.Generator().manual_seed(seed_of(self.seed, "toast_lite", task.name))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "toast_lite", task.name))
         parts = {
             name: torch.zeros(shape)
             if name.endswith("up")

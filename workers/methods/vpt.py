@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
 from workers.model.prompts import Depth, PromptSites, start_of
@@ -65,7 +65,12 @@ class Vpt(Method):
         ] = {}  # task -> its prompts (L or 1, p, d); the base task has none
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from workers.job import Task
-from workers.methods.base import Batch, Progress, Rates, Step
+from workers.methods.base import Batch, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.align import weight_ratio
 from workers.model.distill import kd_ce
@@ -57,7 +57,12 @@ class Wa(Rehearsal):
     gamma: float | None = None  # of this step's alignment
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "align":

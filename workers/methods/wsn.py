@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workers.job import Task
-from workers.methods.base import MethodSettings, Progress, Rates
+from workers.methods.base import MethodSettings, OptimPlan, Progress
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.masks import TopK
 from workers.model.protect import Protector
@@ -74,7 +74,12 @@ class Wsn(WeightMasks):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)

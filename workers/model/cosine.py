@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from workers.model.exemplars import normalised
 from workers.model.heads import Heads
-from workers.rng import seed_of
+from workers.rng import derive_seed
 
 ROUNDS = 100  # of k-means, where it has not settled before
 
@@ -74,7 +74,8 @@ def imprinted(
     class mean."""
     unit = normalised(features)
     noise = [
-        torch.Generator().manual_seed(seed_of(seed, "proxies", label)) for label in range(classes)
+        torch.Generator().manual_seed(derive_seed(seed, "proxies", label))
+        for label in range(classes)
     ]
     centres = [
         normalised(k_means(unit[labels == label], proxies, noise[label]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.rng import seed_of
+from workers.rng import derive_seed
 
 
 class Heads(nn.Module):
@@ -40,7 +40,7 @@ class Heads(nn.Module):
     def add(self, task: str, classes: int, seed: int) -> nn.Linear:
         if task not in self.names:
             layer = self.layer(classes)
-            self.start(layer, torch.Generator().manual_seed(seed_of(seed, "head", task)))
+            self.start(layer, torch.Generator().manual_seed(derive_seed(seed, "head", task)))
             self._append(task, layer)
         return self[task]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from workers.rng import Draw
+from workers.rng import StepRng
 
 
 class DrawnDropPath(DropPath):
@@ -43,7 +43,7 @@ def own_drop_paths(model: nn.Module) -> None:
             module.__class__ = DrawnDropPath
 
 
-def draw_paths(model: nn.Module, draw: Draw) -> None:
+def draw_paths(model: nn.Module, draw: StepRng) -> None:
     """Before the forward of a step: who is dropped, for each DropPath of `model` in order."""
     found = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
     for place, path in enumerate(found):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from workers.model.adapters import AdapterSites, Bottlenecks
 
-Place = tuple[int, int]  # a block, and one of the modules in its bank
+RunIdentity = tuple[int, int]  # a block, and one of the modules in its bank
 
 
-def random_path(blocks: int, modules: int, seed: int) -> list[Place]:
+def random_path(blocks: int, modules: int, seed: int) -> list[RunIdentity]:
     """One module of each block's bank of so many, each as likely as any other."""
     return list(
         enumerate(
@@ -31,12 +31,12 @@ class Path(Bottlenecks):
     """The modules up(gelu(down x)) that a path adds at `places`, stacked. Where a path drew what an
     earlier one has, it adds nothing."""
 
-    def __init__(self, places: list[Place], width: int, bottleneck: int):
+    def __init__(self, places: list[RunIdentity], width: int, bottleneck: int):
         super().__init__(len(places), width, bottleneck)
         self.places = places
 
     @classmethod
-    def restored(cls, places: list[Place], tensors: dict[str, Tensor]) -> Path:
+    def restored(cls, places: list[RunIdentity], tensors: dict[str, Tensor]) -> Path:
         _, bottleneck, width = tensors["down"].shape
         path = cls([(block, module) for block, module in places], width, bottleneck)
         path.load_state_dict(tensors)

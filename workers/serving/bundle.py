@@ -28,9 +28,9 @@ from workers.loop import merged
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.model import vit
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.artifact import (
-    Artefact,
+    Artifact,
     digest_of,
     file_info,
     join,
@@ -183,7 +183,7 @@ class Bundle:
         places |= {
             carried_file(step): (key, "carried.safetensors") for step, key in job.previous.items()
         }
-        artefacts = {key: Artefact.need(job.root, key) for key, _ in places.values()}
+        artifacts = {key: Artifact.need(job.root, key) for key, _ in places.values()}
         tasks = [t for t in job.tasks if t.name in job.states]
         c = job.backbone_settings
         # all: defaults may change
@@ -197,7 +197,7 @@ class Bundle:
             "method": job.method,
             "settings": settings,
             "backbone": c.model_copy(update={"weights": "none"}).model_dump(mode="json"),
-            "backbone_digest": artefacts[job.backbone].manifest["digest"],
+            "backbone_digest": artifacts[job.backbone].manifest["digest"],
             "scenario": job.scenario,
             "seed": job.seed,
             "tasks": [described(t) for t in tasks],
@@ -212,12 +212,12 @@ class Bundle:
             "max_pixels": max_pixels,
             "provenance": {**job.provenance, "weights": c.weights},
             "files": {
-                name: artefacts[key].manifest["files"][file] for name, (key, file) in places.items()
+                name: artifacts[key].manifest["files"][file] for name, (key, file) in places.items()
             },
         }
         return cls(
             sealed(body),
-            lambda name: artefacts[places[name][0]].read(places[name][1]),
+            lambda name: artifacts[places[name][0]].read(places[name][1]),
             f"run of {job.method}",
         )
 
@@ -326,7 +326,7 @@ class Bundle:
                     "`python -m pipeline bundle`"
                 )
             torch.manual_seed(
-                seed_of(
+                derive_seed(
                     body["seed"], "begin", self.tasks[-1].name if self.tasks else "", "evaluate"
                 )
             )

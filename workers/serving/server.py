@@ -18,7 +18,7 @@ from workers.data.augment import Augment
 from workers.data.feed import AT_ONCE
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
-from workers.rng import Draw
+from workers.rng import StepRng
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, pixels_of
 
@@ -228,7 +228,7 @@ class Served:
         """What the network gets: as the feed gives it to evaluation."""
         here = torch.from_numpy(pixels).to(self.device)
         rows = torch.arange(len(here))
-        return self.augment(here, rows, None, Draw(0, 0, 0, rows, len(here), self.device))[0]
+        return self.augment(here, rows, None, StepRng(0, 0, 0, rows, len(here), self.device))[0]
 
     def groups(self, images: Tensor, tasks: Sequence[str | None], rule: Rule) -> list[Group]:
         """Images of one task together, each group one forward."""

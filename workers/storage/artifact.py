@@ -1,13 +1,13 @@
 """Immutable, digest-verified results on any pyarrow filesystem: files first, the manifest last.
 
-Layout of one artefact, `<root>/<key>/`:
+Layout of one artifact, `<root>/<key>/`:
 
     <attempt>/state.safetensors ...   the files of the attempt that won
     manifest.json                     written last; names the attempt, the size and sha256 of each
                                       file, and its own sha256
 
 Files are written below a name that only one attempt uses, and the manifest is a single atomic
-write, so two runs that compute the same artefact at the same time can never mix their files, on a
+write, so two runs that compute the same artifact at the same time can never mix their files, on a
 disk and on an object store alike: whichever manifest stands decides. On a disk the first one stands
 and the other attempt's files are dropped at once. S3 knows a conditional PUT (If-None-Match), which
 pyarrow 25 does not offer; so on an object store of two at the same moment the last one stands, with
@@ -36,7 +36,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pyarrow import fs
 
-from workers.errors import DamagedArtefact, UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.storage.filesystem import opened, put
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
@@ -51,7 +51,7 @@ NO_LINKS = (
 )
 LARGE_BYTES = 64 << 20
 MOST_JSON = 64 << 20
-_opened: ContextVar[Mapping[tuple[str, str], Artefact]] = ContextVar(
+_opened: ContextVar[Mapping[tuple[str, str], Artifact]] = ContextVar(
     "opened", default=MappingProxyType({})
 )
 
@@ -226,7 +226,7 @@ def file_info(data: bytes) -> dict[str, Any]:
 
 @dataclass
 class Attempt:
-    """One try at writing the artefact `key`; `commit` makes it visible, `discard` leaves nothing
+    """One try at writing the artifact `key`; `commit` makes it visible, `discard` leaves nothing
     behind."""
 
     root: str
@@ -326,12 +326,12 @@ def content_of(manifest: dict[str, Any]) -> str:
 @contextmanager
 def opened_once(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
     """Key -> content, of the results among `keys` that stand. Inside the block, and in its thread,
-    `Artefact.open` answers for them from the manifests that were read for this."""
-    artefacts = {key: Artefact.open(root, key) for key in keys}
-    standing = {(root, key): artefact for key, artefact in artefacts.items() if artefact}
+    `Artifact.open` answers for them from the manifests that were read for this."""
+    artifacts = {key: Artifact.open(root, key) for key in keys}
+    standing = {(root, key): artifact for key, artifact in artifacts.items() if artifact}
     token = _opened.set({**_opened.get(), **standing})
     try:
-        yield {key: content_of(artefact.manifest) for (_, key), artefact in standing.items()}
+        yield {key: content_of(artifact.manifest) for (_, key), artifact in standing.items()}
     finally:
         _opened.reset(token)
 
@@ -353,18 +353,18 @@ def stays_inside(manifest: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Artefact:
-    """A published artefact: every read is checked against the manifest."""
+class Artifact:
+    """A published artifact: every read is checked against the manifest."""
 
     root: str
     key: str
     manifest: dict[str, Any]
 
     @classmethod
-    def open(cls, root: str, key: str) -> Artefact | None:
-        """The artefact, or None where no manifest stands that is as it was written."""
-        if artefact := _opened.get().get((root, key)):
-            return artefact
+    def open(cls, root: str, key: str) -> Artifact | None:
+        """The artifact, or None where no manifest stands that is as it was written."""
+        if artifact := _opened.get().get((root, key)):
+            return artifact
         try:
             manifest = read_json(join(root, key, MANIFEST))
         except (FileNotFoundError, ValueError):
@@ -377,10 +377,10 @@ class Artefact:
         return cls(root, key, manifest) if whole else None
 
     @classmethod
-    def need(cls, root: str, key: str) -> Artefact:
+    def need(cls, root: str, key: str) -> Artifact:
         found = cls.open(root, key)
         if found is None:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 key,
                 f"stage result {key} is missing below {root}; run the same command again to "
                 "compute it",
@@ -391,11 +391,11 @@ class Artefact:
         return join(self.root, self.key, self.manifest["attempt"], name)
 
     def read(self, name: str) -> bytes:
-        """The bytes of one file. Raises DamagedArtefact where size or sha256 differ from the
+        """The bytes of one file. Raises DamagedArtifact where size or sha256 differ from the
         manifest."""
         problem, data = self._read(name)
         if problem:
-            raise DamagedArtefact(
+            raise DamagedArtifact(
                 self.key,
                 f"{self.uri(name)}: {problem}; run the same command again to compute it anew",
             )
@@ -451,7 +451,7 @@ class Artefact:
 
 
 def withdraw(root: str, key: str) -> None:
-    """Takes a damaged artefact out of sight so that its stage runs again. Its files stay until
+    """Takes a damaged artifact out of sight so that its stage runs again. Its files stay until
     `gc`: most may be whole, and what they were made of may be gone."""
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:

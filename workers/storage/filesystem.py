@@ -57,7 +57,7 @@ _patience: ContextVar[float | None] = ContextVar("patience", default=None)
 _jitter = random.Random()  # of its own: what is drawn here may change no result
 
 
-class StorageAway(UserError):
+class StorageUnavailable(UserError):
     """A storage that did not answer for as long as it is waited for."""
 
 
@@ -88,7 +88,9 @@ def opened(uri: str) -> tuple[fs.FileSystem, str]:
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
         return fs.PyFileSystem(
-            Patient(s3(options), f"s3://{parts.netloc}", s3(options, allow_delayed_open=True))
+            RetryingFilesystem(
+                s3(options), f"s3://{parts.netloc}", s3(options, allow_delayed_open=True)
+            )
         ), parts.netloc
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in parts.query:
         uri += f"{'&' if parts.query else '?'}retry_limit_seconds={timedelta(seconds=SILENT_S).seconds}"
@@ -96,7 +98,7 @@ def opened(uri: str) -> tuple[fs.FileSystem, str]:
     return (
         system
         if isinstance(system, fs.LocalFileSystem)
-        else fs.PyFileSystem(Patient(system, f"{parts.scheme}://{parts.netloc}"))
+        else fs.PyFileSystem(RetryingFilesystem(system, f"{parts.scheme}://{parts.netloc}"))
     ), top
 
 
@@ -231,7 +233,7 @@ def patiently(call: Callable[[], T], where: str, doing: str, may_be_gone: bool =
                 raise
             reason, waited, failed = text[:300], time.monotonic() - started, True
             if waited + pause > (limit or 0):
-                raise StorageAway(
+                raise StorageUnavailable(
                     f"storage {where} does not answer ({reason}); what finished is kept, run "
                     "the same command again when it does"
                 ) from None
@@ -282,7 +284,7 @@ class Reading:
         self.file.close()
 
 
-class Patient(fs.FileSystemHandler):
+class RetryingFilesystem(fs.FileSystemHandler):
     """Every operation of a filesystem, made again where it failed for a reason that passes. Files
     are written whole, by `put` alone: a stream that is closed by an exception would publish what it
     has.
@@ -296,7 +298,7 @@ class Patient(fs.FileSystemHandler):
         self.system, self.where, self.small = system, where, small or system
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Patient) and self.system.equals(other.system)
+        return isinstance(other, RetryingFilesystem) and self.system.equals(other.system)
 
     __hash__ = None  # type: ignore[assignment]
 

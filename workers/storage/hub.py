@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from threading import Thread
 
-from workers.storage.filesystem import SILENT_S, StorageAway
+from workers.storage.filesystem import SILENT_S, StorageUnavailable
 
 # for the first answer: a name that no server resolves may take as long as a silent one
 DEADLINE_S = 5.0
@@ -47,7 +47,7 @@ def check_reachable() -> None:
     from huggingface_hub import constants
 
     if reason := problem():
-        raise StorageAway(
+        raise StorageUnavailable(
             f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); mend "
             "the network, "
             "HTTPS_PROXY or HF_ENDPOINT, or download the files and point source.path of the "

@@ -25,7 +25,7 @@ def claimed(
     process has it.
 
     It saves work and decides nothing: between machines whose disks know no common locks two may
-    compute the same result, and one of them is discarded (see artefact.py). On an object store
+    compute the same result, and one of them is discarded (see artifact.py). On an object store
     nothing is claimed: it has no lock that is freed when whoever held it dies, and one that runs
     out after a time would need clocks that agree and a writer that never stops; computing twice,
     now and then, costs less.

@@ -10,10 +10,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
 
 from workers.job import Task
-from workers.methods.base import MethodSettings, Rates, Step
+from workers.methods.base import MethodSettings, OptimPlan, Step
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.cosine import CosineHeads, imprinted
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried
 
 
@@ -69,7 +69,12 @@ class CosineRehearsal(Rehearsal):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if (step == "train" and self.old) or (step == "herd" and task.role == "base"):
@@ -78,7 +83,7 @@ class CosineRehearsal(Rehearsal):
             group for group in groups if step != "finetune" or group["name"].startswith("head.")
         ]
 
-    def head_groups(self, rates: Rates, names: list[str]) -> list[dict[str, Any]]:
+    def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
         """The task's own vectors, in `finetune` those of all, and eta."""
         assert self.task is not None
         weights = [
@@ -99,7 +104,7 @@ class CosineRehearsal(Rehearsal):
         mine = tasks == [t.name for t in self.training_tasks].index(task.name)
         lengths = [self.heads[name].weight.norm(dim=2).flatten() for name in self.old]
         length = float(torch.cat(lengths).mean()) if lengths else 1.0
-        noise = seed_of(self.seed, "imprint", task.name)
+        noise = derive_seed(self.seed, "imprint", task.name)
         self.heads[task.name].weight.copy_(
             imprinted(
                 features[mine], labels[mine], task.num_classes, self.heads.proxies, length, noise

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Method, MethodSettings, Rates, Step
+from workers.methods.base import Method, MethodSettings, OptimPlan, Step
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.model.distill import Teacher
 from workers.model.exemplars import SELECTIONS, class_means, quota
-from workers.rng import seed_of
+from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 Memory = dict[
@@ -107,7 +107,12 @@ class Rehearsal(Method):
         }
 
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
             self.attach(carried)
@@ -149,7 +154,9 @@ class Rehearsal(Method):
         mine = tasks == [t.name for t in self.training_tasks].index(task.name)
         for label, name in enumerate(task.classes):
             rows = (mine & (labels == label)).nonzero().squeeze(1)
-            noise = torch.Generator().manual_seed(seed_of(self.seed, "exemplars", task.name, name))
+            noise = torch.Generator().manual_seed(
+                derive_seed(self.seed, "exemplars", task.name, name)
+            )
             picked = SELECTIONS[self.settings.selection](features[rows], count, noise)
             chosen.setdefault(task.name, {})[name] = [keys[rows[place]] for place in picked]
         self.exemplars = chosen

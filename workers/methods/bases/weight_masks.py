@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings, key_inputs
-from workers.methods.base import Batch, Method, MethodSettings, Progress, Rates, needs_adamw
+from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
 
@@ -50,7 +50,7 @@ class WeightMasks(Method):
         memory, see `masked`."""
         return tuple(self.sites[site].shape)
 
-    def rate(self, site: str, rates: Rates) -> float:
+    def rate(self, site: str, rates: OptimPlan) -> float:
         """Peak learning rate of a site's real values."""
         return self.settings.mask_lr
 
@@ -64,7 +64,12 @@ class WeightMasks(Method):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Rates, tasks: tuple[Task, ...]
+        self,
+        task: Task,
+        step: str,
+        carried: Carried | None,
+        rates: OptimPlan,
+        tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
@@ -207,7 +212,7 @@ class ThresholdMasks(WeightMasks):
         """Where the real values of a site start."""
         return self.settings.start
 
-    def rate(self, site: str, rates: Rates) -> float:
+    def rate(self, site: str, rates: OptimPlan) -> float:
         """A step of Adam is about the rate long, so n steps in random directions carry a value
         sqrt(n) rates. `auto` makes that mask_travel * (start - theta), in short and long trainings
         alike. A smaller rate flips nothing; with a far larger one most entries reach the threshold

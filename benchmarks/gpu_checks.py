@@ -101,7 +101,7 @@ def check_case(setup: Setup, case: Case, send: Callable[[str, Any], None]) -> bo
 class CaseChecks:
     """The checks of one case, in the order of `check_case`."""
 
-    def __init__(self, setup: Setup, case: Case, send: Callable[[str, Any], None]):
+    def __init__(self, setup: Setup, case: Case, send: Callable[[str, Any], None]) -> None:
         self.setup = setup
         self.case = case
         self.send = send

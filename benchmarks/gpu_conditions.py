@@ -156,7 +156,7 @@ class WatchedExecutor(LocalExecutor):
         cluster: ClusterSettings,
         enter: Callable[[str], None],
         errors: dict[str, Exception],
-    ):
+    ) -> None:
         super().__init__(store, cluster, lambda stage: {}, lambda event: None)
         self.enter = enter
         self.errors = errors

@@ -32,7 +32,7 @@ WATCHED = ("loss", "val_correct")
 class Probe:
     """A stage from its method's `begin` to its last step."""
 
-    def __init__(self, job: StageJob):
+    def __init__(self, job: StageJob) -> None:
         self.job, self.method = job, loop.new_method(job)
 
     def once(self) -> None:

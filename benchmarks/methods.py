@@ -74,7 +74,7 @@ class Pictures:
 
     group = GROUP
 
-    def __init__(self, tasks: tuple[Task, ...]):
+    def __init__(self, tasks: tuple[Task, ...]) -> None:
         self.tasks = tasks
 
     def evaluate(self) -> Iterator[Batch]:
@@ -95,7 +95,7 @@ class Training:
     """A method in the middle of a stage: the training of its second task, where it is a chain; the
     first task's later steps are left out, but for the one that chooses exemplars."""
 
-    def __init__(self, name: str, backbone: torch.nn.Module, scenario: str):
+    def __init__(self, name: str, backbone: torch.nn.Module, scenario: str) -> None:
         cls = METHODS[name]
         settings = cls.Settings()
         self.job = StageJob(

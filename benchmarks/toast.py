@@ -30,7 +30,7 @@ class TwoFullPasses:
     """The form of the released code: the whole network twice, the whole qkv layer on what is fed
     back, a chain of feedback layers."""
 
-    def __init__(self, backbone: Any):
+    def __init__(self, backbone: Any) -> None:
         self.backbone = copy.deepcopy(backbone)
         self.fed_back: list[Tensor] = []  # by block
         for index, block in enumerate(self.backbone.blocks):

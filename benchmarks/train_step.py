@@ -55,7 +55,7 @@ def fresh(job: StageJob) -> Method:
 class Ours:
     """A method that the train loop trains, step after step."""
 
-    def __init__(self, job: StageJob, batches: list[Batch]):
+    def __init__(self, job: StageJob, batches: list[Batch]) -> None:
         assert job.task is not None
         self.job, self.batches = job, batches
         self.method = fresh(job)
@@ -85,7 +85,7 @@ class Ours:
 class Plain:
     """The same network in a straight-line loop: optimizer and schedule are PyTorch's own."""
 
-    def __init__(self, ours: Ours, loss: Loss):
+    def __init__(self, ours: Ours, loss: Loss) -> None:
         # together, so that the groups hold the copy's parameters
         pairs = copy.deepcopy((ours.method, ours.groups))
         self.method, groups = pairs

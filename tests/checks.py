@@ -304,7 +304,7 @@ class Interrupted(RuntimeError):
 class interrupted_after:
     """Steps of the train loop are counted, and the one after `steps` raises Interrupted."""
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int) -> None:
         self.steps, self.done, self.original = steps, [], loop.train_step  # type: ignore[var-annotated]
 
     def __enter__(self) -> list[Any]:

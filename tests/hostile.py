@@ -36,7 +36,7 @@ ROW = {
 class Site:
     """A place of a test's own. `own` is for its files; whatever stands beside it is outside."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.own, self.outside = folder / "own", folder / "outside"
         self.own.mkdir()
         self.outside.mkdir()

@@ -20,7 +20,7 @@ class Nodes:
     driver outside of it gives. client_port: where Ray's client server listens, if it is wanted.
     dashboard_port: where jobs are submitted, if any are."""
 
-    def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0):
+    def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> None:
         from pipeline.launch.cluster import ENVIRONMENT
 
         # short: sockets lie below

@@ -88,7 +88,7 @@ class StrictTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> StrictTensor:
+    def __new__(cls: Any, values: Tensor) -> StrictTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -163,7 +163,7 @@ class Generator(torch._C.Generator):
         cls.by_address[made._cdata] = device
         return made
 
-    def __init__(self, device: Any = CPU):
+    def __init__(self, device: Any = CPU) -> None:
         super().__init__()
 
     @property

@@ -332,7 +332,9 @@ CONFIGS: dict[str, tuple[Change, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_bad_setting_is_named_with_its_rule_and_remedy(case, site, capfd):
+def test_a_bad_setting_is_named_with_its_rule_and_remedy(
+    case: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     change, says = CONFIGS[case]
     change(site)
     said = sentence(capfd, ["run", site.config()])
@@ -352,7 +354,9 @@ FILES: dict[str, tuple[bytes | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_is_no_config_is_refused(case, site, capfd):
+def test_a_file_that_is_no_config_is_refused(
+    case: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     data, says = FILES[case]
     (site.own / "confog.yaml").write_bytes(data or b"")
     said = sentence(
@@ -362,7 +366,7 @@ def test_a_file_that_is_no_config_is_refused(case, site, capfd):
         assert words in said
 
 
-def test_a_folder_is_no_config(site, capfd):
+def test_a_folder_is_no_config(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert "not readable as text" in sentence(capfd, ["plan", str(site.own)])
 
 
@@ -379,7 +383,9 @@ def test_a_folder_is_no_config(site, capfd):
         ("data=", ["data is None", "a mapping"]),
     ],
 )
-def test_a_bad_override_is_refused(override, says, site, capfd):
+def test_a_bad_override_is_refused(
+    override: str, says: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = sentence(capfd, ["run", site.config(), "--set", override])
     for words in says:
         assert words in said
@@ -394,7 +400,9 @@ def test_a_bad_override_is_refused(override, says, site, capfd):
         (["run", "x.yaml", "--sett", "a=1"], ["--sett"]),
     ],
 )
-def test_a_bad_command_line_is_refused(argv, says, capfd):
+def test_a_bad_command_line_is_refused(
+    argv: Any, says: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = sentence(capfd, argv)
     for words in [*says, "--help"]:
         assert words in said
@@ -483,7 +491,9 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CARDS)
-def test_a_bad_card_is_named_with_its_rule_and_remedy(case, site, capfd):
+def test_a_bad_card_is_named_with_its_rule_and_remedy(
+    case: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     change, says = CARDS[case]
     change(site)
     said = sentence(capfd, ["run", site.config()])
@@ -492,7 +502,7 @@ def test_a_bad_card_is_named_with_its_rule_and_remedy(case, site, capfd):
 
 
 # ---- sources -------------------------------------------------------------------------------------
-def test_a_tar_that_is_cut_short_is_refused(site, capfd):
+def test_a_tar_that_is_cut_short_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     tar = next((site.folder / "storage" / "stages").glob("*/*/train-00000.tar"))
     (site.own / "train.tar").write_bytes(tar.read_bytes()[:5000])
     (site.own / "test.tar").write_bytes(tar.read_bytes())
@@ -503,7 +513,9 @@ def test_a_tar_that_is_cut_short_is_refused(site, capfd):
     assert re.search(r"resume with: \S+ -m pipeline run \S+config.yaml", said)
 
 
-def test_too_many_corrupt_images_are_refused_with_some_of_their_names(site, capfd):
+def test_too_many_corrupt_images_are_refused_with_some_of_their_names(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     for path in (site.source() / "train" / "2").iterdir():
         path.write_bytes(b"no image")
     said = sentence(capfd, ["run", site.config()])
@@ -511,13 +523,15 @@ def test_too_many_corrupt_images_are_refused_with_some_of_their_names(site, capf
         assert words in said
 
 
-def test_no_image_at_all_is_refused(site, capfd):
+def test_no_image_at_all_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     for path in site.source().rglob("*.png"):
         path.write_bytes(b"")
     assert "60 of 60 images are corrupt" in sentence(capfd, ["run", site.config()])
 
 
-def test_validation_that_would_be_empty_is_refused(site, capfd):
+def test_validation_that_would_be_empty_is_refused(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     raw = site.source()
     for label in "23":
         for path in sorted((raw / "train" / label).iterdir())[1:]:
@@ -612,7 +626,7 @@ BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BACKBONES)
-def test_a_bad_backbone_is_refused(case, site, capfd):
+def test_a_bad_backbone_is_refused(case: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     change, says = BACKBONES[case]
     site.set(backbone={**site.body["backbone"], **change(site)})
     said = sentence(capfd, ["run", site.config()])
@@ -620,7 +634,9 @@ def test_a_bad_backbone_is_refused(case, site, capfd):
         assert words in said
 
 
-def test_a_backbone_that_is_not_the_one_it_says_is_refused(site, capfd):
+def test_a_backbone_that_is_not_the_one_it_says_is_refused(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Files and digests fit each other, but the weights are not those that the digest in the
     manifest was taken of."""
     storage = site.own / "storage"
@@ -641,14 +657,18 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(site, capfd):
 
 # ---- training, storage, cluster ------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat"])
-def test_a_loss_that_is_no_number_ends_the_stage_and_says_what_to_lower(method, site, capfd):
+def test_a_loss_that_is_no_number_ends_the_stage_and_says_what_to_lower(
+    method: str, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     site.set(methods={method: {}}, train__lr=1e30, train__epochs=3)
     said = sentence(capfd, ["run", site.config()])
     for words in (f"stage {method}/", "the loss became", "lower train.lr", "resume with"):
         assert words in said
 
 
-def test_answers_that_are_no_numbers_are_no_accuracy(site, capfd):
+def test_answers_that_are_no_numbers_are_no_accuracy(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The only step of a training may go wrong after its loss was found good."""
     site.set(methods={"finetune": {}}, train__lr=1e30, train__epochs=1, train__batch_size=64)
     said = sentence(capfd, ["run", site.config()])
@@ -656,7 +676,7 @@ def test_answers_that_are_no_numbers_are_no_accuracy(site, capfd):
         assert words in said
 
 
-def test_a_storage_that_is_a_file_is_refused(site, capfd):
+def test_a_storage_that_is_a_file_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     (site.own / "file").write_text("x")
     for place in ("file", "file/below"):
         site.set(storage=str(site.own / place))
@@ -666,12 +686,16 @@ def test_a_storage_that_is_a_file_is_refused(site, capfd):
         assert (site.own / "file").read_text() == "x"
 
 
-def test_a_storage_of_no_known_kind_is_refused(site, capfd):
+def test_a_storage_of_no_known_kind_is_refused(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     site.set(storage="ftp://host/there")
     assert "storage 'ftp://host/" in sentence(capfd, ["run", site.config()])
 
 
-def test_a_damaged_record_of_the_run_is_no_obstacle(site, capfd):
+def test_a_damaged_record_of_the_run_is_no_obstacle(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     storage = site.own / "storage"
     shutil.copytree(site.folder / "storage", storage)
     site.set(storage=str(storage))
@@ -692,8 +716,13 @@ def test_a_damaged_record_of_the_run_is_no_obstacle(site, capfd):
 )
 @pytest.mark.parametrize("through", ["config", "environment"])
 def test_a_cluster_that_does_not_answer_is_told_at_once(
-    address, says, through, site, capfd, monkeypatch
-):
+    address: str,
+    says: Any,
+    through: str,
+    site: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if through == "config":
         site.set(cluster__address=address)
     else:
@@ -705,7 +734,7 @@ def test_a_cluster_that_does_not_answer_is_told_at_once(
 
 
 @pytest.mark.slow
-def test_a_cluster_without_the_accelerators_asked_for_is_refused(site):
+def test_a_cluster_without_the_accelerators_asked_for_is_refused(site: Any) -> None:
     site.set(cluster__workers=1, cluster__gpus_per_worker=64, train__epochs=1)
     said = in_a_process(["run", site.config()])
     assert "do not fit into this cluster" in said
@@ -725,7 +754,7 @@ def in_a_process(argv: list[str]) -> str:
     return judge(done.returncode, done.stdout, done.stderr)
 
 
-def test_a_process_ends_with_one_line_and_code_2(site):
+def test_a_process_ends_with_one_line_and_code_2(site: Any) -> None:
     for path in (site.source() / "train" / "2").iterdir():
         path.write_bytes(b"no image")
     said = in_a_process(["run", site.config()])

@@ -29,7 +29,9 @@ print(json.dumps(results))
 """
 
 
-def test_it_runs_without_ray_mlflow_and_webdataset_and_names_the_one_it_needs(tmp_path: Path):
+def test_it_runs_without_ray_mlflow_and_webdataset_and_names_the_one_it_needs(
+    tmp_path: Path,
+) -> None:
     card = stream.draw_images(tmp_path, 2, train=4, test=2, sides=(16,))
     config = tmp_path / "config.yaml"
     body = {

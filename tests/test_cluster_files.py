@@ -58,13 +58,13 @@ def containers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 # ---- Ray's launcher ------------------------------------------------------------------------------
-def test_the_launchers_file_has_rays_schema():
+def test_the_launchers_file_has_rays_schema() -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(body("ray-cluster.yaml")))
 
 
-def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages():
+def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages() -> None:
     found = body("ray-cluster.yaml")
     assert re.search(rf":{re.escape(RAY)}-py3\d\d$", found["docker"]["image"])
     assert found["docker"]["worker_image"] == found["docker"]["image"] + "-gpu"
@@ -97,7 +97,7 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages():
 
 # ---- KubeRay -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_has_what_kuberay_requires(name):
+def test_a_manifest_has_what_kuberay_requires(name: Any) -> None:
     found, cluster = body(name), cluster_spec(name)
     assert (found["apiVersion"], found["kind"]) == (
         "ray.io/v1",
@@ -116,7 +116,7 @@ def test_a_manifest_has_what_kuberay_requires(name):
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(name):
+def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(name: Any) -> None:
     """The operator asks the cluster with the token of `authOptions`; another one in a container
     would lock it out. It gives a token to the first container of a pod only."""
     assert cluster_spec(name)["authOptions"] == {"mode": "token"}
@@ -128,7 +128,7 @@ def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(n
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_container_has_the_pinned_image_and_limits(name):
+def test_every_container_has_the_pinned_image_and_limits(name: Any) -> None:
     assert [group for group, _ in containers(name)] == ["head", "gpu", "submitter"][
         : len(pods(name))
     ]
@@ -141,7 +141,7 @@ def test_every_container_has_the_pinned_image_and_limits(name):
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name):
+def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name: Any) -> None:
     for group in ("head", "gpu"):
         pod = pods(name)[group]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -155,14 +155,14 @@ def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name):
     assert pods(name)["gpu"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
-def test_the_page_of_the_cluster_that_stays_is_on_loopback():
+def test_the_page_of_the_cluster_that_stays_is_on_loopback() -> None:
     assert (
         cluster_spec("kuberay-cluster.yaml")["headGroupSpec"]["rayStartParams"]["dashboard-host"]
         == "127.0.0.1"
     )
 
 
-def test_the_image_is_of_the_pinned_ray_and_a_python_that_is_supported_and_not_root():
+def test_the_image_is_of_the_pinned_ray_and_a_python_that_is_supported_and_not_root() -> None:
     lines = [
         line
         for line in (CLUSTER / "Dockerfile").read_text().splitlines()
@@ -193,7 +193,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in found]
 
 
-def test_every_command_names_a_config_and_settings_that_there_are():
+def test_every_command_names_a_config_and_settings_that_there_are() -> None:
     assert len(commands()) >= 6
     for path, *rest in commands():
         settings = [word for word in rest if word != "--set"]
@@ -202,7 +202,7 @@ def test_every_command_names_a_config_and_settings_that_there_are():
         assert loaded.storage != "storage", "a place that all nodes see"
 
 
-def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody():
+def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody() -> None:
     for path in CLUSTER.iterdir():
         text = path.read_text()
         assert "0.0.0.0" not in text, path
@@ -285,15 +285,15 @@ def said(env: dict[str, str]) -> list[str]:
     return Path(env["SAID"]).read_text().splitlines()
 
 
-def test_the_script_is_bash():
+def test_the_script_is_bash() -> None:
     assert subprocess.run(["bash", "-n", str(CLUSTER / "slurm.sh")], check=False).returncode == 0
     assert (CLUSTER / "slurm.sh").stat().st_mode & stat.S_IXUSR
 
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everything(
-    slurm, code, tmp_path
-):
+    slurm: Any, code: int, tmp_path: Path
+) -> None:
     process = job({**slurm, "DRIVER_CODE": str(code)}, "configs/a b.yaml", "--set", "seed=1")
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
@@ -341,7 +341,7 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
     assert not list(tmp_path.glob(".ray-*")), "the token is gone"
 
 
-def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm):
+def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm: Any) -> None:
     process = job({**slurm, "HOST_ADDRESS": "127.0.1.1"}, "configs/demo.yaml")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
@@ -354,8 +354,8 @@ def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm):
     ids=["preempted", "cancelled", "preempted when it had finished"],
 )
 def test_a_preempted_job_saves_and_goes_back_into_the_queue(
-    slurm, number, ends_with, requeues, tmp_path
-):
+    slurm: Any, number: Any, ends_with: int, requeues: int, tmp_path: Path
+) -> None:
     process = job({**slurm, "STAYS": "1", "ENDS_WITH": str(ends_with)}, "configs/demo.yaml")
     log = Path(slurm["SAID"])
     while not (log.exists() and any(line.startswith("driver") for line in said(slurm))):
@@ -371,11 +371,13 @@ def test_a_preempted_job_saves_and_goes_back_into_the_queue(
     assert not list(tmp_path.glob(".ray-*"))
 
 
-def test_slurm_may_put_the_job_back_into_the_queue():
+def test_slurm_may_put_the_job_back_into_the_queue() -> None:
     assert "#SBATCH --requeue" in (CLUSTER / "slurm.sh").read_text().splitlines()
 
 
-def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(slurm, tmp_path):
+def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(
+    slurm: Any, tmp_path: Path
+) -> None:
     process = job({**slurm, "RAY_FAILS": "1"}, "configs/demo.yaml")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -384,7 +386,7 @@ def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(slurm, 
     assert not list(tmp_path.glob(".ray-*"))
 
 
-def test_the_scripts_own_python_is_sound(slurm):
+def test_the_scripts_own_python_is_sound(slurm: Any) -> None:
     """What the stand-in for Python swallows."""
     codes = re.findall(r"'(import [^']*)'", (CLUSTER / "slurm.sh").read_text())
     assert len(codes) == 3

@@ -161,7 +161,9 @@ def own(name: str) -> type[Method]:
 
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda p: str(p.relative_to(CONFIGS)))
-def test_a_config_is_valid_and_says_how_to_run_it(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_config_is_valid_and_says_how_to_run_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     found = config.load(str(path))
     assert found.name == path.stem
@@ -192,7 +194,7 @@ def header_of(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
-def test_a_config_of_a_paper_says_where_it_differs(path: Path):
+def test_a_config_of_a_paper_says_where_it_differs(path: Path) -> None:
     differs = header_of(path).get("differs", "")
     assert len(differs.split()) > 2, (
         f"{path.name} has no line `# differs`; a config of a paper always differs"
@@ -200,19 +202,19 @@ def test_a_config_of_a_paper_says_where_it_differs(path: Path):
 
 
 @pytest.mark.parametrize("path", CLASS_INCREMENTAL, ids=lambda p: p.stem)
-def test_a_class_incremental_config_of_a_paper_trains_on_all_images(path: Path):
+def test_a_class_incremental_config_of_a_paper_trains_on_all_images(path: Path) -> None:
     """The papers hold out no images; BiC holds out exemplars, by itself."""
     loaded = config.load(str(path))
     assert loaded.stream.scenario == "class"
     assert {loaded.data_of(label).val_fraction for label in loaded.methods} == {0.0}
 
 
-def test_there_are_class_incremental_configs_of_papers():
+def test_there_are_class_incremental_configs_of_papers() -> None:
     assert len(CLASS_INCREMENTAL) >= 14
 
 
 @pytest.mark.parametrize(("name", "label"), NAMED, ids=lambda part: part)
-def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, label: str):
+def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, label: str) -> None:
     method, train, data, backbone = NAMED[name, label]
     (path,) = (p for p in PAPERS if p.stem == name)
     loaded = config.load(str(path))
@@ -232,21 +234,21 @@ def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, la
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_config_for_each_setting(
     method: str, setting: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     found = config.load(str(CONFIGS / "methods" / f"{method}-{setting}.yaml"))
     assert method in {entry.method for entry in found.methods.values()}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_search_space(method: str):
+def test_every_method_has_a_search_space(method: str) -> None:
     assert any(f"  methods.{method}." in path.read_text() for path in SPACES if path.stem == method)
 
 
 @pytest.mark.parametrize("path", SPACES, ids=lambda p: p.stem)
 def test_a_search_has_points_that_a_run_accepts_an_end_and_says_how_to_run_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     settings, body, _ = spec.load(str(path), [])
     space = Space(settings.space)

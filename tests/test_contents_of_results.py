@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageOps
@@ -72,7 +73,9 @@ B = {"data/b", "meat/b/train", "meat/b/evaluate", "report"}
 
 
 # ---- raw data ------------------------------------------------------------------------------------
-def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(site, quick, capsys):
+def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(
+    site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, before = str(site / "config.yaml"), keys(site)
     old = small_run.results(site / "storage")
     edit(site, "b")
@@ -97,7 +100,9 @@ def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(site, 
     assert small_run.results(site / "storage") == old
 
 
-def test_files_that_were_only_written_again_run_nothing(site, quick, capsys):
+def test_files_that_were_only_written_again_run_nothing(
+    site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file in (site / "raw" / "b").rglob("*.png"):
         os.utime(file)
     output = say(capsys, "run", str(site / "config.yaml"))
@@ -107,8 +112,8 @@ def test_files_that_were_only_written_again_run_nothing(site, quick, capsys):
 
 
 def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew(
-    site, quick, capsys
-):
+    site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Times were put back; then a shard is damaged, and a method is added that reads it."""
     storage, old = site / "storage", small_run.results(site / "storage")
     edit(site, "b", keep_times=True)
@@ -127,7 +132,9 @@ def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
 
 
-def test_data_that_is_gone_leaves_its_results_alone(site, quick, capsys):
+def test_data_that_is_gone_leaves_its_results_alone(
+    site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = small_run.attempts(site / "storage")
     shutil.rmtree(site / "raw")
     for name in "ab":
@@ -137,7 +144,9 @@ def test_data_that_is_gone_leaves_its_results_alone(site, quick, capsys):
     assert small_run.attempts(site / "storage") == before
 
 
-def test_a_store_of_before_says_that_it_cannot_tell(site, quick, capsys):
+def test_a_store_of_before_says_that_it_cannot_tell(
+    site: Any, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Contents were not noted then: neither of raw data, nor what results were made of."""
     strip(site / "storage", "made_of", "raw_content")
     shutil.rmtree(site / "storage" / "sources")
@@ -162,7 +171,7 @@ def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
     otherwise."""
     run_stage = executor.run_stage
 
-    def run(job, *rest):
+    def run(job: Any, *rest: Any) -> Any:
         return run_stage(
             dataclasses.replace(job, seed=job.seed + 1) if job.id == stage_id else job, *rest
         )
@@ -171,8 +180,8 @@ def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
 
 
 def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
-    site, quick, monkeypatch, capsys
-):
+    site: Any, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     storage, before = site / "storage", small_run.attempts(site / "storage")
     spoil(small_run.artifact(storage, "meat/a/train", "task.safetensors"), "flip")
     other_bits(monkeypatch, "meat/a/train")
@@ -188,7 +197,9 @@ def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
 
 
-def test_a_look_up_compares_what_a_result_was_made_of(site, quick, monkeypatch, capsys):
+def test_a_look_up_compares_what_a_result_was_made_of(
+    site: Any, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Another process made the parent again, and nothing else."""
     storage, stage = site / "storage", "meat/a/train"
     key = keys(site)[stage]
@@ -208,7 +219,9 @@ def job_of(site: Path, stage_id: str) -> StageJob:
     return graph[stage_id].job
 
 
-def test_of_two_attempts_with_different_contents_the_loser_says_so(site, quick, monkeypatch):
+def test_of_two_attempts_with_different_contents_the_loser_says_so(
+    site: Any, quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both computed the same stage at the same time, and their bits differ."""
     job = job_of(site, "meat/a/train")
     first = loop._run_stage(job, Group(), lambda body: None)

@@ -75,7 +75,9 @@ def skipped(name: str) -> dict[str, Any]:
         ([{"name": "a", "version": "1.0"}], [], "1 of 1 packages"),
     ],
 )
-def test_a_report_is_sound_only_where_every_package_was_asked_for(packages, found, unknown):
+def test_a_report_is_sound_only_where_every_package_was_asked_for(
+    packages: Any, found: Any, unknown: str
+) -> None:
     said, left = judge({"dependencies": packages})
     assert said == found
     assert left.startswith(unknown)
@@ -83,7 +85,7 @@ def test_a_report_is_sound_only_where_every_package_was_asked_for(packages, foun
 
 
 @pytest.mark.slow
-def test_no_dependency_has_a_known_vulnerability():
+def test_no_dependency_has_a_known_vulnerability() -> None:
     command = [
         sys.executable,
         "-m",

@@ -27,12 +27,12 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("method", "optimizer", "promise"), EVERY)
-def test_every_method_keeps(lab: Lab, method: str, optimizer: str, promise: str):
+def test_every_method_keeps(lab: Lab, method: str, optimizer: str, promise: str) -> None:
     PROMISES[promise].check(lab, method, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_fine_tuning_forgets(lab: Lab, optimizer: str):
+def test_fine_tuning_forgets(lab: Lab, optimizer: str) -> None:
     """The measure of all others: had it kept its answers, the promise would say nothing."""
     run = lab.run("finetune", optimizer)
     images, task = run.images(0), run.order[0]
@@ -127,7 +127,9 @@ class StartsAsPyTorchDoes(Linear):
         ), super().finish()[1]
 
 
-def test_a_method_may_start_from_the_process_generator(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+def test_a_method_may_start_from_the_process_generator(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(METHODS, StartsAsPyTorchDoes.name, StartsAsPyTorchDoes)
     PROMISES["a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone"].check(
         lab, StartsAsPyTorchDoes.name, "adamw"
@@ -285,7 +287,7 @@ BROKEN = [
 )
 def test_a_method_that_breaks_a_promise_is_found_out(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, broken: type[Method], promise: str
-):
+) -> None:
     class Named(broken):  # type: ignore[misc,valid-type]
         name = broken.__name__
 
@@ -295,5 +297,5 @@ def test_a_method_that_breaks_a_promise_is_found_out(
         PROMISES[promise].check(lab, Named.name, PROMISES[promise].optimizers[0])
 
 
-def test_every_promise_is_seen_to_fail():
+def test_every_promise_is_seen_to_fail() -> None:
     assert {promise for _, promise in BROKEN} == PROMISES.keys()

@@ -69,7 +69,7 @@ def table(output: str) -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 # ---- the rehearsal -------------------------------------------------------------------------------
-def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset():
+def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset() -> None:
     done = benchmark("--methods", *REHEARSED)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = table(done.stdout)
@@ -92,7 +92,7 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset():
 
 def test_without_a_gpu_it_says_so_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.setattr(gpu_pool, "ask", lambda question: "")
     assert gpu.main([]) == 2
     out, err = capsys.readouterr()
@@ -101,7 +101,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(
     assert err.count("\n") == 1
 
 
-def test_an_unknown_method_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_method_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--device", "cpu", "--methods", "meatt"]) == 2
     assert (
         capsys.readouterr().err
@@ -165,7 +165,7 @@ class FailsOnTheDevice(Linear):
 BROKEN = (Raises, TakesTooMuchMemory, RemembersBeside, AnswersByDevice, FailsOnTheDevice)
 
 
-def test_a_method_that_fails_is_a_line_and_an_exit_code_and_the_others_go_on():
+def test_a_method_that_fails_is_a_line_and_an_exit_code_and_the_others_go_on() -> None:
     names = [*(broken.name for broken in BROKEN), "linear"]
     done = python(
         "import test_gpu_benchmark as tests\nfrom benchmarks import gpu\n"
@@ -224,7 +224,7 @@ for message in gpu_pool.run(CASES, check, jobs=1, limit_s=1.0):
 """
 
 
-def test_a_case_that_hangs_or_dies_is_ended_and_costs_no_other():
+def test_a_case_that_hangs_or_dies_is_ended_and_costs_no_other() -> None:
     cases = ["good", "hangs", "dies", "spoils its process", "good too", "good as well"]
     done = python(MISBEHAVE.replace("CASES", repr(cases)))
     assert done.returncode == 0, done.stderr

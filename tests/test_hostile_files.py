@@ -43,7 +43,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MARK = "the-code-of-a-stranger-ran"
 
 
-def test_the_mark_is_left_by_what_is_loaded(tmp_path):
+def test_the_mark_is_left_by_what_is_loaded(tmp_path: Path) -> None:
     found = Site(tmp_path)
     pickle.loads(found.pickled())
     assert found.mark.exists()
@@ -53,7 +53,7 @@ def take(megabytes: int) -> str:
     return f"{len(bytearray(megabytes << 20))} bytes"
 
 
-def test_what_a_process_takes_is_seen():
+def test_what_a_process_takes_is_seen() -> None:
     assert costs(take, 300)[1] >= 290
 
 
@@ -113,7 +113,7 @@ TARS: dict[str, tuple[list[bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", TARS)
-def test_a_hostile_tar_is_refused(case, site, capfd):
+def test_a_hostile_tar_is_refused(case: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     members, says = TARS[case]
     said = sentence(capfd, ["ingest", archive(site, *members)])
     assert says in said
@@ -125,7 +125,7 @@ def list_one(path: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
-def test_sizes_in_a_tar_take_no_memory(kind, site):
+def test_sizes_in_a_tar_take_no_memory(kind: Any, site: Any) -> None:
     archive(site, member("x.cls", size=3 << 30, kind=kind))
     with open(site.own / "raw" / "train.tar", "ab") as stream:
         stream.truncate(4 << 30)  # a file of holes, so that the size is true
@@ -134,7 +134,7 @@ def test_sizes_in_a_tar_take_no_memory(kind, site):
     assert megabytes < 100
 
 
-def test_a_pickle_in_a_tar_is_not_loaded(site, capfd):
+def test_a_pickle_in_a_tar_is_not_loaded(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """WebDataset's decoders would load what is called so."""
     hidden = [member(f"a0.{ext}", site.pickled()) for ext in ("pkl", "pyd", "pickle", "pth", "npy")]
     assert cli.main(["ingest", archive(site, *hidden)]) == 0
@@ -265,7 +265,9 @@ def ingest_quietly(path: str) -> int:
     return cli.main(["ingest", path])
 
 
-def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(site, monkeypatch):
+def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", f"{site.own}:{os.environ['PATH']}")
     # what Pillow would give PostScript to
     (site.own / "gs").write_text(f"#!/bin/sh\ntouch {site.mark}\n")
@@ -294,7 +296,7 @@ def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(site, m
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
 @pytest.mark.parametrize("size", [(1, 1), (9, 7), (31, 40)])
-def test_whole_pngs_of_every_kind_are_taken(mode, size):
+def test_whole_pngs_of_every_kind_are_taken(mode: str, size: Any) -> None:
     buffer = io.BytesIO()
     Image.new(mode, size).save(buffer, "PNG", **({"bits": 4} if mode == "P" else {}))
     assert ingest.problem_of(buffer.getvalue(), 10**6) is None
@@ -302,7 +304,7 @@ def test_whole_pngs_of_every_kind_are_taken(mode, size):
 
 @pytest.mark.parametrize(("bits", "color"), [(1, 0), (8, 2), (16, 6), (4, 3)])
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (9, 7), (33, 40)])
-def test_interlaced_pngs_are_taken_whole_and_refused_cut(bits, color, size):
+def test_interlaced_pngs_are_taken_whole_and_refused_cut(bits: int, color: int, size: Any) -> None:
     total = 0
     for x, y, across, down in ingest.ADAM7:
         columns, rows = len(range(x, size[0], across)), len(range(y, size[1], down))
@@ -315,7 +317,7 @@ def test_interlaced_pngs_are_taken_whole_and_refused_cut(bits, color, size):
         assert (ingest.problem_of(data, 10**6) is None) == (not missing)
 
 
-def test_a_blank_page_is_taken_where_the_card_says_so():
+def test_a_blank_page_is_taken_where_the_card_says_so() -> None:
     assert ingest.problem_of(png_of(3000, 3000, 3000), 50_000_000) is not None
     assert ingest.problem_of(png_of(3000, 3000, 3000), 50_000_000, 10**6) is None
     assert ingest.problem_of(png_of(1000, 1000, 1000), 50_000_000) is None, "of small ones any"
@@ -329,7 +331,7 @@ def first_frame(data: bytes) -> int:
     return len(ingest.to_stored(data, 50_000_000)[0])
 
 
-def test_of_thousands_of_frames_one_is_decoded():
+def test_of_thousands_of_frames_one_is_decoded() -> None:
     frames = [Image.new("L", (64, 64), n) for n in range(2)]
     buffer = io.BytesIO()
     frames[0].save(
@@ -344,7 +346,9 @@ def test_of_thousands_of_frames_one_is_decoded():
     assert megabytes < 60
 
 
-def test_an_image_file_of_a_terabyte_is_listed_and_not_read(site, capfd):
+def test_an_image_file_of_a_terabyte_is_listed_and_not_read(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     for split in ("train", "test"):
         for label in "ab":
             (site.own / "raw" / split / label).mkdir(parents=True)
@@ -404,7 +408,13 @@ YAMLS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("kind", ["config", "card"])
 @pytest.mark.parametrize("case", YAMLS)
-def test_hostile_yaml_is_refused(case, kind, site, capfd, monkeypatch):
+def test_hostile_yaml_is_refused(
+    case: Any,
+    kind: str,
+    site: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(site.outside)
     monkeypatch.setattr(yaml_files, "MOST_VALUES", 2000)
     text, says = YAMLS[case]
@@ -424,13 +434,13 @@ def whole(text: str) -> str:
 @pytest.mark.parametrize(
     "text", [LAUGHS, MERGES, "[" * 1_000_000], ids=["laughs", "merges", "deep"]
 )
-def test_hostile_yaml_takes_no_memory(text):
+def test_hostile_yaml_takes_no_memory(text: Any) -> None:
     said, megabytes = costs(whole, text)
     assert "not readable as YAML" in said
     assert megabytes < 100
 
 
-def test_aliases_that_people_write_are_read():
+def test_aliases_that_people_write_are_read() -> None:
     assert yaml_files.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")[
         "b"
     ] == {"x": 3, "y": [2]}
@@ -475,12 +485,12 @@ MEANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("text", MEANS)
-def test_words_mean_what_yaml_1_2_says(text):
+def test_words_mean_what_yaml_1_2_says(text: Any) -> None:
     found = yaml_files.parse_yaml(f"key: {text}", "x")["key"]
     assert (type(found), found) == (type(MEANS[text]), MEANS[text])
 
 
-def test_what_is_written_is_read_back_and_by_yaml_1_1_too():
+def test_what_is_written_is_read_back_and_by_yaml_1_1_too() -> None:
     values = [
         *MEANS,
         *MEANS.values(),
@@ -521,11 +531,13 @@ def config_of(site: Site, **changes: Any) -> str:
         ("train.batch_size=0x10", "batch_size", 16),
     ],
 )
-def test_numbers_and_switches_are_read_as_people_write_them(override, key, value, site):
+def test_numbers_and_switches_are_read_as_people_write_them(
+    override: str, key: str, value: Any, site: Any
+) -> None:
     assert getattr(configs.load(config_of(site), [override]).train, key) == value
 
 
-def test_tracking_may_be_switched_off_by_a_word(site):
+def test_tracking_may_be_switched_off_by_a_word(site: Any) -> None:
     assert not configs.load(config_of(site), ["tracking=off"]).tracking.enabled
 
 
@@ -558,7 +570,9 @@ def test_tracking_may_be_switched_off_by_a_word(site):
         ("cluster={workers: 1, address: '127.0.0.1:99999999'}", "is not of the form host:port"),
     ],
 )
-def test_an_override_that_overflows_or_hides_something_is_refused(override, says, site, capfd):
+def test_an_override_that_overflows_or_hides_something_is_refused(
+    override: Any, says: str, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = sentence(
         capfd,
         ["run" if override.startswith("cluster={") else "plan", config_of(site), "--set", override],
@@ -566,7 +580,7 @@ def test_an_override_that_overflows_or_hides_something_is_refused(override, says
     assert says in said
 
 
-def test_classes_may_be_called_no_and_on(site):
+def test_classes_may_be_called_no_and_on(site: Any) -> None:
     tasks = [{"card": small_run.make_card(site.own, "good", "01", 3, 2)}]
     path = site.config(tasks[0]["card"], stream={"scenario": "task", "tasks": tasks})
     Path(path).write_text(
@@ -576,13 +590,15 @@ def test_classes_may_be_called_no_and_on(site):
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
-def test_a_seed_that_numpy_does_not_take_is_refused(seed, site, capfd):
+def test_a_seed_that_numpy_does_not_take_is_refused(
+    seed: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     card = site.card(class_order_seed=seed, source={"format": "folder", "path": str(site.own)})
     assert "class_order_seed is" in sentence(capfd, ["plan", site.config(card)])
 
 
 # ---- files of files ------------------------------------------------------------------------------
-def test_bases_that_double_are_refused(site, capfd):
+def test_bases_that_double_are_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     for number in range(1, 24):
         (site.own / f"{number}.yaml").write_text(
             f"extends: [{number - 1}.yaml, {number - 1}.yaml]\n"
@@ -593,7 +609,9 @@ def test_bases_that_double_are_refused(site, capfd):
     )
 
 
-def test_a_thousand_bases_one_behind_the_other_are_refused(site, capfd):
+def test_a_thousand_bases_one_behind_the_other_are_refused(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     for number in range(1500):
         (site.own / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
     assert "0.yaml: extends more than 100 files" in sentence(
@@ -601,7 +619,7 @@ def test_a_thousand_bases_one_behind_the_other_are_refused(site, capfd):
     )
 
 
-def test_bases_that_people_write_are_read(site):
+def test_bases_that_people_write_are_read(site: Any) -> None:
     for number in range(1, 6):
         (site.own / f"{number}.yaml").write_text(
             f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n"
@@ -613,7 +631,9 @@ def test_bases_that_people_write_are_read(site):
     }
 
 
-def test_a_base_that_is_a_circle_of_links_is_refused(site, capfd):
+def test_a_base_that_is_a_circle_of_links_is_refused(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     (site.own / "a.yaml").symlink_to("b.yaml")
     (site.own / "b.yaml").symlink_to("a.yaml")
     (site.own / "c.yaml").write_text("extends: a.yaml\n")
@@ -714,7 +734,9 @@ def in_a_folder(site: Site, path: str, name: str) -> str:
 
 @pytest.mark.parametrize("kind", AS)
 @pytest.mark.parametrize("case", ENDLESS)
-def test_a_file_without_end_is_refused_at_once(case, kind, site, capfd):
+def test_a_file_without_end_is_refused_at_once(
+    case: Any, kind: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     make, says = ENDLESS[case]
     path = make(site)
     said = sentence(capfd, AS[kind](site, path))
@@ -746,7 +768,7 @@ FORMULAS = [
 ]
 
 
-def test_no_cell_of_a_table_is_a_formula():
+def test_no_cell_of_a_table_is_a_formula() -> None:
     plain = {"number": -1.5, "count": -3, "text": "-1.5", "none": float("nan"), "nothing": "-"}
     rows = [{**plain, text: text} for text in FORMULAS]
     data = csv_files.as_csv(rows).decode()
@@ -763,7 +785,7 @@ def test_no_cell_of_a_table_is_a_formula():
     assert len(found) == len(FORMULAS), "a cell that goes over several lines is in quotes"
 
 
-def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site):
+def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site: Any) -> None:
     card = small_run.make_card(site.own, "good", "01", 3, 2, max_bad_fraction=0.9)
     (site.own / "raw" / "good" / "train" / "0" / "=cmd|' !A0.png").write_bytes(b"no image")
     assert cli.main(["ingest", site.config(card)]) == 0
@@ -777,7 +799,9 @@ def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site):
     ]
 
 
-def test_a_text_of_many_megabytes_is_no_config(site, capfd):
+def test_a_text_of_many_megabytes_is_no_config(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     (site.own / "bad.yaml").write_text("#" * (17 << 20))
     assert "longer than 16777216 characters" in sentence(
         capfd, ["plan", str(site.own / "bad.yaml")]
@@ -791,8 +815,8 @@ def no_connection(*arguments: Any, **_: Any) -> None:
 
 @pytest.mark.parametrize("case", BACKBONES)
 def test_a_backbone_of_a_stranger_is_refused_by_plan_and_reaches_nothing(
-    case, site, capfd, monkeypatch
-):
+    case: Any, site: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(socket.socket, "connect", no_connection)
     backbone, says = backbones(site.outside)[case]
     card = small_run.make_card(site.own, "good", "01", 3, 2)
@@ -822,7 +846,7 @@ def written(site: Site, card: str, backbone: dict[str, Any]) -> str:
         {"init_values": 1e-5},
     ],
 )
-def test_what_a_model_itself_takes_is_an_option(options):
+def test_what_a_model_itself_takes_is_an_option(options: Any) -> None:
     settings = BackboneSettings(
         **{**small_run.BACKBONE, "options": small_run.BACKBONE["options"] | options}
     )
@@ -862,18 +886,20 @@ TENSORS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_hostile_tensors_are_refused(case):
+def test_hostile_tensors_are_refused(case: Any) -> None:
     with pytest.raises(UserError, match="not readable as safetensors"):
         load_tensors(TENSORS[case], "a file")
 
 
 @pytest.mark.parametrize("case", [*TENSORS, "torch.save"])
-def test_hostile_weights_of_a_backbone_are_refused(case, site, capfd):
+def test_hostile_weights_of_a_backbone_are_refused(
+    case: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = site.own / "weights.pt"
     if case == "torch.save":
 
         class Evil:
-            def __reduce__(self):
+            def __reduce__(self) -> Any:
                 return os.system, (f"touch {site.mark}",)
 
         torch.save({"cls_token": Evil()}, path)
@@ -909,7 +935,9 @@ def state_said(data: bytes) -> str:
 @pytest.mark.parametrize(
     "shape", [[2**33], [2**60], [2**32, 2**32], [-8], [9], [0], [8.5], "88", None, [[8]], {"x": 1}]
 )
-def test_a_mask_that_says_it_is_larger_than_its_bits_is_refused_and_takes_no_memory(shape):
+def test_a_mask_that_says_it_is_larger_than_its_bits_is_refused_and_takes_no_memory(
+    shape: Any,
+) -> None:
     said, megabytes = costs(state_said, state(shape))
     assert "not a task state" in said
     assert megabytes < 50
@@ -963,13 +991,17 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", PARQUETS)
-def test_a_hostile_parquet_is_refused(case, site, capfd):
+def test_a_hostile_parquet_is_refused(
+    case: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     make, says = PARQUETS[case]
     said = sentence(capfd, ["ingest", source(site, make())])
     assert says.replace("4 of 4", "8 of 8") in said
 
 
-def test_pickled_objects_in_parquet_stay_bytes(site, capfd):
+def test_pickled_objects_in_parquet_stay_bytes(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     evil = site.pickled()
     field = pa.field(
         "label",
@@ -995,7 +1027,9 @@ def read_rows(path: str) -> str:
 
 
 @pytest.mark.parametrize("column", ["label", "image"])
-def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(column, site):
+def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(
+    column: str, site: Any
+) -> None:
     """A few kilobytes that hold 20 MB once, and mean 1.6 GB."""
     names = pa.DictionaryArray.from_arrays(
         pa.array([0] * 80, pa.int32()), pa.array([b"a" * (20 << 20)])
@@ -1011,7 +1045,9 @@ def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(column, si
 
 
 # ---- torchvision ---------------------------------------------------------------------------------
-def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(site, capfd, monkeypatch):
+def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(
+    site: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision.datasets import cifar
 
     def away(*args: Any, **kwargs: Any) -> None:

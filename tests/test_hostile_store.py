@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -30,7 +31,7 @@ from workers.storage.artifact import Artifact, digest_of, file_info
 
 
 # ---- shards and their index ----------------------------------------------------------------------
-def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site):
+def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
     data = b"".join(
         [
             member("train/a/0.pyd", site.pickled()),
@@ -70,7 +71,7 @@ INDICES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("case", INDICES)
-def test_a_hostile_index_is_refused(case, site):
+def test_a_hostile_index_is_refused(case: Any, site: Any) -> None:
     key = ingested(site, INDICES[case]())
     with pytest.raises(
         DamagedArtifact, match=r"not readable as an index .*; run the same command again"
@@ -78,7 +79,7 @@ def test_a_hostile_index_is_refused(case, site):
         Shards.open(str(site.own), key)
 
 
-def test_an_honest_index_is_read(site):
+def test_an_honest_index_is_read(site: Any) -> None:
     assert Shards.open(str(site.own), ingested(site)).index.num_rows == 1
 
 
@@ -97,7 +98,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_manifest_that_names_what_is_not_its_own_does_not_stand(case, site):
+def test_a_manifest_that_names_what_is_not_its_own_does_not_stand(case: Any, site: Any) -> None:
     key = ingested(site)
     path = site.own / key / "manifest.json"
     body = json.loads(path.read_text())
@@ -114,7 +115,9 @@ DEEP, ENDLESS = "[" * 100_000, '{"name": ' + "9" * 5000 + "}"
     [DEEP, ENDLESS, '{"a": NaN}', '"text"', "3", "null", "\ufeff{}", "{" * 1000],
     ids=lambda text: text[:8],
 )
-def test_json_of_a_stranger_is_no_record_and_no_obstacle(text, site, capfd):
+def test_json_of_a_stranger_is_no_record_and_no_obstacle(
+    text: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     store = Store(str(site.own / "storage"))
     card = small_run.make_card(site.own, "good", "01", 3, 2)
     for place in (
@@ -144,7 +147,7 @@ def read_one(path: str) -> str:
         return str(error)
 
 
-def test_json_of_gigabytes_takes_little_memory(site):
+def test_json_of_gigabytes_takes_little_memory(site: Any) -> None:
     with open(site.own / "manifest.json", "wb") as stream:
         stream.truncate(4 << 30)
     said, megabytes = costs(read_one, str(site.own / "manifest.json"))
@@ -161,7 +164,7 @@ def test_json_of_gigabytes_takes_little_memory(site):
         "e00000-s000000-00000000.safetensors/../x",
     ],
 )
-def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name, site):
+def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name: str, site: Any) -> None:
     root, folder = str(site.own / "stages"), site.own / "checkpoints" / "k"
     folder.mkdir(parents=True)
     (site.own / "checkpoints" / "k2").mkdir()
@@ -184,7 +187,7 @@ def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name, site):
     assert (site.own / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").exists()
 
 
-def test_a_checkpoint_of_other_words_starts_the_stage_anew(site):
+def test_a_checkpoint_of_other_words_starts_the_stage_anew(site: Any) -> None:
     folder = site.own / "checkpoints" / "k"
     folder.mkdir(parents=True)
     data = safetensors.torch.save({"x": torch.zeros(1)}, {"accrete": json.dumps({"nothing": 1})})
@@ -197,7 +200,7 @@ def test_a_checkpoint_of_other_words_starts_the_stage_anew(site):
 @pytest.mark.parametrize(
     "key", ["../../../outside", "/etc", "a/b", "..", "<script>", "", None, 3.5, ["x"]]
 )
-def test_a_record_whose_keys_lead_out_of_the_store_is_none(key, site):
+def test_a_record_whose_keys_lead_out_of_the_store_is_none(key: Any, site: Any) -> None:
     store = Store(str(site.own))
     store.save_record({"name": "r", "stages": [{"id": "x", "key": "0" * 32, "step": "train"}]})
     assert store.record("r") is not None
@@ -215,7 +218,7 @@ def test_a_record_whose_keys_lead_out_of_the_store_is_none(key, site):
         None,
     ],
 )
-def test_a_record_with_less_than_a_stage_is_none(stage, site):
+def test_a_record_with_less_than_a_stage_is_none(stage: Any, site: Any) -> None:
     store = Store(str(site.own))
     store.save_record({"name": "r", "stages": [stage]})
     assert store.record("r") is None
@@ -223,7 +226,9 @@ def test_a_record_with_less_than_a_stage_is_none(stage, site):
 
 # ---- names ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", ".", "..", "", "x\ny", "x\n"])
-def test_a_card_cannot_name_a_place(name, site, capfd):
+def test_a_card_cannot_name_a_place(
+    name: str, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = sentence(
         capfd,
         [
@@ -244,14 +249,16 @@ def test_a_card_cannot_name_a_place(name, site, capfd):
         {"licence": "\0"},
     ],
 )
-def test_a_card_holds_no_nul(changes, site, capfd):
+def test_a_card_holds_no_nul(changes: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     said = sentence(capfd, ["ingest", site.config(site.card(**changes))])
     assert "card.yaml" in said
     assert "a character that no file can be named with" in said
 
 
 @pytest.mark.parametrize("name", ["x\ny", "x\x1b[2Jy", "", "x" * 10_000, "x\u202ey"])
-def test_a_class_has_a_name_that_can_be_shown(name, site, capfd):
+def test_a_class_has_a_name_that_can_be_shown(
+    name: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = sentence(
         capfd,
         [
@@ -268,7 +275,7 @@ def test_a_class_has_a_name_that_can_be_shown(name, site, capfd):
 @pytest.mark.parametrize(
     "name", ["../../outside/x", "..", "a/../b", "<script>", "$\\bad{$", "x" * 200, "c:\\x", "a b.c"]
 )
-def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name, site):
+def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name: Any, site: Any) -> None:
     table = pa.table({"image": [png(n) for n in range(4)], "label": ["a", name, "a", name]})
     (site.own / "raw").mkdir()
     for split in ("train", "test"):
@@ -296,7 +303,9 @@ def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name, site)
     assert len([*shards.stream(["train-00000.tar"])]) == 4
 
 
-def test_a_label_of_the_source_does_not_fill_the_terminal(site, capfd):
+def test_a_label_of_the_source_does_not_fill_the_terminal(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     table = pa.table(
         {"image": [png(n) for n in range(4)], "label": ["a", "x" * 4000, "\x1b[2J" * 50, "b"]}
     )
@@ -317,7 +326,9 @@ EVIL = [
 ]
 
 
-def test_names_of_tasks_and_classes_are_no_markup_in_a_report(tmp_path, monkeypatch):
+def test_names_of_tasks_and_classes_are_no_markup_in_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks = [
         {**task, "classes": [f"{EVIL[i % len(EVIL)]}{i}" for i, _ in enumerate(task["classes"])]}
         for task in fake_run.TASKS
@@ -333,13 +344,15 @@ def test_names_of_tasks_and_classes_are_no_markup_in_a_report(tmp_path, monkeypa
     assert "&lt;script&gt;alert(1)" in text
 
 
-def test_cells_of_tables_are_text():
+def test_cells_of_tables_are_text() -> None:
     for evil in EVIL[:4]:
         assert evil not in page.table_html(["x"], [[evil]], 1) or "<" not in evil
     assert page.SOFT in page.table_html(["x"], [[page.SOFT]], 1)
 
 
-def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(site, capfd):
+def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = {"bytes": 1, "sha256": "0"}
     body = {
         "format": 1,
@@ -403,7 +416,9 @@ def model_of_a_stranger(site: Site, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("case", BACKBONES)
-def test_a_model_folder_that_asks_for_another_backbone_is_refused(case, site, capfd):
+def test_a_model_folder_that_asks_for_another_backbone_is_refused(
+    case: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Whether a task is imported into it, or it is asked about an image."""
     backbone, says = backbones(site.outside)[case]
     folder = model_of_a_stranger(site, backbone=backbone)
@@ -414,7 +429,9 @@ def test_a_model_folder_that_asks_for_another_backbone_is_refused(case, site, ca
         Bundle.open(folder).method()
 
 
-def test_a_model_folder_with_less_than_its_backbone_is_refused_before_one_is_made(site):
+def test_a_model_folder_with_less_than_its_backbone_is_refused_before_one_is_made(
+    site: Any,
+) -> None:
     backbone = {
         **small_run.BACKBONE,
         "options": {**small_run.BACKBONE["options"], "embed_dim": 8192, "num_heads": 1},
@@ -428,7 +445,7 @@ def load_model(folder: str) -> str:
     return str(Bundle.open(folder).method())
 
 
-def test_cards_of_the_repository_are_read():
+def test_cards_of_the_repository_are_read() -> None:
     names = sorted(path.parent.name for path in cards.CARDS.glob("*/card.yaml"))
     assert len(names) > 5
     for name in names:

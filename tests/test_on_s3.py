@@ -38,7 +38,9 @@ def judge(reference: Reference, bucket: s3.Proxy, place: Path) -> None:
     assert not s3.leaks(place)
 
 
-def test_a_run_through_errors_that_pass_has_the_same_numbers(reference, bucket, tmp_path):
+def test_a_run_through_errors_that_pass_has_the_same_numbers(
+    reference: Any, bucket: Any, tmp_path: Path
+) -> None:
     bucket.share = 0.05
     config = config_of(reference, bucket, tmp_path)
     code, said = through(["run", config], bucket, tmp_path)
@@ -59,8 +61,8 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(reference, bucket, 
 
 @pytest.mark.parametrize("call", [9, 31])
 def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
-    call, reference, bucket, tmp_path
-):
+    call: int, reference: Any, bucket: Any, tmp_path: Path
+) -> None:
     bucket.share = 0.05
     config = config_of(reference, bucket, tmp_path)
     code, _ = through(["run", config], bucket, tmp_path, stop_before=call)
@@ -72,7 +74,7 @@ def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
     judge(reference, bucket, tmp_path)
 
 
-def test_few_requests_are_made_of_each_stage(reference, bucket, tmp_path):
+def test_few_requests_are_made_of_each_stage(reference: Any, bucket: Any, tmp_path: Path) -> None:
     """Without checkpoints; most are the manifests of stages that a stage starts from."""
     body = small_run.make_body(
         tmp_path,
@@ -89,7 +91,9 @@ def test_few_requests_are_made_of_each_stage(reference, bucket, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(reference, bucket, tmp_path):
+def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(
+    reference: Any, bucket: Any, tmp_path: Path
+) -> None:
     bucket.share = 0.05
     body = small_run.make_body(tmp_path, reference.cards, storage=bucket.uri)
     body["cluster"] |= {
@@ -109,7 +113,9 @@ def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(reference, b
 
 
 @pytest.mark.slow
-def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(reference, bucket, tmp_path):
+def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(
+    reference: Any, bucket: Any, tmp_path: Path
+) -> None:
     config = config_of(
         reference,
         bucket,
@@ -128,7 +134,9 @@ def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(reference, buc
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not (DATA / "real7").exists(), reason="real7 is not below ACCRETE_DATA")
-def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(bucket, tmp_path):
+def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(
+    bucket: Any, tmp_path: Path
+) -> None:
     """A star and a chain on the pretrained ViT-Ti, at 32 px, in little shards."""
     bucket.share = 0.05
     methods = ["linear", "hat"]

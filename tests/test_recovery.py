@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,9 @@ def killed_at_a_call(reference: Reference, place: Path, call: int) -> bool:
 
 
 @pytest.mark.parametrize("trial", range(3))
-def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(trial, reference, tmp_path):
+def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(
+    trial: Any, reference: Any, tmp_path: Path
+) -> None:
     killed_at_a_moment(
         reference,
         tmp_path,
@@ -59,7 +62,9 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(trial, refer
 
 
 @pytest.mark.parametrize("trial", range(3))
-def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(trial, reference, tmp_path):
+def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(
+    trial: Any, reference: Any, tmp_path: Path
+) -> None:
     assert killed_at_a_call(
         reference, tmp_path, random.Random(f"{MOMENTS}-call-{trial}").randrange(5, 120)
     )
@@ -67,7 +72,9 @@ def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(trial, refer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", range(20))
-def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(trial, reference, tmp_path):
+def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(
+    trial: Any, reference: Any, tmp_path: Path
+) -> None:
     killed_at_a_moment(
         reference,
         tmp_path,
@@ -76,7 +83,9 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(trial, reference,
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(reference, tmp_path):
+def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(
+    reference: Any, tmp_path: Path
+) -> None:
     """Every seventh call that makes something durable; the last ones are beyond the end of the
     run."""
     call, lived = 1, True
@@ -86,7 +95,7 @@ def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(refer
     assert call > 100
 
 
-def test_a_run_killed_again_and_again_comes_to_its_end(reference, tmp_path):
+def test_a_run_killed_again_and_again_comes_to_its_end(reference: Any, tmp_path: Path) -> None:
     """Ten lives, each of which ends a few writes after the last."""
     config = reference.config(tmp_path)
     before: dict[str, str] = {}
@@ -100,8 +109,8 @@ def test_a_run_killed_again_and_again_comes_to_its_end(reference, tmp_path):
 
 
 def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_same_command(
-    reference, tmp_path
-):
+    reference: Any, tmp_path: Path
+) -> None:
     """SIGTERM, as a cluster sends it before it takes a machine away: without checkpoints by the
     clock, none of the steps is made twice."""
     longer = {
@@ -138,7 +147,9 @@ def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_s
 
 
 @pytest.mark.parametrize("call", [20, 60])
-def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(call, reference, tmp_path):
+def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(
+    call: int, reference: Any, tmp_path: Path
+) -> None:
     process = small_run.start(
         ["run", reference.config(tmp_path)],
         tmp_path / "out.txt",
@@ -161,8 +172,13 @@ def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(call, reference
 
 @pytest.mark.parametrize("call", [1, 3, 4, 9, 40, 90])
 def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(
-    call, reference, tmp_path, quick, monkeypatch, capfd
-):
+    call: int,
+    reference: Any,
+    tmp_path: Path,
+    quick: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     config, calls = reference.config(tmp_path), itertools.count(1)
 
     def full(descriptor: int) -> None:
@@ -183,8 +199,8 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(
 # ---- checkpoints inside a stage ------------------------------------------------------------------
 @pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
 def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
-    crash_at, reference, tmp_path, quick, monkeypatch
-):
+    crash_at: int, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three steps per epoch, two epochs: after every step but the last of an epoch's end there is a
     checkpoint."""
     config = reference.config(tmp_path)
@@ -204,7 +220,9 @@ def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
     )
 
 
-def test_without_checkpoints_a_stage_starts_again(reference, tmp_path, quick, monkeypatch):
+def test_without_checkpoints_a_stage_starts_again(
+    reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = reference.config(tmp_path, cluster={"checkpoint_s": 0.0})
     with pytest.raises(Crash), steps(monkeypatch, 5):
         cli.main(["run", config])
@@ -215,7 +233,9 @@ def test_without_checkpoints_a_stage_starts_again(reference, tmp_path, quick, mo
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "meta"])
-def test_a_damaged_checkpoint_is_not_believed(harm, reference, tmp_path, quick, monkeypatch):
+def test_a_damaged_checkpoint_is_not_believed(
+    harm: str, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = reference.config(tmp_path)
     with pytest.raises(Crash), steps(monkeypatch, 5):
         cli.main(["run", config])
@@ -232,7 +252,9 @@ def test_a_damaged_checkpoint_is_not_believed(harm, reference, tmp_path, quick, 
 
 # ---- two at once ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("trial", range(2))
-def test_two_drivers_at_the_same_moment_publish_every_stage_once(trial, reference, tmp_path):
+def test_two_drivers_at_the_same_moment_publish_every_stage_once(
+    trial: Any, reference: Any, tmp_path: Path
+) -> None:
     configs = [reference.config(tmp_path), reference.config(tmp_path)]
     processes = [
         small_run.start(["run", config], tmp_path / f"out{i}.txt")

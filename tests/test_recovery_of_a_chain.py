@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,15 @@ TRAINING = {
     ],
 )
 def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
-    step: str, done: int, call: int, chain: Reference, tmp_path: Path, quick, monkeypatch, capsys
-):
+    step: str,
+    done: int,
+    call: int,
+    chain: Reference,
+    tmp_path: Path,
+    quick: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """done: of how many training steps there is a checkpoint. The one after them is lost, before
     its own checkpoint was written or named; of herding the result, before its first file and before
     its manifest."""
@@ -65,8 +73,8 @@ def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
 
 
 def test_without_what_was_measured_all_else_stands_and_it_is_measured_the_same_again(
-    chain: Reference, tmp_path: Path, quick
-):
+    chain: Reference, tmp_path: Path, quick: Any
+) -> None:
     """C17: evaluations are leaves."""
     config, storage = chain.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)

@@ -28,7 +28,7 @@ def on_ray(reference: Reference, place: Path, workers: int = 1, **changes: Any) 
     )
 
 
-def test_one_ray_worker_gives_what_this_process_gives(reference, tmp_path):
+def test_one_ray_worker_gives_what_this_process_gives(reference: Any, tmp_path: Path) -> None:
     small_run.run(["run", on_ray(reference, tmp_path)], tmp_path / "out.txt")
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert all(
@@ -39,7 +39,9 @@ def test_one_ray_worker_gives_what_this_process_gives(reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ray_workers_give_the_same_up_to_the_order_of_sums(reference, tmp_path):
+def test_two_ray_workers_give_the_same_up_to_the_order_of_sums(
+    reference: Any, tmp_path: Path
+) -> None:
     """Gradients are summed in another order: weights differ in their last bits, predictions on few
     images."""
     small_run.run(["run", on_ray(reference, tmp_path, 2)], tmp_path / "out.txt")
@@ -113,7 +115,7 @@ def kill(process: psutil.Process) -> None:
 
 
 @pytest.fixture(scope="module")
-def ray_seconds(reference, tmp_path_factory) -> float:
+def ray_seconds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> float:
     """How long an uninterrupted run takes on Ray."""
     place = tmp_path_factory.mktemp("ray")
     started = time.monotonic()
@@ -129,8 +131,8 @@ VICTIMS = ["driver", "worker", "tree"]
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("trial", range(4))
 def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
-    trial, victim, workers, reference, ray_seconds, tmp_path
-):
+    trial: Any, victim: Any, workers: int, reference: Any, ray_seconds: Any, tmp_path: Path
+) -> None:
     """24 trials. The moments are drawn from the part of the run in which workers exist. With two
     workers the reference is what two workers give without interruption."""
     config = on_ray(reference, tmp_path, workers)
@@ -167,8 +169,8 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
 
 @pytest.mark.slow
 def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_the_same_digests(
-    chain, tmp_path
-):
+    chain: Any, tmp_path: Path
+) -> None:
     """On two workers: one of them dies while the second task is trained, after a checkpoint, and
     the run helps itself; then all die inside its balanced step, and the same command goes on. The
     reference is what two workers give without interruption."""
@@ -219,8 +221,8 @@ def until_checkpoint(place: Path, stage_id: str, process: Any, out: str = "kille
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["ray::Watching", "raylet/raylet", "gcs_server"])
 def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_command(
-    victim, reference, tmp_path
-):
+    victim: str, reference: Any, tmp_path: Path
+) -> None:
     config = on_ray(reference, tmp_path)
     process, killed = small_run.start(["run", config], tmp_path / "killed.txt"), False
     while process.is_alive() and not killed:

@@ -27,7 +27,7 @@ KINDS = {"star": ("meat", "piggyback"), "chain": ("hat",)}
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory) -> dict[str, Reference]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     """What one process makes of a star and of a chain."""
     return {
         kind: Reference.made_in(
@@ -53,8 +53,8 @@ def working(nodes: Nodes) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_process(
-    kind, references, tmp_path
-):
+    kind: Any, references: Any, tmp_path: Path
+) -> None:
     reference = references[kind]
     with nodes_up([1, 1, 1]) as nodes:
         process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
@@ -73,7 +73,7 @@ def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_proces
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path):
+def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path: Path) -> None:
     """Checkpoints by the clock are turned off, so what is saved was saved because of the notice;
     the stage has no try to lose."""
     reference = Reference.made_in(
@@ -96,7 +96,9 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path):
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(references, tmp_path):
+def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(
+    references: Any, tmp_path: Path
+) -> None:
     """One CPU: were it still reserved, no other group could start."""
     reference = references["chain"]
     with nodes_up([1]) as nodes:
@@ -120,7 +122,9 @@ def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(references,
     assert not [*(tmp_path / "storage" / "ray").iterdir()]
 
 
-def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, tmp_path):
+def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(
+    references: Any, tmp_path: Path
+) -> None:
     reference = references["chain"]
     with nodes_up([1, 1]) as nodes:
         config = on(nodes, reference, tmp_path, workers=2, min_workers=1, groups=1)
@@ -144,7 +148,9 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(references, t
                 )
 
 
-def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(references, tmp_path):
+def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(
+    references: Any, tmp_path: Path
+) -> None:
     """The same config and store at the same moment: one driver on a node, one through Ray's client
     server, which stands on no node."""
     reference = references["star"]
@@ -170,8 +176,8 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(re
 
 
 def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_with_one_that_was_stopped(
-    references, tmp_path
-):
+    references: Any, tmp_path: Path
+) -> None:
     """By Ray's own command, twice: the first job is stopped once a stage stands. The head has no
     CPUs, so the driver is not where the workers are."""
     reference = references["chain"]
@@ -222,7 +228,9 @@ def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_w
     not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder"
 )
 @pytest.mark.parametrize("method", ["meat", "hat"])
-def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(method, tmp_path, capsys):
+def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A star and a chain; a node is killed while it trains, another one is added. Says how long it
     took until the lost stage was further than before, and what had to be done again."""
     base = [
@@ -287,8 +295,11 @@ def free_port() -> int:
 
 
 def test_what_the_storage_of_a_submitted_job_must_be_is_said(
-    references, tmp_path, monkeypatch, capsys
-):
+    references: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from pipeline import cli
 
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({}))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,7 @@ def dangers(source: str) -> list[str]:
         ("block.compile()", 0),
     ],
 )
-def test_the_scan_sees_what_could_run_code(line, found):
+def test_the_scan_sees_what_could_run_code(line: str, found: int) -> None:
     assert len(dangers(line)) == found
 
 
@@ -114,11 +115,11 @@ def test_the_scan_sees_what_could_run_code(line, found):
     [*(REPOSITORY / "pipeline").rglob("*.py"), *(REPOSITORY / "workers").rglob("*.py")],
     ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
-def test_no_source_loads_what_could_run_code(path):
+def test_no_source_loads_what_could_run_code(path: Any) -> None:
     assert dangers(path.read_text()) == []
 
 
-def test_nothing_listens_to_everybody_by_default():
+def test_nothing_listens_to_everybody_by_default() -> None:
     files = subprocess.run(
         ["git", "-C", str(REPOSITORY), "ls-files", "-co", "--exclude-standard"],
         capture_output=True,

@@ -34,8 +34,14 @@ DATA = [
 @pytest.mark.parametrize(("stage_id", "file"), FILES)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
-    harm, stage_id, file, reference, tmp_path, quick, capsys
-):
+    harm: str,
+    stage_id: Any,
+    file: Any,
+    reference: Any,
+    tmp_path: Path,
+    quick: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
     spoil(small_run.artifact(tmp_path / "storage", stage_id, file), harm)
@@ -51,8 +57,14 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
 @pytest.mark.parametrize(("stage_id", "file"), DATA)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_anew_when_something_does(
-    harm, stage_id, file, reference, tmp_path, quick, capsys
-):
+    harm: str,
+    stage_id: Any,
+    file: Any,
+    reference: Any,
+    tmp_path: Path,
+    quick: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Its source may be gone, and most of it may be whole."""
     config, storage = reference.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)
@@ -70,7 +82,9 @@ def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_an
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
-def test_a_damaged_manifest_is_no_result(harm, reference, tmp_path, quick, capsys):
+def test_a_damaged_manifest_is_no_result(
+    harm: str, reference: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
     spoil(
@@ -99,8 +113,14 @@ def test_a_damaged_manifest_is_no_result(harm, reference, tmp_path, quick, capsy
     ],
 )
 def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
-    stage_id, file, reference, tmp_path, quick, monkeypatch, capsys
-):
+    stage_id: str,
+    file: str,
+    reference: Any,
+    tmp_path: Path,
+    quick: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The file goes bad after the driver looked at it: the stage that reads it says so, and the one
     that wrote it is run."""
     config = reference.copy(tmp_path)
@@ -128,7 +148,9 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
 
 
 # ---- the same command again, and a longer stream -------------------------------------------------
-def test_the_same_command_again_runs_nothing_and_says_so(reference, tmp_path, quick, capsys):
+def test_the_same_command_again_runs_nothing_and_says_so(
+    reference: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
     assert cli.main(["run", config]) == 0
@@ -146,7 +168,9 @@ def without_data(storage: Path, folder: Path, names: str) -> None:
 
 
 @pytest.mark.parametrize("gone", ["", "a", "ab"])
-def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(gone, tmp_path, quick, capsys):
+def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(
+    gone: str, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A star: tasks a and b are learned and their data deleted; then c comes."""
     cards = small_run.make_cards(tmp_path, "ab")
     config = small_run.write_config(
@@ -175,7 +199,9 @@ def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(gone, tmp_pa
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(tmp_path, quick, capsys):
+def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(
+    tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     card = small_run.make_card(tmp_path, "a", "23", num_classes=2)
     text = Path(card).read_text()
     assert "classes:\n- '2'\n- '3'\n" in text
@@ -191,8 +217,8 @@ def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(tmp_path
 
 
 def test_a_chain_goes_on_without_the_data_of_older_tasks_and_leaves_their_cells_empty(
-    tmp_path, quick, capsys
-):
+    tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     cards = small_run.make_cards(tmp_path, "ab")
     config = small_run.write_config(
         tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"])
@@ -231,7 +257,9 @@ def test_a_chain_goes_on_without_the_data_of_older_tasks_and_leaves_their_cells_
     ], "the data is back"
 
 
-def test_what_has_to_learn_from_data_that_is_gone_says_so(tmp_path, quick, capsys):
+def test_what_has_to_learn_from_data_that_is_gone_says_so(
+    tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     cards = small_run.make_cards(tmp_path, "ab")
     config = small_run.write_config(
         tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["joint"])
@@ -251,8 +279,8 @@ def test_what_has_to_learn_from_data_that_is_gone_says_so(tmp_path, quick, capsy
 
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
-    harm, tmp_path, quick, capsys
-):
+    harm: str, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     cards = small_run.make_cards(tmp_path, "ab")
     config = small_run.write_config(
         tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"])

@@ -35,7 +35,7 @@ OURS = [
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory) -> Reference:
+def both(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """A star and a chain beside each other."""
     return Reference.made_in(
         tmp_path_factory.mktemp("both"),
@@ -68,7 +68,7 @@ def names_in_tmp() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).iterdir()}
 
 
-def test_a_run_in_one_process_is_killed_at_120_moments(both, tmp_path):
+def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path) -> None:
     """Life after life of one storage, until it is done, and then of the next one."""
     rng, kills, storages, before = random.Random(MOMENTS), 0, 0, names_in_tmp()
     while kills < IN_PROCESS:
@@ -88,8 +88,8 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both, tmp_path):
 
 
 def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(
-    both, tmp_path, capsys
-):
+    both: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng, kills, storages, before = (
         random.Random(MOMENTS + 1),
         dict.fromkeys(KINDS, 0),

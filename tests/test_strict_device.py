@@ -81,7 +81,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExec
 @pytest.mark.parametrize(("method", "scenario"), EVERY)
 def test_every_stage_of_every_method_gives_the_results_of_the_cpu(
     device: Any, method: str, scenario: str
-):
+) -> None:
     """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint,
     serving."""
     counts = device.submit(on_strict_device.check, Case(method, scenario)).result()
@@ -102,12 +102,14 @@ def sentences(counts: dict[Step, Counts]) -> list[str]:
 
 
 @pytest.mark.parametrize(("method", "backbone"), SOME)
-def test_other_backbones_give_the_results_of_the_cpu(device: Any, method: str, backbone: str):
+def test_other_backbones_give_the_results_of_the_cpu(
+    device: Any, method: str, backbone: str
+) -> None:
     device.submit(on_strict_device.check, Case(method, "task", backbone), resume=False).result()
 
 
 @pytest.mark.parametrize("method", ["toast", "toast_lite", "icarl", "tfm"])
-def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, method: str):
+def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, method: str) -> None:
     """The backbone's own training, and the steps that methods have for such a task."""
     counts = device.submit(
         on_strict_device.check, Case(method, min(METHODS[method].scenarios), base=True)
@@ -117,14 +119,14 @@ def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, met
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str):
+def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str) -> None:
     device.submit(
         on_strict_device.check, Case("finetune", "task", data=DATA[name]), resume=False
     ).result()
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: str):
+def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: str) -> None:
     device.submit(
         on_strict_device.check, Case("finetune", "class", train=TRAIN[name]), compare=name != "bf16"
     ).result()
@@ -138,7 +140,7 @@ def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: s
 @pytest.mark.parametrize(("method", "scenario"), EVERY)
 def test_every_method_on_every_backbone_under_every_augmentation(
     device: Any, method: str, scenario: str, data: dict[str, Any], backbone: str
-):
+) -> None:
     try:
         device.submit(on_strict_device.check, Case(method, scenario, backbone, data)).result()
     except UserError as error:  # as this method or backbone says of itself
@@ -239,7 +241,7 @@ def refused(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cuda_refuses_is_refused(device: Any, name: str):
+def test_what_cuda_refuses_is_refused(device: Any, name: str) -> None:
     assert REFUSED[name][1] in device.submit(refused, name).result()
 
 
@@ -256,7 +258,7 @@ def allowed() -> None:
         assert same.tolist() == torch.rand(3, generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def test_what_cuda_takes_is_taken(device: Any):
+def test_what_cuda_takes_is_taken(device: Any) -> None:
     device.submit(allowed).result()
 
 
@@ -269,7 +271,7 @@ def counts_of(name: str) -> Counts:
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_operations_copies_and_reads_are_counted(device: Any, name: str):
+def test_operations_copies_and_reads_are_counted(device: Any, name: str) -> None:
     assert device.submit(counts_of, name).result() == COUNTED[name][1]
 
 
@@ -292,7 +294,7 @@ def moved() -> None:
         weight.data.numpy()
 
 
-def test_a_parameter_that_is_moved_stays_the_object_that_it_is(device: Any):
+def test_a_parameter_that_is_moved_stays_the_object_that_it_is(device: Any) -> None:
     device.submit(moved).result()
 
 
@@ -314,7 +316,7 @@ class DrawsOnTheHost(FineTune):
 class KeepsATensor(FineTune):
     """What it makes in `__init__` is no buffer, and stays where it was."""
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.scale = torch.ones(self.heads.width)
 
@@ -364,12 +366,12 @@ def broken(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_method_that_would_stop_on_a_gpu_is_found_out(device: Any, name: str):
+def test_a_method_that_would_stop_on_a_gpu_is_found_out(device: Any, name: str) -> None:
     with pytest.raises((DeviceError, TypeError), match=r"devices|generator|numpy"):
         device.submit(broken, name).result()
 
 
-def test_a_method_that_makes_the_host_wait_is_found_out(device: Any):
+def test_a_method_that_makes_the_host_wait_is_found_out(device: Any) -> None:
     step = ("finetune", "task", "train")
     counts = device.submit(broken, "WaitsInEveryStep").result()[step]
     bound = recorded(TABLE.read_text())[step]
@@ -383,7 +385,7 @@ def test_a_method_that_makes_the_host_wait_is_found_out(device: Any):
 
 
 # ---- the table -----------------------------------------------------------------------------------
-def test_the_table_has_a_row_for_each_training_step_of_every_method():
+def test_the_table_has_a_row_for_each_training_step_of_every_method() -> None:
     trained = {
         (method, scenario, step.name)
         for method, scenario in EVERY
@@ -393,7 +395,7 @@ def test_the_table_has_a_row_for_each_training_step_of_every_method():
     assert recorded(TABLE.read_text()).keys() == trained
 
 
-def test_the_table_can_be_written_anew():
+def test_the_table_can_be_written_anew() -> None:
     text = TABLE.read_text()
     bounds = recorded(text)
     assert with_rows(text, bounds) == text

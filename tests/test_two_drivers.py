@@ -7,6 +7,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,13 +41,17 @@ def raced(reference: Reference, place: Path, between_s: float) -> None:
 
 
 @pytest.mark.parametrize("race", range(2))
-def test_two_drivers_at_the_same_moment_make_what_one_makes(race, reference, tmp_path):
+def test_two_drivers_at_the_same_moment_make_what_one_makes(
+    race: Any, reference: Any, tmp_path: Path
+) -> None:
     raced(reference, tmp_path, 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("race", range(20))
-def test_two_drivers_close_to_each_other_make_what_one_makes(race, reference, tmp_path):
+def test_two_drivers_close_to_each_other_make_what_one_makes(
+    race: Any, reference: Any, tmp_path: Path
+) -> None:
     raced(
         reference,
         tmp_path,

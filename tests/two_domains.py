@@ -51,7 +51,7 @@ def batch(task: Task, step: int) -> Batch:
 class Stream:
     """A feed with one batch per step, as methods know it."""
 
-    def __init__(self, task: Task, steps: int, group: Group | None = None):
+    def __init__(self, task: Task, steps: int, group: Group | None = None) -> None:
         self.task, self.steps_per_epoch, self.group, self.accumulate = (
             task,
             steps,

@@ -25,7 +25,7 @@ class Info:
 
     start_time = 1000
 
-    def __init__(self, key: str, name: str, status: str):
+    def __init__(self, key: str, name: str, status: str) -> None:
         self.run_id, self.run_name, self._status = key, name, status
 
     @property
@@ -45,7 +45,7 @@ class FakeMlflow:
     """The client and the server in one. A call that fails `after` was done all the same: only its
     answer was lost."""
 
-    def __init__(self, fault: Fault = lambda number, name: ""):
+    def __init__(self, fault: Fault = lambda number, name: "") -> None:
         self.fault, self.count, self.names, self.runs = fault, itertools.count(1), [], {}
         self.calls: list[str] = []
 

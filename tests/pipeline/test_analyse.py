@@ -65,7 +65,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def _faint_report(monkeypatch: pytest.MonkeyPatch):
+def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page without pictures, but with the places that a page has."""
     from pipeline.report import page
 
@@ -102,7 +102,9 @@ def page_of(configs: dict[str, str], name: str) -> str:
 
 
 # ---- what is measured ----------------------------------------------------------------------------
-def test_a_run_gets_tables_pictures_and_a_line_per_method(configs: dict[str, str], say: Say):
+def test_a_run_gets_tables_pictures_and_a_line_per_method(
+    configs: dict[str, str], say: Say
+) -> None:
     code, said = say("analyse", "plain", "--images", "8", "--robustness")
     rows = rows_of(configs, "plain", "analysis")
     assert code == 0
@@ -123,7 +125,9 @@ def test_a_run_gets_tables_pictures_and_a_line_per_method(configs: dict[str, str
     assert not (out(configs, "plain") / "heads.png").exists(), "all have as many heads"
 
 
-def test_accuracy_stands_beside_entropy_as_it_was_evaluated(configs: dict[str, str], say: Say):
+def test_accuracy_stands_beside_entropy_as_it_was_evaluated(
+    configs: dict[str, str], say: Say
+) -> None:
     lines = [
         line.split()
         for line in say("analyse", "plain", "--images", "8", "--maps", "0")[1].splitlines()[:3]
@@ -135,7 +139,7 @@ def test_accuracy_stands_beside_entropy_as_it_was_evaluated(configs: dict[str, s
         assert words[:2] == [label, f"{100 * tables.matrix(label).final['average_accuracy']:.1f}"]
 
 
-def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]):
+def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]) -> None:
     config, store, graph, tasks = cli.prepare(cli.parser().parse_args(["plan", configs["plain"]]))
     run = analyse.Analysed(config, graph, store, {})
     for label in ("finetune", "meat"):
@@ -144,7 +148,7 @@ def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]):
         ]
 
 
-def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say: Say):
+def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say: Say) -> None:
     code, said = say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
     rows = rows_of(configs, "scaled", "analysis")
     assert code == 0
@@ -163,7 +167,7 @@ def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say
     assert "Compared: scaled, plain." in page_of(configs, "scaled")
 
 
-def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str], say: Say):
+def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str], say: Say) -> None:
     assert say("analyse", "one-head", "plain", "scaled", "--images", "8", "--maps", "0")[0] == 0
     found = [
         (r["run"], r["label"], r["family"], r["heads"])
@@ -196,7 +200,9 @@ def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str],
         ([], "the following arguments are required: config"),
     ],
 )
-def test_what_cannot_be_analysed_gets_a_sentence(say: Say, arguments: list[str], sentence: str):
+def test_what_cannot_be_analysed_gets_a_sentence(
+    say: Say, arguments: list[str], sentence: str
+) -> None:
     code, said = say("analyse", *arguments)
     assert code == 2
     assert sentence in said
@@ -205,14 +211,14 @@ def test_what_cannot_be_analysed_gets_a_sentence(say: Say, arguments: list[str],
 
 def test_nothing_is_measured_before_all_runs_are_known_to_be_finished(
     say: Say, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(analyse, "attention_rows", lambda *_: pytest.fail("measured"))
     assert say("analyse", "plain", "unfinished")[0] == 2
 
 
 def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
     configs: dict[str, str], say: Say
-):
+) -> None:
     _, store, graph, _ = cli.prepare(argparse.Namespace(config=configs["one-head"], overrides=[]))
     files = [*(Path(store.root) / graph["finetune/b/train"].key).rglob("task.safetensors")]
     kept = files[0].read_bytes()
@@ -229,7 +235,9 @@ def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
         files[0].write_bytes(kept)
 
 
-def test_a_network_without_attention_is_tested_all_the_same(configs: dict[str, str], say: Say):
+def test_a_network_without_attention_is_tested_all_the_same(
+    configs: dict[str, str], say: Say
+) -> None:
     code, said = say("analyse", "convolutions", "--images", "8", "--robustness")
     assert code == 0
     assert "attention: none of these methods has any" in said
@@ -265,7 +273,7 @@ def inverted(configs: dict[str, str]) -> str:
 
 def test_a_finished_model_is_tested_on_another_card(
     configs: dict[str, str], inverted: str, say: Say
-):
+) -> None:
     code, said = say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
     rows = rows_of(configs, "plain", "shifted")
     assert code == 0
@@ -286,7 +294,7 @@ def test_a_finished_model_is_tested_on_another_card(
 
 def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(
     configs: dict[str, str], inverted: str, say: Say
-):
+) -> None:
     say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
     record = json.loads((out(configs, "plain") / "run.json").read_text())
     tables = RunTables.load(str(Path(configs["plain"]).parent / "storage"), record)
@@ -297,7 +305,7 @@ def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(
 
 def test_tests_on_another_card_stand_beside_those_of_robustness(
     configs: dict[str, str], inverted: str, say: Say
-):
+) -> None:
     say("analyse", "one-head", "--images", "8", "--maps", "0", "--robustness")
     say("analyse", "one-head", "--images", "8", "--maps", "0", "--on", inverted)
     assert {"robustness", "shifted"} <= json.loads(
@@ -307,7 +315,7 @@ def test_tests_on_another_card_stand_beside_those_of_robustness(
         assert title in page_of(configs, "one-head")
 
 
-def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say: Say):
+def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say: Say) -> None:
     other = small_run.make_card(Path(configs["plain"]).parent, "beyond", "49")
     code, said = say("analyse", "plain", "--on", other)
     assert code == 2
@@ -319,7 +327,7 @@ def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say
 
 
 # ---- the page ------------------------------------------------------------------------------------
-def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say):
+def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say) -> None:
     (out(configs, "plain") / "analysis.json").unlink(missing_ok=True)
     say("analyse", "plain", "--images", "8", "--robustness", "--maps", "1")
     text = page_of(configs, "plain")
@@ -340,7 +348,7 @@ def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say):
 
 def test_the_page_keeps_it_when_the_run_is_started_once_more(
     configs: dict[str, str], say: Say, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     say("analyse", "plain", "--images", "8", "--maps", "1")
     shown = page_of(configs, "plain")
     monkeypatch.setattr(
@@ -352,7 +360,7 @@ def test_the_page_keeps_it_when_the_run_is_started_once_more(
     assert page_of(configs, "plain") == shown
 
 
-def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: Say):
+def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: Say) -> None:
     say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
     store = Store(str(Path(configs["plain"]).parent / "storage"))
     record, other = store.record("scaled"), store.record("plain")
@@ -397,7 +405,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
 
 def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
     configs: dict[str, str], tmp_path: Path
-):
+) -> None:
     store = Store(str(tmp_path))
     page = {"report.html": "".join(analysis_section.BEFORE).encode()}
     for text in ("", "[]", '{"attention": 1}', '{"attention": {}}'):
@@ -407,7 +415,7 @@ def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
 
 
 # ---- maps ----------------------------------------------------------------------------------------
-def test_a_map_lies_where_its_patches_are():
+def test_a_map_lies_where_its_patches_are() -> None:
     image = np.zeros((maps.CELL, maps.CELL, 3), np.float32)
     look = torch.zeros(4, 4)
     look[0, 3] = 2.0
@@ -416,7 +424,7 @@ def test_a_map_lies_where_its_patches_are():
     assert y < maps.CELL / 4 <= 3 * maps.CELL / 4 < x
 
 
-def test_what_is_selected_stands_between_two_looks_and_may_be_absent():
+def test_what_is_selected_stands_between_two_looks_and_may_be_absent() -> None:
     looks = {
         "block 3, first look": torch.ones(2, 4, 4),
         "block 3, second look": torch.ones(2, 4, 4),
@@ -448,7 +456,7 @@ def tracked(configs: dict[str, str]) -> str:
 
 def test_the_record_gets_curves_over_blocks_once(
     configs: dict[str, str], tracked: str, inverted: str, say: Say
-):
+) -> None:
     def recorded() -> tuple[dict[tuple[str, str], dict[int, float]], set[str], int]:
         client, _, experiment = mlflow_client.open_store(str(Path(tracked).parent / "storage"))
         runs = {
@@ -501,7 +509,7 @@ def test_the_record_gets_curves_over_blocks_once(
 
 def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(
     tracked: str, say: Say, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no database today")
 

@@ -73,13 +73,13 @@ class Balanced(Method):
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch):
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "chained", Chained)
     monkeypatch.setitem(METHODS, "side", Side)
     monkeypatch.setitem(METHODS, "balanced", Balanced)
 
 
-def second_card(monkeypatch):
+def second_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digits under any other name."""
     load = build.cards.load
     monkeypatch.setattr(
@@ -89,7 +89,7 @@ def second_card(monkeypatch):
     )
 
 
-def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_path):
+def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_path: Path) -> None:
     nfc, nfd = "caf\u00e9", "cafe\u0301"
     for own, named in ((nfc, nfd), (nfd, nfc)):
         path = small_run.make_card(tmp_path, "cafe", "01")
@@ -106,7 +106,7 @@ def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_pat
 
 
 # ---- star, chain, union --------------------------------------------------------------------------
-def test_what_carries_nothing_is_a_star(tmp_path):
+def test_what_carries_nothing_is_a_star(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "meat")
     for task in "abc":
         assert graph[f"meat/{task}/train"].parents == ("backbone", "data/digits")
@@ -114,7 +114,7 @@ def test_what_carries_nothing_is_a_star(tmp_path):
         assert graph[f"meat/{task}/train"].job.states == {}
 
 
-def test_what_carries_something_is_a_chain(tmp_path):
+def test_what_carries_something_is_a_chain(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "finetune")
     assert graph["finetune/a/train"].parents == ("backbone", "data/digits")
     assert graph["finetune/b/train"].parents == ("backbone", "data/digits", "finetune/a/train")
@@ -127,8 +127,8 @@ def test_what_carries_something_is_a_chain(tmp_path):
 
 
 def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_beside_the_one_before(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     graph, _ = graph_of(tmp_path, "finetune", "meat")
     chain, star = graph["finetune/c/evaluate"], graph["meat/c/evaluate"]
     assert [t.name for t in chain.job.tasks] == ["a", "b", "c"]
@@ -141,7 +141,7 @@ def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_besi
     assert star.parents == ("backbone", "data/digits", "meat/b/train", "meat/c/train")
 
 
-def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path):
+def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "finetune", "meat", "chained", base=True)
     evaluations = [s.id for s in graph if s.step == "evaluate"]
     assert set(graph["report"].parents) == set(evaluations)
@@ -149,7 +149,7 @@ def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path):
     assert len(evaluations) == 3 * 4
 
 
-def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_path):
+def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "joint", base=True)
     job = graph["joint/b/train"].job
     assert [t.name for t in job.tasks] == ["base", "a", "b"]
@@ -163,7 +163,7 @@ def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_p
     assert [t.name for t in graph["joint/b/evaluate"].job.tasks] == ["base", "a", "b"]
 
 
-def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_path):
+def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_path: Path) -> None:
     graph, tasks = graph_of(tmp_path, "finetune", "meat", base=True)
     assert [t.name for t in tasks] == ["base", "a", "b", "c"]
     assert graph["backbone"].parents == ("data/digits",)
@@ -175,15 +175,15 @@ def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_pa
     assert graph["finetune/a/train"].job.states == {"base": graph["backbone"].key}
 
 
-def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path):
+def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "meat", stream={"tasks": [BASE]})
     assert set(graph.stages) == {"data/digits", "backbone", "meat/base/evaluate", "report"}
 
 
 @pytest.mark.parametrize("base", [False, True])
 def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_is_tuned_on_them(
-    tmp_path, base: bool
-):
+    tmp_path: Path, base: bool
+) -> None:
     entries = [
         {"name": "pictures", "card": "digits", "role": "unlabelled"},
         *([BASE] if base else []),
@@ -212,20 +212,20 @@ def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_i
     assert graph["toast/a/train"].job.data.val_fraction > 0
 
 
-def test_without_a_base_task_the_backbone_waits_for_no_data(tmp_path):
+def test_without_a_base_task_the_backbone_waits_for_no_data(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "meat")
     assert graph["backbone"].parents == ()
     assert graph["backbone"].job.task is None
 
 
-def test_a_card_is_ingested_once_however_many_tasks_it_has(tmp_path):
+def test_a_card_is_ingested_once_however_many_tasks_it_has(tmp_path: Path) -> None:
     graph, tasks = graph_of(tmp_path, "meat", base=True)
     assert [s.id for s in graph if s.step == "ingest"] == ["data/digits"]
     assert {t.data for t in tasks} == {graph["data/digits"].key}
 
 
 # ---- steps ---------------------------------------------------------------------------------------
-def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_path):
+def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "chained")
     assert graph["chained/a/prune"].parents == ("backbone", "data/digits", "chained/a/train")
     assert graph["chained/a/retrain"].parents == ("backbone", "data/digits", "chained/a/prune")
@@ -238,7 +238,7 @@ def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_pat
 
 
 @pytest.mark.parametrize("base", [False, True])
-def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path, base: bool):
+def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path: Path, base: bool) -> None:
     graph, _ = graph_of(tmp_path, "balanced", base=base)
     steps = {
         task: [
@@ -255,7 +255,9 @@ def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path, base: bool
         assert graph["balanced/a/herd"].job.previous == {"train": graph["balanced/a/train"].key}
 
 
-def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(tmp_path):
+def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(
+    tmp_path: Path,
+) -> None:
     graph, _ = graph_of(tmp_path, "side")
     for step in ("herd", "calibrate"):
         assert "side/a/train" in graph[f"side/a/{step}"].parents
@@ -273,8 +275,8 @@ def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(t
 
 
 def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_for_none(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Forked(Method):
         name = "forked"
         carries = ("memory",)
@@ -301,8 +303,8 @@ def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_
 
 
 def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_reads(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Loads(Method):
         name = "loads"
         carries = ("memory",)
@@ -333,8 +335,8 @@ def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_rea
 
 
 def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbone_stage_left(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     settings = {"method": "packnet", "base_mode": "prune_retrain"}
     graph, _ = graph_of(
         tmp_path, base=True, methods={"pack": settings}, stream={"tasks": [BASE, TASKS[0]]}
@@ -356,7 +358,7 @@ def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbo
     assert graph["pack/a/evaluate"].job.states["base"] == retrain.key
 
 
-def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path):
+def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
         match=r"methods\.pack goes through steps with the base task, and the stream has none; "
@@ -366,8 +368,8 @@ def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path):
 
 
 def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Apart(Method):
         name = "apart"
         scenarios = frozenset({"task", "class"})
@@ -391,8 +393,8 @@ def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far
 
 
 def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_the_output_space(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     second_card(monkeypatch)
     stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
     graph_of(tmp_path, "finetune", stream=stream)
@@ -405,12 +407,12 @@ def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_
     assert "data/roots" not in graph["finetune/b/evaluate"].parents
 
 
-def test_no_stage_of_a_method_with_several_steps_is_left_hanging(tmp_path):
+def test_no_stage_of_a_method_with_several_steps_is_left_hanging(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "side", "chained")
     assert [s.id for s in graph if not graph.children(s.id)] == ["report"]
 
 
-def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path):
+def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path: Path) -> None:
     before, _ = graph_of(tmp_path, "chained")
     after, _ = graph_of(tmp_path, methods={"chained": {"steps": {"retrain": {"epochs": 3}}}})
     same = {s.id for s in before if s.key == after[s.id].key}
@@ -419,13 +421,13 @@ def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path):
     assert after["chained/a/train"].job.train.epochs == before["chained/a/train"].job.train.epochs
 
 
-def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_path):
+def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_path: Path) -> None:
     before, _ = graph_of(tmp_path, "chained")
     assert before["chained/a/prune"].inputs["train"] == {}
     assert before["chained/a/train"].inputs["train"]["epochs"] == 10
 
 
-def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_path):
+def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_path: Path) -> None:
     graphs = [
         graph_of(tmp_path, "supsup", methods={"supsup": settings})[0]
         for settings in ({}, {"infer": "one_shot", "density": 0.8}, {"density": 0.8})
@@ -441,8 +443,8 @@ def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_p
 
 # ---- what a task has of its own ------------------------------------------------------------------
 def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the_common_ones(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     settings = {
         "prune": 0.6,
         "steps": {"retrain": {"lr": 0.25}},
@@ -489,8 +491,8 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
     ],
 )
 def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_from_it(
-    tmp_path, method: str, own: dict[str, Any], alike: set[str]
-):
+    tmp_path: Path, method: str, own: dict[str, Any], alike: set[str]
+) -> None:
     before, _ = graph_of(tmp_path, method)
     after, _ = graph_of(tmp_path, methods={method: {"tasks": {"b": own}}})
     assert before.stages.keys() == after.stages.keys()
@@ -501,7 +503,7 @@ def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_
     }
 
 
-def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path):
+def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path: Path) -> None:
     tasks = {"b": {"prune": [0.5, "none"]}}
     graph, _ = graph_of(tmp_path, methods={"packnet": {"tasks": tasks}})
     assert {t: [s.step for s in graph if s.task == t and s.step != "evaluate"] for t in "abc"} == {
@@ -512,8 +514,8 @@ def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path):
 
 
 def test_steps_with_the_base_task_or_with_images_without_labels_may_have_settings_of_their_own(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     tasks = {"base": {"train": {"lr": 0.5}}}
     graph, _ = graph_of(
         tmp_path, base=True, methods={"toast": {"tasks": tasks}, "hat": {"tasks": tasks}}
@@ -547,8 +549,8 @@ def test_steps_with_the_base_task_or_with_images_without_labels_may_have_setting
     ],
 )
 def test_settings_for_a_task_that_no_step_is_for_are_refused(
-    tmp_path, name: str, base: bool, said: str
-):
+    tmp_path: Path, name: str, base: bool, said: str
+) -> None:
     entry = {
         "name": "flowers",
         "card": "digits",
@@ -568,14 +570,14 @@ def test_settings_for_a_task_that_no_step_is_for_are_refused(
         )
 
 
-def test_every_job_knows_its_own_key(tmp_path):
+def test_every_job_knows_its_own_key(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "finetune", "meat", "side", base=True)
     for stage in graph:
         if stage.step not in ("ingest", "report"):
             assert (stage.job.id, stage.job.key) == (stage.id, stage.key)
 
 
-def test_parents_come_before_their_children(tmp_path):
+def test_parents_come_before_their_children(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "side", "joint", "meat", base=True)
     seen: set[str] = set()
     for stage in graph:
@@ -583,7 +585,9 @@ def test_parents_come_before_their_children(tmp_path):
         seen.add(stage.id)
 
 
-def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(tmp_path, monkeypatch):
+def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         build.cards, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
     )
@@ -603,7 +607,7 @@ def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(tmp_pa
         )
 
 
-def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
+def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two tasks are called 'a'"):
         graph_of(tmp_path, "meat", stream={"tasks": [TASKS[0], {**TASKS[1], "name": "a"}]})
     with pytest.raises(UserError, match="'base' and 'second' both have role `base`"):
@@ -614,7 +618,7 @@ def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
 LABELS = ("finetune", "meat", "joint", "chained", "side")
 
 
-def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path):
+def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, *LABELS, base=True)
     status = {s.id: "miss" if s.step == "train" else "hit" for s in graph}
     root = ElementTree.fromstring(diagram.to_svg(graph, status))
@@ -628,7 +632,7 @@ def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path):
     assert all(0 <= float(x or 0) < width and 0 <= float(y or 0) < height for x, y in boxes)
 
 
-def test_arrows_point_to_the_right(tmp_path):
+def test_arrows_point_to_the_right(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, *LABELS)
     root = ElementTree.fromstring(diagram.to_svg(graph, {}))
     groups = list(root.iter("{http://www.w3.org/2000/svg}g"))
@@ -636,7 +640,7 @@ def test_arrows_point_to_the_right(tmp_path):
     assert all(place[p] < place[s.id] for s in graph for p in s.parents)
 
 
-def test_the_text_shows_stars_chains_and_what_will_run(tmp_path):
+def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, *LABELS, base=True)
     status = {s.id: "miss" if s.task == "c" else "hit" for s in graph}
     lines = diagram.to_text(graph, status).splitlines()
@@ -651,6 +655,6 @@ def test_the_text_shows_stars_chains_and_what_will_run(tmp_path):
             assert f"{stage.task}/{stage.step}" in by_label[stage.method]
 
 
-def test_names_are_escaped_in_the_picture(tmp_path):
+def test_names_are_escaped_in_the_picture(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, "meat")
     ElementTree.fromstring(diagram.to_svg(graph, {"backbone": "<&>"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,7 +34,7 @@ NAMES = tuple(f"class {i}" for i in range(100))
 )
 def test_a_published_order_is_a_permutation_with_its_hash(
     name: str, count: int, digest: str, first: tuple[int, ...], last: tuple[int, ...]
-):
+) -> None:
     found = [
         int(label.split()[1])
         for label in cards.in_order(name, tuple(f"class {i}" for i in range(1000)))
@@ -43,7 +44,7 @@ def test_a_published_order_is_a_permutation_with_its_hash(
     assert (tuple(found[: len(first)]), tuple(found[-len(last) :])) == (first, last)
 
 
-def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean():
+def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean() -> None:
     listed = {
         name: cards.load(name).classes
         for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")
@@ -56,7 +57,7 @@ def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean(
     )
 
 
-def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid():
+def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid() -> None:
     """As a card lists them: sorted. The list's hash is that of BiC's hundred classes."""
     wnids = tuple(sorted(ImageNetInfo().label_names()))
     found = cards.in_order("imagenet/imagenet100-order1", wnids)
@@ -66,7 +67,7 @@ def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid():
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cards, "CARDS", tmp_path)
     (tmp_path / "mine" / "orders").mkdir(parents=True)
 
@@ -82,7 +83,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def test_an_order_may_name_some_classes_alone(written):
+def test_an_order_may_name_some_classes_alone(written: Any) -> None:
     assert cards.in_order(written([7, 3]), NAMES) == ("class 7", "class 3")
 
 
@@ -96,13 +97,15 @@ def test_an_order_may_name_some_classes_alone(written):
         ([0, 100], None, "names class 100, and the card has 100"),
     ],
 )
-def test_an_order_that_cannot_be_is_refused(written, order: object, digest: str | None, says: str):
+def test_an_order_that_cannot_be_is_refused(
+    written: Any, order: object, digest: str | None, says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         cards.in_order(written(order, digest), NAMES)
 
 
 @pytest.mark.parametrize("name", ["mine/none", "own", "none/own"])
-def test_an_order_that_is_not_there_is_refused_with_those_that_are(written, name: str):
+def test_an_order_that_is_not_there_is_refused_with_those_that_are(written: Any, name: str) -> None:
     written([0])
     with pytest.raises(
         UserError, match=rf"class order '{name}' does not exist .*there are: mine/own"

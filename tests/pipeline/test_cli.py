@@ -89,7 +89,9 @@ def table(said: str) -> dict[str, tuple[str, str]]:
     return {row[2]: (row[1], row[3]) for row in rows if row}
 
 
-def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(finished, tmp_path, capsys):
+def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(
+    finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
     said = output(capsys, "plan", run.config())
     assert set(table(said).values()) == {("miss", "new")}
@@ -97,13 +99,15 @@ def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(finished
     assert not (run.storage / "stages").exists()
 
 
-def test_plan_of_a_finished_run_has_hits_only(own, capsys):
+def test_plan_of_a_finished_run_has_hits_only(own: Any, capsys: pytest.CaptureFixture[str]) -> None:
     said = output(capsys, "plan", own.config())
     assert set(table(said).values()) == {("hit", "")}
     assert f"{STAGES} stages: {STAGES} stand, 0 to run" in said
 
 
-def test_plan_says_what_changed_from_old_to_new(own, capsys):
+def test_plan_says_what_changed_from_old_to_new(
+    own: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = small_run.attempts(own.storage)
     rows = table(output(capsys, "plan", own.config(), "--set", "methods.meat.lambda=0.8"))
     assert rows["data/a"][0] == rows["backbone"][0] == "hit"
@@ -115,7 +119,7 @@ def test_plan_says_what_changed_from_old_to_new(own, capsys):
     assert small_run.attempts(own.storage) == before
 
 
-def test_plan_says_what_is_not_finished(own, capsys):
+def test_plan_says_what_is_not_finished(own: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["meat/b/train"]["key"])
     rows = table(output(capsys, "plan", own.config()))
     assert {i: row for i, row in rows.items() if row[0] == "miss"} == {
@@ -123,7 +127,9 @@ def test_plan_says_what_is_not_finished(own, capsys):
     }
 
 
-def test_plan_says_that_data_is_gone_and_not_missed(own, capsys):
+def test_plan_says_that_data_is_gone_and_not_missed(
+    own: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["data/a"]["key"])
     assert table(output(capsys, "plan", own.config()))["data/a"] == (
         "hit",
@@ -131,7 +137,7 @@ def test_plan_says_that_data_is_gone_and_not_missed(own, capsys):
     )
 
 
-def test_run_runs_what_plan_says(own, capsys):
+def test_run_runs_what_plan_says(own: Any, capsys: pytest.CaptureFixture[str]) -> None:
     override = ["--set", "methods.meat.train.lr=0.01"]
     rows = table(output(capsys, "plan", own.config(), *override))
     before = small_run.attempts(own.storage)
@@ -143,7 +149,9 @@ def test_run_runs_what_plan_says(own, capsys):
     assert small_run.attempts(own.storage) == before, "the run as its file says it stands beside"
 
 
-def test_plan_writes_the_picture(own, tmp_path, capsys):
+def test_plan_writes_the_picture(
+    own: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = output(capsys, "plan", own.config(), "--svg", str(tmp_path / "graph.svg"))
     assert f"picture: {tmp_path / 'graph.svg'}" in said
     titles = [
@@ -157,7 +165,9 @@ def test_plan_writes_the_picture(own, tmp_path, capsys):
 
 
 # ---- ingest, report ------------------------------------------------------------------------------
-def test_ingest_brings_the_data_and_trains_nothing(finished, tmp_path, capsys):
+def test_ingest_brings_the_data_and_trains_nothing(
+    finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
     said = output(capsys, "ingest", run.config())
     for name in "ab":
@@ -175,7 +185,9 @@ def test_ingest_brings_the_data_and_trains_nothing(finished, tmp_path, capsys):
     }
 
 
-def test_report_writes_the_page_again_from_the_store(own, pages, capsys):
+def test_report_writes_the_page_again_from_the_store(
+    own: Any, pages: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(own.storage / "runs" / "small")
     assert cli.main(["run", own.config()]) == 0
     assert not pages, "the report stage stands, its files are copied"
@@ -189,7 +201,9 @@ def test_report_writes_the_page_again_from_the_store(own, pages, capsys):
     assert (place.parent / "tables" / "matrix.csv").exists()
 
 
-def test_report_of_an_unfinished_run_shows_what_is_there(own, pages, capsys):
+def test_report_of_an_unfinished_run_shows_what_is_there(
+    own: Any, pages: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     for stage_id in ("meat/b/evaluate", "report"):
         shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)[stage_id]["key"])
     output(capsys, "report", own.config())
@@ -199,7 +213,7 @@ def test_report_of_an_unfinished_run_shows_what_is_there(own, pages, capsys):
 
 # ---- gc ------------------------------------------------------------------------------------------
 @pytest.fixture
-def littered(own, capsys) -> Run:
+def littered(own: Any, capsys: pytest.CaptureFixture[str]) -> Run:
     """A run whose record was removed: five results belong to no named run any more."""
     output(
         capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster"
@@ -213,7 +227,12 @@ def folders(run: Run) -> set[str]:
 
 
 @pytest.mark.parametrize("answer", ["n", "", "nope", None])
-def test_gc_deletes_nothing_without_a_yes(answer, littered, monkeypatch, capsys):
+def test_gc_deletes_nothing_without_a_yes(
+    answer: str | None,
+    littered: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def reply(question: str) -> str:
         if answer is None:
             raise EOFError
@@ -228,7 +247,9 @@ def test_gc_deletes_nothing_without_a_yes(answer, littered, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("way", ["y", "Yes ", "--yes"])
-def test_gc_deletes_what_no_named_run_needs_and_nothing_else(way, littered, monkeypatch, capsys):
+def test_gc_deletes_what_no_named_run_needs_and_nothing_else(
+    way: str, littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("builtins.input", lambda question: way)
     kept = small_run.attempts(littered.storage, "faster")
     said = output(
@@ -251,13 +272,15 @@ def test_gc_deletes_what_no_named_run_needs_and_nothing_else(way, littered, monk
     assert "nothing to delete" in output(capsys, "gc", "--storage", str(littered.storage))
 
 
-def test_gc_of_a_storage_that_is_not_there_deletes_nothing(tmp_path, capsys):
+def test_gc_of_a_storage_that_is_not_there_deletes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "nothing to delete" in output(capsys, "gc", "--storage", str(tmp_path / "nowhere"))
     assert not (tmp_path / "nowhere").exists()
 
 
 # ---- what is printed -----------------------------------------------------------------------------
-def test_a_run_prints_a_line_per_stage_and_a_summary(finished):
+def test_a_run_prints_a_line_per_stage_and_a_summary(finished: Any) -> None:
     lines = finished.said.splitlines()
     stages = [line for line in lines if line.startswith("[")]
     assert len(stages) == STAGES
@@ -300,7 +323,9 @@ def epoch(number: int) -> Event:
     )
 
 
-def test_where_nobody_watches_progress_is_a_line_now_and_then(monkeypatch):
+def test_where_nobody_watches_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stream, now = io.StringIO(), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     screen, walk = watched(stream)
@@ -316,7 +341,7 @@ def test_where_nobody_watches_progress_is_a_line_now_and_then(monkeypatch):
     )
 
 
-def test_on_a_terminal_one_line_is_rewritten():
+def test_on_a_terminal_one_line_is_rewritten() -> None:
     stream = Terminal()
     screen, walk = watched(stream)
     for number in range(50):
@@ -332,7 +357,7 @@ def test_on_a_terminal_one_line_is_rewritten():
     assert stream.getvalue().endswith("meat/a/train: trained, 2.0 kB for the task in 1 min 01 s\n")
 
 
-def test_a_retry_says_why_and_how_often():
+def test_a_retry_says_why_and_how_often() -> None:
     stream = io.StringIO()
     screen, walk = watched(stream)
     for decision in walk.decide():
@@ -346,7 +371,7 @@ def test_a_retry_says_why_and_how_often():
     )
 
 
-def test_the_record_of_a_run_says_what_it_consisted_of(finished):
+def test_the_record_of_a_run_says_what_it_consisted_of(finished: Any) -> None:
     record = json.loads((finished.storage / "runs" / "small" / "run.json").read_text())
     assert {s["id"] for s in record["stages"]} == set(small_run.attempts(finished.storage))
     assert [t["name"] for t in record["tasks"]] == ["a", "b"]
@@ -363,7 +388,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> Non
     monkeypatch.setattr("builtins.input", reply)
 
 
-def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(littered, monkeypatch, capsys):
+def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(
+    littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = folders(littered)
     record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
     lost = before - {stage["key"] for stage in record["stages"]}
@@ -380,7 +407,9 @@ def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(littered, monk
     assert folders(littered) == before - (lost - {*needed})
 
 
-def test_gc_keeps_what_a_process_is_computing(littered, monkeypatch, capsys):
+def test_gc_keeps_what_a_process_is_computing(
+    littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = folders(littered)
     record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
     lost = sorted(before - {stage["key"] for stage in record["stages"]})
@@ -392,8 +421,8 @@ def test_gc_keeps_what_a_process_is_computing(littered, monkeypatch, capsys):
 
 
 def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_stands(
-    littered, monkeypatch, capsys
-):
+    littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Else it would find results that are deleted a moment later."""
     order: list[str] = []
     here = store.Store(str(littered.storage))
@@ -423,7 +452,9 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
 
 
 # ---- runs that differ ----------------------------------------------------------------------------
-def test_a_run_with_another_seed_is_another_run(own, capsys):
+def test_a_run_with_another_seed_is_another_run(
+    own: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (own.storage / "runs" / "small" / "run.json").read_text()
     said = output(capsys, "run", own.config(), "--set", "seed=7")
     assert (
@@ -440,7 +471,9 @@ def test_a_run_with_another_seed_is_another_run(own, capsys):
     assert "small-seed-7" in said
 
 
-def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_lets_go(own, capsys):
+def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_lets_go(
+    own: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = folders(own)
     methods = {"meat": {"train": {"lr": 0.01}}}
     output(capsys, "run", own.config(methods=methods))
@@ -457,12 +490,16 @@ def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_le
     assert "nothing to delete" in output(capsys, "gc", "--earlier", "--storage", str(own.storage))
 
 
-def test_a_longer_run_takes_the_place_of_the_one_before(own, capsys):
+def test_a_longer_run_takes_the_place_of_the_one_before(
+    own: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     output(capsys, "run", own.config(methods={"meat": {}, "linear": {}}))
     assert not (own.storage / "runs" / "small" / "earlier").exists()
 
 
-def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(own, capsys):
+def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(
+    own: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     output(capsys, "run", own.config(methods={"meat": {"train": {"lr": 0.01}}}))
     path = next((own.storage / "runs" / "small" / "earlier").iterdir())
     path.write_text("{")
@@ -476,7 +513,9 @@ def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(own, capsy
 
 
 # ---- upgrades ------------------------------------------------------------------------------------
-def test_plan_says_which_results_other_versions_made_and_that_they_stay(own, monkeypatch, capsys):
+def test_plan_says_which_results_other_versions_made_and_that_they_stay(
+    own: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "other versions" not in output(capsys, "plan", own.config())
     now = cli.provenance()
     newer = {**now, "packages": {**now["packages"], "torch": "99.0"}}
@@ -488,14 +527,18 @@ def test_plan_says_which_results_other_versions_made_and_that_they_stay(own, mon
     assert set(table(said).values()) == {("hit", "")}
 
 
-def test_plan_says_that_a_key_version_was_raised(own, monkeypatch, capsys):
+def test_plan_says_that_a_key_version_was_raised(
+    own: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(store, "KEY_VERSION", 2)
     said = output(capsys, "plan", own.config())
     assert "the last run of this name had key version 1, this code has 2" in said
     assert set(table(said).values()) == {("miss", "key version 1 -> 2")}
 
 
-def test_a_lost_connection_is_no_file(monkeypatch, capsys):
+def test_a_lost_connection_is_no_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def lost(*_: Any) -> None:
         raise ConnectionError("Client is shutting down.")
 

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,11 @@ from workers.errors import UserError
 THREE = [{"CPU": 4.0, "GPU": 2.0, "memory": 64 * 2.0**30}] * 3
 
 
-def sizes(around, width=100, name="01-a", **own):
+def sizes(around: Any, width: Any = 100, name: Any = "01-a", **own: Any) -> Any:
     return cluster.sizes_of_groups(around, ClusterSettings(**own), name, width)
 
 
-def test_groups_are_as_many_as_there_is_room_for_and_stages_side_by_side():
+def test_groups_are_as_many_as_there_is_room_for_and_stages_side_by_side() -> None:
     alone = nodes_of(THREE, **{"01": ("01-a",)})
     assert sizes(alone, workers=1) == [1] * 12
     assert sizes(alone, width=2, workers=1) == [1, 1]
@@ -42,19 +43,19 @@ def test_groups_are_as_many_as_there_is_room_for_and_stages_side_by_side():
     )
 
 
-def test_a_tenth_of_a_gpu_fits_ten_times():
+def test_a_tenth_of_a_gpu_fits_ten_times() -> None:
     assert sizes(nodes_of([{"CPU": 99.0, "GPU": 1.0}]), workers=1, gpus_per_worker=0.1) == [1] * 10
 
 
-def test_a_worker_is_on_one_node_and_not_on_parts_of_two():
+def test_a_worker_is_on_one_node_and_not_on_parts_of_two() -> None:
     assert sizes(nodes_of([{"CPU": 3.0}] * 2), workers=1, cpus_per_worker=2) == [1, 1]
 
 
-def test_nodes_that_are_lost_or_leave_are_no_room():
+def test_nodes_that_are_lost_or_leave_are_no_room() -> None:
     assert sizes(nodes_of(THREE, lost=[0], leaving=[2]), workers=1) == [1] * 4
 
 
-def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for():
+def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for() -> None:
     own = {"workers": 4, "min_workers": 1}
     assert sizes(nodes_of([{"CPU": 1.0}] * 3), width=1, **own) == [3]
     assert sizes(nodes_of([{"CPU": 1.0}] * 3, lost=[1, 2]), width=1, **own) == [1]
@@ -65,7 +66,7 @@ def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for():
     )
 
 
-def test_drivers_on_a_cluster_have_equal_shares_of_it():
+def test_drivers_on_a_cluster_have_equal_shares_of_it() -> None:
     around = nodes_of(THREE, **{"01": ("01-a",), "02": ("02-b",)})
     assert sizes(around, workers=1) == sizes(around, name="02-b", workers=1) == [1] * 6
     three = nodes_of([{"CPU": 1.0}] * 4, **{"01": ("01-a",), "02": ("02-b",), "03": ("03-c",)})
@@ -80,13 +81,13 @@ def test_drivers_on_a_cluster_have_equal_shares_of_it():
     )
 
 
-def test_trials_of_a_search_share_what_the_search_has():
+def test_trials_of_a_search_share_what_the_search_has() -> None:
     around = nodes_of([{"CPU": 8.0}], **{"01": ("01-a", "01-b", "01-search"), "02": ("02-c",)})
     assert len(sizes(around, workers=1)) == 2
     assert len(sizes(around, name="02-c", workers=1)) == 4
 
 
-def test_what_does_not_fit_is_said_with_what_there_is():
+def test_what_does_not_fit_is_said_with_what_there_is() -> None:
     around = nodes_of([{"CPU": 2.0}] * 2)
     with pytest.raises(
         UserError,
@@ -109,19 +110,19 @@ def test_what_does_not_fit_is_said_with_what_there_is():
         ({"Python": "3.9"}, "has Python 3.9"),
     ],
 )
-def test_a_node_with_other_versions_is_named_with_what_to_do(theirs, said):
+def test_a_node_with_other_versions_is_named_with_what_to_do(theirs: Any, said: str) -> None:
     node, ours = nodes_of(THREE).nodes["1"], cluster.versions()
     cluster.compare(node, ours, ours)
     with pytest.raises(UserError, match=f"node 10.0.0.1 .* {said}, this machine .*constraints.txt"):
         cluster.compare(node, ours | theirs, ours)
 
 
-def test_builds_of_one_version_are_one_version():
+def test_builds_of_one_version_are_one_version() -> None:
     assert all("+" not in version for version in cluster.versions().values())
     assert cluster.versions()["torch"]
 
 
-def test_a_node_says_whether_it_sees_the_storage(tmp_path):
+def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("x")
     assert cluster.facts(str(tmp_path / "probe"))[1] == ""
     assert cluster.facts(str(tmp_path / "other"))[1] == "it is not there"
@@ -142,7 +143,7 @@ def test_a_node_says_whether_it_sees_the_storage(tmp_path):
         ("Version mismatch: The cluster was started with: Ray 1.0", "Version mismatch"),
     ],
 )
-def test_why_a_cluster_lets_nobody_in_is_one_line(raised, said):
+def test_why_a_cluster_lets_nobody_in_is_one_line(raised: str, said: str) -> None:
     assert said in cluster.refusal(RuntimeError(raised))
     assert "\n" not in cluster.refusal(RuntimeError(raised + "\n at line 3"))
     assert len(cluster.refusal(RuntimeError(raised + " more" * 1000))) <= 300
@@ -160,12 +161,12 @@ def test_why_a_cluster_lets_nobody_in_is_one_line(raised, said):
         "here:\N{SUPERSCRIPT TWO}",
     ],
 )
-def test_an_address_where_nothing_answers_is_told_at_once(address):
+def test_an_address_where_nothing_answers_is_told_at_once(address: str) -> None:
     with pytest.raises(UserError, match=r"cluster\.address=local"):
         cluster.check_reachable(address)
 
 
-def test_an_address_that_answers_is_good(listening):
+def test_an_address_that_answers_is_good(listening: Any) -> None:
     for address in (listening, f"ray://{listening}", "auto"):
         cluster.check_reachable(address)
 
@@ -174,7 +175,7 @@ class Gate:
     """A gRPC server that lets in requests with the right token alone, as Ray's head and client
     server do."""
 
-    def __init__(self, token: str):
+    def __init__(self, token: str) -> None:
         self.token, self.methods = token, list[str]()
 
     def service(self, details: Any) -> Any:
@@ -222,8 +223,8 @@ except UserError as error:
 )
 @pytest.mark.parametrize("scheme", ["ray://", ""])
 def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(
-    scheme, environment, said, tmp_path
-):
+    scheme: str, environment: Any, said: str, tmp_path: Path
+) -> None:
     """In a process of its own: Ray reads its mode and its token once."""
     import concurrent.futures
 
@@ -259,13 +260,13 @@ class FakeRay:
     """What it is started with; each start fails with the next of `errors`, as long as there are
     any."""
 
-    def __init__(self, *errors: Exception, up: bool = False):
+    def __init__(self, *errors: Exception, up: bool = False) -> None:
         self.errors, self.up, self.started, self.ended = [*errors], up, [], 0
 
     def is_initialized(self) -> bool:
         return self.up
 
-    def init(self, **how) -> None:
+    def init(self, **how: Any) -> None:
         self.started.append(how)
         if self.errors:
             raise self.errors.pop(0)
@@ -275,7 +276,7 @@ class FakeRay:
 
 
 @pytest.fixture
-def bare_environment(monkeypatch):
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the variables that we set or read is there; what a test sets in it is gone after
     it."""
     for name in (*cluster.ENVIRONMENT, "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
@@ -284,13 +285,13 @@ def bare_environment(monkeypatch):
 
 
 @pytest.fixture
-def listening():
+def listening() -> Iterator[Any]:
     """The address of a port that answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def connected(monkeypatch, ray: FakeRay, **own):
+def connected(monkeypatch: pytest.MonkeyPatch, ray: FakeRay, **own: Any) -> Any:
     monkeypatch.setattr(cluster, "check_token", lambda address: None)  # it needs the real one
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert cluster.connect(ClusterSettings(**own)) is ray
@@ -298,8 +299,8 @@ def connected(monkeypatch, ray: FakeRay, **own):
 
 
 def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
-    bare_environment, listening, monkeypatch
-):
+    bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (how,) = connected(monkeypatch, FakeRay(), address=listening)
     assert how["address"] == listening
     assert how["log_to_driver"] is False
@@ -326,8 +327,8 @@ def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
 
 
 def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(
-    bare_environment, listening, monkeypatch
-):
+    bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray refuses a variable that is given twice, in a sentence that repeats all of them:
     credentials too."""
     from ray.runtime_env.runtime_env import _merge_runtime_env
@@ -352,7 +353,9 @@ def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_w
         assert merged is not None, "Ray would refuse it"
 
 
-def test_a_submitted_job_is_known_by_what_ray_gives_it(bare_environment, monkeypatch):
+def test_a_submitted_job_is_known_by_what_ray_gives_it(
+    bare_environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
     assert not cluster.is_submitted_job()
@@ -361,8 +364,8 @@ def test_a_submitted_job_is_known_by_what_ray_gives_it(bare_environment, monkeyp
 
 
 def test_what_a_person_has_exported_holds_here_and_on_the_workers(
-    bare_environment, listening, monkeypatch
-):
+    bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
     (how,) = connected(monkeypatch, FakeRay(), address=listening)
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "300"
@@ -373,8 +376,8 @@ def test_what_a_person_has_exported_holds_here_and_on_the_workers(
 
 
 def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_captures_no_run(
-    bare_environment, monkeypatch
-):
+    bare_environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     for own, cpus in (({}, 4), ({"workers": 3, "cpus_per_worker": 2}, 6)):
         (how,) = connected(monkeypatch, FakeRay(), **own)
@@ -391,14 +394,14 @@ def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_ca
 
 
 def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(
-    bare_environment, listening, monkeypatch
-):
+    bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ray._private import ray_constants
 
     seen: list[tuple[str | None, bool]] = []
 
     class Watched(FakeRay):
-        def init(self, **how) -> None:
+        def init(self, **how: Any) -> None:
             seen.append((os.environ.get(cluster.OTHER_NODES), ray_constants.ENABLE_RAY_CLUSTER))
             super().init(**how)
 
@@ -410,13 +413,15 @@ def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == cluster.OTHER_NODES
 
 
-def test_a_ray_that_is_up_is_used_as_it_is(bare_environment, monkeypatch):
+def test_a_ray_that_is_up_is_used_as_it_is(
+    bare_environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert connected(monkeypatch, FakeRay(up=True), address="127.0.0.1:1") == []
 
 
 def test_a_cluster_that_lets_nobody_in_is_a_sentence_and_nothing_of_it_stays(
-    bare_environment, listening, monkeypatch
-):
+    bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = FakeRay(RuntimeError("Version mismatch: Ray 1.0\n  at line 3"))
     with pytest.raises(
         UserError,
@@ -440,7 +445,9 @@ def test_a_cluster_that_lets_nobody_in_is_a_sentence_and_nothing_of_it_stays(
         (TimeoutError(), r"\(TimeoutError\)"),
     ],
 )
-def test_a_private_cluster_has_a_second_try(error, said, bare_environment, monkeypatch):
+def test_a_private_cluster_has_a_second_try(
+    error: Any, said: str, bare_environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = FakeRay(error)
     assert len(connected(monkeypatch, ray)) == 2
     assert ray.ended == 1
@@ -457,12 +464,12 @@ class Asked:
     """A Ray on which functions run here; `answers`: what a node says instead, by id, or raises. Who
     was asked stands in `nodes`."""
 
-    def __init__(self, answers=None):
+    def __init__(self, answers: Any = None) -> None:
         import ray.exceptions
 
         self.exceptions, self.answers, self.nodes = ray.exceptions, answers or {}, []
 
-    def remote(self, **how):
+    def remote(self, **how: Any) -> Any:
         node = how["scheduling_strategy"].node_id
         assert how["num_cpus"] == 0, "a full node answers too"
         assert how["scheduling_strategy"].soft is False, "no other one answers for it"
@@ -471,18 +478,18 @@ class Asked:
             remote=lambda *args: partial(self.said, node, function(*args))
         )
 
-    def said(self, node, found):
+    def said(self, node: Any, found: Any) -> Any:
         found = self.answers.get(node, found)
         if isinstance(found, Exception):
             raise found
         return found
 
-    def get(self, answer):
+    def get(self, answer: Any) -> Any:
         return answer()
 
 
 @pytest.fixture
-def affinity(monkeypatch):
+def affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own wants ids of nodes that are its own."""
     monkeypatch.setattr(
         "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy",
@@ -490,7 +497,9 @@ def affinity(monkeypatch):
     )
 
 
-def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(affinity, tmp_path):
+def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(
+    affinity: Any, tmp_path: Path
+) -> None:
     ray = Asked()
     cluster.check_nodes(ray, nodes_of(THREE, lost=[1]).nodes, str(tmp_path))
     assert ray.nodes == ["0", "2"]
@@ -513,7 +522,9 @@ def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(affinit
         ),
     ],
 )
-def test_a_node_that_cannot_do_the_work_is_named(answer, said, affinity, tmp_path):
+def test_a_node_that_cannot_do_the_work_is_named(
+    answer: Any, said: str, affinity: Any, tmp_path: Path
+) -> None:
     ray = Asked()
     ray.answers["1"] = answer(ray)
     with pytest.raises(UserError, match=rf"node 10\.0\.0\.1 \(1\) {said}"):
@@ -521,14 +532,14 @@ def test_a_node_that_cannot_do_the_work_is_named(answer, said, affinity, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_registers_takes_nothing_and_lives_on_the_head():
+def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
     made = []
 
     class Registry:
-        def get_runtime_context(self):
+        def get_runtime_context(self) -> Any:
             return SimpleNamespace(get_job_id=lambda: "01")
 
-        def remote(self, **how):
+        def remote(self, **how: Any) -> Any:
             made.append(how)
             return lambda actor: SimpleNamespace(remote=actor)
 
@@ -550,7 +561,7 @@ def test_who_registers_takes_nothing_and_lives_on_the_head():
     ]
 
 
-def test_ray_writes_by_streams_of_its_own(tmp_path):
+def test_ray_writes_by_streams_of_its_own(tmp_path: Path) -> None:
     found = cluster.where_ray_writes(str(tmp_path))
     assert found["storage_path"] == str(tmp_path)
     assert isinstance(found["storage_filesystem"], fs.LocalFileSystem)

@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import fake_run
 import pytest
@@ -24,7 +25,16 @@ pytestmark = pytest.mark.usefixtures("small_pictures")
 TASKS = [t["name"] for t in fake_run.TASKS]
 
 
-def run_of(storage, name, seed=3, labels=("meat",), shift=0, tasks=TASKS, commit="", **settings):
+def run_of(
+    storage: Any,
+    name: Any,
+    seed: Any = 3,
+    labels: Any = ("meat",),
+    shift: Any = 0,
+    tasks: Any = TASKS,
+    commit: Any = "",
+    **settings: Any,
+) -> Any:
     """A run of some methods. shift: how many more test images of each task are answered right than
     in the store."""
     record = copy.deepcopy(fake_run.record(name))
@@ -52,16 +62,16 @@ def run_of(storage, name, seed=3, labels=("meat",), shift=0, tasks=TASKS, commit
     return tables
 
 
-def accuracy(run, label="meat"):
+def accuracy(run: Any, label: Any = "meat") -> Any:
     return run.matrix(label).final["average_accuracy"]
 
 
-def text_of(html):
+def text_of(html: Any) -> Any:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>", "", html)))
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage):
+def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage: Any) -> None:
     runs = [
         run_of(storage, "a", 0),
         run_of(storage, "b", 1),
@@ -76,7 +86,7 @@ def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage):
     assert [g.name for g in grouped(runs)] == ["a (2 seeds)", "c", "d"]
 
 
-def test_means_and_deviations_are_those_of_the_sample(storage):
+def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
     runs = [
         run_of(storage, name, seed, shift=shift)
         for name, seed, shift in (("a", 0, 0), ("b", 1, 2), ("c", 2, 6))
@@ -98,7 +108,7 @@ def test_means_and_deviations_are_those_of_the_sample(storage):
     assert found.entries[0].spread("bytes_per_task").mean == runs[0].summary()[0]["bytes_per_task"]
 
 
-def test_differences_are_paired_by_seed_where_seeds_match(storage):
+def test_differences_are_paired_by_seed_where_seeds_match(storage: Any) -> None:
     first = [run_of(storage, "a", 0, shift=0), run_of(storage, "b", 1, shift=6)]
     second = [
         run_of(storage, "c", 1, shift=7, train={}),
@@ -113,7 +123,7 @@ def test_differences_are_paired_by_seed_where_seeds_match(storage):
     assert spread.deviation == pytest.approx(statistics.stdev(pairs))
 
 
-def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storage):
+def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storage: Any) -> None:
     found = compared(
         [
             run_of(storage, "a", 0),
@@ -131,12 +141,12 @@ def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storag
     )
 
 
-def test_a_mean_is_never_one_over_fewer_runs():
+def test_a_mean_is_never_one_over_fewer_runs() -> None:
     assert math.isnan(Spread.of([0.5, math.nan]).mean)
     assert Spread.of([0.5]).mean == 0.5
 
 
-def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage):
+def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage: Any) -> None:
     both = run_of(storage, "both", labels=("meat", "finetune"))
     found = compared(
         [
@@ -157,7 +167,7 @@ def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage)
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
-def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage):
+def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage: Any) -> None:
     whole, part = run_of(storage, "a"), run_of(storage, "b", tasks=["shapes", "birds", "roots"])
     found = compared([whole, part])
     assert found.tasks == ["shapes", "birds", "roots"]
@@ -172,7 +182,7 @@ def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage):
     )
 
 
-def test_runs_without_a_common_task_are_refused_in_one_sentence(storage):
+def test_runs_without_a_common_task_are_refused_in_one_sentence(storage: Any) -> None:
     with pytest.raises(
         UserError,
         match=r"runs a and b have no task in common \(the first has shapes, birds\); compare runs "
@@ -194,7 +204,7 @@ def test_runs_without_a_common_task_are_refused_in_one_sentence(storage):
         compared([run_of(storage, "a", tasks=["birds"]), other])
 
 
-def test_tasks_in_another_order_are_matched_by_name(storage):
+def test_tasks_in_another_order_are_matched_by_name(storage: Any) -> None:
     turned = run_of(
         storage, "b", labels=("finetune",), tasks=["shapes", "leaves", "birds", "roots"]
     )
@@ -204,7 +214,7 @@ def test_tasks_in_another_order_are_matched_by_name(storage):
     assert rows["b", "roots", "leaves"] == turned.matrix("finetune").rates[3, 1]
 
 
-def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage):
+def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage: Any) -> None:
     run = run_of(storage, "b", train={})
     del run.artifacts["meat/roots/evaluate"]
     found = compared([run_of(storage, "a"), run])
@@ -214,7 +224,9 @@ def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage):
 
 
 # ---- what else differs ---------------------------------------------------------------------------
-def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(storage):
+def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(
+    storage: Any,
+) -> None:
     found = compared(
         [
             run_of(storage, "a", train={"epochs": 6, "lr": 0.1}),
@@ -227,7 +239,7 @@ def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(s
     ]
 
 
-def test_shared_stages_are_those_with_the_same_key(storage):
+def test_shared_stages_are_those_with_the_same_key(storage: Any) -> None:
     other = run_of(storage, "b", train={})
     for stage in other.record["stages"]:
         if stage["label"]:
@@ -243,7 +255,7 @@ def test_shared_stages_are_those_with_the_same_key(storage):
 
 
 # ---- the page and the command --------------------------------------------------------------------
-def test_the_page_needs_nothing_else_and_says_what_it_shows(storage):
+def test_the_page_needs_nothing_else_and_says_what_it_shows(storage: Any) -> None:
     html = page(
         compared(
             [
@@ -272,13 +284,15 @@ def test_the_page_needs_nothing_else_and_says_what_it_shows(storage):
 
 
 @pytest.fixture
-def stored(storage):
+def stored(storage: Any) -> Any:
     for name, seed, lr in (("one", 0, 0.1), ("two", 1, 0.1), ("three", 0, 0.2)):
         Store(storage).save_record({**run_of(storage, name, seed, train={"lr": lr}).record})
     return storage
 
 
-def test_the_command_writes_page_and_tables_and_prints_a_short_table(stored, tmp_path, capsys):
+def test_the_command_writes_page_and_tables_and_prints_a_short_table(
+    stored: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "page.html"
     assert cli.main(["compare", "one", "two", "three", "--storage", stored, "--out", str(out)]) == 0
     said = capsys.readouterr().out
@@ -299,7 +313,7 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(stored, tmp
     assert {r["entry"] for r in rows} == {"one (2 seeds)", "three"}
 
 
-def test_many_names_make_a_folder_that_a_file_system_takes():
+def test_many_names_make_a_folder_that_a_file_system_takes() -> None:
     from pipeline.report.comparison import folder_of
 
     names = [f"a-rather-long-name-{i}" for i in range(40)]
@@ -319,7 +333,9 @@ def test_many_names_make_a_folder_that_a_file_system_takes():
         (["one", "two", "--out", "/nowhere/x.html"], "--out '/nowhere/x.html' cannot be written"),
     ],
 )
-def test_mistakes_get_one_sentence(stored, argv, sentence, capsys):
+def test_mistakes_get_one_sentence(
+    stored: Any, argv: Any, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["compare", *argv, "--storage", stored]) == 2
     said = capsys.readouterr().err
     assert sentence in said
@@ -335,7 +351,9 @@ def test_mistakes_get_one_sentence(stored, argv, sentence, capsys):
         '{"name": "../../../escape", "stages": []}',
     ],
 )
-def test_a_record_that_is_not_as_it_was_written_is_named(stored, record, capsys):
+def test_a_record_that_is_not_as_it_was_written_is_named(
+    stored: Any, record: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path(stored) / "runs" / "two" / "run.json"
     path.write_text(record)
     assert cli.main(["compare", "one", "two", "--storage", stored]) == 2

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def without_base() -> Config:
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path):
+def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(BODY))
     found = load(
@@ -82,33 +83,33 @@ def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path):
     assert (found.tracking.enabled, found.cluster.workers, found.name) == (False, 2, "other")
 
 
-def test_later_overrides_win():
+def test_later_overrides_win() -> None:
     assert config("train.epochs=3", "train.epochs=4").train.epochs == 4
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "+1e-3", "1.e-3", "0.001"])
-def test_numbers_in_scientific_notation_are_numbers(text):
+def test_numbers_in_scientific_notation_are_numbers(text: str) -> None:
     assert parse_yaml(f"lr: {text}", "here") == {"lr": 0.001}
 
 
 @pytest.mark.parametrize("text", ['"1e-3"', "e-3", "1e", "1e-3x", "v1e3"])
-def test_words_that_look_like_numbers_stay_words(text):
+def test_words_that_look_like_numbers_stay_words(text: str) -> None:
     assert isinstance(parse_yaml(f"lr: {text}", "here")["lr"], str)
 
 
-def test_a_key_that_stands_twice_is_refused_at_any_depth():
+def test_a_key_that_stands_twice_is_refused_at_any_depth() -> None:
     with pytest.raises(UserError, match=r"here, line 5, column 3: .*key 'epochs' stands twice"):
         parse_yaml("name: r\ntrain:\n  epochs: 1\n  lr: 1\n  epochs: 2\n", "here")
 
 
-def test_settings_cannot_be_changed_after_they_were_checked():
+def test_settings_cannot_be_changed_after_they_were_checked() -> None:
     found = config()
     for target, key in ((found, "seed"), (found.train, "epochs"), (found.cluster, "workers")):
         with pytest.raises(ValidationError):
             setattr(target, key, 1)
 
 
-def test_a_label_stands_for_its_method_unless_it_names_one():
+def test_a_label_stands_for_its_method_unless_it_names_one() -> None:
     found = config(
         methods={
             "meat": {"lambda": 0.8},
@@ -125,7 +126,7 @@ def test_a_label_stands_for_its_method_unless_it_names_one():
     assert found.train_of("meat-soft").lr == 0.1
 
 
-def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones():
+def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones() -> None:
     found = config(
         methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}},
         train={"epochs": 1, "momentum": 0.5},
@@ -134,7 +135,9 @@ def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_gener
     assert (train.epochs, train.lr, train.momentum) == (9, 0.5, 0.5)
 
 
-def test_what_a_task_has_of_its_own_overrides_the_methods_and_the_settings_of_a_step_override_both():
+def test_what_a_task_has_of_its_own_overrides_the_methods_and_the_settings_of_a_step_override_both() -> (
+    None
+):
     body = {
         "lambda": 0.9,
         "alpha": 3,
@@ -164,7 +167,7 @@ def test_what_a_task_has_of_its_own_overrides_the_methods_and_the_settings_of_a_
         assert found.train_of("meat", task=other) == common
 
 
-def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_path):
+def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         low=STREAM,
@@ -190,8 +193,8 @@ def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_pat
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_task_may_have_settings_of_its_own_that_the_method_knows_and_that_do_not_settle_the_plan(
-    method,
-):
+    method: Any,
+) -> None:
     cls = METHODS[method]
     assert cls.per_task <= {info.alias or name for name, info in cls.Settings.model_fields.items()}
     assert not cls.per_task & {"memory", "per_class", "pretune", "base_mode"}, (
@@ -202,7 +205,7 @@ def test_a_task_may_have_settings_of_its_own_that_the_method_knows_and_that_do_n
 @pytest.mark.parametrize(
     ("text", "enabled"), [("off", False), ("false", False), ("on", True), ("{experiment: x}", True)]
 )
-def test_tracking_is_switched_by_a_word(text, enabled):
+def test_tracking_is_switched_by_a_word(text: str, enabled: bool) -> None:
     assert config(f"tracking={text}").tracking.enabled is enabled
 
 
@@ -240,14 +243,14 @@ def test_tracking_is_switched_by_a_word(text, enabled):
         {"train": {"lr": 1e-5, "precision": "bf16"}},
     ],
 )
-def test_a_dumped_config_reads_back_as_the_same(changes):
+def test_a_dumped_config_reads_back_as_the_same(changes: Any) -> None:
     found = config(**changes)
     again = check(parse_yaml(yaml.safe_dump(dump(found)), "dumped"), "dumped")
     assert again == found
     assert dump(again) == dump(found)
 
 
-def test_a_config_without_tasks_of_their_own_is_dumped_as_it_was_before_there_were_any():
+def test_a_config_without_tasks_of_their_own_is_dumped_as_it_was_before_there_were_any() -> None:
     assert all("tasks" not in entry for entry in dump(config())["methods"].values())
     assert (
         dump(config(methods={"meat": {"tasks": {"a": {"lambda": 0.6}}}}))["methods"]["meat"][
@@ -257,11 +260,11 @@ def test_a_config_without_tasks_of_their_own_is_dumped_as_it_was_before_there_we
     )
 
 
-def test_classes_are_names_also_where_they_look_like_numbers():
+def test_classes_are_names_also_where_they_look_like_numbers() -> None:
     assert config("stream.tasks.1.classes=[2, 3]").stream.tasks[1].classes == ("2", "3")
 
 
-def test_variables_are_replaced_from_the_environment(monkeypatch):
+def test_variables_are_replaced_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCRETE_TEST", "/there")
     monkeypatch.delenv("ACCRETE_OTHER", raising=False)
     assert expand("${ACCRETE_TEST}/x") == "/there/x"
@@ -272,7 +275,9 @@ def test_variables_are_replaced_from_the_environment(monkeypatch):
     assert expand("${ACCRETE_OTHER:-../data}/x") == "../data/x"
 
 
-def test_paths_become_absolute_and_addresses_stay(tmp_path, monkeypatch):
+def test_paths_become_absolute_and_addresses_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute("storage") == str(tmp_path / "storage")
     assert absolute("s3://bucket/x") == "s3://bucket/x"
@@ -324,7 +329,7 @@ FREE = {
 @pytest.mark.parametrize(
     ("section", "model"), [("cluster", ClusterSettings), ("tracking", TrackingSettings)]
 )
-def test_where_a_run_happens_is_in_no_key(section, model, tmp_path):
+def test_where_a_run_happens_is_in_no_key(section: str, model: Any, tmp_path: Path) -> None:
     assert FREE[section].keys() == model.model_fields.keys(), (
         "say for the new setting that it cannot change a result but in its rounding"
     )
@@ -395,8 +400,8 @@ LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
     ],
 )
 def test_each_setting_that_can_change_results_changes_the_keys_of_these(
-    section, model, without, patterns, tmp_path
-):
+    section: str, model: Any, without: bool, patterns: Any, tmp_path: Path
+) -> None:
     """`without` a base task, the backbone is not trained and does not know how training goes."""
     assert OTHER[section].keys() == model.model_fields.keys(), (
         "name another value of the new setting"
@@ -437,7 +442,9 @@ def test_each_setting_that_can_change_results_changes_the_keys_of_these(
         ("stream.tasks.2.classes=['4', '5', '6']", ("*/b/*", "report")),
     ],
 )
-def test_a_change_reaches_exactly_the_stages_that_it_can_affect(override, patterns, tmp_path):
+def test_a_change_reaches_exactly_the_stages_that_it_can_affect(
+    override: str, patterns: Any, tmp_path: Path
+) -> None:
     before = keys_of(config(), tmp_path)
     after = keys_of(config(override), tmp_path)
     if patterns is None:  # the base task's name is in its evaluations' ids
@@ -446,7 +453,7 @@ def test_a_change_reaches_exactly_the_stages_that_it_can_affect(override, patter
         assert changed(before, after) == matching(before, *patterns)
 
 
-def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path):
+def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path: Path) -> None:
     default = METHODS["meat"].Settings().model_dump(by_alias=True)["lambda"]
     assert not changed(
         keys_of(config(), tmp_path),
@@ -460,7 +467,7 @@ def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path):
     assert not changed(keys_of(config(), tmp_path), keys_of(own, tmp_path))
 
 
-def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_path):
+def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_path: Path) -> None:
     own, common = (
         keys_of(config(override), tmp_path)
         for override in ("methods.meat.tasks.a.lambda=0.8", "methods.meat.lambda=0.8")
@@ -472,7 +479,9 @@ def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_p
     )
 
 
-def test_a_raised_revision_changes_the_keys_of_its_method_alone(tmp_path, monkeypatch):
+def test_a_raised_revision_changes_the_keys_of_its_method_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = keys_of(config(), tmp_path)
     monkeypatch.setattr(METHODS["meat"], "revision", 99)
     assert changed(before, keys_of(config(), tmp_path)) == matching(before, "meat/*", "report")
@@ -488,8 +497,13 @@ def test_a_raised_revision_changes_the_keys_of_its_method_alone(tmp_path, monkey
     ],
 )
 def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_part_in(
-    module, name, with_base, without, tmp_path, monkeypatch
-):
+    module: Any,
+    name: str,
+    with_base: Any,
+    without: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The base task is trained by fine-tuning, whatever methods follow."""
     before = [keys_of(config(), tmp_path), keys_of(without_base(), tmp_path)]
     monkeypatch.setattr(module, name, 99)
@@ -498,7 +512,7 @@ def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_
     assert changed(before[1], after[1]) == matching(before[1], *without, "report")
 
 
-def test_another_label_of_the_same_method_shares_its_results(tmp_path):
+def test_another_label_of_the_same_method_shares_its_results(tmp_path: Path) -> None:
     """A label is a name for people: two that mean the same have the same keys."""
     keys = keys_of(
         config(
@@ -514,7 +528,7 @@ def test_another_label_of_the_same_method_shares_its_results(tmp_path):
     assert keys["meat/b/train"] != keys["other/b/train"]
 
 
-def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path):
+def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path: Path) -> None:
     alone, both = (
         keys_of(config(methods={"meat": BODY["methods"]["meat"]}), tmp_path),
         keys_of(config(), tmp_path),
@@ -523,7 +537,7 @@ def test_a_method_beside_it_changes_no_key_of_a_method(tmp_path):
 
 
 @pytest.mark.parametrize("base", [True, False])
-def test_a_task_at_the_end_leaves_every_key_as_it_was(base, tmp_path):
+def test_a_task_at_the_end_leaves_every_key_as_it_was(base: bool, tmp_path: Path) -> None:
     start = config() if base else without_base()
     body = dump(start)
     body["stream"]["tasks"].append({"name": "c", "card": "digits", "classes": ["6", "7"]})
@@ -535,8 +549,8 @@ def test_a_task_at_the_end_leaves_every_key_as_it_was(base, tmp_path):
 
 
 def test_the_order_of_tasks_is_in_no_key_of_a_stars_training_and_in_every_later_one_of_a_chain(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     body = dump(config())
     tasks = body["stream"]["tasks"]
     before = keys_of(config(), tmp_path)
@@ -546,13 +560,13 @@ def test_the_order_of_tasks_is_in_no_key_of_a_stars_training_and_in_every_later_
     assert moved >= matching(before, "finetune/*/train", "joint/*/train")
 
 
-def test_the_base_task_comes_first_wherever_it_stands(tmp_path):
+def test_the_base_task_comes_first_wherever_it_stands(tmp_path: Path) -> None:
     body = dump(config())
     body["stream"]["tasks"].append(body["stream"]["tasks"].pop(0))
     assert not changed(keys_of(config(), tmp_path), keys_of(check(body, "test"), tmp_path))
 
 
-def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path):
+def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path: Path) -> None:
     found = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
     _, tasks = build.graph_of(found, Store(str(tmp_path)))
     assert [(t.name, t.classes) for t in tasks] == [
@@ -561,7 +575,7 @@ def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path):
 
 
 # ---- configs that build on others ----------------------------------------------------------------
-def written(folder, **files):
+def written(folder: Any, **files: Any) -> Any:
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)
     return str(folder / "top.yaml")
@@ -573,7 +587,9 @@ STREAM = (
 )
 
 
-def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(tmp_path):
+def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(
+    tmp_path: Path,
+) -> None:
     path = written(
         tmp_path,
         low=STREAM,
@@ -603,7 +619,9 @@ def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(tmp
         ("{a: 1}", "name of a config file or a list"),
     ],
 )
-def test_a_config_that_extends_nonsense_gets_one_sentence(tmp_path, extends, said):
+def test_a_config_that_extends_nonsense_gets_one_sentence(
+    tmp_path: Path, extends: str, said: str
+) -> None:
     path = written(
         tmp_path, low=f"extends: top.yaml\n{STREAM}", top=f"extends: {extends}\nname: top\n"
     )
@@ -629,8 +647,8 @@ def test_a_config_that_extends_nonsense_gets_one_sentence(tmp_path, extends, sai
     ],
 )
 def test_a_run_that_computes_something_else_than_its_file_says_has_a_name_of_its_own(
-    tmp_path, overrides: list[str], name: str | None
-):
+    tmp_path: Path, overrides: list[str], name: str | None
+) -> None:
     path = tmp_path / "digits.yaml"
     path.write_text(
         "{name: digits, stream: {tasks: [{card: digits, classes: [0, 1]}]}, methods: {meat: {}}}"
@@ -649,7 +667,7 @@ def test_a_run_that_computes_something_else_than_its_file_says_has_a_name_of_its
         )
 
 
-def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path):
+def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path: Path) -> None:
     path = tmp_path / "part.yaml"
     path.write_text("{name: part, stream: {tasks: [{card: digits}]}}")
     assert load(str(path), ["methods={meat: {}}"]).name == "part"

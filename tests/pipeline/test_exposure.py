@@ -8,7 +8,9 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +38,9 @@ from pipeline.tracking.outbox import Outbox
         ("", False),
     ],
 )
-def test_one_line_is_said_where_other_machines_can_reach_a_server(host, alone, capfd):
+def test_one_line_is_said_where_other_machines_can_reach_a_server(
+    host: str, alone: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     ui.warn_if_exposed(host, 5000, "read and delete every run: MLflow asks for no password")
     out, err = capfd.readouterr()
     assert out == ""
@@ -54,7 +58,7 @@ def test_one_line_is_said_where_other_machines_can_reach_a_server(host, alone, c
 
 
 @pytest.mark.parametrize("command", [["ui"], ["serve", "model"]])
-def test_without_a_host_a_server_is_for_this_machine(command):
+def test_without_a_host_a_server_is_for_this_machine(command: Any) -> None:
     assert cli.parser().parse_args(command).host == "127.0.0.1"
     assert (
         cli.parser().parse_args([*command, "--host", "10.0.0.1", "--port", "5000"]).host
@@ -68,8 +72,8 @@ class Ended(Exception):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
-    host, tmp_path, capfd, monkeypatch
-):
+    host: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pipeline.tracking import mlflow_client
 
     started: list[list[str]] = []
@@ -94,7 +98,9 @@ def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_model_is_served_where_it_was_asked_for_after_the_warning(host, capfd, monkeypatch):
+def test_a_model_is_served_where_it_was_asked_for_after_the_warning(
+    host: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def running(folder: str, port: int, host: str, *_: Any) -> Any:
@@ -138,7 +144,7 @@ ANSWERS = {
 
 
 @pytest.fixture
-def tracking_server(monkeypatch):
+def tracking_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Its port, and the headers by which it was asked. The environment names it with its
     password."""
     asked: list[str] = []
@@ -171,7 +177,9 @@ def tracking_server(monkeypatch):
         thread.join()
 
 
-def test_what_is_printed_of_a_tracking_server_has_no_password(tracking_server, tmp_path, capfd):
+def test_what_is_printed_of_a_tracking_server_has_no_password(
+    tracking_server: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     port, asked = tracking_server
     calls = mlflow_client.MlflowClientAdapter(str(tmp_path), TrackingSettings())
     calls.close(calls.find({})[0], "FINISHED")
@@ -185,8 +193,8 @@ def test_what_is_printed_of_a_tracking_server_has_no_password(tracking_server, t
 
 
 def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
-    tmp_path, monkeypatch, capfd
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hush@127.0.0.1:1")
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     said = "".join(capfd.readouterr())
@@ -249,8 +257,12 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
     ],
 )
 def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(
-    uri, said, tmp_path, monkeypatch, capfd
-):
+    uri: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     for module in ("psycopg", "psycopg2", "pymysql"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -283,7 +295,9 @@ def starting(wait: float, port: int = 0) -> subprocess.Popen[str]:
     )
 
 
-def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(monkeypatch, capfd):
+def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(ui, "SAY_S", 0.2)
     port = ui.free_port("127.0.0.1")
     server = starting(1.0, port)
@@ -298,8 +312,8 @@ def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(monkeypa
 
 
 def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_for(
-    tmp_path, monkeypatch, capfd
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     from pipeline.tracking import mlflow_client
 
     popen = subprocess.Popen
@@ -340,7 +354,7 @@ print(len(found), [name for name, ip in found if not ipaddress.ip_address(ip.rem
 
 
 @pytest.mark.slow
-def test_a_private_ray_listens_for_this_machine_alone():
+def test_a_private_ray_listens_for_this_machine_alone() -> None:
     pytest.importorskip("psutil")
     told = subprocess.run(
         [sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=240, check=True
@@ -351,7 +365,7 @@ def test_a_private_ray_listens_for_this_machine_alone():
 
 
 @pytest.mark.slow
-def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path):
+def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path: Path) -> None:
     psutil = pytest.importorskip("psutil")
     (tmp_path / "hush").mkdir()
     (tmp_path / "storage").mkdir()

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def kept(storage: Path, key: str = "k1") -> list[Path]:
     return sorted((storage / failures.FOLDER / key).glob("*.txt"))
 
 
-def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path):
+def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> None:
     def run() -> dict[str, object]:
         torch.zeros(2) + torch.zeros(3)
         return {}
@@ -59,7 +60,7 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path):
     assert re.search(r"^log: .+", text, re.MULTILINE)
 
 
-def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path):
+def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path: Path) -> None:
     from workers.data.shards import open_image
 
     event = executor.attempt(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
@@ -70,7 +71,7 @@ def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path):
     )
 
 
-def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path):
+def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path: Path) -> None:
     def run() -> dict[str, object]:
         cause = KeyError("x")
         cause.__cause__ = RuntimeError()
@@ -88,8 +89,8 @@ def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path):
 
 
 def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hides_no_error(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused() -> dict[str, object]:
         raise UserError("mend it")
 
@@ -104,7 +105,7 @@ def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hid
     assert "traceback: not kept: storage is away" in event.message
 
 
-def test_no_password_of_an_error_is_kept(tmp_path):
+def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
     address = "https://{}@host/x".format("me:hush")
 
     def run() -> dict[str, object]:
@@ -117,7 +118,7 @@ def test_no_password_of_an_error_is_kept(tmp_path):
     assert "hush" not in event.message + text
 
 
-def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path):
+def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for key in ("k1", "k2", "k3"):
         executor.attempt(stage_of(key), break_in_torch, str(tmp_path))
@@ -129,7 +130,13 @@ def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["train", "ingest"])
-def test_a_run_that_fails_says_where_its_traceback_is(step, tmp_path, quick, monkeypatch, capsys):
+def test_a_run_that_fails_says_where_its_traceback_is(
+    step: str,
+    tmp_path: Path,
+    quick: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def broken(*_: object, **__: object) -> dict[str, object]:
         raise ZeroDivisionError("by nothing")
 

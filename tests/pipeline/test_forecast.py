@@ -3,6 +3,8 @@ nothing was."""
 
 import io
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +27,7 @@ TEST = 20
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Cards of three tasks that stand in a store, and nothing else."""
     folder = tmp_path_factory.mktemp("forecast")
     cards = small_run.make_cards(folder, ("base", "a", "b"))
@@ -34,7 +36,7 @@ def place(tmp_path_factory):
     return folder, cards
 
 
-def planned(folder, cards, methods=("finetune",), **changes):
+def planned(folder: Any, cards: Any, methods: Any = ("finetune",), **changes: Any) -> Any:
     checked = config.check(
         {**small_run.make_body(folder, cards, methods, **changes), "data": {"val_fraction": 0.1}},
         "a config",
@@ -44,8 +46,15 @@ def planned(folder, cards, methods=("finetune",), **changes):
 
 
 def finished(
-    folder, cards, methods=("finetune",), wall_s=10.0, epoch_s=3.0, workers=1, device=CPU, **changes
-):
+    folder: Any,
+    cards: Any,
+    methods: Any = ("finetune",),
+    wall_s: Any = 10.0,
+    epoch_s: Any = 3.0,
+    workers: Any = 1,
+    device: Any = CPU,
+    **changes: Any,
+) -> None:
     """Publishes results by hand as if all stages had run: wall seconds in all, and seconds per
     epoch."""
     store, graph, tasks, checked = planned(folder, cards, methods, **changes)
@@ -70,21 +79,21 @@ def finished(
     store.save_record(record_of(graph, checked, tasks, {}))
 
 
-def costs(folder, cards, methods=("finetune",), **changes):
+def costs(folder: Any, cards: Any, methods: Any = ("finetune",), **changes: Any) -> Any:
     store, graph, tasks, checked = planned(folder, cards, methods, **changes)
     todo = needed(graph, look_up_all(graph, store, None))
     return forecast.forecast(graph, checked, store, todo, tasks)
 
 
 @pytest.fixture
-def at(place, tmp_path):
+def at(place: Any, tmp_path: Path) -> Any:
     """The same cards and their ingested data in a storage of its own."""
     folder, cards = place
     shutil.copytree(folder / "storage", tmp_path / "storage")
     return tmp_path, cards
 
 
-def test_twice_the_epochs_take_twice_the_time_of_epochs_and_the_rest_once(at):
+def test_twice_the_epochs_take_twice_the_time_of_epochs_and_the_rest_once(at: Any) -> None:
     finished(*at, wall_s=10.0, epoch_s=3.0)  # 2 epochs: 6 s of 10
     found = costs(*at, name="next", train={"epochs": 4})
     cost = found.costs["finetune/a/train"]
@@ -93,7 +102,7 @@ def test_twice_the_epochs_take_twice_the_time_of_epochs_and_the_rest_once(at):
     assert found.devices == (CPU,)
 
 
-def test_more_workers_take_as_many_device_seconds_in_less_time(at):
+def test_more_workers_take_as_many_device_seconds_in_less_time(at: Any) -> None:
     finished(*at, wall_s=10.0, epoch_s=3.0, workers=3)
     found = costs(*at, name="next", train={"epochs": 4}, cluster={"workers": 2, "groups": 1})
     assert found.costs["finetune/a/train"].device_s == pytest.approx(3 * 16)
@@ -102,7 +111,7 @@ def test_more_workers_take_as_many_device_seconds_in_less_time(at):
     )
 
 
-def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(at):
+def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(at: Any) -> None:
     # 20, 40 and 60 images in 10 s each: the median is 4 images in a second
     finished(*at, wall_s=10.0)
     found = costs(*at, name="next", train={"epochs": 4})
@@ -111,7 +120,7 @@ def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(at):
     assert cost.device_s == pytest.approx(60 / 4)
 
 
-def test_another_method_stands_in_and_what_nobody_measured_is_said(at):
+def test_another_method_stands_in_and_what_nobody_measured_is_said(at: Any) -> None:
     finished(*at)
     found = costs(*at, ("packnet",), name="next").costs
     assert found["packnet/a/train"].basis == found["packnet/a/evaluate"].basis == "other method"
@@ -129,14 +138,16 @@ def test_another_method_stands_in_and_what_nobody_measured_is_said(at):
     [{"backbone": {"img_size": 24}}, {"train": {"precision": "bf16"}}, {"device": GPU}],
     ids=["backbone", "precision", "device"],
 )
-def test_what_was_measured_of_something_else_does_not_count(at, change):
+def test_what_was_measured_of_something_else_does_not_count(at: Any, change: Any) -> None:
     finished(*at, **change)
     found = costs(*at, name="next", train={"epochs": 4})
     assert found.costs["finetune/a/train"].basis == "not measured"
     assert found.costs["finetune/a/train"].images == TRAIN
 
 
-def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(at, tmp_path):
+def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
+    at: Any, tmp_path: Path
+) -> None:
     finished(*at)
     counts = {"train": 200, "test": 100}
     cards = {
@@ -152,17 +163,17 @@ def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(at, t
     assert "no count of images: a; bring the data in" in forecast.text(found)
 
 
-def test_a_joint_training_counts_all_tasks_so_far(at):
+def test_a_joint_training_counts_all_tasks_so_far(at: Any) -> None:
     found = costs(*at, ("joint",), name="next").costs
     trained = [cost.images for stage, cost in found.items() if stage.endswith("/b/train")]
     assert trained
     assert min(trained) > TRAIN
 
 
-def test_a_star_gets_faster_with_groups_and_a_chain_does_not(at):
+def test_a_star_gets_faster_with_groups_and_a_chain_does_not(at: Any) -> None:
     finished(*at, ("linear", "finetune"), wall_s=10.0, epoch_s=5.0)
 
-    def wall(method, groups):
+    def wall(method: Any, groups: Any) -> Any:
         return costs(
             *at,
             (method,),
@@ -176,7 +187,7 @@ def test_a_star_gets_faster_with_groups_and_a_chain_does_not(at):
     assert wall("finetune", 9) > 0.8 * wall("finetune", 1)
 
 
-def test_every_method_has_a_line_of_its_own_beside_all_together(at):
+def test_every_method_has_a_line_of_its_own_beside_all_together(at: Any) -> None:
     finished(*at, ("linear", "finetune"))
     found = costs(
         *at,
@@ -195,7 +206,7 @@ def test_every_method_has_a_line_of_its_own_beside_all_together(at):
     assert [line.split()[0] for line in forecast.text(found).splitlines()[1:5]] == list(found.walls)
 
 
-def test_damaged_measurements_are_passed_over(at):
+def test_damaged_measurements_are_passed_over(at: Any) -> None:
     finished(*at)
     for path in (at[0] / "storage" / "stages").rglob("history.parquet"):
         path.write_bytes(b"")
@@ -204,8 +215,8 @@ def test_damaged_measurements_are_passed_over(at):
 
 
 def test_the_forecast_of_a_real_run_of_twice_the_epochs_is_near_what_it_then_takes(
-    tmp_path, quick, capsys
-):
+    tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Near: within a factor of four, on whatever machine, however busy."""
     cards = small_run.make_cards(tmp_path, ("base", "a"))
     path = small_run.write_config(
@@ -231,7 +242,9 @@ def test_the_forecast_of_a_real_run_of_twice_the_epochs_is_near_what_it_then_tak
     assert took / 4 < 3600 * float(row[3]) < took * 4
 
 
-def test_a_run_that_stands_costs_nothing(tmp_path, quick, capsys):
+def test_a_run_that_stands_costs_nothing(
+    tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     cards = small_run.make_cards(tmp_path, ("base",))
     path = small_run.write_config(
         tmp_path / "run.yaml", small_run.make_body(tmp_path, cards, ("finetune",))

@@ -50,7 +50,7 @@ class Faster(TrainSettings):
     epochs: int = 11
 
 
-def test_keys_and_defaults_are_those_that_are_written_down():
+def test_keys_and_defaults_are_those_that_are_written_down() -> None:
     old = json.loads(golden_keys.FILE.read_text())
     new = golden_keys.pinned()
     assert old == new, "\n".join(
@@ -58,24 +58,24 @@ def test_keys_and_defaults_are_those_that_are_written_down():
     )
 
 
-def test_a_new_setting_with_a_neutral_value_changes_no_key():
+def test_a_new_setting_with_a_neutral_value_changes_no_key() -> None:
     assert key(Newer()) == key(TrainSettings())
     assert key(Newer(epochs=3)) == key(TrainSettings(epochs=3))
     assert key(Newer(lookahead=2)) != key(Newer())
 
 
-def test_a_default_that_is_not_neutral_is_in_the_key():
+def test_a_default_that_is_not_neutral_is_in_the_key() -> None:
     assert key_inputs(Tuned())["lookahead"] == 5
     assert key(Tuned()) == key(Newer(lookahead=5)) != key(TrainSettings())
     assert key(Tuned(lookahead=0)) == key(TrainSettings()), "the results of the code before"
 
 
-def test_a_changed_default_changes_keys_and_old_values_keep_theirs():
+def test_a_changed_default_changes_keys_and_old_values_keep_theirs() -> None:
     assert key(Faster()) != key(TrainSettings())
     assert key(Faster(epochs=10)) == key(TrainSettings())
 
 
-def test_values_that_are_equal_but_of_another_type_are_not_neutral():
+def test_values_that_are_equal_but_of_another_type_are_not_neutral() -> None:
     class Either(Frozen):
         value: Annotated[bool | int | None, Neutral(0)] = None
 
@@ -86,7 +86,7 @@ def test_values_that_are_equal_but_of_another_type_are_not_neutral():
     ]
 
 
-def test_nested_settings_leave_out_theirs_too():
+def test_nested_settings_leave_out_theirs_too() -> None:
     class Inner(Frozen):
         old: int = 1
         new: Annotated[int, Neutral(2)] = 2
@@ -103,7 +103,7 @@ def test_nested_settings_leave_out_theirs_too():
     }
 
 
-def test_settings_that_came_later_leave_the_keys_of_before():
+def test_settings_that_came_later_leave_the_keys_of_before() -> None:
     assert key(DataSettings()) == "6a906f7e9952c4e2a390cdaef6ab21f4"
     assert key(BackboneSettings()) == "7658907c31e404a95275872880bb4bce"
     assert key_inputs(BackboneSettings(context=ContextSettings()))["context"]["kind"] == "cb"
@@ -111,7 +111,7 @@ def test_settings_that_came_later_leave_the_keys_of_before():
     assert "lambda" not in key_inputs(MeatSettings(), ("lambda_",))
 
 
-def test_what_is_left_out_of_a_key_is_still_in_the_record():
+def test_what_is_left_out_of_a_key_is_still_in_the_record() -> None:
     """A value that is left out of a record would come back as the default, which may change."""
     assert Tuned.model_validate(Tuned(lookahead=0).model_dump()).lookahead == 0
     assert DataSettings().model_dump()["repeats"] == 1
@@ -158,7 +158,9 @@ TRAIN = ("settings", "TrainSettings")
         ),
     ],
 )
-def test_every_change_is_told_in_one_sentence(path: tuple[str, ...], value: Any, sentence: str):
+def test_every_change_is_told_in_one_sentence(
+    path: tuple[str, ...], value: Any, sentence: str
+) -> None:
     pinned = json.loads(golden_keys.FILE.read_text())
     sentences = golden_keys.differences(pinned, edited(pinned, path, value))
     assert len(sentences) == 1
@@ -175,7 +177,7 @@ print(*Carried.from_bytes(data).tensors)
 """
 
 
-def test_tensors_come_back_in_the_same_order_in_every_process():
+def test_tensors_come_back_in_the_same_order_in_every_process() -> None:
     import torch
 
     names = [f"t{number:02d}" for number in range(40)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class Remote:
     """The queue as an actor: its methods answer at once, `get_cluster_state` with what stands in
     `around`."""
 
-    def __init__(self, around: Any):
+    def __init__(self, around: Any) -> None:
         self.queue, self.around = Queue(), around
 
     def __getattr__(self, name: str) -> Any:
@@ -41,14 +42,14 @@ class Remote:
 class Task:
     """Of a group's trainer; `end` is what it returns or raises."""
 
-    def __init__(self, workers: int):
+    def __init__(self, workers: int) -> None:
         self.workers, self.end = workers, None
 
 
 class Driver(RayExecutor):
     """On a Ray in which nothing runs."""
 
-    def __init__(self, tmp_path: Any, cpus: list[float], width: int = 9, **cluster: Any):
+    def __init__(self, tmp_path: Any, cpus: list[float], width: int = 9, **cluster: Any) -> None:
         self.said: list[str] = []
         self.cluster, self.width, self.name, self.broken = (
             ClusterSettings(**{"workers": 1, **cluster}),
@@ -116,7 +117,9 @@ def cpus(*counts: float, **how: Any) -> Any:
     return nodes_of([{"CPU": n} for n in counts], **how)
 
 
-def test_there_are_as_many_groups_as_there_is_room_for_and_more_when_nodes_join(tmp_path):
+def test_there_are_as_many_groups_as_there_is_room_for_and_more_when_nodes_join(
+    tmp_path: Path,
+) -> None:
     driver = Driver(tmp_path, [1.0, 1.0], address="local")
     driver.holding(0, "0")
     assert driver.sizes() == {0: 1, 1: 1}
@@ -125,7 +128,7 @@ def test_there_are_as_many_groups_as_there_is_room_for_and_more_when_nodes_join(
     assert driver.said[-1] == "node 10.0.0.2 (2) joined (2 CPUs)"
 
 
-def test_what_a_lost_node_held_is_offered_again_at_once_and_has_used_no_try(tmp_path):
+def test_what_a_lost_node_held_is_offered_again_at_once_and_has_used_no_try(tmp_path: Path) -> None:
     driver = Driver(tmp_path, [1.0, 1.0])
     stage = driver.holding(0, "0")
     driver.changed(cpus(1.0, 1.0, lost=[0]))
@@ -138,7 +141,9 @@ def test_what_a_lost_node_held_is_offered_again_at_once_and_has_used_no_try(tmp_
     )
 
 
-def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes_meanwhile(tmp_path):
+def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes_meanwhile(
+    tmp_path: Path,
+) -> None:
     driver = Driver(tmp_path, [1.0, 1.0, 1.0])
     driver.holding(0, "0")
     other = driver.holding(1, "1")
@@ -157,7 +162,7 @@ def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes_meanwhile(t
     assert driver.queue.queue.post(1, Event("progress", other.id)) is True, "it is told to leave"
 
 
-def test_an_elastic_group_grows_and_shrinks_between_two_stages(tmp_path):
+def test_an_elastic_group_grows_and_shrinks_between_two_stages(tmp_path: Path) -> None:
     driver = Driver(tmp_path, [2.0], width=1, workers=4, min_workers=1)
     driver.holding(0, "0")
     assert driver.sizes() == {0: 2}
@@ -171,7 +176,9 @@ def test_an_elastic_group_grows_and_shrinks_between_two_stages(tmp_path):
         driver.poll()
 
 
-def test_a_group_that_waits_for_a_node_that_is_gone_is_started_anew_with_what_there_is(tmp_path):
+def test_a_group_that_waits_for_a_node_that_is_gone_is_started_anew_with_what_there_is(
+    tmp_path: Path,
+) -> None:
     driver = Driver(tmp_path, [1.0, 1.0], width=1, workers=2, min_workers=1)
     driver.submit(Stage("s", "train", "key", {}, (), job=SimpleNamespace()), 0)
     driver.poll()
@@ -183,7 +190,7 @@ def test_a_group_that_waits_for_a_node_that_is_gone_is_started_anew_with_what_th
     assert driver.sizes() == {0: 1}
 
 
-def test_waiting_for_room_is_no_failed_start_and_failed_starts_end_the_run(tmp_path):
+def test_waiting_for_room_is_no_failed_start_and_failed_starts_end_the_run(tmp_path: Path) -> None:
     driver = Driver(tmp_path, [1.0], width=1, workers=2, min_workers=1, retries=1)
     driver.submit(Stage("s", "train", "key", {}, (), job=SimpleNamespace()), 0)
     driver.poll()
@@ -198,7 +205,9 @@ def test_waiting_for_room_is_no_failed_start_and_failed_starts_end_the_run(tmp_p
         driver.poll()
 
 
-def test_a_head_that_does_not_answer_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
+def test_a_head_that_does_not_answer_ends_the_run_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(tmp_path, [1.0])
     driver.holding(0, "0")
 
@@ -216,8 +225,8 @@ def test_a_head_that_does_not_answer_ends_the_run_with_a_sentence(tmp_path, monk
 
 
 def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(
-    tmp_path, capsys, monkeypatch
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(tmp_path, [1.0])
     driver.holding(0, "0")
 
@@ -234,7 +243,9 @@ def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(
     assert driver.broken
 
 
-def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(tmp_path):
+def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
+    tmp_path: Path,
+) -> None:
     driver = Driver(tmp_path, [1.0, 1.0])
     driver.holding(0, "0")
     preemption.given.set()
@@ -254,8 +265,8 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
 
 
 def test_the_books_of_drivers_that_were_killed_are_swept_and_those_of_others_stay(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead = os.fork()
     if not dead:
         os._exit(0)

@@ -40,7 +40,7 @@ async def echo(body: bytes) -> Reply:
 class Server:
     """A front on a free port, and a client of it."""
 
-    def __init__(self, front: Front, port: int):
+    def __init__(self, front: Front, port: int) -> None:
         self.front, self.port = front, port
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:

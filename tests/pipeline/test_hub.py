@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -66,8 +67,12 @@ def config_on(folder: Path, path: str) -> str:
 
 @pytest.mark.parametrize("how", ["silent", "refused", "offline"])
 def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
-    how, silent, tmp_path, monkeypatch, capsys
-):
+    how: str,
+    silent: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from huggingface_hub import constants
 
     if how == "refused":
@@ -88,8 +93,8 @@ def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
 
 @pytest.mark.parametrize("classes", ["listed", "from_source"])
 def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(
-    classes, silent, tmp_path, quick, capsys
-):
+    classes: str, silent: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     local = config_on(tmp_path, str(tmp_path / "raw" / "a"))
     card = tmp_path / "cards" / "a.yaml"
     if classes == "from_source":
@@ -113,7 +118,9 @@ def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(
     assert len(silent.connections) > asked
 
 
-def test_weights_that_the_hub_does_not_give_are_told_at_once(silent, monkeypatch, tmp_path):
+def test_weights_that_the_hub_does_not_give_are_told_at_once(
+    silent: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -11,6 +11,7 @@ import socket
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +57,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def card_of(path: Path | str, form: str = "folder", **changes) -> Card:
+def card_of(path: Path | str, form: str = "folder", **changes: Any) -> Card:
     source = {"format": form, "path": str(path), **changes.pop("source", {})}
     return Card.model_validate(
         {
@@ -70,16 +71,16 @@ def card_of(path: Path | str, form: str = "folder", **changes) -> Card:
     )
 
 
-def serial(fn, items):
+def serial(fn: Any, items: Any) -> Any:
     return [fn(item) for item in items]
 
 
-def threads(fn, items):
+def threads(fn: Any, items: Any) -> Any:
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(fn, items))
 
 
-def run(card: Card, root: Path, key: str = "k", map_fn=serial) -> tuple[dict, Shards]:
+def run(card: Card, root: Path, key: str = "k", map_fn: Any = serial) -> tuple[dict, Shards]:
     manifest = ingest(card, str(root), key, map_fn, {"step": "ingest"})
     return manifest, Shards.open(str(root), key)
 
@@ -91,7 +92,7 @@ def listed(root: Path, key: str = "k") -> list[dict[str, str]]:
 
 
 # ---- the result ----------------------------------------------------------------------------------
-def test_every_image_is_found_again_byte_for_byte(source, tmp_path):
+def test_every_image_is_found_again_byte_for_byte(source: Any, tmp_path: Path) -> None:
     manifest, shards = run(card_of(source), tmp_path)
     assert manifest["counts"] == {"train": 20, "test": 8}
     assert manifest["step"] == "ingest"
@@ -111,7 +112,7 @@ def test_every_image_is_found_again_byte_for_byte(source, tmp_path):
         assert shards.verify(row["key"], data, row["sha256"]) == data
 
 
-def test_shards_are_webdataset_and_mix_the_classes(source, tmp_path):
+def test_shards_are_webdataset_and_mix_the_classes(source: Any, tmp_path: Path) -> None:
     _, shards = run(card_of(source), tmp_path)
     with tarfile.open(shards.uri("train-00000.tar")) as tar:
         names = tar.getnames()
@@ -125,7 +126,7 @@ def test_shards_are_webdataset_and_mix_the_classes(source, tmp_path):
     ]
 
 
-def test_parallel_work_gives_the_same_bytes_as_serial_work(source, tmp_path):
+def test_parallel_work_gives_the_same_bytes_as_serial_work(source: Any, tmp_path: Path) -> None:
     one, _ = run(card_of(source), tmp_path, "one", serial)
     two, _ = run(card_of(source), tmp_path, "two", threads)
     assert one["files"] == two["files"]
@@ -133,12 +134,14 @@ def test_parallel_work_gives_the_same_bytes_as_serial_work(source, tmp_path):
     assert len(one["files"]) == 7
 
 
-def test_nothing_but_the_published_attempt_is_left(source, tmp_path):
+def test_nothing_but_the_published_attempt_is_left(source: Any, tmp_path: Path) -> None:
     manifest, _ = run(parquet_card(tmp_path, source), tmp_path, map_fn=threads)
     assert sorted(os.listdir(tmp_path / "k")) == sorted([manifest["attempt"], "manifest.json"])
 
 
-def test_a_class_more_leaves_the_keys_of_the_others_as_they_were(source, tmp_path):
+def test_a_class_more_leaves_the_keys_of_the_others_as_they_were(
+    source: Any, tmp_path: Path
+) -> None:
     _, all_of_it = run(card_of(source), tmp_path, "all")
     _, part = run(card_of(source, classes=["dog"], max_bad_fraction=1), tmp_path, "part")
     assert (
@@ -148,7 +151,9 @@ def test_a_class_more_leaves_the_keys_of_the_others_as_they_were(source, tmp_pat
 
 
 # ---- bad images ----------------------------------------------------------------------------------
-def test_corrupt_unlabelled_and_other_files_are_listed_with_a_reason(source, tmp_path):
+def test_corrupt_unlabelled_and_other_files_are_listed_with_a_reason(
+    source: Any, tmp_path: Path
+) -> None:
     whole = (source / "train" / "cat" / "00.png").read_bytes()
     (source / "train" / "cat" / "cut.png").write_bytes(whole[: len(whole) // 2])
     (source / "train" / "cat" / "text.jpg").write_text("no image")
@@ -169,7 +174,9 @@ def test_corrupt_unlabelled_and_other_files_are_listed_with_a_reason(source, tmp
     assert all(r["kept"] == "no" for r in listed(tmp_path))
 
 
-def test_too_many_bad_images_stop_the_stage_and_publish_nothing(source, tmp_path):
+def test_too_many_bad_images_stop_the_stage_and_publish_nothing(
+    source: Any, tmp_path: Path
+) -> None:
     (source / "train" / "cat" / "bad.png").write_bytes(b"no image")
     with pytest.raises(
         UserError, match=r"1 of 29 images.*0\.01.*train/cat/bad\.png \(corrupt: not an image\)"
@@ -179,7 +186,9 @@ def test_too_many_bad_images_stop_the_stage_and_publish_nothing(source, tmp_path
     assert run(card_of(source, max_bad_fraction=0.1), tmp_path)[0]["rejected"] == {"corrupt": 1}
 
 
-def test_a_small_version_keeps_so_many_of_each_class_the_same_wherever_they_lie(source, tmp_path):
+def test_a_small_version_keeps_so_many_of_each_class_the_same_wherever_they_lie(
+    source: Any, tmp_path: Path
+) -> None:
     manifest, shards = run(card_of(source, per_class={"train": 3, "test": 1}), tmp_path)
     assert manifest["counts"] == {"train": 6, "test": 2}
     assert manifest["rejected"] == {"left out": 20}
@@ -197,8 +206,8 @@ def test_a_small_version_keeps_so_many_of_each_class_the_same_wherever_they_lie(
 
 @pytest.mark.parametrize(("duplicates", "train"), [("keep", 22), ("drop", 21)])
 def test_copies_are_listed_and_dropped_only_where_the_card_says_so(
-    source, tmp_path, duplicates, train
-):
+    source: Any, tmp_path: Path, duplicates: str, train: int
+) -> None:
     (source / "train" / "cat" / "again.png").write_bytes(
         (source / "train" / "cat" / "00.png").read_bytes()
     )
@@ -220,8 +229,8 @@ def reasons(root: Path, key: str = "k") -> dict[str, str]:
 
 
 def test_an_image_whose_name_is_no_utf8_is_taken_and_a_class_of_such_a_name_is_listed(
-    source, tmp_path
-):
+    source: Any, tmp_path: Path
+) -> None:
     cat, odd = (os.fsencode(source / "train" / name) for name in ("cat", "caf"))
     os.mkdir(odd + b"\xe9")
     for path in (cat + b"/caf\xe9.png", cat + b"/caf\xe8.png", odd + b"\xe9/a.png"):
@@ -244,13 +253,15 @@ def test_an_image_whose_name_is_no_utf8_is_taken_and_a_class_of_such_a_name_is_l
         load(str(tmp_path / "card.yaml"))
 
 
-def test_line_ends_in_a_name_stay_in_their_row(source, tmp_path):
+def test_line_ends_in_a_name_stay_in_their_row(source: Any, tmp_path: Path) -> None:
     (source / "train" / "cat" / "a\nb.png").write_bytes(b"no image")
     run(card_of(source, max_bad_fraction=0.1), tmp_path)
     assert reasons(tmp_path) == {"train/cat/a\\nb.png": "corrupt: not an image"}
 
 
-def test_what_is_no_file_is_listed_and_never_opened(source, tmp_path, monkeypatch):
+def test_what_is_no_file_is_listed_and_never_opened(
+    source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cat = source / "train" / "cat"
     os.mkfifo(cat / "fifo.png")
     monkeypatch.chdir(cat)  # the path of a socket must be short
@@ -273,13 +284,15 @@ def test_what_is_no_file_is_listed_and_never_opened(source, tmp_path, monkeypatc
     }
 
 
-def test_an_image_that_a_link_does_not_lead_to_counts_as_bad(source, tmp_path):
+def test_an_image_that_a_link_does_not_lead_to_counts_as_bad(source: Any, tmp_path: Path) -> None:
     (source / "train" / "cat" / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(UserError, match=r"1 of 29 images.*gone\.png \(link: to nothing\)"):
         run(card_of(source), tmp_path)
 
 
-def test_linked_folders_are_read_once_and_never_outside_the_source(source, tmp_path):
+def test_linked_folders_are_read_once_and_never_outside_the_source(
+    source: Any, tmp_path: Path
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret.png").write_bytes(picture(7))
@@ -318,7 +331,7 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(source, tmp_p
     }
 
 
-def test_a_source_whose_folders_all_lie_elsewhere_says_so(source, tmp_path):
+def test_a_source_whose_folders_all_lie_elsewhere_says_so(source: Any, tmp_path: Path) -> None:
     """A data set that is put together from links to folders: what to name in its place is said."""
     linked = tmp_path / "linked"
     linked.mkdir()
@@ -333,7 +346,7 @@ def test_a_source_whose_folders_all_lie_elsewhere_says_so(source, tmp_path):
         raw_data.source_of(store, card_of(linked))
 
 
-def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source, tmp_path):
+def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source: Any, tmp_path: Path) -> None:
     """Caches of hubs, and tools that keep versions of data, are laid out so."""
     blob = tmp_path / "blob"
     (source / "train" / "cat" / "00.png").rename(blob)
@@ -354,7 +367,9 @@ def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source, tmp_path)
         ("train", r"1 of 9 images .* train \(link: to a folder outside the source"),
     ],
 )
-def test_a_split_that_is_a_link_which_is_not_followed_is_named(split, says, source, tmp_path):
+def test_a_split_that_is_a_link_which_is_not_followed_is_named(
+    split: str, says: str, source: Any, tmp_path: Path
+) -> None:
     (source / split).rename(tmp_path / "elsewhere")
     (source / split).symlink_to(source / "train" if split == "test" else tmp_path / "elsewhere")
     with pytest.raises(UserError, match=says):
@@ -367,8 +382,8 @@ def test_a_split_that_is_a_link_which_is_not_followed_is_named(split, says, sour
 
 @pytest.mark.parametrize("form", ["tar", "parquet"])
 def test_a_shard_that_is_a_link_to_nothing_is_an_error_and_what_is_none_is_listed(
-    form, source, tmp_path
-):
+    form: str, source: Any, tmp_path: Path
+) -> None:
     card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
     place = Path(card.source.path)
     (place / "train-notes.md").write_text("notes")
@@ -385,7 +400,9 @@ def test_a_shard_that_is_a_link_to_nothing_is_an_error_and_what_is_none_is_liste
 
 
 @pytest.mark.parametrize("form", ["tar", "parquet"])
-def test_shards_and_members_whose_names_are_no_utf8_are_read(form, source, tmp_path):
+def test_shards_and_members_whose_names_are_no_utf8_are_read(
+    form: str, source: Any, tmp_path: Path
+) -> None:
     card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
     place = Path(card.source.path)
     old = next(place.glob("train*"))
@@ -409,7 +426,9 @@ def strings(*values: bytes) -> pa.Array:
     )
 
 
-def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(source, tmp_path):
+def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(
+    source: Any, tmp_path: Path
+) -> None:
     images = pa.array([picture(i) for i in range(3)])
     paths = pa.StructArray.from_arrays(
         [images, strings(b"a.png", b"caf\xe9.png", b"b.png")], ["bytes", "path"]
@@ -428,7 +447,9 @@ def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(source, tmp_pat
     )
 
 
-def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(source, tmp_path, bucket):
+def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(
+    source: Any, tmp_path: Path, bucket: Any
+) -> None:
     client = s3.client_of(bucket.upstream)
     card = card_of(f"s3://{bucket.bucket}/data?region=us-east-1", max_bad_fraction=0.1)
     for file in sorted(p for p in source.rglob("*") if p.is_file()):
@@ -447,7 +468,9 @@ def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(source, tmp_path, bucket)
     assert "which no URI can hold; rename it" in reasons(tmp_path, "bucket")["train/cat/a#1.png"]
 
 
-def test_equal_names_in_two_archives_of_one_name_get_keys_of_their_own(source, tmp_path):
+def test_equal_names_in_two_archives_of_one_name_get_keys_of_their_own(
+    source: Any, tmp_path: Path
+) -> None:
     card = tar_card(tmp_path, source)
     for split in ("train", "test"):
         for folder in "ab":
@@ -467,7 +490,9 @@ NFC, NFD = "caf\u00e9", "cafe\u0301"
 @pytest.mark.parametrize("folder", [NFC, NFD])
 @pytest.mark.parametrize("on_card", [NFC, NFD])
 @pytest.mark.parametrize("form", ["folder", "parquet"])
-def test_a_class_is_the_same_in_both_unicode_forms(folder, on_card, form, source, tmp_path):
+def test_a_class_is_the_same_in_both_unicode_forms(
+    folder: Any, on_card: Any, form: str, source: Any, tmp_path: Path
+) -> None:
     for split in ("train", "test"):
         (source / split / "dog").rename(source / split / folder)
     (source / "train" / folder / "00.png").rename(source / "train" / folder / f"{folder}.png")
@@ -500,7 +525,9 @@ def fingerprint_of_other_form(source: Path, folder: str) -> str | None:
 
 
 @pytest.mark.parametrize("what", ["folders", "files"])
-def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(what, source, tmp_path):
+def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(
+    what: str, source: Any, tmp_path: Path
+) -> None:
     for name in (NFC, NFD):
         path = source / "train" / (f"{name}/a.png" if what == "folders" else f"cat/{name}.png")
         path.parent.mkdir(exist_ok=True)
@@ -525,13 +552,13 @@ def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(what, sour
 
 
 # ---- what a card promises ------------------------------------------------------------------------
-def test_a_missing_source_is_named_with_the_remedy(tmp_path):
+def test_a_missing_source_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert fingerprint(card_of(tmp_path / "nowhere")) is None
     with pytest.raises(UserError, match=r"nowhere does not exist; put the data there"):
         run(card_of(tmp_path / "nowhere"), tmp_path)
 
 
-def test_the_fingerprint_follows_names_and_sizes(source):
+def test_the_fingerprint_follows_names_and_sizes(source: Any) -> None:
     before = fingerprint(card_of(source))
     assert before == fingerprint(card_of(source))
     (source / "train" / "cat" / "00.png").write_bytes(picture(7, side=12))
@@ -539,7 +566,9 @@ def test_the_fingerprint_follows_names_and_sizes(source):
 
 
 @pytest.mark.parametrize("form", ["folder", "tar", "parquet"])
-def test_the_fingerprint_follows_nothing_beside_the_images(form, source, tmp_path):
+def test_the_fingerprint_follows_nothing_beside_the_images(
+    form: str, source: Any, tmp_path: Path
+) -> None:
     make = {
         "folder": lambda: card_of(source),
         "tar": lambda: tar_card(tmp_path, source),
@@ -573,13 +602,15 @@ def test_the_fingerprint_follows_nothing_beside_the_images(form, source, tmp_pat
         ({"source": {"splits": {"train": "lesson", "test": "exam"}}}, "holds no images"),
     ],
 )
-def test_what_the_card_promises_must_be_found(source, tmp_path, changes, sentence):
+def test_what_the_card_promises_must_be_found(
+    source: Any, tmp_path: Path, changes: Any, sentence: str
+) -> None:
     with pytest.raises(UserError, match=sentence):
         run(card_of(source, **changes), tmp_path)
     assert os.listdir(tmp_path) == ["source"] or os.listdir(tmp_path / "k") == []
 
 
-def test_the_content_digest_follows_images_and_not_shards(source, tmp_path):
+def test_the_content_digest_follows_images_and_not_shards(source: Any, tmp_path: Path) -> None:
     content = run(card_of(source), tmp_path, "a")[0]["content"]
     assert (
         run(card_of(source, shard_images=3, content=content), tmp_path, "b")[0]["content"]
@@ -589,7 +620,9 @@ def test_the_content_digest_follows_images_and_not_shards(source, tmp_path):
     assert run(card_of(source), tmp_path, "c")[0]["content"] != content
 
 
-def test_test_images_are_held_out_by_class_where_the_source_has_none(source, tmp_path):
+def test_test_images_are_held_out_by_class_where_the_source_has_none(
+    source: Any, tmp_path: Path
+) -> None:
     splits = {"splits": {"train": "train"}}
     manifest, shards = run(card_of(source, source=splits, test_fraction=0.3), tmp_path)
     assert manifest["counts"] == {"train": 14, "test": 6}
@@ -605,7 +638,9 @@ def test_test_images_are_held_out_by_class_where_the_source_has_none(source, tmp
     )
 
 
-def test_classes_from_source_are_the_folders_and_must_be_as_many_as_promised(source, tmp_path):
+def test_classes_from_source_are_the_folders_and_must_be_as_many_as_promised(
+    source: Any, tmp_path: Path
+) -> None:
     text = (
         f"name: mine\nlicence: MIT\nclasses: from_source\nnum_classes: {{}}\nsource: "
         f"{{{{format: folder, path: {source}}}}}\n"
@@ -646,7 +681,9 @@ def digests(shards: Shards) -> set[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("as_struct", [True, False])
 @pytest.mark.parametrize("numbers", [True, False])
-def test_parquet_gives_the_images_of_the_folder(source, tmp_path, as_struct, numbers):
+def test_parquet_gives_the_images_of_the_folder(
+    source: Any, tmp_path: Path, as_struct: bool, numbers: bool
+) -> None:
     _, folder = run(card_of(source), tmp_path, "folder")
     _, parquet = run(
         parquet_card(tmp_path, source, as_struct, numbers), tmp_path, "parquet", threads
@@ -655,7 +692,7 @@ def test_parquet_gives_the_images_of_the_folder(source, tmp_path, as_struct, num
     assert len(digests(parquet)) == 28
 
 
-def test_parquet_rows_without_image_or_label_are_listed(source, tmp_path):
+def test_parquet_rows_without_image_or_label_are_listed(source: Any, tmp_path: Path) -> None:
     card = parquet_card(tmp_path, source, as_struct=False)
     table = pq.read_table(tmp_path / "pq" / "train-00000-of-00001.parquet").to_pylist()
     table += [
@@ -668,7 +705,7 @@ def test_parquet_rows_without_image_or_label_are_listed(source, tmp_path):
     assert manifest["rejected"] == {"corrupt": 1, "unlabelled": 2}
 
 
-def test_parquet_without_the_named_column_is_refused(source, tmp_path):
+def test_parquet_without_the_named_column_is_refused(source: Any, tmp_path: Path) -> None:
     card = parquet_card(tmp_path, source)
     wrong = card.model_copy(update={"source": card.source.model_copy(update={"label": "coarse"})})
     with pytest.raises(UserError, match="no column 'coarse', only img, fine_label"):
@@ -690,14 +727,14 @@ def tar_card(folder: Path, source: Path, **extra: bytes) -> Card:
     return card_of(folder / "tars", "tar")
 
 
-def test_tars_give_the_images_of_the_folder(source, tmp_path):
+def test_tars_give_the_images_of_the_folder(source: Any, tmp_path: Path) -> None:
     _, folder = run(card_of(source), tmp_path, "folder")
     _, tars = run(tar_card(tmp_path, source), tmp_path, "tars", threads)
     assert digests(tars) == digests(folder)
 
 
 @pytest.mark.parametrize("less", [0, 300, 512 * 3])  # bytes missing beside the end mark
-def test_a_tar_cut_short_is_refused(source, tmp_path, less):
+def test_a_tar_cut_short_is_refused(source: Any, tmp_path: Path, less: Any) -> None:
     card, file = tar_card(tmp_path, source), tmp_path / "tars" / "train-0.tar"
     with tarfile.open(file) as tar:
         end = max(m.offset_data + -(-m.size // 512) * 512 for m in tar)
@@ -707,7 +744,7 @@ def test_a_tar_cut_short_is_refused(source, tmp_path, less):
 
 
 @pytest.mark.parametrize("name", ["/etc/a.png", "../a.png", "x/../../a.png"])
-def test_a_tar_that_points_outside_is_refused(source, tmp_path, name):
+def test_a_tar_that_points_outside_is_refused(source: Any, tmp_path: Path, name: str) -> None:
     card = tar_card(tmp_path, source)
     with tarfile.open(tmp_path / "tars" / "train-0.tar", "a") as tar:
         tar.addfile(tarfile.TarInfo(name), io.BytesIO())
@@ -715,7 +752,7 @@ def test_a_tar_that_points_outside_is_refused(source, tmp_path, name):
         run(card, tmp_path)
 
 
-def test_rare_formats_become_png_and_keep_their_pixels(source, tmp_path):
+def test_rare_formats_become_png_and_keep_their_pixels(source: Any, tmp_path: Path) -> None:
     (source / "train" / "cat" / "00.png").unlink()
     (source / "train" / "cat" / "00.bmp").write_bytes(picture(3, form="BMP"))
     _, shards = run(card_of(source), tmp_path)
@@ -725,7 +762,7 @@ def test_rare_formats_become_png_and_keep_their_pixels(source, tmp_path):
     assert np.array_equal(decode(stored, 9), decode(picture(3), 9))
 
 
-def test_equal_names_in_a_class_get_keys_of_their_own(source, tmp_path):
+def test_equal_names_in_a_class_get_keys_of_their_own(source: Any, tmp_path: Path) -> None:
     (source / "train" / "cat" / "00.jpg").write_bytes(picture(5, form="JPEG"))
     (source / "train" / "cat" / "a.b.png").write_bytes(picture(6))
     _, shards = run(card_of(source), tmp_path)
@@ -735,23 +772,25 @@ def test_equal_names_in_a_class_get_keys_of_their_own(source, tmp_path):
     assert not any("." in key for key in keys)
 
 
-def test_digits_need_no_network(tmp_path):
+def test_digits_need_no_network(tmp_path: Path) -> None:
     manifest, shards = run(load("digits"), tmp_path)
     assert manifest["counts"] == {"train": 1438, "test": 359}
     assert len(set(shards.index["class"].to_pylist())) == 10
 
 
-def test_torchvision_data_is_read_with_its_own_split(tmp_path, monkeypatch):
+def test_torchvision_data_is_read_with_its_own_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision import datasets
 
     class Fake:
-        def __init__(self, root, train=True, download=False):
+        def __init__(self, root: Any, train: Any = True, download: Any = False) -> None:
             self.count, self.shift = (6, 0) if train else (4, 50)
 
-        def __len__(self):
+        def __len__(self) -> Any:
             return self.count
 
-        def __getitem__(self, i):
+        def __getitem__(self, i: Any) -> Any:
             return Image.open(io.BytesIO(picture(self.shift + i))), i % 2
 
     monkeypatch.setattr(datasets, "Fake", Fake, raising=False)
@@ -762,7 +801,7 @@ def test_torchvision_data_is_read_with_its_own_split(tmp_path, monkeypatch):
     assert np.array_equal(decode(stored, 9), decode(picture(53), 9))
 
 
-def test_a_flipped_bit_in_a_shard_is_detected(source, tmp_path):
+def test_a_flipped_bit_in_a_shard_is_detected(source: Any, tmp_path: Path) -> None:
     _, shards = run(card_of(source), tmp_path)
     row = shards.index.to_pylist()[3]
     path = Path(shards.uri(row["shard"]))
@@ -777,7 +816,9 @@ def test_a_flipped_bit_in_a_shard_is_detected(source, tmp_path):
 @pytest.mark.skipif(
     not (DATA / "real7").exists(), reason=f"no real data in {DATA}; set ACCRETE_DATA"
 )
-def test_a_real_data_set_holds_what_its_card_promises(tmp_path, monkeypatch):
+def test_a_real_data_set_holds_what_its_card_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCRETE_DATA", str(DATA))
     card = load("real7-scripts")
     manifest, shards = run(card, tmp_path, map_fn=threads)
@@ -795,7 +836,9 @@ def without_labels(card: Card) -> Card:
 
 
 @pytest.mark.parametrize("form", ["folder", "parquet", "tar"])
-def test_images_without_labels_are_of_the_one_class_of_their_card(source, tmp_path, form):
+def test_images_without_labels_are_of_the_one_class_of_their_card(
+    source: Any, tmp_path: Path, form: str
+) -> None:
     card = {
         "folder": lambda: card_of(source),
         "parquet": lambda: parquet_card(tmp_path, source),
@@ -817,7 +860,7 @@ def test_images_without_labels_are_of_the_one_class_of_their_card(source, tmp_pa
     assert manifest["rejected"] == {}
 
 
-def test_a_card_without_labels_has_one_class(source, tmp_path):
+def test_a_card_without_labels_has_one_class(source: Any, tmp_path: Path) -> None:
     file = tmp_path / "card.yaml"
     body = (
         "name: pictures\nlicence: MIT\nsource: {format: folder, path: %s, label: "

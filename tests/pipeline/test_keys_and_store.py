@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import fs
@@ -27,7 +29,7 @@ def publish(store: Store, key: str, files: dict[str, bytes]) -> bool:
     return attempt.commit({"kind": "train"})
 
 
-def test_keys_are_pinned():
+def test_keys_are_pinned() -> None:
     """A change of the key function would orphan every stored result: it must be made on purpose, by
     raising KEY_VERSION."""
     inputs = {
@@ -41,7 +43,7 @@ def test_keys_are_pinned():
     assert key_of(inputs, ["p1", "p2"]) == "efe562425d7f48298519f134b8987744"
 
 
-def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any():
+def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any() -> None:
     plain, once, twice, thrice = (
         key_of(key_inputs(settings), [])
         for settings in (
@@ -67,28 +69,28 @@ def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any():
         ([], {}),
     ],
 )
-def test_values_of_different_types_have_different_keys(pair):
+def test_values_of_different_types_have_different_keys(pair: Any) -> None:
     assert key_of({"x": pair[0]}, []) != key_of({"x": pair[1]}, [])
 
 
-def test_the_order_of_settings_does_not_matter_and_that_of_parents_does():
+def test_the_order_of_settings_does_not_matter_and_that_of_parents_does() -> None:
     assert key_of({"a": 1, "b": 2}, []) == key_of({"b": 2, "a": 1}, [])
     assert key_of({}, ["p", "q"]) != key_of({}, ["q", "p"])
 
 
-def test_a_value_that_cannot_be_hashed_is_refused():
+def test_a_value_that_cannot_be_hashed_is_refused() -> None:
     with pytest.raises(TypeError):
         key_of({"x": object()}, [])
 
 
-def test_a_result_without_manifest_does_not_exist(tmp_path):
+def test_a_result_without_manifest_does_not_exist(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     Attempt(store.root, "k").write("state.safetensors", b"half")
     assert not store.look_up(stage("k")).hit
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
-def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path, harm):
+def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path: Path, harm: str) -> None:
     store = Store(str(tmp_path))
     publish(store, "k", {"state.safetensors": b"0123456789", "other": b"x"})
     assert store.look_up(stage("k")).hit
@@ -113,7 +115,7 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path, harm):
     assert publish(store, "k", {"state.safetensors": b"again"})
 
 
-def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path):
+def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path: Path) -> None:
     root = str(tmp_path)
     first, second = Attempt(root, "k"), Attempt(root, "k")
     first.write("a", b"first")
@@ -129,7 +131,9 @@ def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path):
     )
 
 
-def test_a_filesystem_without_hard_links_will_do(tmp_path, monkeypatch):
+def test_a_filesystem_without_hard_links_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: str, target: str) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -141,7 +145,7 @@ def test_a_filesystem_without_hard_links_will_do(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_half_written_manifest_is_no_result(tmp_path):
+def test_a_half_written_manifest_is_no_result(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     publish(store, "k", {"a": b"1"})
     path = tmp_path / "stages" / "k" / "manifest.json"
@@ -164,7 +168,7 @@ def test_a_half_written_manifest_is_no_result(tmp_path):
         assert store.look_up(stage("k")).hit
 
 
-def test_a_miss_explains_itself():
+def test_a_miss_explains_itself() -> None:
     before = {
         "stages": [
             {"id": "meat/a/train", "key": "old", "inputs": {"lambda": 0.9, "train": {"epochs": 3}}}
@@ -186,7 +190,7 @@ def test_a_miss_explains_itself():
     assert why(stage("any"), None) == "new"
 
 
-def test_garbage_is_what_no_named_run_needs(tmp_path):
+def test_garbage_is_what_no_named_run_needs(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     publish(store, "kept", {"a": b"1"})
     publish(store, "lost", {"a": b"12345"})
@@ -204,7 +208,9 @@ def test_garbage_is_what_no_named_run_needs(tmp_path):
     assert store.garbage()[0][1] > 5
 
 
-def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(tmp_path):
+def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(
+    tmp_path: Path,
+) -> None:
     store = Store(str(tmp_path))
     interrupted, damaged = Attempt(store.root, "k"), Attempt(store.root, "k")
     interrupted.write("a", b"half")
@@ -226,7 +232,7 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     assert not interrupted.commit({})
 
 
-def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path):
+def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     publish(store, "k", {"a": b"1"})
     store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
@@ -235,7 +241,7 @@ def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path):
         store.garbage()
 
 
-def test_places_below_a_uri_keep_its_query_at_the_end():
+def test_places_below_a_uri_keep_its_query_at_the_end() -> None:
     """`s3://bucket/folder?region=...`: joined as text, every result would have the same path."""
     uri = "s3://bucket/runs?region=eu-west-1&scheme=http"
     assert join(uri, "stages", "k") == "s3://bucket/runs/stages/k?region=eu-west-1&scheme=http"
@@ -245,7 +251,7 @@ def test_places_below_a_uri_keep_its_query_at_the_end():
     assert parent("/a/b/") == "/a"
 
 
-def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path):
+def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     assert store.remembered("card") is None
     store.remember("card", "abc")
@@ -254,8 +260,8 @@ def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path):
 
 
 def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_has_its_own_reason(
-    monkeypatch,
-):
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No look-up answers before eight are under way."""
     graph = Graph.of("g", [Stage(f"s{i}", "train", f"key-{i}", {"lambda": i}) for i in range(32)])
     previous = {
@@ -265,7 +271,7 @@ def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_h
     }
     together = threading.Barrier(8)
 
-    def look_up(self, stage, before, verify):
+    def look_up(self: Any, stage: Any, before: Any, verify: Any) -> Any:
         together.wait(timeout=60)
         return Lookup(False, why(stage, before))
 

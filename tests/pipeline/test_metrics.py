@@ -1,6 +1,8 @@
 """Promises of the metrics: the worked case of the reference, and the shapes that broke other code
 bases."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -31,12 +33,12 @@ TOTALS = np.full((4, 4), 100)
         ("forgetting_continuum_pre_2022_05", (0.93 - 0.60 + 0.80 - 0.75) / 3),
     ],
 )
-def test_the_worked_case_gives_its_numbers(name, value):
+def test_the_worked_case_gives_its_numbers(name: str, value: Any) -> None:
     assert metrics.all_metrics(COUNTS, TOTALS)[name] == pytest.approx(value, abs=1e-6)
     assert metrics.all_metrics(R)[name] == pytest.approx(value, abs=1e-6)
 
 
-def test_the_worked_case_has_average_incremental_accuracy_of_859_thousandths():
+def test_the_worked_case_has_average_incremental_accuracy_of_859_thousandths() -> None:
     assert round(metrics.average_incremental_accuracy(R), 3) == 0.859
 
 
@@ -54,7 +56,9 @@ CLASS_INCREMENTAL = [[0.9, 0, 0, 0], [0.7, 0.8, 0, 0], [0.75, 0.6, 0.85, 0], [0.
         ("backward_transfer_all_pairs", -0.2666667),
     ],
 )
-def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(name, value):
+def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(
+    name: str, value: float
+) -> None:
     """The first task counts in the average; the older formula of forgetting is what DyTox's tables
     were made with."""
     assert metrics.all_metrics(CLASS_INCREMENTAL)[name] == pytest.approx(value, abs=1e-7)
@@ -63,7 +67,7 @@ def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(name, v
     )
 
 
-def test_the_old_continuum_formula_overlooks_the_second_last_task_and_the_model_after_it():
+def test_the_old_continuum_formula_overlooks_the_second_last_task_and_the_model_after_it() -> None:
     r = [[0.9, 0, 0], [0.8, 0.7, 0], [0.6, 0.5, 0.8]]
     assert [
         row["forgetting_continuum_pre_2022_05"] for row in metrics.over_time(r)
@@ -71,7 +75,7 @@ def test_the_old_continuum_formula_overlooks_the_second_last_task_and_the_model_
     assert [row["forgetting"] for row in metrics.over_time(r)] == pytest.approx([0, 0.1, 0.25])
 
 
-def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro():
+def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro() -> None:
     correct, total = [[9, 0], [5, 900]], [[10, 1000], [10, 1000]]
     assert metrics.average_accuracy(correct, total) == pytest.approx(0.7)
     assert metrics.micro_average_accuracy(correct, total) == pytest.approx(905 / 1010)
@@ -81,7 +85,7 @@ def test_unequal_tasks_are_pooled_in_micro_and_incremental_and_averaged_in_macro
     )
 
 
-def test_one_task_has_no_forgetting():
+def test_one_task_has_no_forgetting() -> None:
     values = metrics.all_metrics([[3]], [[4]])
     assert (
         values["average_accuracy"]
@@ -92,23 +96,25 @@ def test_one_task_has_no_forgetting():
     assert values["forgetting"] == values["forgetting_first"] == values["backward_transfer"] == 0
 
 
-def test_no_task_gives_nan_and_no_error():
+def test_no_task_gives_nan_and_no_error() -> None:
     assert all(np.isnan(v) for v in metrics.all_metrics([]).values())
 
 
-def test_a_hundred_tasks_of_more_than_a_thousand_classes_in_small_integers_do_not_overflow():
+def test_a_hundred_tasks_of_more_than_a_thousand_classes_in_small_integers_do_not_overflow() -> (
+    None
+):
     correct = np.full((100, 100), 30_000, np.int16)
     total = np.full((100, 100), 32_000, np.int16)
     assert metrics.last_accuracy(correct, total) == pytest.approx(30 / 32)
     assert metrics.forgetting(correct, total) == 0
 
 
-def test_integer_rates_are_accepted():
+def test_integer_rates_are_accepted() -> None:
     assert metrics.forgetting([[1, 0], [0, 1]]) == 1
     assert metrics.average_accuracy(np.eye(2, dtype=int)) == 0.5
 
 
-def test_inputs_are_not_changed():
+def test_inputs_are_not_changed() -> None:
     correct, total = COUNTS.astype(float), TOTALS.astype(float)
     correct[0, 3], total[1, 3] = np.nan, -1
     before = correct.copy(), total.copy()
@@ -118,19 +124,19 @@ def test_inputs_are_not_changed():
     np.testing.assert_array_equal(total, before[1])
 
 
-def test_entries_above_the_diagonal_change_nothing():
+def test_entries_above_the_diagonal_change_nothing() -> None:
     lower = np.where(np.tril(np.ones((4, 4), bool)), R, np.nan)
     assert metrics.all_metrics(lower) == pytest.approx(metrics.all_metrics(R))
 
 
-def test_every_metric_has_a_value_in_a_finished_run():
+def test_every_metric_has_a_value_in_a_finished_run() -> None:
     """A metric that no run can measure is a promise that nobody keeps."""
     lower = np.where(np.tril(np.ones((4, 4), bool)), COUNTS, np.nan)
     assert not np.isnan(list(metrics.all_metrics(lower, TOTALS).values())).any()
 
 
 @pytest.mark.parametrize("marker", ["rate", "total", "zero"])
-def test_a_metric_that_needs_a_missing_entry_is_nan_and_the_others_stand(marker):
+def test_a_metric_that_needs_a_missing_entry_is_nan_and_the_others_stand(marker: str) -> None:
     correct, total = COUNTS.astype(float), TOTALS.astype(float)
     if marker == "rate":
         correct[2, 0] = np.nan
@@ -143,7 +149,7 @@ def test_a_metric_that_needs_a_missing_entry_is_nan_and_the_others_stand(marker)
     assert values["forgetting_first"] == pytest.approx(0.106667, abs=1e-6)
 
 
-def test_an_unfinished_run_has_the_metrics_of_its_finished_rows():
+def test_an_unfinished_run_has_the_metrics_of_its_finished_rows() -> None:
     correct = COUNTS.astype(float)
     correct[2:] = np.nan
     rows = metrics.over_time(correct, TOTALS)
@@ -151,14 +157,14 @@ def test_an_unfinished_run_has_the_metrics_of_its_finished_rows():
     assert np.isnan(rows[3]["average_accuracy"])
 
 
-def test_a_matrix_that_is_not_square_is_refused_with_its_shape():
+def test_a_matrix_that_is_not_square_is_refused_with_its_shape() -> None:
     with pytest.raises(UserError, match=r"shape \(1, 2\); it must be square"):
         metrics.forgetting([[0.5, 0.5]])
     with pytest.raises(UserError, match="same entries"):
         metrics.forgetting([[0.5, 0.5], [0.5, 0.5]], [[1, 1, 1]])
 
 
-def test_order_disparity_is_the_range_of_each_task_over_orders():
+def test_order_disparity_is_the_range_of_each_task_over_orders() -> None:
     assert metrics.order_disparity(
         [[0.9, 0.5, 0.7], [0.6, 0.5, 0.8], [0.7, 0.5, 0.75]]
     ) == pytest.approx([0.3, 0, 0.1])

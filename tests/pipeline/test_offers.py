@@ -1,6 +1,7 @@
 """Promises of the queue between driver and worker groups, stepped by hand."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -13,20 +14,20 @@ def stage(name: str, *parents: str) -> Stage:
     return Stage(name, "train", f"key-{name}", {}, parents)
 
 
-def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group():
+def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group() -> None:
     a, b, child = stage("a"), stage("b"), stage("child", "last")
     assert ReadyQueue([ReadyStage(1, a), ReadyStage(3, b), ReadyStage(2, child)]).take() is b
     assert ReadyQueue([ReadyStage(2, a), ReadyStage(2, child)]).take(stage("last")) is child
 
 
-def test_each_stage_is_given_to_one_group():
+def test_each_stage_is_given_to_one_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a")), ReadyStage(0, stage("b"))])
     assert {queue.next(0).id, queue.next(1).id} == {"a", "b"}
     assert queue.next(2) is None
 
 
-def test_a_group_that_asks_again_has_lost_what_it_held():
+def test_a_group_that_asks_again_has_lost_what_it_held() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
@@ -35,7 +36,7 @@ def test_a_group_that_asks_again_has_lost_what_it_held():
     assert [(e.kind, e.stage) for e in events] == [("lost", "a")]
 
 
-def test_what_ended_is_not_lost():
+def test_what_ended_is_not_lost() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
@@ -45,7 +46,7 @@ def test_what_ended_is_not_lost():
     assert [e.kind for e in events] == ["done"]
 
 
-def test_of_several_ranks_that_fail_together_one_is_heard():
+def test_of_several_ranks_that_fail_together_one_is_heard() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
@@ -56,7 +57,7 @@ def test_of_several_ranks_that_fail_together_one_is_heard():
     assert [(e.kind, e.message) for e in events] == [("progress", ""), ("failed", "rank 1")]
 
 
-def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up():
+def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.joined(4, ["node-1"])
@@ -70,7 +71,7 @@ def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up():
     assert up == {}
 
 
-def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_had():
+def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_had() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.joined(0, ["node-1", "node-2"])
@@ -83,7 +84,7 @@ def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_
     assert up == {0: ["node-2", "node-3"]}
 
 
-def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once():
+def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage(name)) for name in "abc"])
     first, second = queue.next(0), queue.next(1)
@@ -101,7 +102,7 @@ def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once():
     assert queue.next(1).id == "c", "started anew it is not dismissed"
 
 
-def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard():
+def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard() -> None:
     queue = Queue()
     queue.offer([ReadyStage(1, stage("a")), ReadyStage(0, stage("b"))])
     queue.next(0)
@@ -114,7 +115,7 @@ def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard():
     assert [(e.kind, e.stage) for e in queue.offer([])[0]] == [("lost", "a"), ("done", "b")]
 
 
-def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group():
+def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.joined(0, ["node-1", "node-2"])
@@ -126,7 +127,7 @@ def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group(
     ]
 
 
-def test_a_closed_queue_stops_every_group():
+def test_a_closed_queue_stops_every_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.close()
@@ -142,7 +143,7 @@ def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
     assert not any(queue.next(group) for group, _ in groups)
 
 
-def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first():
+def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a")), ReadyStage(1, stage("evaluate-a", "a"))])
@@ -150,7 +151,7 @@ def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first():
     assert queue.next(0).id == "after-a"
 
 
-def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one():
+def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
@@ -159,7 +160,7 @@ def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one():
     assert [t.id for t in taken if t] == ["after-a"]
 
 
-def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once():
+def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
@@ -168,7 +169,7 @@ def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed):
+def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed: Any) -> None:
     rng = random.Random(seed)
     offers, there, last = ReadyQueue(), list[ReadyStage](), None
     for number in range(200):

@@ -47,7 +47,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTables:
     return found
 
 
-def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables):
+def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables) -> None:
     rows = tables.picks("finetune")
     assert [(r["after"], r["task"]) for r in rows] == [
         (NAMES[t], NAMES[i]) for t in range(4) for i in range(t + 1)
@@ -59,7 +59,7 @@ def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables):
     assert files.as_csv(rows)
 
 
-def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTables):
+def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTables) -> None:
     found = tables.picked("finetune")
     assert found is not None
     counts, tasks, candidates = found
@@ -84,7 +84,7 @@ def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTab
     )
 
 
-def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables):
+def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) -> None:
     text = page.picks(tables, "finetune")
     assert "After roots" in text
     assert (
@@ -98,7 +98,7 @@ def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables):
     assert page.picks(tables, "finetune") in page.page(tables, [], {"finetune": []}, "")
 
 
-def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables):
+def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables) -> None:
     points = entries.pick_points(tables.picks("finetune"))
     assert [(p.name, p.step) for p in points[:3]] == [
         ("picked_right/shapes", 0),
@@ -114,7 +114,9 @@ def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables):
     }
 
 
-def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(tables: RunTables):
+def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(
+    tables: RunTables,
+) -> None:
     assert tables.picks("meat") == []
     assert tables.picked("meat") is None
     assert page.picks(tables, "meat") == ""

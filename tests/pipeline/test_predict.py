@@ -55,7 +55,9 @@ def images_of(folder: Path, task: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("label", ["meat", "hat"])
-def test_predict_says_of_files_what_evaluation_counted(run, label, capsys, tmp_path):
+def test_predict_says_of_files_what_evaluation_counted(
+    run: Any, label: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder, config = run
     for task, right in counts(folder, label).items():
         images = images_of(folder, task)
@@ -77,7 +79,9 @@ def test_predict_says_of_files_what_evaluation_counted(run, label, capsys, tmp_p
         assert len(text.splitlines()) == 1 + len(images)
 
 
-def test_a_folder_is_served_after_the_run_is_gone(run, capsys, tmp_path):
+def test_a_folder_is_served_after_the_run_is_gone(
+    run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder, config = run
     image = images_of(folder, "a")[0]
     wanted = said(capsys, "predict", config, image, "--method", "hat", "--task", "a")
@@ -87,7 +91,9 @@ def test_a_folder_is_served_after_the_run_is_gone(run, capsys, tmp_path):
     assert said(capsys, "predict", tmp_path / "model", image, "--task", "a") == wanted
 
 
-def test_tasks_are_listed_exported_removed_and_imported(run, capsys, tmp_path):
+def test_tasks_are_listed_exported_removed_and_imported(
+    run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     _, config = run
     model, file = tmp_path / "model", tmp_path / "a.task"
     said(capsys, "bundle", config, "--method", "meat", "--out", model)
@@ -124,7 +130,9 @@ def test_tasks_are_listed_exported_removed_and_imported(run, capsys, tmp_path):
         (["IMAGE", "--method", "meat", "--task", "a", "--top", "-1"], "top is -1"),
     ],
 )
-def test_mistakes_of_predict_get_one_sentence(run, argv, sentence, capsys):
+def test_mistakes_of_predict_get_one_sentence(
+    run: Any, argv: Any, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, config = run
     given = [{"IMAGE": images_of(folder, "a")[0], "CONFIG": config}.get(a, a) for a in argv]
     text = said(capsys, "predict", config, *given, code=2)
@@ -132,7 +140,9 @@ def test_mistakes_of_predict_get_one_sentence(run, argv, sentence, capsys):
     assert text.count("\n") == 1
 
 
-def test_other_mistakes_get_one_sentence(run, capsys, tmp_path):
+def test_other_mistakes_get_one_sentence(
+    run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder, config = run
     assert "is no model folder" in said(capsys, "tasks", tmp_path, "list", code=2)
     assert "is there already and not an empty folder" in said(
@@ -190,7 +200,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", [*MODELS])
-def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(lab, tracking, tmp_path, name):
+def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(
+    lab: Any, tracking: Any, tmp_path: Path, name: Any
+) -> None:
     import mlflow
     import pandas as pd
 
@@ -205,7 +217,9 @@ def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(lab, tracking, tm
     assert right == run.recorded()
 
 
-def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(lab, tracking, tmp_path):
+def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(
+    lab: Any, tracking: Any, tmp_path: Path
+) -> None:
     from pipeline.tracking import publish
 
     run = finished(lab, "meat", epochs=1)
@@ -238,7 +252,7 @@ def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(lab, tracking, t
 
 
 @pytest.fixture(scope="module")
-def loaded(lab, tracking, tmp_path_factory):
+def loaded(lab: Any, tracking: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     import mlflow
 
     folder = tmp_path_factory.mktemp("loaded")
@@ -257,7 +271,9 @@ def loaded(lab, tracking, tmp_path_factory):
         ({"image": 3, "task": "two"}, {}, "image 0 is a int"),
     ],
 )
-def test_the_mlflow_model_refuses_with_a_400_and_a_sentence(loaded, record, params, sentence):
+def test_the_mlflow_model_refuses_with_a_400_and_a_sentence(
+    loaded: Any, record: Any, params: Any, sentence: str
+) -> None:
     from mlflow.exceptions import MlflowException
 
     run, model = loaded
@@ -269,7 +285,7 @@ def test_the_mlflow_model_refuses_with_a_400_and_a_sentence(loaded, record, para
     assert "\n" not in str(error.value)
 
 
-def test_the_mlflow_model_takes_records_bytes_and_lists(loaded):
+def test_the_mlflow_model_takes_records_bytes_and_lists(loaded: Any) -> None:
     import numpy as np
     import pandas as pd
 
@@ -300,7 +316,9 @@ def test_the_mlflow_model_takes_records_bytes_and_lists(loaded):
 
 
 @pytest.mark.slow
-def test_the_mlflow_model_loads_where_there_is_no_checkout(loaded, tracking, tmp_path):
+def test_the_mlflow_model_loads_where_there_is_no_checkout(
+    loaded: Any, tracking: Any, tmp_path: Path
+) -> None:
     run, _ = loaded
     (tmp_path / "image").write_bytes(run.images("two")[0][0])
     code = f"""if True:

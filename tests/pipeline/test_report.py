@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fake_run
 import numpy as np
@@ -30,12 +31,12 @@ pytestmark = pytest.mark.usefixtures("small_pictures")
 
 
 @pytest.fixture(scope="module")
-def tables(storage):
+def tables(storage: Any) -> Any:
     return RunTables.load(storage, fake_run.record())
 
 
 @pytest.fixture(scope="module")
-def report(storage):
+def report(storage: Any) -> Any:
     return page.build(
         storage,
         fake_run.record(),
@@ -43,7 +44,7 @@ def report(storage):
     )
 
 
-def half(folder, *missing):
+def half(folder: Any, *missing: Any) -> Any:
     """A store in which the stages whose id starts with one of `missing` are not there."""
     fake_run.write(str(folder), {s.id for s in fake_run.stages() if not s.id.startswith(missing)})
     return RunTables.load(str(folder), fake_run.record())
@@ -51,8 +52,8 @@ def half(folder, *missing):
 
 # ---- matrices ------------------------------------------------------------------------------------
 def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_the_rest_follows(
-    tables,
-):
+    tables: Any,
+) -> None:
     chain, star = tables.matrix("finetune"), tables.matrix("meat")
     lower = np.tril(np.ones((4, 4), bool))
     assert (chain.source[lower] == "measured").all()
@@ -71,13 +72,15 @@ def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_th
         assert chain.total[t, i] == fake_run.IMAGES[i]
 
 
-def test_a_star_does_not_forget_and_fine_tuning_does(tables):
+def test_a_star_does_not_forget_and_fine_tuning_does(tables: Any) -> None:
     assert tables.matrix("meat").final["forgetting"] == 0
     assert tables.matrix("hat-small").final["forgetting"] == 0
     assert tables.matrix("finetune").final["forgetting"] > 0.3
 
 
-def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero(tmp_path):
+def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero(
+    tmp_path: Path,
+) -> None:
     """What was not measured must not be filled in from the diagonal: a chain can have changed
     it."""
     fake_run.write(str(tmp_path))
@@ -89,7 +92,7 @@ def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero
     assert np.isnan(metrics.forgetting(matrix.correct, matrix.total))
 
 
-def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path):
+def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path: Path) -> None:
     tables = half(tmp_path, "finetune/roots", "meat/leaves/evaluate", "hat-small")
     finetune, star, nothing = (tables.matrix(label) for label in ("finetune", "meat", "hat-small"))
     assert (finetune.finished, star.finished, nothing.finished) == (3, 2, 0)
@@ -103,20 +106,22 @@ def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path):
     assert row["growth"] == pytest.approx(1 + 528 / fake_run.BACKBONE_BYTES)
 
 
-def test_an_empty_store_gives_a_page_and_no_numbers(tmp_path):
+def test_an_empty_store_gives_a_page_and_no_numbers(tmp_path: Path) -> None:
     files = page.build(str(tmp_path), fake_run.record())
     assert "0 of 25 stages finished so far" in files["report.html"].decode()
     assert "comparison.png" not in files
 
 
-def test_the_second_matrix_of_scenario_class_is_absent_unless_it_was_written(tables):
+def test_the_second_matrix_of_scenario_class_is_absent_unless_it_was_written(tables: Any) -> None:
     assert "measured" not in tables.matrix("finetune", "correct_task_aware").source
 
 
-def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(storage, monkeypatch):
+def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = RunTables.measured
 
-    def counted(self, label, after):
+    def counted(self: Any, label: Any, after: Any) -> Any:
         return [
             row
             | {
@@ -151,7 +156,7 @@ def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(st
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
-def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables):
+def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables: Any) -> None:
     rows = tables.sizes("meat")
     assert [r["after"] for r in rows] == ["shapes", "birds", "leaves", "roots"]
     bits = fake_run.DEPTH * (fake_run.GRID**2 + 2 * fake_run.HIDDEN * fake_run.WIDTH)
@@ -162,14 +167,16 @@ def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables):
     assert rows[-1]["growth"] == pytest.approx(rows[-1]["total"] / fake_run.BACKBONE_BYTES)
 
 
-def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables):
+def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables: Any) -> None:
     rows = tables.sizes("finetune")
     assert rows[0]["carried"] == 0
     assert rows[1]["carried"] == rows[3]["carried"] > 0
     assert 2 < rows[3]["growth"] < 2.05
 
 
-def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(tables, monkeypatch):
+def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(
+    tables: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = tables._own_sizes
     monkeypatch.setattr(
         tables,
@@ -184,7 +191,7 @@ def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(tab
 
 
 # ---- evidence ------------------------------------------------------------------------------------
-def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
+def test_logits_are_compared_over_all_rows_and_canaries_count(tables: Any) -> None:
     assert {r["label"]: r["answers"] for r in tables.summary()} == {
         "meat": "identical",
         "hat-small": "identical",
@@ -196,7 +203,9 @@ def test_logits_are_compared_over_all_rows_and_canaries_count(tables):
     assert last["logits_equal"] is None
 
 
-def test_logits_are_compared_where_they_were_measured_on_as_many_threads(tables, monkeypatch):
+def test_logits_are_compared_where_they_were_measured_on_as_many_threads(
+    tables: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On another number the same weights answer with other last bits."""
     for threads, after in enumerate(tables.tasks("finetune")):
         stage = tables.artifacts.get(f"finetune/{after}/evaluate")
@@ -209,11 +218,13 @@ def test_logits_are_compared_where_they_were_measured_on_as_many_threads(tables,
     assert rows["leaves"]["logits_equal"] is None, "once on one, once on two"
 
 
-def test_equal_warnings_are_said_once_with_their_number(tables):
+def test_equal_warnings_are_said_once_with_their_number(tables: Any) -> None:
     assert [(r["stage"], r["stages"]) for r in tables.warnings()] == [("meat/roots/train", 3)]
 
 
-def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(tmp_path):
+def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(
+    tmp_path: Path,
+) -> None:
     tables = half(tmp_path)
     Path(tables.artifacts["meat/birds/train"].uri("history.parquet")).write_bytes(b"broken")
     Path(tables.artifacts["meat/leaves/train"].uri("task.safetensors")).unlink()
@@ -224,7 +235,7 @@ def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(tmp
     assert "matrix-finetune.png" in files
 
 
-def test_a_confusion_matrix_counts_every_test_image(tables):
+def test_a_confusion_matrix_counts_every_test_image(tables: Any) -> None:
     counts, names = tables.confusion("finetune", "roots", "birds")
     assert names == ["wren", "owl", "crow"]
     assert counts.sum() == 120
@@ -232,13 +243,13 @@ def test_a_confusion_matrix_counts_every_test_image(tables):
 
 
 # ---- masks ---------------------------------------------------------------------------------------
-def view(task, **masks):
+def view(task: Any, **masks: Any) -> Any:
     return MaskView.of(
         "m", TaskState(task, (), "m", "", masks={k.replace("_", "."): v for k, v in masks.items()})
     )
 
 
-def test_overlap_is_shared_entries_over_entries_of_either():
+def test_overlap_is_shared_entries_over_entries_of_either() -> None:
     a = view(
         "a",
         blocks_0_fc1=torch.tensor([[1, 1, 0], [0, 0, 0]]).bool(),
@@ -252,7 +263,7 @@ def test_overlap_is_shared_entries_over_entries_of_either():
     np.testing.assert_allclose(overlap([a, b], "fc1"), [[1, 2 / 4], [2 / 4, 1]])
 
 
-def test_masks_that_keep_nothing_overlap_fully_and_unlike_shapes_not_at_all():
+def test_masks_that_keep_nothing_overlap_fully_and_unlike_shapes_not_at_all() -> None:
     none, other = (
         view("a", blocks_0_fc1=torch.zeros(9).bool()),
         view("b", blocks_0_fc1=torch.ones(8).bool()),
@@ -262,7 +273,7 @@ def test_masks_that_keep_nothing_overlap_fully_and_unlike_shapes_not_at_all():
     assert np.isnan(values[0, 1])
 
 
-def test_masks_are_listed_tokens_first_then_block_by_block():
+def test_masks_are_listed_tokens_first_then_block_by_block() -> None:
     masks = {f"blocks.{b}.fc1": torch.ones(4).bool() for b in (10, 2, 0)} | {
         "tokens": torch.ones(3, 4).bool()
     }
@@ -277,7 +288,9 @@ def test_masks_are_listed_tokens_first_then_block_by_block():
     ]
 
 
-def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_does_not_divide_the_image():
+def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_does_not_divide_the_image() -> (
+    None
+):
     image = np.full((10, 10, 3), 200, np.uint8)
     shown = mask_plots.over_image(image, np.array([[True, False, True]] * 3))
     assert (shown[:, 0] == 200).all()
@@ -285,7 +298,9 @@ def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_doe
     assert (shown[:, 9] == 200).all()
 
 
-def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(tmp_path):
+def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(
+    tmp_path: Path,
+) -> None:
     tables = half(tmp_path)
     image = figures.sample_image(tables, "birds")
     assert image.shape == (192, 192, 3)
@@ -296,7 +311,7 @@ def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(t
 
 
 # ---- files and page ------------------------------------------------------------------------------
-def test_tables_are_written_as_csv_and_as_equal_parquet(report, tables):
+def test_tables_are_written_as_csv_and_as_equal_parquet(report: Any, tables: Any) -> None:
     rows = pq.read_table(io.BytesIO(report["matrix.parquet"])).to_pylist()
     assert len(rows) == 30
     assert report["matrix.csv"].decode().count("\n") == 31
@@ -316,7 +331,7 @@ def test_tables_are_written_as_csv_and_as_equal_parquet(report, tables):
     }
 
 
-def test_every_picture_is_a_png_and_stands_in_the_page(report):
+def test_every_picture_is_a_png_and_stands_in_the_page(report: Any) -> None:
     pictures = [n for n in report if n.endswith(".png")]
     expected = {
         "comparison.png",
@@ -334,7 +349,7 @@ def test_every_picture_is_a_png_and_stands_in_the_page(report):
     assert report["report.html"].decode().count("data:image/png;base64,") == len(pictures)
 
 
-def test_the_page_asks_for_nothing_outside_itself(report):
+def test_the_page_asks_for_nothing_outside_itself(report: Any) -> None:
     text = re.sub(r"data:image/png;base64,[^\"]*", "", report["report.html"].decode())
     assert not re.search(
         r'(src|href)="(?!#)[^"]+"|url\(|@import|<script|<link', text.replace('src=""', "")
@@ -343,19 +358,19 @@ def test_the_page_asks_for_nothing_outside_itself(report):
     assert "<?xml" not in text
 
 
-def test_the_page_has_one_place_for_what_is_analysed(report):
+def test_the_page_has_one_place_for_what_is_analysed(report: Any) -> None:
     text = report["report.html"].decode()
     assert [text.count(place) for place in analysis_section.BEFORE] == [1, 1]
 
 
-def test_names_from_a_config_cannot_break_the_page(tmp_path):
+def test_names_from_a_config_cannot_break_the_page(tmp_path: Path) -> None:
     record = fake_run.record("<b>&run</b>")
     text = page.build(str(tmp_path), record)["report.html"].decode()
     assert "<b>&run" not in text
     assert "&lt;b&gt;&amp;run" in text
 
 
-def test_the_page_names_what_the_run_was(report):
+def test_the_page_names_what_the_run_was(report: Any) -> None:
     text = report["report.html"].decode()
     for part in (
         "85.0 %",
@@ -370,7 +385,7 @@ def test_the_page_names_what_the_run_was(report):
         assert part in text
 
 
-def test_the_same_store_gives_the_same_report(storage, report, tmp_path):
+def test_the_same_store_gives_the_same_report(storage: Any, report: Any, tmp_path: Path) -> None:
     shutil.copytree(storage, tmp_path / "copy")
     again = page.build(str(tmp_path / "copy"), fake_run.record())
     assert {n: d for n, d in again.items() if n != "report.html"} == {
@@ -390,11 +405,11 @@ def test_the_same_store_gives_the_same_report(storage, report, tmp_path):
         (math.nan, "-"),
     ],
 )
-def test_bytes_are_written_with_three_digits(value, text):
+def test_bytes_are_written_with_three_digits(value: Any, text: str) -> None:
     assert plots.bytes_text(value) == text
 
 
-def test_nothing_is_written_as_less_than_nothing():
+def test_nothing_is_written_as_less_than_nothing() -> None:
     assert [page.written(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == [
         "0.0 %",
         "0.0 %",
@@ -407,7 +422,7 @@ def test_nothing_is_written_as_less_than_nothing():
     ]
 
 
-def test_loss_terms_and_measures_are_told_apart_in_the_order_the_train_loop_writes():
+def test_loss_terms_and_measures_are_told_apart_in_the_order_the_train_loop_writes() -> None:
     row = dict.fromkeys(
         [
             "epoch",
@@ -426,7 +441,7 @@ def test_loss_terms_and_measures_are_told_apart_in_the_order_the_train_loop_writ
     assert plots.split_columns([row]) == (["ce", "penalty"], ["keep"])
 
 
-def test_curves_have_one_point_per_epoch_and_no_missing_numbers():
+def test_curves_have_one_point_per_epoch_and_no_missing_numbers() -> None:
     rows = [
         {"epoch": 0, "loss": 2.0, "seconds": 1.5, "val_correct": 3, "val_total": 4},
         {"epoch": 1, "loss": math.nan, "seconds": 1.0, "odd name?": 1},
@@ -437,20 +452,20 @@ def test_curves_have_one_point_per_epoch_and_no_missing_numbers():
     assert any(p.name == "train/odd name_" and p.after_s == 2.5 for p in points)
 
 
-def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables):
+def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables: Any) -> None:
     body = json.loads(entries.method_files(tables, "meat")["accuracy_matrix.json"])
     assert body["accuracy"][0] == [0.95, None, None, None]
     assert body["correct"][0] == [190, None, None, None]
     assert body["source"][3] == ["follows", "follows", "measured", "measured"]
 
 
-def test_artifacts_are_only_read(storage, report):
+def test_artifacts_are_only_read(storage: Any, report: Any) -> None:
     stage = fake_run.stages()[0]
     assert Artifact.need(f"{storage}/stages", stage.key).damage() is None
 
 
 # ---- capacity and layers -------------------------------------------------------------------------
-def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now():
+def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now() -> None:
     a, b = (
         view("a", blocks_0_fc1=torch.tensor([1, 1, 0, 0]).bool()),
         view("b", blocks_0_fc1=torch.tensor([0, 1, 1, 0]).bool()),
@@ -461,7 +476,7 @@ def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now(
     assert found == [("a", 2, 0, 2, 4), ("b", 1, 1, 3, 4)]
 
 
-def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new():
+def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new() -> None:
     a, b = view("a", blocks_0_ff=torch.ones(4).bool()), view("b", blocks_0_ff=torch.ones(12).bool())
     assert [(r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "ff")] == [
         (4, 0, 4, 4),
@@ -469,7 +484,7 @@ def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new():
     ]
 
 
-def test_a_masks_profile_is_the_kept_share_of_each_output_unit():
+def test_a_masks_profile_is_the_kept_share_of_each_output_unit() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     found = view("a", blocks_0_fc1=mask, blocks_0_ff=torch.tensor([True, False]))
     assert found.profile["blocks.0.fc1"].tolist() == [0.5, 0.25, 0.0]
@@ -478,12 +493,14 @@ def test_a_masks_profile_is_the_kept_share_of_each_output_unit():
     assert len(view("b", blocks_0_fc1=torch.ones(5000, 2).bool()).profile["blocks.0.fc1"]) == BINS
 
 
-def test_pictures_show_the_masks_that_the_method_says(tables, monkeypatch):
+def test_pictures_show_the_masks_that_the_method_says(
+    tables: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chain's masks may follow from what it carries, and its state hold none."""
 
     class Owners(Method):
         @classmethod
-        def masks_for_display(cls, state, carried):
+        def masks_for_display(cls, state: Any, carried: Any) -> Any:
             return {"blocks.0.fc1": carried.tensors["owner"] == 1}
 
     monkeypatch.setitem(METHODS, "owners", Owners)

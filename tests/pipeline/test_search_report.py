@@ -7,8 +7,11 @@ import math
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import fake_search as fake
 import numpy as np
@@ -35,13 +38,15 @@ VOID = {"meta", "img", "br"}
 
 
 @pytest.fixture(autouse=True)
-def _no_warnings():
+def _no_warnings() -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
 
-def made(tmp_path, some, won=True, tests=3, drawn=True, **settings):
+def made(
+    tmp_path: Path, some: Any, won: Any = True, tests: Any = 3, drawn: Any = True, **settings: Any
+) -> Any:
     """(search, files of its report); drawn: with pictures, which cost seconds."""
     body = fake.record(**settings)
     number = best(
@@ -64,12 +69,12 @@ def made(tmp_path, some, won=True, tests=3, drawn=True, **settings):
 
 
 @pytest.fixture(scope="module")
-def forty(tmp_path_factory):
+def forty(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made(tmp_path_factory.mktemp("forty"), fake.trials(40))
 
 
 @pytest.fixture(scope="module")
-def greedy(tmp_path_factory):
+def greedy(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made(
         tmp_path_factory.mktemp("greedy"),
         fake.per_task(5),
@@ -79,30 +84,30 @@ def greedy(tmp_path_factory):
     )
 
 
-def page_of(found):
+def page_of(found: Any) -> Any:
     return found[1]["search.html"].decode()
 
 
-def words(found):
+def words(found: Any) -> Any:
     """What a person reads, without pictures."""
     text = re.sub(r"<style>.*?</style>|<img[^>]*>", "", page_of(found), flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", text)).replace("\u00a0", " ").split())
 
 
 class Balance(HTMLParser):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.open = []
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: Any, attrs: Any) -> None:
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: Any) -> None:
         assert self.open.pop() == tag
 
 
-def check_page(found):
+def check_page(found: Any) -> None:
     """Well-formed, self-contained, every link inside the page, no number that is none."""
     page = page_of(found)
     parser = Balance()
@@ -119,12 +124,12 @@ def check_page(found):
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def test_a_finished_search_gives_its_page_its_table_and_all_pictures(forty):
+def test_a_finished_search_gives_its_page_its_table_and_all_pictures(forty: Any) -> None:
     assert set(forty[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES
     check_page(forty)
 
 
-def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty):
+def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty: Any) -> None:
     rows = list(csv.DictReader(io.StringIO(forty[1]["trials.csv"].decode())))
     table = pq.read_table(io.BytesIO(forty[1]["trials.parquet"])).to_pylist()
     assert list(rows[0]) == [
@@ -159,13 +164,13 @@ def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty):
         assert row["message"] == t["message"]
 
 
-def test_the_same_records_give_the_same_files(tmp_path):
+def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     some = fake.trials(6, "none")
     assert made(tmp_path / "a", some)[1] == made(tmp_path / "b", some)[1]
 
 
 # ---- the page ------------------------------------------------------------------------------------
-def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty):
+def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty: Any) -> None:
     text, won = words(forty), forty[0].trial(forty[0].winner["trial"])
     top = forty[0].trial(best(forty[0].trials))
     assert top["number"] != won["number"]
@@ -187,7 +192,7 @@ def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty):
     assert "winner.yaml" in text
 
 
-def test_the_page_explains_space_protocol_budget_and_cost(forty):
+def test_the_page_explains_space_protocol_budget_and_cost(forty: Any) -> None:
     text = words(forty)
     for says in (
         "mask_lr loguniform from 0.0025 to 0.025, each order of magnitude equally likely "
@@ -228,13 +233,13 @@ def test_the_page_explains_space_protocol_budget_and_cost(forty):
         ("per_task", "Such a choice is greedy"),
     ],
 )
-def test_every_protocol_is_explained(tmp_path, protocol, says):
+def test_every_protocol_is_explained(tmp_path: Path, protocol: str, says: str) -> None:
     text = words(made(tmp_path, fake.trials(3, "none"), drawn=False, protocol=protocol))
     assert says in text
     assert ("so the two do not compare" in text) == (protocol != "per_task")
 
 
-def test_trials_stand_best_first_then_stopped_running_failed(forty):
+def test_trials_stand_best_first_then_stopped_running_failed(forty: Any) -> None:
     page = page_of(forty)
     rows = re.findall(r"<tr><td class=left>(\d+)</td>(.*?)</tr>", page[page.index('id="trials"') :])
     order = [int(n) for n, _ in rows]
@@ -249,14 +254,14 @@ def test_trials_stand_best_first_then_stopped_running_failed(forty):
     assert [int(n) for n, rest in rows if "<b>winner</b>" in rest] == [forty[0].winner["trial"]]
 
 
-def test_failed_trials_show_their_sentence_once_and_escaped(forty):
+def test_failed_trials_show_their_sentence_once_and_escaped(forty: Any) -> None:
     page, failed = page_of(forty), [t["number"] for t in forty[0].trials if t["status"] == "failed"]
     assert page.count("lower train.lr &lt;or&gt; mask_lr &amp; try again") == 1
     assert fake.ERROR not in page
     assert f"(trials {', '.join(map(str, failed))})" in words(forty)
 
 
-def test_nothing_from_a_record_becomes_markup(tmp_path):
+def test_nothing_from_a_record_becomes_markup(tmp_path: Path) -> None:
     evil = '<script>alert("x")</script>'
     some = [
         fake.trial(
@@ -289,7 +294,7 @@ def test_nothing_from_a_record_becomes_markup(tmp_path):
     check_page(found)
 
 
-def test_phases_of_a_greedy_search_stand_task_by_task(greedy):
+def test_phases_of_a_greedy_search_stand_task_by_task(greedy: Any) -> None:
     text = words(greedy)
     at = [
         text.index(f" {task} mask_lr ", text.index("What was chosen for each task"))
@@ -313,7 +318,7 @@ def test_phases_of_a_greedy_search_stand_task_by_task(greedy):
     check_page(greedy)
 
 
-def test_an_unfinished_search_shows_what_is_there(tmp_path):
+def test_an_unfinished_search_shows_what_is_there(tmp_path: Path) -> None:
     found = made(tmp_path, fake.trials(14), won=False, drawn=False)
     text = words(found)
     assert "not finished: no winner has been written yet" in text
@@ -323,7 +328,7 @@ def test_an_unfinished_search_shows_what_is_there(tmp_path):
     check_page(found)
 
 
-def test_a_search_without_trials_and_one_of_one_trial(tmp_path):
+def test_a_search_without_trials_and_one_of_one_trial(tmp_path: Path) -> None:
     none = made(tmp_path / "none", [])
     assert set(none[1]) == {"search.html", "trials.csv", "trials.parquet"}
     assert "no trial has finished yet" in words(none)
@@ -340,13 +345,13 @@ def test_a_search_without_trials_and_one_of_one_trial(tmp_path):
 
 
 @pytest.mark.parametrize("status", ["failed", "running", "stopped"])
-def test_searches_in_which_nothing_has_finished(tmp_path, status):
+def test_searches_in_which_nothing_has_finished(tmp_path: Path, status: str) -> None:
     found = made(tmp_path, [fake.trial(n, None, status, results=[]) for n in range(5)])
     assert "no trial has finished yet" in words(found)
     check_page(found)
 
 
-def test_damaged_records_are_named_on_the_page(tmp_path):
+def test_damaged_records_are_named_on_the_page(tmp_path: Path) -> None:
     name = fake.write(tmp_path, fake.record(), fake.trials(6), fake.winner(fake.trial(77)))
     (tmp_path / "searches" / name / "trials/0003.json").write_text("{")
     found = (
@@ -358,14 +363,14 @@ def test_damaged_records_are_named_on_the_page(tmp_path):
     check_page(found)
 
 
-def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path):
+def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record(), [], fake.winner(fake.trial(7)))
     found = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
     assert "winner.json names trial 7, whose record is missing" in words(found)
     check_page(found)
 
 
-def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path):
+def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Path) -> None:
     some = [fake.trial(n, {}, accuracy=0.8 + n / 100) for n in range(3)]
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
     found = load(str(tmp_path), "meat-real")
@@ -373,13 +378,15 @@ def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path):
     assert "record names trial 0 (80.0 %). By the rule of this page it would be trial 2" in text
 
 
-def test_a_search_that_is_not_there_is_one_sentence(tmp_path):
+def test_a_search_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no search 'x'"):
         search_page.build(str(tmp_path), "x")
 
 
 @pytest.mark.slow
-def test_five_hundred_trials_give_a_page_of_sane_size(tmp_path, monkeypatch):
+def test_five_hundred_trials_give_a_page_of_sane_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # takes seconds of 500 trials
     monkeypatch.setattr(search_page, "importance", lambda *_: ({}, "not now"))
     found = made(tmp_path, fake.trials(500))
@@ -392,7 +399,7 @@ def test_five_hundred_trials_give_a_page_of_sane_size(tmp_path, monkeypatch):
     )
 
 
-def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path):
+def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path: Path) -> None:
     space = {f"methods.meat.s{i}": {"dist": "uniform", "low": 0, "high": 1} for i in range(20)}
     some = [
         fake.trial(
@@ -410,13 +417,13 @@ def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path):
 
 
 # ---- parameters and their importance -------------------------------------------------------------
-def of(tmp_path, some, space=None):
+def of(tmp_path: Path, some: Any, space: Any = None) -> Any:
     body = fake.record()
     fake.write(tmp_path, body | ({"space": space} if space is not None else {}), some)
     return load(str(tmp_path), "meat-real")
 
 
-def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart():
+def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart() -> None:
     assert short_names(["methods.meat.lambda", "methods.meat.train.lr", "train.epochs"]) == {
         "methods.meat.lambda": "lambda",
         "methods.meat.train.lr": "train.lr",
@@ -432,7 +439,7 @@ def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart():
     }
 
 
-def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path):
+def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path: Path) -> None:
     lr, lam, alpha, blocks, keep = parameters(of(tmp_path, fake.trials(10)))
     assert (lr.log, lr.low, lr.high, lr.categories) == (True, 0.0025, 0.025, ())
     assert (lam.log, lam.low, lam.high) == (False, 0.5, 1)
@@ -446,7 +453,7 @@ def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path):
     assert not blocks.at_end("all")
 
 
-def test_settings_of_one_of_several_methods_say_so(tmp_path):
+def test_settings_of_one_of_several_methods_say_so(tmp_path: Path) -> None:
     space = {
         "method": {"dist": "choice", "values": ["meat", "hat"]},
         "methods.meat.lambda": fake.SPACE["methods.meat.lambda"],
@@ -460,7 +467,7 @@ def test_settings_of_one_of_several_methods_say_so(tmp_path):
     ]
 
 
-def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path):
+def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path: Path) -> None:
     found = parameters(
         of(
             tmp_path,
@@ -476,7 +483,7 @@ def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path):
     ]
 
 
-def test_importance_finds_the_setting_that_made_the_difference(tmp_path):
+def test_importance_finds_the_setting_that_made_the_difference(tmp_path: Path) -> None:
     found = of(
         tmp_path,
         [
@@ -493,7 +500,7 @@ def test_importance_finds_the_setting_that_made_the_difference(tmp_path):
     assert importance(found, parameters(found)) == (shares, "")
 
 
-def test_importance_counts_finished_trials_alone(tmp_path):
+def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
     some = [
         fake.trial(
             n,
@@ -510,7 +517,7 @@ def test_importance_counts_finished_trials_alone(tmp_path):
     assert next(iter(importance(found, parameters(found))[0])) == "methods.meat.alpha"
 
 
-def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path):
+def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path: Path) -> None:
     few = made(tmp_path / "few", fake.trials(3, "none"), drawn=False)
     assert "not said before 4 trials have finished" in words(few)
     equal = made(tmp_path / "equal", [fake.trial(n, accuracy=0.5) for n in range(6)])
@@ -518,7 +525,9 @@ def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path):
     check_page(equal)
 
 
-def test_without_optuna_everything_else_is_there(tmp_path, monkeypatch):
+def test_without_optuna_everything_else_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     found = made(tmp_path, fake.trials(6, "none"))
     assert set(found[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES - {
@@ -529,7 +538,7 @@ def test_without_optuna_everything_else_is_there(tmp_path, monkeypatch):
 
 
 # ---- pictures ------------------------------------------------------------------------------------
-def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty):
+def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any) -> None:
     found: Search = forty[0]
     axes = search_plots.parallel(found, parameters(found)).axes[0]
     trials = [line for line in axes.lines if len(line.get_xdata()) >= len(fake.SPACE)]
@@ -546,14 +555,14 @@ def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty):
     assert all(0 <= y <= 1 for line in trials for y in line.get_ydata() if y != search_plots.ABSENT)
 
 
-def test_curves_end_where_a_trial_was_stopped(forty):
+def test_curves_end_where_a_trial_was_stopped(forty: Any) -> None:
     axes = search_plots.curves(forty[0]).axes[0]
     drawn = sorted(len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "-")
     assert drawn == sorted(len(t["results"]) for t in forty[0].trials if t["results"])
     assert [t.get_text() for t in axes.get_xticklabels()] == fake.TASKS
 
 
-def test_the_line_of_the_history_never_falls_within_a_phase(greedy):
+def test_the_line_of_the_history_never_falls_within_a_phase(greedy: Any) -> None:
     axes = search_plots.history(greedy[0]).axes[0]
     steps = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert len(steps) == 4
@@ -562,7 +571,7 @@ def test_the_line_of_the_history_never_falls_within_a_phase(greedy):
         assert line.get_ydata()[-1] == max(score(t) for t in greedy[0].of(phase))
 
 
-def test_failed_trials_lie_at_the_bottom_of_the_history(forty):
+def test_failed_trials_lie_at_the_bottom_of_the_history(forty: Any) -> None:
     axes = search_plots.history(forty[0]).axes[0]
     low = [line for line in axes.lines if line.get_marker() == "x"]
     assert [int(n) for line in low for n in line.get_xdata()] == [
@@ -571,7 +580,7 @@ def test_failed_trials_lie_at_the_bottom_of_the_history(forty):
     assert {y for line in low for y in line.get_ydata()} == {axes.get_ylim()[0]}
 
 
-def test_the_front_is_drawn_only_where_sizes_differ(tmp_path):
+def test_the_front_is_drawn_only_where_sizes_differ(tmp_path: Path) -> None:
     some = [fake.trial(n, accuracy=0.5 + n / 10, bytes=1000.0) for n in range(4)]
     some += [fake.trial(4, None, "stopped", accuracy=0.5, bytes=5.0)]
     assert not search_plots.varies(of(tmp_path / "equal", some))
@@ -581,7 +590,7 @@ def test_the_front_is_drawn_only_where_sizes_differ(tmp_path):
     assert "pareto.png" not in made(tmp_path / "drawn", some[:1])[1]
 
 
-def test_the_front_joins_what_pareto_names(forty):
+def test_the_front_joins_what_pareto_names(forty: Any) -> None:
     axes = search_plots.front(forty[0]).axes[0]
     (line,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert {int(t.get_text()) for t in axes.texts} == set(pareto(forty[0].trials))
@@ -590,7 +599,7 @@ def test_the_front_joins_what_pareto_names(forty):
     assert axes.get_xscale() == "log"
 
 
-def test_slices_show_each_parameter_on_its_own_scale(forty):
+def test_slices_show_each_parameter_on_its_own_scale(forty: Any) -> None:
     varied = parameters(forty[0])
     axes = search_plots.slices(forty[0], varied).axes[:5]
     assert [a.get_title(loc="left") for a in axes] == [p.name for p in varied]

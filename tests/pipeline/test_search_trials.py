@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fake_search as fake
 import pytest
@@ -14,39 +15,39 @@ from pipeline.results.trials import best, load, pareto, score, size
 from workers.errors import UserError
 
 
-def points(*pairs, status="finished"):
+def points(*pairs: Any, status: Any = "finished") -> Any:
     return [fake.trial(n, {}, status, accuracy=a, bytes=b) for n, (a, b) in enumerate(pairs)]
 
 
 # ---- who wins ------------------------------------------------------------------------------------
-def test_without_tolerance_the_highest_accuracy_wins():
+def test_without_tolerance_the_highest_accuracy_wins() -> None:
     assert best(points((0.80, 100), (0.90, 900), (0.85, 1)), 0.0) == 1
 
 
-def test_within_the_tolerance_the_fewest_bytes_win():
+def test_within_the_tolerance_the_fewest_bytes_win() -> None:
     some = points((0.90, 900), (0.895, 500), (0.889, 10), (0.891, 300))
     assert best(some, 0.005) == 1
     assert best(some, 0.009) == 3
     assert best(some, 0.02) == 2
 
 
-def test_the_tolerance_counts_its_end_whatever_binary_fractions_say():
+def test_the_tolerance_counts_its_end_whatever_binary_fractions_say() -> None:
     for top in range(20, 100):
         assert best(points((top / 100, 900), ((top - 1) / 100, 1)), 0.01) == 1
         assert best(points((top / 100, 900), ((top - 1) / 100 - 1e-6, 1)), 0.01) == 0
 
 
-def test_sums_in_another_order_do_not_choose_a_winner():
+def test_sums_in_another_order_do_not_choose_a_winner() -> None:
     assert best(points((0.1 + 0.2, 900), (0.3, 100)), 0.0) == 1
 
 
-def test_ties_go_to_fewer_bytes_then_to_the_lower_number():
+def test_ties_go_to_fewer_bytes_then_to_the_lower_number() -> None:
     assert best(points((0.9, 200), (0.9, 100), (0.9, 100)), 0.0) == 1
     assert best(list(reversed(points((0.9, 100), (0.9, 100)))), 0.0) == 0
 
 
 @pytest.mark.parametrize("status", ["stopped", "running", "failed"])
-def test_only_finished_trials_win_or_are_on_the_front(status):
+def test_only_finished_trials_win_or_are_on_the_front(status: str) -> None:
     some = [*points((0.8, 100)), fake.trial(1, {}, status, accuracy=0.99, bytes=1)]
     assert best(some, 0.0) == 0
     assert pareto(some) == [0]
@@ -54,7 +55,7 @@ def test_only_finished_trials_win_or_are_on_the_front(status):
     assert pareto(some[1:]) == []
 
 
-def test_a_trial_without_score_or_size_never_beats_one_that_has_them():
+def test_a_trial_without_score_or_size_never_beats_one_that_has_them() -> None:
     bare, unknown = fake.trial(0, {}, results=[]), fake.trial(1, {}, accuracy=0.9, bytes=None)
     assert math.isnan(score(bare))
     assert math.isnan(size(bare))
@@ -65,36 +66,36 @@ def test_a_trial_without_score_or_size_never_beats_one_that_has_them():
     assert math.isnan(score(fake.trial(0, {}, accuracy=math.inf)))
 
 
-def test_the_score_is_the_last_accuracy_not_the_best():
+def test_the_score_is_the_last_accuracy_not_the_best() -> None:
     t = fake.trial(0)
     assert score(t) == t["results"][-1]["accuracy"] < t["results"][0]["accuracy"]
     assert size(t) == t["results"][-1]["bytes"]
 
 
 # ---- the front -----------------------------------------------------------------------------------
-def test_the_front_holds_what_nothing_beats_in_both():
+def test_the_front_holds_what_nothing_beats_in_both() -> None:
     assert pareto(
         points((0.9, 900), (0.8, 100), (0.85, 500), (0.84, 600), (0.79, 100), (0.9, 950))
     ) == [0, 1, 2]
 
 
-def test_equal_trials_stand_on_the_front_together_and_numbers_ascend():
+def test_equal_trials_stand_on_the_front_together_and_numbers_ascend() -> None:
     assert pareto(list(reversed(points((0.9, 100), (0.9, 100), (0.8, 50), (0.8, 60))))) == [0, 1, 2]
 
 
-def test_the_winner_within_any_tolerance_is_on_the_front():
+def test_the_winner_within_any_tolerance_is_on_the_front() -> None:
     some = fake.trials(60)
     for tolerance in (0.0, 0.003, 0.01, 0.1):
         assert best(some, tolerance) in pareto(some)
 
 
-def test_no_trials_have_no_winner_and_no_front():
+def test_no_trials_have_no_winner_and_no_front() -> None:
     assert best([], 0.1) is None
     assert pareto([]) == []
 
 
 # ---- phases --------------------------------------------------------------------------------------
-def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path):
+def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path: Path) -> None:
     some = fake.per_task(4)
     for t in some:  # the last task's trials have the lowest numbers
         t["number"] = 15 - t["number"]
@@ -110,13 +111,13 @@ def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path):
     }
 
 
-def test_what_winner_json_says_stands(tmp_path):
+def test_what_winner_json_says_stands(tmp_path: Path) -> None:
     some = points((0.9, 100), (0.95, 100), (0.8, 1))
     fake.write(tmp_path, fake.record("said"), some, fake.winner(some[2]))
     assert load(str(tmp_path), "said").chosen() == {"": 2}
 
 
-def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path):
+def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path: Path) -> None:
     fake.write(
         tmp_path,
         fake.record("one"),
@@ -126,7 +127,7 @@ def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path):
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def test_trials_come_sorted_with_what_an_early_record_does_not_have(tmp_path):
+def test_trials_come_sorted_with_what_an_early_record_does_not_have(tmp_path: Path) -> None:
     fake.write(
         tmp_path,
         fake.record("some"),
@@ -159,7 +160,7 @@ DAMAGE = {
 }
 
 
-def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path):
+def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record("hurt"), points((0.9, 1)))
     folder = tmp_path / "searches/hurt"
     for name, data in DAMAGE.items():
@@ -177,7 +178,7 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"settings": 3, "space": []}', b"null"])
-def test_a_damaged_search_json_leaves_the_trials(tmp_path, body):
+def test_a_damaged_search_json_leaves_the_trials(tmp_path: Path, body: bytes) -> None:
     fake.write(tmp_path, fake.record("hurt"), points((0.9, 1), (0.8, 1)))
     (tmp_path / "searches/hurt/search.json").write_bytes(body)
     search = load(str(tmp_path), "hurt")
@@ -189,7 +190,7 @@ def test_a_damaged_search_json_leaves_the_trials(tmp_path, body):
     assert search.chosen() == {"": 0}
 
 
-def test_a_lost_search_json_is_named(tmp_path):
+def test_a_lost_search_json_is_named(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record("lost"), points((0.9, 1)))
     (tmp_path / "searches/lost/search.json").unlink()
     search = load(str(tmp_path), "lost")
@@ -197,7 +198,7 @@ def test_a_lost_search_json_is_named(tmp_path):
     assert len(search.problems) == 1
 
 
-def test_a_search_that_is_not_there_is_one_sentence_with_those_that_are(tmp_path):
+def test_a_search_that_is_not_there_is_one_sentence_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"there is no search 'x' in .*; no search was started there"
     ):
@@ -208,12 +209,12 @@ def test_a_search_that_is_not_there_is_one_sentence_with_those_that_are(tmp_path
     assert load(str(tmp_path), "meat-real").trials == []
 
 
-def test_records_are_read_on_any_filesystem_of_the_store(tmp_path):
+def test_records_are_read_on_any_filesystem_of_the_store(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record("uri"), points((0.9, 1)))
     assert len(load(f"file://{tmp_path}", "uri").trials) == 1
 
 
-def test_reading_the_records_loads_no_heavy_package():
+def test_reading_the_records_loads_no_heavy_package() -> None:
     code = (
         "import sys, json, pipeline.results.trials; "
         "print(json.dumps([m for m in ('matplotlib', 'ray', 'mlflow', 'optuna', 'torch', "

@@ -149,7 +149,7 @@ def ray_serve(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.slow
-def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run, ray_serve):
+def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run: Any, ray_serve: Any) -> None:
     url, _ = ray_serve
     images, tasks = [run.images(t)[0][0] for t in run.names], run.names
     status, text = post(
@@ -183,7 +183,7 @@ def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run, ray_serve):
 
 
 @pytest.mark.slow
-def test_ray_serve_outlives_a_storm(run, ray_serve):
+def test_ray_serve_outlives_a_storm(run: Any, ray_serve: Any) -> None:
     url, process = ray_serve
     data = json.dumps({"images": [b64(run.images("two")[0][0])], "tasks": "two"}).encode()
     assert post(f"{url}/predict", data)[0] == 200
@@ -197,7 +197,7 @@ def test_ray_serve_outlives_a_storm(run, ray_serve):
 
 
 @pytest.mark.slow
-def test_ray_serve_answers_while_strangers_send_slowly_or_much(run, ray_serve):
+def test_ray_serve_answers_while_strangers_send_slowly_or_much(run: Any, ray_serve: Any) -> None:
     from tests.pipeline.test_http_server import HALF_BODY, HALF_HEAD, MANY, one_bit
 
     url, process = ray_serve
@@ -275,7 +275,7 @@ def records(*rows: dict[str, Any], **params: Any) -> bytes:
 
 
 @pytest.mark.slow
-def test_mlflow_answers_mixed_requests_and_refuses_bad_ones(run, mlflow_server):
+def test_mlflow_answers_mixed_requests_and_refuses_bad_ones(run: Any, mlflow_server: Any) -> None:
     url, _ = mlflow_server
     images, tasks = [run.images(t)[0][0] for t in run.names], run.names
     status, text = post(
@@ -304,7 +304,7 @@ def test_mlflow_answers_mixed_requests_and_refuses_bad_ones(run, mlflow_server):
 
 
 @pytest.mark.slow
-def test_mlflow_outlives_a_storm(run, mlflow_server):
+def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
     url, process = mlflow_server
     data = records({"image": b64(run.images("two")[0][0]), "task": "two"})
     assert post(url, data)[0] == 200
@@ -332,14 +332,16 @@ def test_mlflow_outlives_a_storm(run, mlflow_server):
         (b"\xff\xfe", "the body is not JSON"),
     ],
 )
-def test_a_malformed_request_gets_one_sentence(data, said):
+def test_a_malformed_request_gets_one_sentence(data: Any, said: str) -> None:
     from pipeline.serving.deployment import request_of
 
     with pytest.raises(UserError, match=said):
         request_of(data)
 
 
-def test_requests_that_meet_are_answered_together_each_its_own(run, monkeypatch):
+def test_requests_that_meet_are_answered_together_each_its_own(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pipeline.serving.deployment import Asked, answered
 
     pixels = np.random.default_rng(0).integers(0, 255, (6, 3, 16, 16)).astype(np.uint8)

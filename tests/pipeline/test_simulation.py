@@ -5,6 +5,8 @@ import gc
 import tracemalloc
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ RETRIES = 6
 
 
 def simulate(
-    folder, nodes: int, stages: int = 1_000, weather: Weather | None = None, seed: int = 0
+    folder: Any, nodes: int, stages: int = 1_000, weather: Weather | None = None, seed: int = 0
 ) -> tuple[Graph, Cluster, Outcome]:
     store, graph, _ = simulation.graph(folder, *SHAPES[stages])
     cluster = Cluster(nodes, simulation.deal(graph, seed), seed, weather or Weather())
@@ -63,7 +65,9 @@ def kept(graph: Graph, spans: list[Span]) -> float:
 
 
 @pytest.mark.parametrize(("nodes", "bound"), [(100, 1.01), (10, 1.02)])
-def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(tmp_path, nodes, bound):
+def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(
+    tmp_path: Path, nodes: int, bound: float
+) -> None:
     """With many nodes the longest chain decides, with few the sum of all work."""
     graph, cluster, outcome = simulate(tmp_path, nodes)
     check_spans(graph, cluster.spans)
@@ -72,7 +76,9 @@ def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(tmp_path, nodes, bound)
 
 
 @pytest.mark.parametrize("nodes", [100, 10])
-def test_nodes_that_come_and_go_and_stages_that_fail_cost_little_and_lose_nothing(tmp_path, nodes):
+def test_nodes_that_come_and_go_and_stages_that_fail_cost_little_and_lose_nothing(
+    tmp_path: Path, nodes: int
+) -> None:
     graph, cluster, outcome = simulate(tmp_path, nodes, weather=STORMY)
     check_spans(graph, cluster.spans)
     how = Counter(s.how for s in cluster.spans)
@@ -83,14 +89,16 @@ def test_nodes_that_come_and_go_and_stages_that_fail_cost_little_and_lose_nothin
     assert cluster.now <= 1.15 * simulation.least(graph, cluster.seconds, nodes)
 
 
-def test_a_chain_keeps_its_group_where_there_is_one_for_each(tmp_path):
+def test_a_chain_keeps_its_group_where_there_is_one_for_each(tmp_path: Path) -> None:
     graph, cluster, _ = simulate(tmp_path, 100)
     assert kept(graph, cluster.spans) > 0.7
     graph, cluster, _ = simulate(tmp_path / "storm", 100, weather=STORMY)
     assert kept(graph, cluster.spans) > 0.6
 
 
-def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_else(tmp_path):
+def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     doomed = "finetune-020/t-4/train"
     graph, cluster, outcome = simulate(
         tmp_path, 100, weather=Weather(life_s=3600, failing=0.02, doomed=frozenset({doomed}))
@@ -108,18 +116,18 @@ def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_e
     }
 
 
-def test_slow_nodes_cost_at_most_what_they_are_slower(tmp_path):
+def test_slow_nodes_cost_at_most_what_they_are_slower(tmp_path: Path) -> None:
     """A chain may keep a slow group: at half the speed it takes twice as long, and no longer."""
     graph, cluster, _ = simulate(tmp_path, 100, weather=Weather(slow=0.1))
     assert cluster.now <= 2.0 * simulation.least(graph, cluster.seconds, 100)
 
 
-def test_two_simulations_from_one_seed_are_the_same(tmp_path):
+def test_two_simulations_from_one_seed_are_the_same(tmp_path: Path) -> None:
     first, second = (simulate(tmp_path / name, 10, weather=STORMY)[1].spans for name in "ab")
     assert first == second
 
 
-def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path):
+def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path: Path) -> None:
     """Bytes per stage of chains of ten tasks: 90 of them against 9. Edges count as well: the report
     waits for every evaluation."""
     sizes = []
@@ -138,7 +146,7 @@ def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_thousand_stages_on_a_thousand_nodes(tmp_path):
+def test_ten_thousand_stages_on_a_thousand_nodes(tmp_path: Path) -> None:
     graph, cluster, outcome = simulate(tmp_path, 1_000, 10_000, STORMY)
     assert len(graph) > 10_000
     check_spans(graph, cluster.spans)

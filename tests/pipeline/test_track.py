@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import fake_run
 import pytest
@@ -23,12 +24,12 @@ SETTINGS = TrackingSettings()
 
 
 @pytest.fixture(autouse=True)
-def _no_server(monkeypatch):
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that was killed after five stages, went on, finished, and was started once more."""
     storage = str(tmp_path_factory.mktemp("storage"))
     record = {
@@ -56,7 +57,7 @@ def recorded(tmp_path_factory):
     return SimpleNamespace(storage=storage, recorder=third, before=before, after=contents(storage))
 
 
-def contents(storage):
+def contents(storage: Any) -> Any:
     """(label, task) -> run, every run of the experiment; and the length of each metric's
     history."""
     client, _, experiment = mlflow_client.open_store(storage)
@@ -75,11 +76,11 @@ def contents(storage):
     )
 
 
-def artifacts(found, label, task=""):
+def artifacts(found: Any, label: Any, task: Any = "") -> Any:
     return {f.path for f in found.client.list_artifacts(found.runs[label, task].info.run_id)}
 
 
-def test_there_is_one_run_per_graph_method_and_task_nested_in_each_other(recorded):
+def test_there_is_one_run_per_graph_method_and_task_nested_in_each_other(recorded: Any) -> None:
     runs = recorded.after.runs
     assert recorded.after.count == len(runs) == 1 + 1 + 3 + 3 * 4  # graph, backbone, methods, tasks
     parent = runs["", ""].info.run_id
@@ -91,12 +92,12 @@ def test_there_is_one_run_per_graph_method_and_task_nested_in_each_other(recorde
     assert {r.info.status for r in runs.values()} == {"FINISHED"}
 
 
-def test_a_command_given_twice_adds_nothing(recorded):
+def test_a_command_given_twice_adds_nothing(recorded: Any) -> None:
     assert recorded.before.histories == recorded.after.histories
     assert recorded.before.ended == recorded.after.ended
 
 
-def test_an_interrupted_run_has_every_point_once(recorded):
+def test_an_interrupted_run_has_every_point_once(recorded: Any) -> None:
     histories, runs = recorded.after.histories, recorded.after.runs
     for label in fake_run.METHODS:
         run = runs[label, ""].info.run_id
@@ -111,7 +112,7 @@ def test_an_interrupted_run_has_every_point_once(recorded):
     assert histories[runs["", ""].info.run_id, "average_accuracy/meat"] == 4
 
 
-def test_values_are_those_of_the_store(recorded):
+def test_values_are_those_of_the_store(recorded: Any) -> None:
     metrics = recorded.after.runs["finetune", ""].data.metrics
     assert metrics["acc/birds"] == pytest.approx(
         round(120 * fake_run.accuracy("finetune", 3, 1)) / 120
@@ -124,7 +125,7 @@ def test_values_are_those_of_the_store(recorded):
     assert task["train/val_accuracy"] > 0.8
 
 
-def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded):
+def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded: Any) -> None:
     found = recorded.after
     assert {
         "report.html",
@@ -158,7 +159,7 @@ def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded):
     assert len(json.loads(Path(path).read_text())["accuracy"]) == 4
 
 
-def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded):
+def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded: Any) -> None:
     tags = recorded.after.runs["hat-small", "birds"].data.tags
     assert (tags["method"], tags["scenario"], tags["backbone"], tags["seed"]) == (
         "hat",
@@ -177,7 +178,7 @@ def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded
     }
 
 
-def test_links_open_mlflow_on_its_pages_for_training(recorded):
+def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
     assert recorded.recorder.links() == [
         f"record: {ui.this_python()} -m pipeline ui --storage {recorded.storage}"
     ]
@@ -197,7 +198,7 @@ def test_links_open_mlflow_on_its_pages_for_training(recorded):
     ]
 
 
-def test_another_graph_of_the_same_name_gets_runs_of_its_own():
+def test_another_graph_of_the_same_name_gets_runs_of_its_own() -> None:
     record = fake_run.record()
     changed = {**record, "stages": [{**record["stages"][0], "key": "other"}, *record["stages"][1:]]}
     assert (
@@ -208,7 +209,7 @@ def test_another_graph_of_the_same_name_gets_runs_of_its_own():
 
 
 # ---- when MLflow fails ---------------------------------------------------------------------------
-def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path):
+def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path: Path) -> None:
     said: list[str] = []
     settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=0)
     recorder = track.Recorder(
@@ -230,21 +231,21 @@ def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path):
     assert recorder.links() == []
 
 
-def test_tracking_that_is_off_writes_nothing(tmp_path):
+def test_tracking_that_is_off_writes_nothing(tmp_path: Path) -> None:
     recorder = track.Recorder(TrackingSettings(enabled=False), str(tmp_path))
     recorder.start(fake_run.record())
     recorder.finish({})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_store_needs_a_tracking_server_and_says_so(tmp_path):
+def test_an_object_store_needs_a_tracking_server_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"name a tracking server in tracking\.uri"):
         mlflow_client.tracking_uri("s3://bucket/runs")
     assert mlflow_client.tracking_uri("s3://bucket/runs", "http://server") == "http://server"
     assert mlflow_client.tracking_uri(str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
-def test_a_port_that_is_taken_is_named(tmp_path):
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -256,13 +257,13 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     assert ui.free_port("127.0.0.1") > 0
 
 
-def test_the_server_works_without_job_processes(tmp_path):
+def test_the_server_works_without_job_processes(tmp_path: Path) -> None:
     assert ui.server_command(str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
     assert mlflow_client.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 
 # ---- tags, data, this machine --------------------------------------------------------------------
-def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded):
+def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded: Any) -> None:
     runs = recorded.after.runs
     keys = {s.id: s.key for s in fake_run.stages()}
     run, method = runs["", ""].data.tags, runs["hat-small", ""].data.tags
@@ -300,8 +301,8 @@ def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded):
     assert [r.info.run_name for r in best] == ["meat", "hat-small", "finetune"]
 
 
-def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded):
-    def read(label, task=""):
+def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded: Any) -> None:
+    def read(label: Any, task: Any = "") -> Any:
         return {
             (d.dataset.name, d.tags[0].value)
             for d in recorded.after.runs[label, task].inputs.dataset_inputs
@@ -316,7 +317,9 @@ def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded):
     assert read("", "") == {(card, "stream") for card in ("shapes", "birds", "plants")}
 
 
-def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatch):
+def test_this_machine_is_sampled_into_the_run_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
     recorder = track.Recorder(
         TrackingSettings(system_metrics=True),
@@ -326,7 +329,7 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatc
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     client, _, experiment = mlflow_client.open_store(str(tmp_path))
 
-    def sampled():
+    def sampled() -> Any:
         runs = client.search_runs([experiment], "tags.`accrete.kind` = 'run'")
         return {name for r in runs for name in r.data.metrics if name.startswith("system/")}
 
@@ -345,16 +348,16 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(tmp_path, monkeypatc
 
 
 def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_it_is_not_wanted(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[bool] = []
 
     class Sampler:
-        def __init__(self, run, uri):
+        def __init__(self, run: Any, uri: Any) -> None:
             self.alive = len(started) > 0  # the first one ends at once
             started.append(True)
 
-        def end(self):
+        def end(self) -> None:
             started.append(False)
 
     monkeypatch.setattr(track, "Machine", Sampler)
@@ -380,7 +383,9 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         assert started == expected
 
 
-def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(tmp_path, monkeypatch):
+def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
     recorder = track.Recorder(
         TrackingSettings(system_metrics=True),

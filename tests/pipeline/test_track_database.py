@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def prepare(path: Path) -> None:
     track_database.prepare(path, initialize, lambda: REVISION)
 
 
-def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_path):
+def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
     def watched(uri: str) -> None:
@@ -73,8 +74,8 @@ def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_
 
 @pytest.mark.parametrize("left", ["empty", "no version", "no tables", "another version", "no row"])
 def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
-    left, tmp_path, monkeypatch
-):
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(filesystem, "say", said.append)
     path = tmp_path / "mlflow.db"
@@ -96,7 +97,7 @@ def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
     assert all("was left half-made" in line and aside[0].name in line for line in said)
 
 
-def test_a_database_with_runs_is_left_as_it_is(tmp_path):
+def test_a_database_with_runs_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript("CREATE TABLE runs (id); INSERT INTO runs VALUES (1)")
@@ -108,7 +109,7 @@ def test_a_database_with_runs_is_left_as_it_is(tmp_path):
         prepare(tmp_path / "no.db")
 
 
-def test_of_two_makers_at_once_one_database_stands(tmp_path):
+def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
 
     def slower(uri: str) -> None:
@@ -126,7 +127,7 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path):
     "name",
     ["a?b", "a#b", "a%3Fb", "a b", "a%b", "\N{LATIN SMALL LETTER A WITH DIAERESIS}", "plain"],
 )
-def test_a_path_is_the_same_after_it_was_a_uri(name, tmp_path):
+def test_a_path_is_the_same_after_it_was_a_uri(name: str, tmp_path: Path) -> None:
     path = tmp_path / name / "mlflow.db"
     path.parent.mkdir()
     uri = track_database.sqlite_uri(path)
@@ -148,11 +149,11 @@ def test_a_path_is_the_same_after_it_was_a_uri(name, tmp_path):
         "sqlite:///",
     ],
 )
-def test_other_databases_are_none_of_ours(uri):
+def test_other_databases_are_none_of_ours(uri: str) -> None:
     assert track_database.sqlite_path(uri) is None
 
 
-def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path):
+def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path: Path) -> None:
     storage = tmp_path / "a?b"
     client, _, experiment = mlflow_client.open_store(str(storage))
     run = client.create_run(experiment)
@@ -175,8 +176,8 @@ def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path):
     ],
 )
 def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
-    statement, where, tmp_path, monkeypatch
-):
+    statement: Any, where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(filesystem, "say", said.append)
     killed = subprocess.run(
@@ -224,13 +225,13 @@ def failures() -> list[Exception]:
     ]
 
 
-def test_a_full_disk_and_a_table_that_exists_are_no_outage():
+def test_a_full_disk_and_a_table_that_exists_are_no_outage() -> None:
     for error in failures():
         assert not mlflow_client.transient(error), error
     assert mlflow_client.transient(sqlite3.OperationalError("database is locked"))
 
 
-def test_they_are_told_at_once_and_nobody_waits(tmp_path):
+def test_they_are_told_at_once_and_nobody_waits(tmp_path: Path) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -245,7 +246,7 @@ def test_they_are_told_at_once_and_nobody_waits(tmp_path):
     assert "No space left on device; this part is not in the record" in outbox.warnings[0]
 
 
-def test_a_database_that_does_not_answer_is_not_tried_in_silence(tmp_path):
+def test_a_database_that_does_not_answer_is_not_tried_in_silence(tmp_path: Path) -> None:
     """MLflow alone would try a database for 100 s, and warn of each try."""
     from mlflow.store.db import utils
 

@@ -6,7 +6,9 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_run
 import pytest
@@ -23,13 +25,19 @@ REPORT = {"report.html": b"a page", "summary.csv": b"a,b\n1,2\n"}
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "FIRST_S", 0.001)
     monkeypatch.setattr(outbox, "LONGEST_S", 0.005)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def record_into(fake, storage, monkeypatch, pictures=False, settings=None):
+def record_into(
+    fake: Any,
+    storage: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    pictures: Any = False,
+    settings: Any = None,
+) -> Any:
     """A whole run, recorded into the fake. Returns the recorder and the lines that a person saw."""
     said: list[str] = []
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
@@ -45,7 +53,7 @@ def record_into(fake, storage, monkeypatch, pictures=False, settings=None):
 class Server:
     """Answers while it is up."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.up, self.heard, self.tried, self.said = True, [], threading.Event(), []
         self.outbox = outbox.Outbox(
             "MLflow",
@@ -55,8 +63,8 @@ class Server:
             self.said.append,
         )
 
-    def tell(self, what):
-        def action():
+    def tell(self, what: Any) -> None:
+        def action() -> None:
             self.tried.set()
             if not self.up:
                 raise Away("connection refused")
@@ -69,7 +77,7 @@ class Server:
         self.outbox.put(action)
 
 
-def test_what_a_server_misses_is_told_in_order_once_it_is_back_without_further_news():
+def test_what_a_server_misses_is_told_in_order_once_it_is_back_without_further_news() -> None:
     server = Server()
     server.tell(1)
     server.up = False
@@ -87,7 +95,7 @@ def test_what_a_server_misses_is_told_in_order_once_it_is_back_without_further_n
     assert server.outbox.warnings == []
 
 
-def test_a_server_that_goes_away_twice_is_said_to_be_away_twice():
+def test_a_server_that_goes_away_twice_is_said_to_be_away_twice() -> None:
     server = Server()
     for times in (2, 4):
         server.up = False
@@ -101,7 +109,7 @@ def test_a_server_that_goes_away_twice_is_said_to_be_away_twice():
     assert server.heard == [2, 4]
 
 
-def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on():
+def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on() -> None:
     server = Server()
     for what in (1, "nonsense", 2, "unlucky", 3):
         server.tell(what)
@@ -114,7 +122,7 @@ def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on():
     assert server.said == []
 
 
-def test_the_end_waits_no_longer_than_it_has_patience():
+def test_the_end_waits_no_longer_than_it_has_patience() -> None:
     server = Server()
     server.up = False
     server.tell(1)
@@ -126,7 +134,7 @@ def test_the_end_waits_no_longer_than_it_has_patience():
     assert server.heard == []
 
 
-def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is():
+def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is() -> None:
     server = Server()
     go = threading.Event()
     server.outbox.put(lambda: (go.wait(), server.heard.append("slow"))[1])
@@ -135,7 +143,9 @@ def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is():
     assert server.heard == ["slow"]
 
 
-def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(monkeypatch):
+def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     server, pauses, real = Server(), [], outbox.Outbox._pause
     monkeypatch.setattr(
@@ -163,8 +173,8 @@ def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(monkeypatch):
     ],
 )
 def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
-    storage, monkeypatch, how, stride
-):
+    storage: Any, monkeypatch: pytest.MonkeyPatch, how: Any, stride: Any
+) -> None:
     whole = FakeMlflow()
     record_into(whole, storage, monkeypatch)
     expected = whole.contents()
@@ -183,7 +193,9 @@ def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
         assert recorder.links() != []
 
 
-def test_a_refused_call_costs_its_own_part_alone(storage, monkeypatch):
+def test_a_refused_call_costs_its_own_part_alone(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, fake = FakeMlflow(), FakeMlflow()
     record_into(whole, storage, monkeypatch)
     # that of the third data set
@@ -203,7 +215,9 @@ def test_a_refused_call_costs_its_own_part_alone(storage, monkeypatch):
     }
 
 
-def test_a_part_that_was_refused_is_written_by_the_next_record(storage, monkeypatch):
+def test_a_part_that_was_refused_is_written_by_the_next_record(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = FakeMlflow()
     record_into(whole, storage, monkeypatch)
     fake = FakeMlflow(lambda n, name: "refuse" if 20 < n < 30 else "")
@@ -221,7 +235,9 @@ def test_a_part_that_was_refused_is_written_by_the_next_record(storage, monkeypa
         assert (*other[:3], *other[4:]) == (*run[:3], *run[4:]), way
 
 
-def test_a_run_does_not_wait_for_a_server_that_hangs(storage, monkeypatch):
+def test_a_run_does_not_wait_for_a_server_that_hangs(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go, fake = threading.Event(), FakeMlflow()
     fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is no fault
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
@@ -237,10 +253,10 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(storage, monkeypatch):
     assert {r.status for r in fake.runs.values()} == {"FINISHED"}
 
 
-def test_one_module_writes_runs_and_two_make_models():
+def test_one_module_writes_runs_and_two_make_models() -> None:
     import ast
 
-    def imports(path):
+    def imports(path: Any) -> Any:
         tree = ast.parse(path.read_text())
         hidden = {
             id(n)
@@ -269,7 +285,7 @@ def test_one_module_writes_runs_and_two_make_models():
     }
 
 
-def test_what_may_pass_is_told_from_what_never_will():
+def test_what_may_pass_is_told_from_what_never_will() -> None:
     import requests
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import (
@@ -302,13 +318,13 @@ class RealServer:
     """`mlflow server` on a port of its own, with SQLite in a folder; it can be killed and started
     again."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: Any) -> None:
         folder.mkdir()
         self.folder, self.port = folder, ui.free_port("127.0.0.1")
         self.uri = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self):
+    def start(self) -> None:
         command = ui.server_command(str(self.folder), "127.0.0.1", self.port)
         environment = ui.server_environment(f"sqlite:///{self.folder}/mlflow.db")
         self.process = subprocess.Popen(
@@ -321,13 +337,13 @@ class RealServer:
         )
         assert ui.wait_until_up(self.process, "127.0.0.1", self.port)
 
-    def kill(self):
+    def kill(self) -> None:
         if self.process:
             os.killpg(self.process.pid, 9)  # the server and the one process that it has started
             self.process.wait()
             self.process = None
 
-    def contents(self):
+    def contents(self) -> Any:
         """(label, task) -> (status, metric histories, parameters, files)."""
         client, _, experiment = mlflow_client.open_store("", self.uri)
         runs = client.search_runs([experiment], max_results=1000)
@@ -350,7 +366,7 @@ class RealServer:
 
 
 @pytest.fixture
-def real(tmp_path):
+def real(tmp_path: Path) -> Iterator[Any]:
     server = RealServer(tmp_path / "server")
     yield server
     server.kill()
@@ -358,8 +374,8 @@ def real(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
-    real, tmp_path, monkeypatch
-):
+    real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outbox, "FIRST_S", 0.2)
     monkeypatch.setattr(outbox, "LONGEST_S", 0.5)
     real.start()
@@ -394,7 +410,7 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
 
 
 @pytest.mark.slow
-def test_what_a_run_could_not_tell_a_server_report_does(real, tmp_path):
+def test_what_a_run_could_not_tell_a_server_report_does(real: Any, tmp_path: Path) -> None:
     card = small_run.make_cards(tmp_path, ["base", "a"])
     body = {
         **small_run.make_body(tmp_path, card, ["finetune"]),

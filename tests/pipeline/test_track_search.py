@@ -3,6 +3,7 @@ store, and nothing twice."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fake_run
 import pytest
@@ -17,13 +18,13 @@ CHILDREN = 1 + 3 + 3 * 4  # runs below that of a trial with a graph: backbone, m
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "FIRST_S", 0.001)
     monkeypatch.setattr(outbox, "LONGEST_S", 0.005)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def search_record(**changes):
+def search_record(**changes: Any) -> Any:
     graph = fake_run.record("base")
     provenance = {"git_commit": "abc123", "packages": {"torch": "2.14.1"}, "python": "3.11"}
     return {
@@ -50,7 +51,7 @@ def search_record(**changes):
     }
 
 
-def trial_record(number, accuracies, status="finished", **changes):
+def trial_record(number: Any, accuracies: Any, status: Any = "finished", **changes: Any) -> Any:
     results = [
         {"task": t["name"], "position": i, "accuracy": a, "bytes": 1000.0 * (i + 1), "per_task": {}}
         for i, (t, a) in enumerate(zip(fake_run.TASKS, accuracies, strict=False))
@@ -100,7 +101,7 @@ FILES = {"search.html": b"a page", "winner.yaml": b"name: x\n"}
 
 
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory):
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """With the results of all trials, which share all stages, and the records of the search."""
     folder = tmp_path_factory.mktemp("storage")
     fake_run.write(str(folder))
@@ -115,7 +116,14 @@ def storage(tmp_path_factory):
     return str(folder)
 
 
-def record_into(fake, storage, monkeypatch, trials=TRIALS, winner=WINNER, **changes):
+def record_into(
+    fake: Any,
+    storage: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    trials: Any = TRIALS,
+    winner: Any = WINNER,
+    **changes: Any,
+) -> Any:
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = SearchRecorder(TrackingSettings(), storage, [].append)
     recorder.start(search_record(**changes))
@@ -126,14 +134,14 @@ def record_into(fake, storage, monkeypatch, trials=TRIALS, winner=WINNER, **chan
 
 
 @pytest.fixture
-def recorded(storage, monkeypatch):
+def recorded(storage: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     fake = FakeMlflow()
     recorder = record_into(fake, storage, monkeypatch)
     assert recorder.warnings == []
     return fake, recorder
 
 
-def test_trials_stand_below_the_search_and_their_graphs_below_them(recorded):
+def test_trials_stand_below_the_search_and_their_graphs_below_them(recorded: Any) -> None:
     contents = recorded[0].contents()
     assert {way[:2] for way in contents if len(way) > 1} == {
         ("find", f"find-{n:04d}") for n in range(5)
@@ -142,7 +150,7 @@ def test_trials_stand_below_the_search_and_their_graphs_below_them(recorded):
     assert len(contents) == 1 + 5 + 4 * CHILDREN  # one has no graph
 
 
-def test_a_search_is_found_by_what_it_is(recorded):
+def test_a_search_is_found_by_what_it_is(recorded: Any) -> None:
     run = recorded[0].found("find")
     assert (
         run.tags["accrete.search"]
@@ -171,7 +179,7 @@ def test_a_search_is_found_by_what_it_is(recorded):
     assert "3 finished, 1 stopped, 1 failed" in run.tags["mlflow.note.content"]
 
 
-def test_trials_have_their_parameters_curves_and_ends(recorded):
+def test_trials_have_their_parameters_curves_and_ends(recorded: Any) -> None:
     fake, _ = recorded
     first = fake.found("find-0000")
     assert first.params == {"methods.meat.lambda": "0.5", "train.lr": "0.001"}
@@ -194,18 +202,18 @@ def test_trials_have_their_parameters_curves_and_ends(recorded):
     )
 
 
-def test_what_trials_measured_is_not_taken_for_results_of_tests(recorded):
+def test_what_trials_measured_is_not_taken_for_results_of_tests(recorded: Any) -> None:
     below = [r for r in recorded[0].runs.values() if r.tags.get("label")]
     assert {r.tags["accrete.kind"] for r in below} == {"trial-method", "trial-task"}
     assert {r.tags["protocol"] for r in below} == {"validation, end_of_stream"}
     assert {context for r in below for context in r.inputs.values()} == {"train", "validation"}
 
 
-def test_trials_are_cheap(recorded):
+def test_trials_are_cheap(recorded: Any) -> None:
     assert not any(r.files for r in recorded[0].runs.values() if r.name != "find")
 
 
-def test_the_search_shows_the_best_accuracy_of_trials_that_went_to_their_end(recorded):
+def test_the_search_shows_the_best_accuracy_of_trials_that_went_to_their_end(recorded: Any) -> None:
     points = recorded[0].found("find").points
     assert [(step, value) for step, _, value in points["accuracy"]] == [
         (0, 0.7),
@@ -219,10 +227,12 @@ def test_the_search_shows_the_best_accuracy_of_trials_that_went_to_their_end(rec
     ]
 
 
-def test_the_winner_is_marked_and_another_one_takes_the_mark(recorded, storage, monkeypatch):
+def test_the_winner_is_marked_and_another_one_takes_the_mark(
+    recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake, _ = recorded
 
-    def winners():
+    def winners() -> Any:
         return [r.name for r in fake.runs.values() if r.tags.get("winner") == "true"]
 
     run = fake.found("find")
@@ -240,7 +250,9 @@ def test_the_winner_is_marked_and_another_one_takes_the_mark(recorded, storage, 
     assert "winner_run" not in run.tags
 
 
-def test_a_trial_may_be_told_again_as_it_goes_on_and_others_end_before_it(storage, monkeypatch):
+def test_a_trial_may_be_told_again_as_it_goes_on_and_others_end_before_it(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = [
         trial_record(0, [], "running", graph=None),
         trial_record(0, [0.9], "running"),
@@ -253,7 +265,9 @@ def test_a_trial_may_be_told_again_as_it_goes_on_and_others_end_before_it(storag
     assert fake.contents() == whole.contents()
 
 
-def test_a_budget_that_grew_goes_on_in_the_same_run(recorded, storage, monkeypatch):
+def test_a_budget_that_grew_goes_on_in_the_same_run(
+    recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake, _ = recorded
     more = {**search_record()["settings"], "budget": {"trials": 6}}
     recorder = record_into(
@@ -265,7 +279,9 @@ def test_a_budget_that_grew_goes_on_in_the_same_run(recorded, storage, monkeypat
     assert "6 trials" in run.tags["mlflow.note.content"]
 
 
-def test_tasks_that_are_searched_one_by_one_have_curves_of_their_own(storage, monkeypatch):
+def test_tasks_that_are_searched_one_by_one_have_curves_of_their_own(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeMlflow()
     trials = [{**t, "phase": "birds" if t["number"] < 2 else "leaves"} for t in TRIALS]
     record_into(fake, storage, monkeypatch, trials)
@@ -276,8 +292,8 @@ def test_tasks_that_are_searched_one_by_one_have_curves_of_their_own(storage, mo
 
 
 def test_everything_comes_again_from_the_store_and_twice_adds_nothing(
-    recorded, storage, monkeypatch
-):
+    recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = recorded[0].contents()
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
@@ -295,8 +311,8 @@ def test_everything_comes_again_from_the_store_and_twice_adds_nothing(
 
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_a_server_that_goes_away_has_the_whole_search_once_in_the_end(
-    recorded, storage, monkeypatch, how
-):
+    recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     expected = recorded[0].contents()
     for number in range(3, len(recorded[0].calls), 97):
         fake = FakeMlflow(lambda n, name, at=number: how if at <= n < at + 3 else "")
@@ -305,7 +321,7 @@ def test_a_server_that_goes_away_has_the_whole_search_once_in_the_end(
         assert fake.contents() == expected, f"call {number}"
 
 
-def test_tracking_that_is_off_writes_nothing(storage, monkeypatch):
+def test_tracking_that_is_off_writes_nothing(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = SearchRecorder(TrackingSettings(enabled=False), storage)
@@ -315,7 +331,9 @@ def test_tracking_that_is_off_writes_nothing(storage, monkeypatch):
     assert fake.calls == recorder.links() == []
 
 
-def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_by_ui(tmp_path):
+def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_by_ui(
+    tmp_path: Path,
+) -> None:
     fake_run.write(str(tmp_path))
     for _ in range(2):
         recorder = SearchRecorder(TrackingSettings(), str(tmp_path))
@@ -349,7 +367,7 @@ def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_b
     ]
 
 
-def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch):
+def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     calls = mlflow_client.MlflowClientAdapter("", TrackingSettings())

@@ -57,7 +57,7 @@ def test_a_trial_is_judged_on_validation_images_alone(
     splits = []
 
     class Watched(feed.Feed):
-        def __init__(self, job: Any, tasks: Any, split: str, *rest: Any, **more: Any):
+        def __init__(self, job: Any, tasks: Any, split: str, *rest: Any, **more: Any) -> None:
             splits.append((job.step, split))
             super().__init__(job, tasks, split, *rest, **more)
 

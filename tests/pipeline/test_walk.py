@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -53,25 +54,27 @@ def launch_all(walk: Walk) -> list[str]:
     return [d.stage for d in decisions if d.kind == "launch"]
 
 
-def test_a_star_runs_side_by_side_and_a_chain_in_order():
+def test_a_star_runs_side_by_side_and_a_chain_in_order() -> None:
     star = Walk.over(graph(STAR), ["data", "base"], 0)
     assert sorted(launches(star)) == ["a", "b", "c"]
     chain = Walk.over(graph(CHAIN), ["data", "base"], 0)
     assert launches(chain) == ["a"]
 
 
-def test_what_has_most_work_behind_it_goes_first():
+def test_what_has_most_work_behind_it_goes_first() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 0)
     assert launches(walk) == ["b", "ea"]
 
 
-def test_nothing_is_launched_twice():
+def test_nothing_is_launched_twice() -> None:
     walk = Walk.over(graph(STAR), [], 0)
     assert launch_all(walk) == ["data"]
     assert launch_all(walk) == []
 
 
-def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its_own_message():
+def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its_own_message() -> (
+    None
+):
     walk = Walk.over(graph(STAR), ["data"], 2)
     for attempt in range(3):
         assert launch_all(walk) == ["base"]
@@ -85,7 +88,9 @@ def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its
     assert walk.messages["base"] == "its workers died"
 
 
-def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_node_after_node():
+def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_node_after_node() -> (
+    None
+):
     walk = Walk.over(graph(STAR), ["data"], 0)
     for _ in range(MOST_MOVES):
         assert launch_all(walk) == ["base"]
@@ -96,13 +101,13 @@ def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_no
     assert walk.apply(Event("moved", "base", "node n was lost")).kind == "fail"
 
 
-def test_an_error_that_cannot_pass_is_not_tried_again():
+def test_an_error_that_cannot_pass_is_not_tried_again() -> None:
     walk = Walk.over(graph(STAR), ["data"], 5)
     launch_all(walk)
     assert walk.apply(Event("failed", "base", "bad config", final=True)).kind == "fail"
 
 
-def test_a_failure_in_one_branch_leaves_the_others_running():
+def test_a_failure_in_one_branch_leaves_the_others_running() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 0)
     launch_all(walk)
     walk.apply(Event("failed", "b", "boom", final=True))
@@ -115,7 +120,7 @@ def test_a_failure_in_one_branch_leaves_the_others_running():
     assert walk.states["report"] is State.BLOCKED
 
 
-def test_damage_found_late_recomputes_the_stage_that_wrote_it():
+def test_damage_found_late_recomputes_the_stage_that_wrote_it() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 1)
     assert "b" in launch_all(walk)
     decision = walk.apply(Event("damaged", "b", "state is damaged", key="key-a"))
@@ -126,7 +131,9 @@ def test_damage_found_late_recomputes_the_stage_that_wrote_it():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_parents(seed):
+def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_parents(
+    seed: Any,
+) -> None:
     rng = random.Random(seed)
     names = [f"s{i}" for i in range(12)]
     edges = {n: tuple(p for p in names[:i] if rng.random() < 0.25) for i, n in enumerate(names)}
@@ -174,7 +181,9 @@ def looked_over(walk: Walk) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_decide(seed):
+def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_decide(
+    seed: Any,
+) -> None:
     """Losses, failures, damage found late, and stages that are the same work, in any order."""
     rng = random.Random(seed)
     names = [f"s{i}" for i in range(14)]
@@ -222,11 +231,11 @@ def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_de
     assert walk.ended
 
 
-def look_up(edges, hits):
+def look_up(edges: Any, hits: Any) -> Any:
     return {i: Lookup(i in hits, "") for i in edges}
 
 
-def test_only_what_is_missing_and_waited_for_runs():
+def test_only_what_is_missing_and_waited_for_runs() -> None:
     assert needed(graph(CHAIN), look_up(CHAIN, [])) == set(CHAIN)
     assert needed(graph(CHAIN), look_up(CHAIN, list(CHAIN))) == set()
     assert needed(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {
@@ -236,26 +245,28 @@ def test_only_what_is_missing_and_waited_for_runs():
     }
 
 
-def test_data_that_is_gone_is_not_missed_when_nothing_waits_for_it():
+def test_data_that_is_gone_is_not_missed_when_nothing_waits_for_it() -> None:
     """The first task's raw data and shards may be deleted: what was learned from them stands."""
     assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "data"])) == set()
 
 
-def test_what_was_learned_is_a_result_of_its_own_and_missed_even_where_all_evaluations_stand():
+def test_what_was_learned_is_a_result_of_its_own_and_missed_even_where_all_evaluations_stand() -> (
+    None
+):
     assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "b"])) == {"b"}
     assert needed(
         graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s not in ("data", "base")])
     ) == {"data", "base"}
 
 
-def test_a_circle_and_equal_names_are_refused_in_a_sentence():
+def test_a_circle_and_equal_names_are_refused_in_a_sentence() -> None:
     with pytest.raises(UserError, match="circle"):
         graph({"a": ("b",), "b": ("a",)})
     with pytest.raises(UserError, match="same id"):
         Graph.of("g", [Stage("a", "train", "k", {}), Stage("a", "train", "k2", {})])
 
 
-def test_order_of_stages_given_does_not_matter():
+def test_order_of_stages_given_does_not_matter() -> None:
     for order in itertools.islice(itertools.permutations(STAR.items()), 0, 700, 37):
         assert needed(graph(dict(order)), look_up(STAR, ["data", "base"])) == {
             "a",
@@ -265,14 +276,14 @@ def test_order_of_stages_given_does_not_matter():
         }
 
 
-def test_a_parent_that_is_named_twice_is_waited_for_once():
+def test_a_parent_that_is_named_twice_is_waited_for_once() -> None:
     walk = Walk.over(graph({"data": (), "a": ("data", "data")}), [], 0)
     launch_all(walk)
     walk.apply(Event("done", "data"))
     assert launch_all(walk) == ["a"]
 
 
-def test_two_readers_of_one_damaged_result_have_it_computed_once():
+def test_two_readers_of_one_damaged_result_have_it_computed_once() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 3)
     launch_all(walk)
     assert walk.apply(Event("damaged", "a", "base is damaged", key="key-base")).kind == "recompute"
@@ -283,7 +294,7 @@ def test_two_readers_of_one_damaged_result_have_it_computed_once():
     assert sorted(launch_all(walk)) == ["a", "b"]
 
 
-def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time():
+def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time() -> None:
     twins = Graph.of(
         "g",
         [
@@ -304,7 +315,7 @@ def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time():
 class Scripted:
     """Runs stages whose results say what they were made of; ends them in the order it is told."""
 
-    def __init__(self, graph: Graph, contents: dict[str, str], order: list[str]):
+    def __init__(self, graph: Graph, contents: dict[str, str], order: list[str]) -> None:
         self.graph, self.contents, self.order = graph, contents, order
         self.results = {f"key-{i}": f"old {i}" for i in graph.stages}  # key -> content that stands
         self.running: dict[str, dict[str, str]] = {}
@@ -360,11 +371,11 @@ def walked(
 EDGES = {"base": (), "a": ("base",), "b": ("a",), "ea": ("a",)}
 
 
-def test_what_was_made_of_the_same_content_stands():
+def test_what_was_made_of_the_same_content_stands() -> None:
     assert walked(EDGES, {"base"}, {"base": "old base"}, ["base"]) == (["base"], [])
 
 
-def test_what_was_made_of_another_content_is_run_again_as_far_as_it_differs():
+def test_what_was_made_of_another_content_is_run_again_as_far_as_it_differs() -> None:
     ran, withdrawn = walked(EDGES, {"base"}, {"a": "old a"}, ["base", "a"])
     assert (ran, withdrawn) == (["base", "a"], ["key-a"])
     ran, withdrawn = walked(EDGES, {"base"}, {}, ["base", "a", "b", "ea"])
@@ -372,7 +383,7 @@ def test_what_was_made_of_another_content_is_run_again_as_far_as_it_differs():
 
 
 @pytest.mark.parametrize("order", [["base", "a", "b"], ["base", "b", "a"], ["b", "base", "a"]])
-def test_what_was_under_way_on_an_older_content_is_run_again(order: list[str]):
+def test_what_was_under_way_on_an_older_content_is_run_again(order: list[str]) -> None:
     """b runs beside base, from a's old state; then a is made again."""
     ran, _ = walked({"base": (), "a": ("base",), "b": ("a",)}, {"base", "b"}, {}, order)
     assert ran[-1] == "b"

@@ -30,13 +30,13 @@ def trained(method: Adapter, task: Task = ONE, steps: int = 6) -> TaskState:
     return method.finish()[0]
 
 
-def test_a_task_starts_as_the_backbone_whatever_it_draws():
+def test_a_task_starts_as_the_backbone_whatever_it_draws() -> None:
     method = adapter()
     begun(method)
     assert torch.equal(answers(method), method.heads["one"](vit()(images())))
 
 
-def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters():
+def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters() -> None:
     method = adapter()
     trained(method)
     assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
@@ -47,7 +47,7 @@ def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters():
     )
 
 
-def test_answers_stay_when_another_task_is_trained_beside():
+def test_answers_stay_when_another_task_is_trained_beside() -> None:
     method = adapter()
     state, before = trained(method), answers(method)
     method.load(TaskState.from_bytes(state.to_bytes()))
@@ -59,7 +59,7 @@ def test_answers_stay_when_another_task_is_trained_beside():
         assert torch.equal(answers(method), before)
 
 
-def test_a_base_task_is_served_by_the_backbone():
+def test_a_base_task_is_served_by_the_backbone() -> None:
     method = adapter()
     head = {"weight": torch.ones(2, 32), "bias": torch.zeros(2)}
     method.load(trained(method))
@@ -68,7 +68,7 @@ def test_a_base_task_is_served_by_the_backbone():
 
 
 @pytest.mark.parametrize("width", [24, 48])
-def test_the_stored_size_is_the_formula(width: int):
+def test_the_stored_size_is_the_formula(width: int) -> None:
     """Two adapters per block: 2 L (2 d m + d + m) floats, at the size of a real ViT."""
     torch.manual_seed(0)
     method = Adapter(build(BackboneSettings()), AdapterSettings(width=width), seed=1)
@@ -93,7 +93,7 @@ def six_tasks_bytes(width: int, bottleneck: int) -> int:
 @pytest.mark.parametrize(
     ("width", "classifier_mb", "total_mb"), [(192, 23, 29.2), (384, 86, 98.5), (256, 27, 35.3)]
 )
-def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float):
+def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float) -> None:
     """The column Adaptor-B as it was inferred for 24 units: on top of the table's rounded sizes of
     DeiT-Ti, DeiT-S and T2T-ViT-12."""
     assert classifier_mb + six_tasks_bytes(width, AdapterSettings().width) / 1e6 == pytest.approx(
@@ -107,7 +107,7 @@ def test_the_totals_of_six_tasks(width: int, classifier_mb: int, total_mb: float
 )
 def test_the_totals_of_the_table_itself_are_those_of_32_units(
     width: int, parameters: int, table: int
-):
+) -> None:
     """Those sizes have the heads in them already, so the totals above count heads twice. Counted
     once, from the parameters of the backbones with their ImageNet heads and in units of 2^20 bytes
     as for the table's other columns, 32 units give the table."""
@@ -146,7 +146,7 @@ def spread(method: Adapter) -> Adapter:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_each_kind_sits_where_its_paper_has_it(kind: str):
+def test_each_kind_sits_where_its_paper_has_it(kind: str) -> None:
     method = adapter(kind=kind, width=6)
     begun(method)
     served = answers(spread(method))
@@ -160,7 +160,7 @@ def test_each_kind_sits_where_its_paper_has_it(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str):
+def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str) -> None:
     """The trap of both projections at zero: neither would ever get a gradient, and the last bias
     alone would be trained."""
     method = adapter(kind=kind)
@@ -178,7 +178,7 @@ def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str):
 
 
 @pytest.mark.parametrize(("kind", "each"), [("houlsby", 2), ("pfeiffer", 1), ("adaptformer", 1)])
-def test_the_size_of_each_kind_is_the_formula(kind: str, each: int):
+def test_the_size_of_each_kind_is_the_formula(kind: str, each: int) -> None:
     """2 d m + d + m for each adapter: 12 * 99,136 = 1.19 M for one of 64 units in each block of a
     ViT-B."""
     assert 12 * (2 * 768 * 64 + 768 + 64) == 12 * 99_136
@@ -197,7 +197,7 @@ def test_the_size_of_each_kind_is_the_formula(kind: str, each: int):
     assert share - 1 == pytest.approx((plain.flops_share(plain.finish()[0]) - 1) * each / 2)
 
 
-def test_houlsby_says_nothing_new_about_itself():
+def test_houlsby_says_nothing_new_about_itself() -> None:
     """The settings that came later are in no key of it, and its state has the bytes that it had."""
     assert key_inputs(AdapterSettings()) == {"width": 24}
     assert key_inputs(AdapterSettings(kind="adaptformer", dropout=0.1)) == {
@@ -214,14 +214,14 @@ def test_houlsby_says_nothing_new_about_itself():
     ("kind", "other"),
     [("pfeiffer", "adaptformer"), ("adaptformer", "pfeiffer"), ("houlsby", "pfeiffer")],
 )
-def test_adapters_of_another_kind_are_refused(kind: str, other: str):
+def test_adapters_of_another_kind_are_refused(kind: str, other: str) -> None:
     state = TaskState.from_bytes(trained(adapter(kind=kind), steps=1).to_bytes())
     adapter(kind=kind).load(state)
     with pytest.raises(UserError, match="its state has adapters of"):
         adapter(kind=other).load(state)
 
 
-def test_dropout_is_drawn_for_each_sample_and_only_while_training():
+def test_dropout_is_drawn_for_each_sample_and_only_while_training() -> None:
     """A sample meets the same whatever rank holds it; kept units grow by what is dropped."""
     method = adapter(kind="adaptformer", dropout=0.25)
     begun(method)
@@ -250,7 +250,7 @@ def test_dropout_is_drawn_for_each_sample_and_only_while_training():
         assert torch.equal(method.heads["one"](method.backbone(images())), served), "served without"
 
 
-def test_dropout_of_other_kinds_is_refused():
+def test_dropout_of_other_kinds_is_refused() -> None:
     with pytest.raises(
         UserError,
         match=r"dropout is 0.1 with kind 'pfeiffer', which has none; leave it out, or set "
@@ -262,19 +262,19 @@ def test_dropout_of_other_kinds_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_backbone_that_has_no_such_place_is_refused_before_anything_runs(kind: str):
+def test_a_backbone_that_has_no_such_place_is_refused_before_anything_runs(kind: str) -> None:
     with pytest.raises(UserError, match="to put an adapter behind"):
         Adapter.fits(AdapterSettings(kind=kind), vit(block_fn=ParallelThingsBlock))
 
 
-def test_a_norm_behind_the_ffn_is_no_place_for_adaptformer():
+def test_a_norm_behind_the_ffn_is_no_place_for_adaptformer() -> None:
     Adapter.fits(AdapterSettings(kind="pfeiffer"), vit(block_fn=ResPostBlock))
     with pytest.raises(UserError, match="norms behind attention and FFN"):
         Adapter.fits(AdapterSettings(kind="adaptformer"), vit(block_fn=ResPostBlock))
 
 
 # ---- sizes and work ------------------------------------------------------------------------------
-def test_adapters_of_another_width_are_refused():
+def test_adapters_of_another_width_are_refused() -> None:
     state = trained(adapter(width=8), steps=1)
     with pytest.raises(
         UserError, match=r"adapters of shape \(4, 8, 32\), these settings have \(4, 24, 32\)"
@@ -282,7 +282,7 @@ def test_adapters_of_another_width_are_refused():
         adapter().load(state)
 
 
-def test_the_work_per_image_counts_the_adapters():
+def test_the_work_per_image_counts_the_adapters() -> None:
     method = adapter()
     share = method.flops_share(trained(method, steps=1))
     tokens, width, hidden = 5, 32, 24

@@ -48,7 +48,7 @@ def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:
     return model.forward_head(model.norm(x))
 
 
-def test_an_adapter_sits_behind_attention_and_behind_the_ffn_inside_the_residual_branch():
+def test_an_adapter_sits_behind_attention_and_behind_the_ffn_inside_the_residual_branch() -> None:
     model, tensors = vit(), stacked(1)
     expected = by_hand(vit(), tensors)
     with AdapterSites(model, houlsby).using(tensors):
@@ -56,7 +56,7 @@ def test_an_adapter_sits_behind_attention_and_behind_the_ffn_inside_the_residual
     assert not torch.allclose(model(IMAGES), expected, atol=1e-2)
 
 
-def test_one_position_gives_half_the_sites():
+def test_one_position_gives_half_the_sites() -> None:
     model, tensors = vit(), stacked(1)
     sites = AdapterSites(model, houlsby, ("mlp",))
     every_other = {name: t[1::2] for name, t in tensors.items()}
@@ -68,7 +68,7 @@ def test_one_position_gives_half_the_sites():
         assert torch.allclose(model(IMAGES), by_hand(vit(), without), atol=1e-5)
 
 
-def test_outside_the_backbone_is_the_plain_one_also_after_an_error():
+def test_outside_the_backbone_is_the_plain_one_also_after_an_error() -> None:
     model = vit()
     plain, digest = model(IMAGES), digest_of(model)
     sites = AdapterSites(model, houlsby)
@@ -81,7 +81,7 @@ def test_outside_the_backbone_is_the_plain_one_also_after_an_error():
     assert digest_of(model) == digest
 
 
-def test_turning_from_task_to_task_is_exact():
+def test_turning_from_task_to_task_is_exact() -> None:
     model, tasks = vit(), [stacked(1), stacked(2)]
     sites = AdapterSites(model, houlsby)
     found: list[list[Tensor]] = [[], []]
@@ -95,7 +95,7 @@ def test_turning_from_task_to_task_is_exact():
     assert not torch.equal(found[0][0], found[1][0])
 
 
-def test_a_copy_of_the_backbone_has_no_adapters_of_the_original():
+def test_a_copy_of_the_backbone_has_no_adapters_of_the_original() -> None:
     model = vit()
     plain, sites = model(IMAGES), AdapterSites(model, houlsby)
     with sites.using(stacked(1)):
@@ -110,7 +110,7 @@ def test_a_copy_of_the_backbone_has_no_adapters_of_the_original():
     assert not torch.equal(mine, theirs)
 
 
-def test_a_compiled_backbone_turns_too():
+def test_a_compiled_backbone_turns_too() -> None:
     """It does not look at which hooks there are, only at what those it has found read."""
     model, tasks = vit(depth=1), {0: {}, 1: stacked(1, 2), 2: stacked(2, 2)}
     sites = AdapterSites(model, houlsby)
@@ -128,7 +128,7 @@ def test_a_compiled_backbone_turns_too():
 @pytest.mark.parametrize(
     "sites", [(houlsby, HOULSBY, None), (parallel, ("",), "norm2")], ids=["behind", "beside"]
 )
-def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(sites: Any):
+def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(sites: Any) -> None:
     """A warm worker runs stage after stage in one process, and blocks are alike but for their
     hooks."""
     plain, model = vit(), vit()
@@ -146,7 +146,7 @@ def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(site
     assert torch.equal(model(IMAGES), expected)
 
 
-def test_adapters_start_as_the_identity_and_both_projections_learn():
+def test_adapters_start_as_the_identity_and_both_projections_learn() -> None:
     """Were both projections zero, neither would ever get a gradient."""
     model, adapters = vit(), Bottlenecks(4, 32, 6)
     plain, sites, start = (
@@ -167,6 +167,6 @@ def test_adapters_start_as_the_identity_and_both_projections_learn():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_blocks_without_one_attention_and_one_ffn_are_refused():
+def test_blocks_without_one_attention_and_one_ffn_are_refused() -> None:
     with pytest.raises(UserError, match=r"block 0 .* no 'attn' .* choose a ViT with plain blocks"):
         AdapterSites(vit(block_fn=ParallelThingsBlock), houlsby)

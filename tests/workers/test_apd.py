@@ -136,7 +136,7 @@ def first() -> tuple[list[TaskState], Carried]:
 
 
 # ---- the weights ---------------------------------------------------------------------------------
-def test_weights_and_their_gradients_are_those_of_the_composed_operations():
+def test_weights_and_their_gradients_are_those_of_the_composed_operations() -> None:
     torch.manual_seed(0)
     sigma, v, tau = (
         torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (3,), (3, 4))
@@ -155,7 +155,7 @@ def test_weights_and_their_gradients_are_those_of_the_composed_operations():
         assert torch.allclose(got, want)
 
 
-def test_wide_open_scales_and_no_tau_give_sigma_itself():
+def test_wide_open_scales_and_no_tau_give_sigma_itself() -> None:
     method = begun()
     with torch.no_grad():
         for v in method.own_v.values():
@@ -166,7 +166,7 @@ def test_wide_open_scales_and_no_tau_give_sigma_itself():
     )
 
 
-def test_the_sites_are_the_linear_layers_of_the_blocks_and_the_rest_is_copied_or_stays():
+def test_the_sites_are_the_linear_layers_of_the_blocks_and_the_rest_is_copied_or_stays() -> None:
     method = begun()
     assert len(method.sites) == 8
     assert "patch_embed.proj" not in method.sites
@@ -179,12 +179,12 @@ def test_the_sites_are_the_linear_layers_of_the_blocks_and_the_rest_is_copied_or
     }
 
 
-def test_a_first_task_starts_from_the_backbone_wherever_v_starts():
+def test_a_first_task_starts_from_the_backbone_wherever_v_starts() -> None:
     for start in (4.0, -1.0):
         assert furthest(theta(begun(v_start=start).eval(), 0), begun().sites) < 1e-6
 
 
-def test_tau_may_start_from_sigma_as_in_the_released_code():
+def test_tau_may_start_from_sigma_as_in_the_released_code() -> None:
     method = begun(tau_start="sigma")
     m = torch.tensor(4.0).sigmoid()
     weight = method.training_weights(batch(), PROGRESS)[f"{SITE}.weight"]
@@ -192,7 +192,7 @@ def test_tau_may_start_from_sigma_as_in_the_released_code():
     assert method.own_tau[SITE].data_ptr() != method.start[SITE].data_ptr()
 
 
-def test_sigma_decays_at_the_first_task_only(first):
+def test_sigma_decays_at_the_first_task_only(first: Any) -> None:
     method = apd()
     method.load(first[0][0])
     decays = [
@@ -209,7 +209,7 @@ def test_sigma_decays_at_the_first_task_only(first):
 
 
 # ---- what holds earlier tasks --------------------------------------------------------------------
-def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first):
+def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first: Any) -> None:
     """The residual theta_i* - (sigma .* M_i + tau_i) is exactly 0: so is the term, as long as tau_i
     does not move, and its gradient; and where tau_i may move, so is the gradient of whatever is
     zero in tau_i."""
@@ -235,7 +235,7 @@ def test_at_the_start_of_a_task_nothing_pulls_at_earlier_ones(first):
 
 
 @pytest.mark.parametrize("limit", [4e-6, 1e-2])
-def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit):
+def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit: float) -> None:
     """Value and gradient are Huber's, and no other tau gives less."""
     lambda1 = 4e-4
     method = begun(
@@ -274,7 +274,7 @@ def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit):
             assert bool((objective(best + sign * step, sigma) >= least - 1e-9).all())
 
 
-def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is():
+def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is() -> None:
     states, carried = left_by(2, retro="frozen_tau", v_start=0.0)
     method = begun(3, (states, carried), retro="frozen_tau", lambda2=3.0)
     with torch.no_grad():
@@ -292,7 +292,9 @@ def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("zeros", "bound"), [("proximal", 4e-5), ("threshold", 4e-4 + 4e-5)])
-def test_earlier_weights_move_within_the_bound_under_any_optimizer(first, optimizer, zeros, bound):
+def test_earlier_weights_move_within_the_bound_under_any_optimizer(
+    first: Any, optimizer: Any, zeros: str, bound: Any
+) -> None:
     """Sigma moves by far more: tau_i takes it up, to lambda1 / lambda2, or lambda1 more where an
     entry is cut."""
     before = theta(served(*first), 0)
@@ -304,7 +306,7 @@ def test_earlier_weights_move_within_the_bound_under_any_optimizer(first, optimi
     )
 
 
-def test_with_a_huge_lambda2_or_a_frozen_sigma_earlier_weights_stay(first):
+def test_with_a_huge_lambda2_or_a_frozen_sigma_earlier_weights_stay(first: Any) -> None:
     before = theta(served(*first), 0)
     ways: list[tuple[str, dict[str, Any], float]] = [
         ("", {"zeros": "proximal", "lambda2": 1e9}, 1e-7),
@@ -316,7 +318,7 @@ def test_with_a_huge_lambda2_or_a_frozen_sigma_earlier_weights_stay(first):
         assert furthest(before, theta(served([*first[0], state], carried), 0)) <= bound, settings
 
 
-def test_the_larger_lambda2_the_less_sigma_moves_while_tau_stay(first):
+def test_the_larger_lambda2_the_less_sigma_moves_while_tau_stay(first: Any) -> None:
     ways = [
         moved(trained(begun(2, first, retro="frozen_tau", lambda2=weight), steps=30))
         for weight in (1e-6, 1.0, 1e2)
@@ -324,7 +326,9 @@ def test_the_larger_lambda2_the_less_sigma_moves_while_tau_stay(first):
     assert ways[0] > 2 * ways[1] > 2 * ways[2]
 
 
-def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(first, monkeypatch):
+def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(
+    first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = moved(trained(begun(2, first)))
     with monkeypatch.context() as patched:
         patched.setattr(Apd, "anchor", lambda self, site: (torch.zeros(()), None))
@@ -342,7 +346,7 @@ def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(fir
     assert min(loose, stale) > 10 * held
 
 
-def test_an_earlier_task_is_served_with_the_tau_that_followed(first):
+def test_an_earlier_task_is_served_with_the_tau_that_followed(first: Any) -> None:
     states, later = left_by(2)
     earlier = {n: t for n, t in first[1].tensors.items() if n.startswith("tau/one/")}
     stale = {n: t for n, t in later.tensors.items() if not n.startswith("tau/one/")} | earlier
@@ -353,7 +357,7 @@ def test_an_earlier_task_is_served_with_the_tau_that_followed(first):
     assert later.meta["tasks"] == ["one", "two"]
 
 
-def test_the_penalty_counts_once_whatever_the_number_of_micro_batches(first):
+def test_the_penalty_counts_once_whatever_the_number_of_micro_batches(first: Any) -> None:
     def gradients(*parts: range) -> dict[str, Tensor]:
         method = begun(2, first, lambda1=0.1)
         with torch.no_grad():
@@ -369,14 +373,14 @@ def test_the_penalty_counts_once_whatever_the_number_of_micro_batches(first):
     assert all(torch.allclose(whole[n], parts[n], rtol=1e-4, atol=1e-6) for n in whole)
 
 
-def test_the_terms_add_up_to_the_loss(first):
+def test_the_terms_add_up_to_the_loss(first: Any) -> None:
     loss, terms = trained(begun(2, first), steps=3).loss(batch(), PROGRESS)
     assert terms.keys() == {"ce", "sparsity", "anchor"}
     assert min(terms.values()) > 0
     assert loss.item() == pytest.approx(sum(t.item() for t in terms.values()))
 
 
-def test_measures_are_those_of_what_is_stored(first):
+def test_measures_are_those_of_what_is_stored(first: Any) -> None:
     method = trained(begun(2, first))
     found, (state, carried) = method.measures(), method.finish()
     now = served([*first[0], state], carried)
@@ -390,7 +394,9 @@ def test_measures_are_those_of_what_is_stored(first):
 
 
 # ---- zeros ---------------------------------------------------------------------------------------
-def test_what_is_stored_has_no_entry_up_to_the_threshold(first, monkeypatch):
+def test_what_is_stored_has_no_entry_up_to_the_threshold(
+    first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = trained(begun(2, first))
     carried = method.finish()[1]
     values = torch.cat(
@@ -401,7 +407,9 @@ def test_what_is_stored_has_no_entry_up_to_the_threshold(first, monkeypatch):
     assert size_of(method.finish()[1], "tau/") > size_of(carried, "tau/")
 
 
-def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_stops_at_zero():
+def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_stops_at_zero() -> (
+    None
+):
     method = begun(zeros="proximal", lambda1=1.0)
     tau = method.own_tau[SITE]
     rows = tau.detach().flatten()
@@ -421,14 +429,14 @@ def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_st
     assert tau.detach().flatten()[:6].tolist() == pytest.approx([0.0, -0.05, 0.2, 0.1, 0.0, -0.4])
 
 
-def test_proximal_training_stores_what_it_trains():
+def test_proximal_training_stores_what_it_trains() -> None:
     method = trained(begun(zeros="proximal", lambda1=1e-4), optimizer="sgd with momentum and decay")
     assert 0.05 < method.measures()["tau_zeros"] < 0.999
     assert all(torch.equal(method.tau_of("one", site), tau) for site, tau in method.own_tau.items())
 
 
 @pytest.mark.parametrize("zeros", ["threshold", "proximal"])
-def test_tau_is_the_sparser_the_larger_lambda1(zeros):
+def test_tau_is_the_sparser_the_larger_lambda1(zeros: str) -> None:
     shares = [
         trained(begun(zeros=zeros, lambda1=price), steps=20).measures()["tau_zeros"]
         for price in (1e-6, 1e-5, 1e-4, 1e-3)
@@ -436,7 +444,7 @@ def test_tau_is_the_sparser_the_larger_lambda1(zeros):
     assert all(a < b for a, b in itertools.pairwise(shares)), shares
 
 
-def test_what_is_trained_is_what_is_served():
+def test_what_is_trained_is_what_is_served() -> None:
     """Up to small entries of tau; with the copies that the task trained."""
     for settings, tolerance in (
         ({"zeros": "proximal"}, 1e-6),
@@ -453,14 +461,14 @@ def test_what_is_trained_is_what_is_served():
         assert not torch.allclose(found, begun().eval().logits(images(), "one"), atol=2 * tolerance)
 
 
-def test_a_tau_that_never_left_zero_is_said(first):
+def test_a_tau_that_never_left_zero_is_said(first: Any) -> None:
     assert "its tau is zero everywhere" in trained(begun(lambda1=100.0), steps=2).warnings()[0]
     assert not trained(begun(2, first)).warnings()
 
 
 # ---- what is stored ------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.04, 1.0])
-def test_a_sparse_tensor_comes_back_from_the_smaller_of_two_forms(share):
+def test_a_sparse_tensor_comes_back_from_the_smaller_of_two_forms(share: float) -> None:
     torch.manual_seed(0)
     tensor = torch.randn(13, 10).masked_fill_(
         torch.arange(130).view(13, 10) >= round(share * 130), 0.0
@@ -482,7 +490,7 @@ def size_of(carried: Carried, prefix: str) -> int:
     )
 
 
-def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries():
+def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries() -> None:
     torch.manual_seed(0)
     width, depth = 192, 12
     method = Apd(build(BackboneSettings()), ApdSettings(), seed=1)
@@ -515,7 +523,7 @@ def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries(
     assert all(torch.equal(shown[site], tau != 0) for site, tau in method.own_tau.items())
 
 
-def test_a_base_task_is_answered_by_the_backbone(first):
+def test_a_base_task_is_answered_by_the_backbone(first: Any) -> None:
     base = TaskState(
         "zero",
         ("x", "y"),
@@ -530,7 +538,7 @@ def test_a_base_task_is_answered_by_the_backbone(first):
     )
 
 
-def test_a_state_of_another_width_is_refused(first):
+def test_a_state_of_another_width_is_refused(first: Any) -> None:
     state = first[0][0]
     with pytest.raises(
         UserError,
@@ -539,7 +547,7 @@ def test_a_state_of_another_width_is_refused(first):
         apd().load(replace(state, copies=state.copies | {"blocks.0.attn.qkv.v": torch.zeros(7)}))
 
 
-def test_an_anchor_that_sgd_would_overshoot_is_refused():
+def test_an_anchor_that_sgd_would_overshoot_is_refused() -> None:
     settings, train = ApdSettings(retro="frozen_tau"), TrainSettings(optimizer="sgd", lr=0.1)
     with pytest.raises(UserError, match=r"train.lr \* lambda2 = 10"):
         Apd.check(settings, train, DataSettings(), "task")

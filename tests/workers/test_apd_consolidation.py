@@ -28,7 +28,7 @@ from workers.job import Task
 from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, mean_size
 
 
-def test_every_kth_task_ends_with_a_consolidation():
+def test_every_kth_task_ends_with_a_consolidation() -> None:
     def steps(every: int) -> list[list[str]]:
         return [
             [s.name for s in Apd.planned(ApdSettings(consolidate_every=every), position)]
@@ -51,7 +51,7 @@ def test_every_kth_task_ends_with_a_consolidation():
         ([[1.0], [2.0]], 5, [0, 1]),
     ],
 )
-def test_clusters_of_worked_points(points, count, expected):
+def test_clusters_of_worked_points(points: Any, count: int, expected: Any) -> None:
     assert cluster(torch.tensor(points).double(), count) == expected
 
 
@@ -71,7 +71,7 @@ def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
     return method
 
 
-def test_consolidation_by_hand():
+def test_consolidation_by_hand() -> None:
     """Entries: both near; one far; one task only; near but of both signs; equal; as far apart as
     the gap; far. Their mean size is 0.5, so that a gap of 1/8 is 1/16."""
     one = torch.tensor([0.3125, 0.3125, 0.0625, -0.015625, 0.75, 0.5, 2.0])
@@ -89,7 +89,7 @@ def test_consolidation_by_hand():
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 64.0])
-def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale):
+def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale: float) -> None:
     torch.manual_seed(0)
     taus = [torch.randn(40), torch.randn(40)]
     expected = consolidating(taus).shared_of("one", SITE) != 0
@@ -98,7 +98,7 @@ def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale):
     assert torch.equal(found, expected)
 
 
-def test_tasks_with_nothing_in_common_keep_what_they_have():
+def test_tasks_with_nothing_in_common_keep_what_they_have() -> None:
     """The released code's absolute gap of 1e-2 would replace nearly all of these entries."""
     torch.manual_seed(0)
     method = consolidating([1e-3 * torch.randn(400) for _ in range(2)], gap=ApdSettings().gap)
@@ -107,7 +107,7 @@ def test_tasks_with_nothing_in_common_keep_what_they_have():
     assert 0 < replaced < 0.1 * entries
 
 
-def test_a_consolidation_that_replaces_most_of_a_tau_is_warned_about():
+def test_a_consolidation_that_replaces_most_of_a_tau_is_warned_about() -> None:
     torch.manual_seed(0)
     tau = torch.randn(400)
     (sentence,) = consolidating([tau, tau + 1e-3], gap=0.1).warnings()
@@ -118,7 +118,7 @@ def test_a_consolidation_that_replaces_most_of_a_tau_is_warned_about():
     assert consolidating([torch.zeros(4), torch.zeros(4)]).warnings() == []
 
 
-def test_only_similar_tasks_share():
+def test_only_similar_tasks_share() -> None:
     near, far = torch.tensor([1.0, 1.0, 0.02]), torch.tensor([9.0, 9.0, 0.02])
     method = consolidating([near, far, near + 0.01], clusters=2)
     assert [*method.shared[SITE]] == [("one", "three")]
@@ -126,7 +126,9 @@ def test_only_similar_tasks_share():
 
 
 @pytest.mark.parametrize("gap", [0.05, 0.5, 20.0])
-def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less(gap):
+def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less(
+    gap: float,
+) -> None:
     settings = {"consolidate_every": 3, "clusters": 1, "gap": gap}
     states, carried = left_by(3, **settings | {"consolidate_every": 0})
     before, method = served(states, carried, **settings), served(states, carried, **settings)
@@ -161,7 +163,7 @@ def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less
             )
 
 
-def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
+def test_a_second_consolidation_starts_from_what_tasks_have_in_all() -> None:
     values = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 2.05, 3.0])]
     method = consolidating(values)
     full = [method.tau_of(t, SITE) + method.shared_of(t, SITE) for t in ("one", "two")]
@@ -171,7 +173,7 @@ def test_a_second_consolidation_starts_from_what_tasks_have_in_all():
         assert torch.equal(method.tau_of(task, SITE) + method.shared_of(task, SITE), expected)
 
 
-def test_clusters_grow_with_every_consolidation():
+def test_clusters_grow_with_every_consolidation() -> None:
     far = [torch.tensor([float(v)]) for v in (0, 5, 50)]
     # 0 and 5 are together, and share nothing
     assert (
@@ -195,7 +197,7 @@ def test_clusters_grow_with_every_consolidation():
     assert not method.shared[SITE]
 
 
-def test_later_tasks_keep_shared_values_and_stay_within_the_bound():
+def test_later_tasks_keep_shared_values_and_stay_within_the_bound() -> None:
     settings = {"consolidate_every": 2, "clusters": 1}
     states, carried = left_by(2, **settings | {"consolidate_every": 0})
     method = served(states, carried, **settings)
@@ -217,7 +219,7 @@ def test_later_tasks_keep_shared_values_and_stay_within_the_bound():
     )
 
 
-def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only_then():
+def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only_then() -> None:
     first = left_by(1)
     base = Task("zero", "card", "", ("x", "y"), role="base")
     alone = trained(begun(consolidate_every=2), steps=1)
@@ -246,7 +248,9 @@ def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only
         "an_interrupted_stage_ends_as_if_it_had_not_been",
     ],
 )
-def test_promises_hold_where_every_task_ends_with_a_consolidation(lab, monkeypatch, promise):
+def test_promises_hold_where_every_task_ends_with_a_consolidation(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, promise: str
+) -> None:
     monkeypatch.setitem(
         SETTINGS, ("apd", "adamw"), {"consolidate_every": 1, "clusters": 1, "zeros": "proximal"}
     )

@@ -39,7 +39,7 @@ def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[T
 
 
 # ---- measures ------------------------------------------------------------------------------------
-def test_entropy_and_distance_of_known_attention():
+def test_entropy_and_distance_of_known_attention() -> None:
     uniform, own = torch.full((1, 1, 4, 4), 0.25), torch.eye(4)[None, None]
     apart = distances((2, 2))
     assert apart.tolist()[0] == pytest.approx([0, 1, 1, math.sqrt(2)])
@@ -58,7 +58,7 @@ def test_entropy_and_distance_of_known_attention():
     assert distance(torch.zeros(1, 1, 2, 2), distances((1, 2))).item() == 0
 
 
-def test_the_class_token_has_entropy_and_no_place():
+def test_the_class_token_has_entropy_and_no_place() -> None:
     own = torch.eye(5)[None, None]
     own[..., 0, :] = 0.2
     layer = Layer("", 0, distances((2, 2)))
@@ -73,7 +73,7 @@ def test_the_class_token_has_entropy_and_no_place():
 )
 def test_attention_is_what_timm_multiplies_values_with(
     kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     model = built(kind, options=options)
     fused = maps(model, images(), monkeypatch)
     seen: list[Tensor] = []
@@ -87,7 +87,7 @@ def test_attention_is_what_timm_multiplies_values_with(
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(fused, seen, strict=True))
 
 
-def test_masked_keys_get_no_attention(monkeypatch: pytest.MonkeyPatch):
+def test_masked_keys_get_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(None)
     sites = TokenSites(model, "all", "off", self_loop=False)
     sites.folded({"tokens": torch.tensor([[True, False, True, False]] * 3)})
@@ -96,7 +96,7 @@ def test_masked_keys_get_no_attention(monkeypatch: pytest.MonkeyPatch):
     assert all(torch.allclose(a.sum(-1), torch.ones(())) for a in found)
 
 
-def test_gated_attention_is_what_it_multiplies_values_with(monkeypatch: pytest.MonkeyPatch):
+def test_gated_attention_is_what_it_multiplies_values_with(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(None, LOCAL)
     attn, heard = model.blocks[1].attn, []
     attn.register_forward_hook(lambda module, inputs, output: heard.append((inputs[0], output)))
@@ -106,7 +106,7 @@ def test_gated_attention_is_what_it_multiplies_values_with(monkeypatch: pytest.M
     assert torch.allclose(attn.proj((a @ v).transpose(1, 2).flatten(2)), want, atol=1e-5)
 
 
-def test_a_uniform_head_has_the_largest_entropy_and_distance_one():
+def test_a_uniform_head_has_the_largest_entropy_and_distance_one() -> None:
     model = built("replace")
     with watched(model) as layers:
         model(images())
@@ -119,7 +119,7 @@ def test_a_uniform_head_has_the_largest_entropy_and_distance_one():
         assert all(row["entropy"] < math.log(5) - 1e-4 for row in others)
 
 
-def test_means_are_over_all_images_whatever_the_batches():
+def test_means_are_over_all_images_whatever_the_batches() -> None:
     model, x = built(None), images()
     with watched(model) as whole:
         model(x)
@@ -137,7 +137,7 @@ def test_means_are_over_all_images_whatever_the_batches():
         }
 
 
-def test_looking_changes_nothing_and_leaves_nothing():
+def test_looking_changes_nothing_and_leaves_nothing() -> None:
     model, x = built("cbs"), images()
     want, hooks = model(x), [len(m._forward_hooks) for m in model.modules()]
     with watched(model) as layers:
@@ -152,7 +152,7 @@ def test_looking_changes_nothing_and_leaves_nothing():
 
 
 # ---- of methods ----------------------------------------------------------------------------------
-def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab):
+def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab) -> None:
     run = lab.run_of(
         "hat",
         OPTIMIZERS["adamw"],
@@ -177,7 +177,7 @@ def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab):
 @pytest.mark.parametrize(
     ("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)]
 )
-def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int):
+def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
     rows = attention_rows(run.served(1), job, job.tasks[0], 8)
@@ -188,7 +188,7 @@ def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int):
     }
 
 
-def test_a_method_that_guesses_the_task_is_told_it(lab: Lab):
+def test_a_method_that_guesses_the_task_is_told_it(lab: Lab) -> None:
     run = lab.run("supsup_nn")
     method, x = run.served(1), run.images(1)
     place = next(p for p, tasks in enumerate(method.candidates().values()) if run.order[1] in tasks)
@@ -201,7 +201,7 @@ def test_a_method_that_guesses_the_task_is_told_it(lab: Lab):
 @pytest.mark.parametrize("options", [{}, {"reg_tokens": 2}], ids=["plain", "registers"])
 def test_a_gaze_is_the_class_tokens_row_of_attention(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     model = built(None, options=options)
     with gazes(model) as found, torch.no_grad():
         model(images())
@@ -220,14 +220,14 @@ def test_a_gaze_is_the_class_tokens_row_of_attention(
         )
 
 
-def test_without_a_class_token_there_is_no_gaze():
+def test_without_a_class_token_there_is_no_gaze() -> None:
     model = built(None, LOCAL)
     with gazes(model) as found:
         model(images())
     assert found == []
 
 
-def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab):
+def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab) -> None:
     run = lab.run("finetune")
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
@@ -251,7 +251,7 @@ def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab):
 @pytest.mark.parametrize("name", ["toast", "toast_lite"])
 def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
     lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     run = lab.run(name)
     job, method = run.evaluate_job(1), run.served(1)
     used: list[tuple[Tensor, Tensor]] = []
@@ -277,7 +277,7 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
     )
 
 
-def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab):
+def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None:
     run = lab.run_of("toast", OPTIMIZERS["adamw"], methods={"toast": {"feedback_from": 1}})
     job = run.evaluate_job(1)
     found = analysis.maps(run.served(1), job, job.tasks[1], 2)
@@ -293,7 +293,7 @@ def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab):
         ("dytox", ["block 0"]),
     ],
 )
-def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]):
+def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
     found = analysis.maps(run.served(1), job, job.tasks[0], 4)
@@ -305,7 +305,7 @@ def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]):
 
 
 # ---- another source ------------------------------------------------------------------------------
-def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab):
+def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab) -> None:
     run = lab.run("finetune")
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
@@ -323,7 +323,7 @@ def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab):
     assert shifted_rows(method, job, task, [strange]) == []
 
 
-def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab):
+def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab) -> None:
     run = lab.run("icarl")
     job, method = run.evaluate_job(1), run.served(1)
     assert method.scenario == "class"
@@ -338,7 +338,7 @@ def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab):
 
 
 # ---- hidden and attacked -------------------------------------------------------------------------
-def test_the_centre_is_hidden():
+def test_the_centre_is_hidden() -> None:
     x = torch.ones(2, 3, 10, 10)
     hidden = occluded(x, 0.36)
     assert (hidden[0, 0] == 0).sum() == 36
@@ -346,7 +346,7 @@ def test_the_centre_is_hidden():
     assert torch.equal(occluded(x, 0.0), x)
 
 
-def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range():
+def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range() -> None:
     backbone = BackboneSettings(mean=(0.5, 0.4, 0.3), std=(0.5, 0.2, 0.1))
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (backbone.mean, backbone.std))
     pixels = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -356,7 +356,7 @@ def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range():
 
 
 @pytest.mark.parametrize("name", ["finetune", "toast"])
-def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name: str):
+def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name: str) -> None:
     run = lab.run(name)
     method, x = run.served(0), run.images(0)
     wanted = torch.zeros(len(x), dtype=torch.long)
@@ -381,7 +381,9 @@ def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name
 
 
 @pytest.mark.parametrize("method", ["finetune", "dytox"])
-def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(lab: Lab, method: str):
+def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(
+    lab: Lab, method: str
+) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
     want = {row["task"]: (row["correct"], row["total"]) for row in run.evaluated(1)["rows"]}
@@ -394,7 +396,9 @@ def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(lab: L
 
 
 @pytest.mark.parametrize("most", [1, 7, 40, 1000])
-def test_images_are_spread_over_all_classes(lab: Lab, most: int, monkeypatch: pytest.MonkeyPatch):
+def test_images_are_spread_over_all_classes(
+    lab: Lab, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from workers.data.feed import Feed
 
     monkeypatch.setattr(Feed.evaluate, "__defaults__", (16,))

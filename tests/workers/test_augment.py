@@ -3,6 +3,8 @@ nothing else."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
@@ -69,7 +71,7 @@ def one_op(name: str, pixels: torch.Tensor, level: float) -> torch.Tensor:
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
-def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch():
+def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch() -> None:
     settings = backbone(24, 0.75)
     augment = Augment(FULL, settings, training=False)
     pixels = pictures(5, 32)
@@ -84,7 +86,7 @@ def test_evaluation_is_the_normalised_centre_whatever_the_settings_and_the_batch
     assert torch.equal(alone[0], images[3])
 
 
-def test_training_without_any_augmentation_is_evaluation():
+def test_training_without_any_augmentation_is_evaluation() -> None:
     settings, pixels, labels = backbone(24, 0.9), pictures(4, 27), torch.arange(4)
     images, targets = Augment(DataSettings(), settings, True)(pixels, labels, CLASSES, draw(4))
     assert torch.equal(
@@ -94,7 +96,7 @@ def test_training_without_any_augmentation_is_evaluation():
 
 
 # ---- crop and flip -------------------------------------------------------------------------------
-def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image():
+def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image() -> None:
     pixels, side = pictures(16, 20), 13
     top, left = torch.randint(0, 8, (2, 16), generator=torch.Generator().manual_seed(3)).unbind(0)
     flip = torch.arange(16) % 2 == 0
@@ -109,7 +111,7 @@ def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image():
 
 
 @pytest.mark.parametrize("crop_pct", [1.0, 0.75])
-def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct):
+def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct: float) -> None:
     settings = backbone(24, crop_pct)
     augment = Augment(DataSettings(crop="pad"), settings, True)
     side_in, reach = augment.size_in, 3
@@ -130,7 +132,7 @@ def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct):
     assert {y for y, _ in moves} == {x for _, x in moves} == set(range(-reach, reach + 1))
 
 
-def test_a_resized_crop_of_the_whole_image_is_the_image_or_its_mirror():
+def test_a_resized_crop_of_the_whole_image_is_the_image_or_its_mirror() -> None:
     settings, pixels = backbone(24), pictures(32, 24)
     whole = Augment(DataSettings(crop="resized", crop_scale=(1.0, 1.0), flip=0.5), settings, True)
     images, _ = whole(pixels, torch.zeros(32), None, draw(32))
@@ -146,7 +148,7 @@ def test_a_resized_crop_of_the_whole_image_is_the_image_or_its_mirror():
     assert all(a != b for a, b in zip(same, mirrored, strict=True))
 
 
-def test_boxes_keep_to_the_image_the_area_and_the_ratio():
+def test_boxes_keep_to_the_image_the_area_and_the_ratio() -> None:
     boxes = draw_boxes(draw(500), "crop", 100, (0.1, 0.6), (3 / 4, 4 / 3))
     assert boxes.found.all()
     assert (boxes.top >= 0).all()
@@ -165,7 +167,7 @@ def test_boxes_keep_to_the_image_the_area_and_the_ratio():
 # ---- RandAugment ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", randaugment.OPS)
 @pytest.mark.parametrize("level", [9.0, -9.0])
-def test_every_operation_changes_the_image_and_keeps_its_form(name, level):
+def test_every_operation_changes_the_image_and_keeps_its_form(name: Any, level: float) -> None:
     pixels = pictures(3, 32)
     before = pixels.clone()
     out = one_op(name, pixels, level)
@@ -176,7 +178,7 @@ def test_every_operation_changes_the_image_and_keeps_its_form(name, level):
 
 
 @pytest.mark.parametrize("factor", [0.19, 0.6, 1.0, 1.5, 1.81])
-def test_enhancements_are_those_of_pillow(factor):
+def test_enhancements_are_those_of_pillow(factor: float) -> None:
     pixels = pictures(6, 31)
     level = (factor - 1) / 0.9 * 10
     exact = {
@@ -196,7 +198,7 @@ def test_enhancements_are_those_of_pillow(factor):
         assert (difference > 0).float().mean() < 0.01, name
 
 
-def test_tables_are_those_of_pillow():
+def test_tables_are_those_of_pillow() -> None:
     grey = torch.full((1, 3, 31, 31), 77, dtype=torch.uint8)
     pixels = torch.cat((pictures(6, 31), grey, pictures(2, 31).clamp(100, 103)))
     exact = {
@@ -212,21 +214,21 @@ def test_tables_are_those_of_pillow():
 
 
 @pytest.mark.parametrize("level", [0.0, 5.0, 9.0, 10.0, -10.0])
-def test_posterize_never_leaves_zero_bits(level):
+def test_posterize_never_leaves_zero_bits(level: float) -> None:
     pixels = (
         torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 3, 16, 16).contiguous()
     )
     assert len(one_op("posterize", pixels, level).unique()) >= 2
 
 
-def test_translation_brings_in_the_fill_colour():
+def test_translation_brings_in_the_fill_colour() -> None:
     out = one_op("translate_x", pictures(1, 40), 10 * 0.25 / 0.45)  # a quarter of the side
     fill = torch.tensor([128, 100, 80], dtype=torch.uint8).view(3, 1, 1)
     assert torch.equal(out[0, :, :, 30:], fill.expand(3, 40, 10))
     assert torch.equal(out[0, :, :, :30], pictures(1, 40)[0, :, :, 10:])
 
 
-def test_geometry_is_that_of_pillow_away_from_the_edge():
+def test_geometry_is_that_of_pillow_away_from_the_edge() -> None:
     # blurred: no aliasing
     image = torch.nn.functional.avg_pool2d(pictures(1, 56).float(), 9, 1, 4).to(torch.uint8)
     picture, bilinear = as_pil(image[0]), Image.Resampling.BILINEAR
@@ -244,7 +246,7 @@ def test_geometry_is_that_of_pillow_away_from_the_edge():
         assert difference[:, 18:38, 18:38].abs().max() <= 2, name
 
 
-def test_a_policy_uses_every_operation_half_of_the_time():
+def test_a_policy_uses_every_operation_half_of_the_time() -> None:
     policy = randaugment.plan(draw(4000), 2, 9.0)
     assert set(policy.ops.unique().tolist()) == set(range(-1, len(randaugment.OPS)))
     assert 0.47 < (policy.ops >= 0).float().mean() < 0.53
@@ -254,7 +256,7 @@ def test_a_policy_uses_every_operation_half_of_the_time():
 
 
 # ---- erasing -------------------------------------------------------------------------------------
-def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise():
+def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise() -> None:
     settings, pixels = backbone(32), torch.zeros((300, 3, 32, 32), dtype=torch.uint8)
     images, _ = Augment(DataSettings(erase=0.5), settings, True)(
         pixels, torch.zeros(300), None, draw(300)
@@ -273,7 +275,7 @@ def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise():
 
 
 # ---- mixing --------------------------------------------------------------------------------------
-def test_partners_are_a_permutation_that_changes_with_the_step():
+def test_partners_are_a_permutation_that_changes_with_the_step() -> None:
     assert sorted(partner_of(draw(50)).tolist()) == list(range(50))
     assert torch.equal(partner_of(draw(50)), partner_of(draw(50, [3])))
     assert not torch.equal(partner_of(draw(50)), partner_of(draw(50, step=1)))
@@ -289,7 +291,7 @@ def flat(size: int, side: int) -> torch.Tensor:
     )
 
 
-def test_mixup_mixes_pixels_and_targets_with_the_same_weight():
+def test_mixup_mixes_pixels_and_targets_with_the_same_weight() -> None:
     size, settings = 24, backbone(16)
     pixels, labels = flat(size, 16), torch.arange(size)
     images, targets = Augment(DataSettings(mixup=0.8), settings, True)(
@@ -303,7 +305,7 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight():
     assert len(own.unique()) > size // 2
 
 
-def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch):
+def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels 1 and 3 of four classes, each other's partner, 0.3 of its own."""
     augment = Augment(DataSettings(mixup=0.8, smoothing=0.1), backbone(16), True)
     monkeypatch.setattr(
@@ -318,7 +320,7 @@ def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch):
     )
 
 
-def test_cutmix_targets_count_the_pixels():
+def test_cutmix_targets_count_the_pixels() -> None:
     size, settings = 24, backbone(16)
     pixels, labels = flat(size, 16), torch.arange(size)
     images, targets = Augment(DataSettings(cutmix=1.0), settings, True)(
@@ -335,7 +337,7 @@ def test_cutmix_targets_count_the_pixels():
     assert (theirs & ~mine).any()
 
 
-def test_mixup_and_cutmix_share_the_batch():
+def test_mixup_and_cutmix_share_the_batch() -> None:
     augment = Augment(DataSettings(mixup=0.8, cutmix=1.0), backbone(16), True)
     mix = augment._plan_mix(draw(1000))
     blended, cut = mix.blend < 1, mix.boxes.any(1)
@@ -344,7 +346,7 @@ def test_mixup_and_cutmix_share_the_batch():
     assert not (blended & cut).any()
 
 
-def test_smoothing_alone_gives_soft_targets_and_untouched_images():
+def test_smoothing_alone_gives_soft_targets_and_untouched_images() -> None:
     pixels, labels = pictures(3, 16), torch.tensor([0, 2, 3])
     images, targets = Augment(DataSettings(smoothing=0.1), backbone(16), True)(
         pixels, labels, 4, draw(3)
@@ -355,7 +357,7 @@ def test_smoothing_alone_gives_soft_targets_and_untouched_images():
     torch.testing.assert_close(targets[1], torch.tensor([0.025, 0.025, 0.925, 0.025]))
 
 
-def test_a_batch_over_several_tasks_is_neither_mixed_nor_smoothed():
+def test_a_batch_over_several_tasks_is_neither_mixed_nor_smoothed() -> None:
     pixels, labels = pictures(8, 24), torch.zeros(8, dtype=torch.long)
     images, targets = Augment(FULL, backbone(), True)(pixels, labels, None, draw(8))
     unmixed = FULL.model_copy(update={"mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0})
@@ -366,7 +368,7 @@ def test_a_batch_over_several_tasks_is_neither_mixed_nor_smoothed():
 # ---- randomness ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("how", ["none", "pad", "resized"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_together_make_the_batch_of_one_rank(how, ranks):
+def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None:
     settings = FULL.model_copy(update={"crop": how})
     augment = Augment(settings, backbone(24, 0.8), True)
     pixels, labels = pictures(21, 30), torch.arange(21) % CLASSES
@@ -386,7 +388,7 @@ def test_ranks_together_make_the_batch_of_one_rank(how, ranks):
         assert torch.equal(part_targets, targets[rows])
 
 
-def test_a_rank_with_a_part_of_the_batch_asks_for_its_partners():
+def test_a_rank_with_a_part_of_the_batch_asks_for_its_partners() -> None:
     augment = Augment(DataSettings(mixup=1.0), backbone(), True)
     assert augment.needs_partner
     with pytest.raises(ValueError, match="partner_pixels"):
@@ -394,7 +396,7 @@ def test_a_rank_with_a_part_of_the_batch_asks_for_its_partners():
 
 
 @pytest.mark.parametrize("how", ["none", "pad", "resized"])
-def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how):
+def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how: str) -> None:
     augment = Augment(FULL.model_copy(update={"crop": how}), backbone(), True)
     pixels, labels = pictures(12, 24), torch.arange(12) % CLASSES
 
@@ -409,7 +411,7 @@ def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how
         assert not torch.equal(first, images(**other))
 
 
-def test_everything_on_still_gives_finite_images_and_proper_targets():
+def test_everything_on_still_gives_finite_images_and_proper_targets() -> None:
     augment = Augment(FULL.model_copy(update={"crop": "resized"}), backbone(), True)
     images, targets = augment(pictures(64, 24), torch.arange(64) % CLASSES, CLASSES, draw(64))
     assert images.shape == (64, 3, 24, 24)
@@ -419,12 +421,12 @@ def test_everything_on_still_gives_finite_images_and_proper_targets():
     assert targets.min() > 0
 
 
-def test_a_crop_scale_that_is_no_range_is_refused_with_the_rule():
+def test_a_crop_scale_that_is_no_range_is_refused_with_the_rule() -> None:
     with pytest.raises(UserError, match="0 < low <= high <= 1"):
         Augment(DataSettings(crop_scale=(0.8, 0.2)), backbone(), True)
 
 
-def test_pixels_of_another_size_are_refused():
+def test_pixels_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="expected"):
         Augment(DataSettings(), backbone(24, 0.75), True)(
             pictures(1, 24), torch.zeros(1), None, draw(1)

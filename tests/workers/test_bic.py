@@ -32,12 +32,12 @@ def logits(n: int = 40, seed: int = 0) -> Tensor:
     return torch.randn(n, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_one_and_zero_change_nothing():
+def test_one_and_zero_change_nothing() -> None:
     assert torch.equal(biased(logits(), NEW, torch.tensor([1.0, 0.0])), logits())
     assert torch.equal(biased(logits().float(), NEW, torch.tensor([1.0, 0.0])), logits().float())
 
 
-def test_other_classes_are_left_alone_bit_for_bit():
+def test_other_classes_are_left_alone_bit_for_bit() -> None:
     found = biased(logits(), slice(1, 3), torch.tensor([2.0, -0.5], dtype=torch.float64))
     assert torch.equal(found[:, [0, 3, 4]], logits()[:, [0, 3, 4]])
     assert torch.allclose(found[:, 1:3], 2 * logits()[:, 1:3] - 0.5)
@@ -55,7 +55,7 @@ def objective(z: Tensor, labels: Tensor, bias: Tensor, decay: float) -> Tensor:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1, 3.0])
 @pytest.mark.parametrize("uneven", [False, True])
-def test_the_fit_is_where_the_gradient_of_the_objective_is_zero(decay: float, uneven: bool):
+def test_the_fit_is_where_the_gradient_of_the_objective_is_zero(decay: float, uneven: bool) -> None:
     labels = torch.arange(40) % 5
     if uneven:
         labels[10:20] = 4
@@ -68,7 +68,7 @@ def test_the_fit_is_where_the_gradient_of_the_objective_is_zero(decay: float, un
     assert float(bias[1].detach()) < 0, "the new outputs had been too large"
 
 
-def test_the_decay_holds_beta_alone():
+def test_the_decay_holds_beta_alone() -> None:
     labels = torch.arange(40) % 5
     z = logits() + F.one_hot(labels, 5) + torch.tensor([0.0, 0, 0, 3, 3])
     free, held = (fit_bias(z, labels, NEW, decay) for decay in (0.0, 1e6))
@@ -76,7 +76,7 @@ def test_the_decay_holds_beta_alone():
     assert abs(float(held[0]) - 1) > 0.05
 
 
-def test_it_takes_back_what_was_done_to_the_new_outputs():
+def test_it_takes_back_what_was_done_to_the_new_outputs() -> None:
     """Labels drawn from softmax(z), new outputs then stretched and lifted: the inverse comes out,
     up to the noise of the labels."""
     z = 2 * logits(200_000)
@@ -90,7 +90,7 @@ def test_it_takes_back_what_was_done_to_the_new_outputs():
     assert (alpha, beta) == (pytest.approx(0.5, abs=0.01), pytest.approx(-0.5, abs=0.02))
 
 
-def test_a_class_with_more_images_counts_no_more():
+def test_a_class_with_more_images_counts_no_more() -> None:
     labels = torch.arange(40) % 5
     z = logits() + F.one_hot(labels, 5) + torch.tensor([0.0, 0, 0, 1, 1])
     twice = torch.cat([torch.arange(40), *[(labels == 1).nonzero().squeeze(1)] * 3])
@@ -99,7 +99,7 @@ def test_a_class_with_more_images_counts_no_more():
     )
 
 
-def test_where_all_are_told_apart_already_the_fit_still_ends():
+def test_where_all_are_told_apart_already_the_fit_still_ends() -> None:
     z, labels = 9 * torch.eye(5), torch.arange(5)
     z[:, 3:] -= 1
     found = fit_bias(z, labels, NEW, 0.1)
@@ -116,7 +116,9 @@ BIASES = {
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_the_teacher_is_corrected_for_the_task_before_and_the_student_is_not(mode: str, tau: float):
+def test_the_teacher_is_corrected_for_the_task_before_and_the_student_is_not(
+    mode: str, tau: float
+) -> None:
     """With `all`, every old task's outputs are corrected on both sides."""
     method, b = begun("bic", A, B, C, tau=tau, bias_mode=mode), batch(A, B, C)
     raw = torch.cat([method.heads[name](method.backbone(b.images)) for name in "ab"], 1).detach()
@@ -139,7 +141,7 @@ def test_the_teacher_is_corrected_for_the_task_before_and_the_student_is_not(mod
     assert torch.allclose(loss, 2 / 7 * ce + 5 / 7 * kd, atol=1e-5)
 
 
-def test_the_first_task_of_all_is_plain_cross_entropy():
+def test_the_first_task_of_all_is_plain_cross_entropy() -> None:
     method = begun("bic", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -147,7 +149,7 @@ def test_the_first_task_of_all_is_plain_cross_entropy():
 
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
-def test_it_answers_with_the_bias_of_the_last_task_or_of_all(mode: str):
+def test_it_answers_with_the_bias_of_the_last_task_or_of_all(mode: str) -> None:
     method, pictures = begun("bic", A, B, bias_mode=mode).eval(), batch(A).images
     z = torch.cat([method.heads[name](method.backbone(pictures)) for name in "ab"], 1)
     method.biases = dict(BIASES)
@@ -199,7 +201,9 @@ def keys_of(memory: dict[str, dict[str, list[str]]], *tasks: str) -> set[str]:
 @pytest.mark.parametrize(
     "settings", [{}, {"memory": 60}, {"per_class": 20, "val_share": 0.3}], ids=str
 )
-def test_what_fits_the_bias_is_never_trained_on_and_is_balanced(lab: Lab, settings: dict[str, Any]):
+def test_what_fits_the_bias_is_never_trained_on_and_is_balanced(
+    lab: Lab, settings: dict[str, Any]
+) -> None:
     run = stream(lab, "bic", **settings)
     first, second = looked_at(run, 0), looked_at(run, 1)
     before, after = run.carried(0).meta, run.carried(1).meta
@@ -228,7 +232,7 @@ def test_what_fits_the_bias_is_never_trained_on_and_is_balanced(lab: Lab, settin
     )
 
 
-def test_exemplars_and_held_out_images_share_the_memory(lab: Lab):
+def test_exemplars_and_held_out_images_share_the_memory(lab: Lab) -> None:
     run = stream(lab, "bic", memory=60)
     for task, classes in ((0, 2), (1, 5)):
         meta = run.carried(task).meta
@@ -247,14 +251,14 @@ def test_exemplars_and_held_out_images_share_the_memory(lab: Lab):
         ), "shortened, not chosen anew"
 
 
-def test_of_few_images_at_least_one_is_held_out_and_one_is_trained_on():
+def test_of_few_images_at_least_one_is_held_out_and_one_is_trained_on() -> None:
     method = Bic(build(SMALL), BicSettings(), 0)
     method.stream = (A, B)
     found = method.held_out(B, {"b1": ["x"], "b2": ["x", "y"], "b3": [str(i) for i in range(57)]})
     assert {name: len(keys) for name, keys in found.items()} == {"b1": 0, "b2": 1, "b3": 5}
 
 
-def test_what_is_held_out_hangs_on_the_seed_and_on_no_order():
+def test_what_is_held_out_hangs_on_the_seed_and_on_no_order() -> None:
     held = []
     for seed, order in ((0, 1), (0, -1), (1, 1)):
         method = Bic(build(SMALL), BicSettings(), seed)
@@ -271,7 +275,9 @@ def handed_on(run: Run, task: int, step: str) -> Carried:
     return Carried.from_bytes(run.artifact(job).read("carried.safetensors"))
 
 
-def test_calibration_and_herding_both_follow_training_and_both_come_before_what_is_next(lab: Lab):
+def test_calibration_and_herding_both_follow_training_and_both_come_before_what_is_next(
+    lab: Lab,
+) -> None:
     run = stream(lab, "bic")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -282,7 +288,7 @@ def test_calibration_and_herding_both_follow_training_and_both_come_before_what_
     assert run.evaluate_job(1).previous == {"calibrate": calibrate.key, "herd": herd.key}
 
 
-def test_calibration_hands_on_the_bias_and_nothing_else(lab: Lab):
+def test_calibration_hands_on_the_bias_and_nothing_else(lab: Lab) -> None:
     run = stream(lab, "bic")
     carried, herded = handed_on(run, 1, "calibrate"), handed_on(run, 1, "herd")
     assert {name: tuple(t.shape) for name, t in carried.tensors.items()} == {"bias/three": (2,)}
@@ -295,7 +301,7 @@ def test_calibration_hands_on_the_bias_and_nothing_else(lab: Lab):
     assert "val_correct" in row
 
 
-def test_calibration_moves_two_scalars_and_nothing_of_the_network(lab: Lab):
+def test_calibration_moves_two_scalars_and_nothing_of_the_network(lab: Lab) -> None:
     run = stream(lab, "bic")
     calibrate = run.stages(1)[1]
     run.artifact(calibrate)
@@ -310,7 +316,7 @@ def test_calibration_moves_two_scalars_and_nothing_of_the_network(lab: Lab):
     assert all(torch.equal(t, trained[n]) for n, t in network.items())
 
 
-def test_the_bias_is_fitted_on_the_outputs_of_what_was_held_out(lab: Lab):
+def test_the_bias_is_fitted_on_the_outputs_of_what_was_held_out(lab: Lab) -> None:
     run = stream(lab, "bic", beta_decay=0.3)
     alpha, beta = handed_on(run, 1, "calibrate").tensors["bias/three"].tolist()
     job = run.stages(1)[1]
@@ -334,7 +340,7 @@ def test_the_bias_is_fitted_on_the_outputs_of_what_was_held_out(lab: Lab):
     assert (alpha, beta) != (1, 0)
 
 
-def test_the_new_outputs_are_served_corrected(lab: Lab):
+def test_the_new_outputs_are_served_corrected(lab: Lab) -> None:
     run = stream(lab, "bic")
     served, images = run.served(1), run.images(1)
     alpha, beta = handed_on(run, 1, "calibrate").tensors["bias/three"].tolist()
@@ -344,7 +350,7 @@ def test_the_new_outputs_are_served_corrected(lab: Lab):
     )
 
 
-def test_two_ranks_fit_the_same_bias(lab: Lab, tmp_path: Path):
+def test_two_ranks_fit_the_same_bias(lab: Lab, tmp_path: Path) -> None:
     run = stream(lab, "bic")
     job = run.stages(1)[1]
     alone = run.artifact(job)
@@ -355,7 +361,7 @@ def test_two_ranks_fit_the_same_bias(lab: Lab, tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", ["newest", "all"])
-def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: str):
+def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: str) -> None:
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}
         for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))
@@ -379,7 +385,7 @@ def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: s
     assert train.biases.keys() == {"y"}, "the teacher's"
 
 
-def test_a_base_task_gives_images_that_fit_the_bias(lab: Lab):
+def test_a_base_task_gives_images_that_fit_the_bias(lab: Lab) -> None:
     run = stream(lab, "bic", base="two")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -392,7 +398,7 @@ def test_a_base_task_gives_images_that_fit_the_bias(lab: Lab):
     assert run.evaluated(1)["rows"][1]["total"] == 60
 
 
-def test_a_memory_that_leaves_nothing_to_fit_or_to_train_on_is_refused():
+def test_a_memory_that_leaves_nothing_to_fit_or_to_train_on_is_refused() -> None:
     with pytest.raises(UserError, match="give it memory 14 or more"):
         Bic.fits(BicSettings(memory=13), build(SMALL), (A, B, C))
     with pytest.raises(UserError, match="per_class 2"):

@@ -10,7 +10,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -26,7 +26,7 @@ from workers.storage import filesystem
 from workers.storage.artifact import join, write_bytes
 
 
-def written(data: bytes):
+def written(data: bytes) -> Any:
     def write(stream: BinaryIO) -> None:
         stream.write(data)
 
@@ -45,7 +45,7 @@ def names(cache: Cache) -> set[str]:
     }
 
 
-def test_what_was_used_longest_ago_makes_room(tmp_path):
+def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
     cache = Cache(str(tmp_path), 300)
     for name in (
         "shards/a",
@@ -62,7 +62,7 @@ def test_what_was_used_longest_ago_makes_room(tmp_path):
     assert names(cache) == {"f"}
 
 
-def test_what_is_in_use_is_not_deleted(tmp_path):
+def test_what_is_in_use_is_not_deleted(tmp_path: Path) -> None:
     cache = Cache(str(tmp_path), 100)
     for name in ("b", "c"):  # when it was just made, and when it was found
         first = cache.kept("a", 100, written(b"x" * 100))
@@ -74,7 +74,9 @@ def test_what_is_in_use_is_not_deleted(tmp_path):
     assert names(cache) == {"d"}
 
 
-def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(tmp_path):
+def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(
+    tmp_path: Path,
+) -> None:
     cache = Cache(str(tmp_path), 1000)
     keep(cache, "a", 4)
     keep(cache, "a", 4)
@@ -89,7 +91,7 @@ def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(tmp
     "error",
     [DamagedArtifact("k", "damaged"), KeyboardInterrupt(), OSError("AWS Error ACCESS_DENIED")],
 )
-def test_what_could_not_be_made_leaves_nothing(error, tmp_path):
+def test_what_could_not_be_made_leaves_nothing(error: Any, tmp_path: Path) -> None:
     def fails(stream: BinaryIO) -> None:
         stream.write(b"12")
         raise error
@@ -101,7 +103,9 @@ def test_what_could_not_be_made_leaves_nothing(error, tmp_path):
     assert not names(Cache(str(tmp_path), 1000))
 
 
-def test_a_disk_that_keeps_nothing_is_a_sentence(tmp_path, monkeypatch):
+def test_a_disk_that_keeps_nothing_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = hashlib.sha256(b"1234").hexdigest()
     with Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right) as found:
         assert found.read() == b"1234", "it is read from its start"
@@ -113,7 +117,9 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(tmp_path, monkeypatch):
         Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right)
 
 
-def test_a_file_is_checked_once_in_a_process(tmp_path, monkeypatch):
+def test_a_file_is_checked_once_in_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, read = hashlib.sha256(b"1234").hexdigest(), []
     read_at = Kept.read_at
     monkeypatch.setattr(Kept, "read_at", lambda *args: (read.append(1), read_at(*args))[1])
@@ -122,7 +128,7 @@ def test_a_file_is_checked_once_in_a_process(tmp_path, monkeypatch):
     assert len(read) == 2, "the bytes, and the end"
 
 
-def test_a_full_disk_is_a_sentence(tmp_path):
+def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     def full(stream: BinaryIO) -> None:
         raise OSError(28, "No space left on device")
 
@@ -139,7 +145,7 @@ def dies(folder: str) -> None:
     Cache(folder, 1000).kept("a", 4, write)
 
 
-def test_what_a_process_left_behind_that_died_is_deleted(tmp_path):
+def test_what_a_process_left_behind_that_died_is_deleted(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=dies, args=(str(tmp_path),))
     process.start()
     process.join()
@@ -149,7 +155,7 @@ def test_what_a_process_left_behind_that_died_is_deleted(tmp_path):
     assert names(cache) == {"a"}
 
 
-def test_of_several_one_makes_it_and_the_others_wait(tmp_path):
+def test_of_several_one_makes_it_and_the_others_wait(tmp_path: Path) -> None:
     cache, made, begun, go = Cache(str(tmp_path), 1000), [], threading.Event(), threading.Event()
 
     def write(stream: BinaryIO) -> None:
@@ -173,7 +179,9 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path):
 
 
 # ---- between processes, and what is promised of the folder ---------------------------------------
-def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(tmp_path):
+def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(
+    tmp_path: Path,
+) -> None:
     cache = Cache(str(tmp_path), 250)
     keep(cache, "old")
 
@@ -190,8 +198,8 @@ def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(tmp
 
 @pytest.mark.parametrize("end", ["done", "killed"])
 def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_that_is_killed(
-    end, tmp_path, monkeypatch
-):
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache, waiting = Cache(str(tmp_path), 1000), threading.Event()
     (begun, go), made = [multiprocessing.get_context("fork").Event() for _ in range(2)], []
 
@@ -221,11 +229,13 @@ def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_th
     assert names(cache) == {"a"}, "and nothing is left of who was killed"
 
 
-def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(tmp_path, monkeypatch):
+def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache, flock, path = Cache(str(tmp_path), 1000), fcntl.flock, tmp_path / "a"
     keep(cache, "a")
 
-    def late(file, how):
+    def late(file: Any, how: Any) -> None:
         if how == fcntl.LOCK_SH and path.exists():
             path.unlink()  # by a process that makes room
         flock(file, how)
@@ -236,10 +246,12 @@ def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(tmp_p
     assert names(cache) == {"a"}
 
 
-def test_a_file_has_its_name_only_when_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
+def test_a_file_has_its_name_only_when_its_bytes_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
 
-    def noted(name, real):
+    def noted(name: Any, real: Any) -> Any:
         return lambda *args: (calls.append(name), real(*args))
 
     for name in ("fsync", "replace"):
@@ -251,14 +263,16 @@ def test_a_file_has_its_name_only_when_its_bytes_are_on_the_disk(tmp_path, monke
     )
 
 
-def test_nobody_else_reads_what_is_kept(tmp_path):
+def test_nobody_else_reads_what_is_kept(tmp_path: Path) -> None:
     keep(Cache(str(tmp_path / "cache"), 1000), "shards/a")
     assert [
         oct(os.stat(tmp_path / "cache" / name).st_mode & 0o777) for name in ("shards", "shards/a")
     ] == ["0o700", "0o600"]
 
 
-def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(tmp_path, monkeypatch):
+def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert (
         cache_folder("~/scratch", "s3://bucket/x")
@@ -274,7 +288,7 @@ def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(tmp_path, monkeypatc
 
 # ---- shards on an object store -------------------------------------------------------------------
 @pytest.fixture
-def shards(bucket, tmp_path, monkeypatch) -> Shards:
+def shards(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
     """40 images in shards of 15, and a cache."""
     monkeypatch.setattr(filesystem, "FIRST_S", 0.01)
     monkeypatch.setattr(filesystem, "TRIES", 1)
@@ -295,7 +309,7 @@ def tars(shards: Shards) -> list[str]:
     return sorted({name for name in shards.index["shard"].to_pylist() if name.startswith("train")})
 
 
-def test_a_shard_is_fetched_once_and_never_image_by_image(shards, bucket):
+def test_a_shard_is_fetched_once_and_never_image_by_image(shards: Any, bucket: Any) -> None:
     bucket.seen.clear()
     assert len(read_all(shards)) == 40
     assert bucket.counts(".tar") == {"HEAD": 3, "GET": 3}
@@ -304,7 +318,9 @@ def test_a_shard_is_fetched_once_and_never_image_by_image(shards, bucket):
     assert bucket.counts(".tar") == {"HEAD": 3, "GET": 3}
 
 
-def test_without_room_shards_come_again_and_the_images_are_the_same(shards, bucket):
+def test_without_room_shards_come_again_and_the_images_are_the_same(
+    shards: Any, bucket: Any
+) -> None:
     expected = read_all(shards)
     tight = Shards.open(bucket.uri, "data", Cache(shards.cache.folder + "-2", 1))
     assert read_all(tight) == expected
@@ -312,7 +328,7 @@ def test_without_room_shards_come_again_and_the_images_are_the_same(shards, buck
 
 
 @pytest.mark.parametrize("kind", ["503", "cut download", "done, unsaid"])
-def test_a_shard_arrives_through_errors_that_pass(kind, shards, bucket):
+def test_a_shard_arrives_through_errors_that_pass(kind: str, shards: Any, bucket: Any) -> None:
     bucket.faults[:] = [Fault(kind, "GET", ".tar", times=2)]
     assert len(read_all(shards)) == 40
     assert bucket.faults[0].times == 0
@@ -320,8 +336,8 @@ def test_a_shard_arrives_through_errors_that_pass(kind, shards, bucket):
 
 @pytest.mark.parametrize("place", ["storage", "cache"])
 def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(
-    place, shards, bucket, capfd
-):
+    place: str, shards: Any, bucket: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     expected = read_all(shards)
     names = {name: info["sha256"] for name, info in shards.artifact.manifest["files"].items()}
     path = Path(shards.cache.folder, "shards", names["train-00001.tar"])
@@ -344,8 +360,12 @@ def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(
 
 @pytest.mark.parametrize("at", [0, 5, 520, -3])  # of a header, of an image, of what nobody reads
 def test_a_flipped_bit_in_a_kept_shard_is_found_when_a_process_first_reads_it(
-    at, shards, bucket, monkeypatch, capfd
-):
+    at: int,
+    shards: Any,
+    bucket: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     expected = list(shards.stream(tars(shards)))
     monkeypatch.setattr(cache, "_checked", set())  # as in another process
     for path in Path(shards.cache.folder, "shards").iterdir():
@@ -362,7 +382,7 @@ def test_a_flipped_bit_in_a_kept_shard_is_found_when_a_process_first_reads_it(
     assert not capfd.readouterr().err
 
 
-def test_a_shard_that_is_gone_is_damage(shards, bucket):
+def test_a_shard_that_is_gone_is_damage(shards: Any, bucket: Any) -> None:
     s3.client_of(bucket.upstream).delete_object(
         Bucket=bucket.bucket, Key=join("storage", *shards.uri("train-00000.tar").split("/")[4:])
     )

@@ -71,7 +71,7 @@ def files(root: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimizer: str):
+def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimizer: str) -> None:
     model, trainer = trained(3, optimizer)
     save(root, KEY, model, trainer, {"head.bias": torch.tensor([1.0, 2.0])}, mark())
     step(model, trainer)
@@ -94,7 +94,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimize
     )
 
 
-def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is():
+def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is() -> None:
     model = Model()
     assert trained_state(model).keys() == {"head.weight", "head.bias", "counts"}
     model.freezes_backbone = False
@@ -111,7 +111,7 @@ def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is():
     }
 
 
-def test_only_the_last_one_is_kept(root: str):
+def test_only_the_last_one_is_kept(root: str) -> None:
     model, trainer = trained(1)
     for at in range(3):
         save(root, KEY, model, trainer, {}, mark(0, at))
@@ -122,7 +122,9 @@ def test_only_the_last_one_is_kept(root: str):
     assert found.step == 2
 
 
-def test_one_that_was_broken_off_leaves_the_one_before(root: str, monkeypatch: pytest.MonkeyPatch):
+def test_one_that_was_broken_off_leaves_the_one_before(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, trainer = trained(1)
     save(root, KEY, model, trainer, {}, mark(0, 1))
     write = checkpoint.write_bytes
@@ -141,7 +143,7 @@ def test_one_that_was_broken_off_leaves_the_one_before(root: str, monkeypatch: p
     assert found.step == 1
 
 
-def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str):
+def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str) -> None:
     assert load(root, KEY) is None
     save(root, KEY, *trained(1), {}, mark())
     drop(root, KEY)
@@ -150,7 +152,7 @@ def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str)
     drop(root, KEY)
 
 
-def test_a_flipped_bit_anywhere_is_noticed(root: str):
+def test_a_flipped_bit_anywhere_is_noticed(root: str) -> None:
     save(root, KEY, *trained(1), {}, mark())
     for path in files(root):
         data = path.read_bytes()
@@ -162,7 +164,7 @@ def test_a_flipped_bit_anywhere_is_noticed(root: str):
     assert load(root, KEY) is not None
 
 
-def test_after_damage_the_next_one_is_written_as_usual(root: str):
+def test_after_damage_the_next_one_is_written_as_usual(root: str) -> None:
     model, trainer = trained(1)
     for harm in (
         Path.unlink,
@@ -180,7 +182,7 @@ def test_after_damage_the_next_one_is_written_as_usual(root: str):
             assert found.step == 5
 
 
-def test_a_checkpoint_holds_no_code(root: str):
+def test_a_checkpoint_holds_no_code(root: str) -> None:
     """Tensors and JSON only: nothing that loading could run."""
     save(root, KEY, *trained(1), {}, mark())
     tensors, pointer = files(root)

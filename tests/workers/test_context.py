@@ -81,12 +81,12 @@ def scaled(width: int, own: float, start: float) -> ScaledContext:
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_the_golden_numbers():
+def test_the_golden_numbers() -> None:
     x = torch.tensor([[[1.0, 2], [3, 6], [5, 1]]], dtype=torch.float64)
     assert Context("mean")(x).tolist() == [[[2.0, 2.5], [3.0, 4.5], [4.0, 2.0]]]
 
 
-def test_t21_it_is_a_matrix_on_tokens():
+def test_t21_it_is_a_matrix_on_tokens() -> None:
     x = tokens()
     assert torch.allclose(
         Context("mean")(x),
@@ -96,7 +96,7 @@ def test_t21_it_is_a_matrix_on_tokens():
     )
 
 
-def test_t22_t23_the_mean_stays_and_deviations_are_halved_each_time():
+def test_t22_t23_the_mean_stays_and_deviations_are_halved_each_time() -> None:
     x, cb = tokens(), Context("mean")
     mean, once = x.mean(1, keepdim=True), cb(x)
     assert torch.allclose(once.mean(1, keepdim=True), mean, rtol=0, atol=1e-14)
@@ -104,7 +104,7 @@ def test_t22_t23_the_mean_stays_and_deviations_are_halved_each_time():
     assert torch.allclose(cb(once) - mean, (x - mean) / 4, rtol=0, atol=1e-14)
 
 
-def test_t24_it_commutes_with_affine_maps_so_that_the_middle_of_the_mlp_is_its_end():
+def test_t24_it_commutes_with_affine_maps_so_that_the_middle_of_the_mlp_is_its_end() -> None:
     model = built(None).double()
     mlp, cb, x = model.blocks[1].mlp, Context("mean"), tokens(2, 5, 32)
     hidden = mlp.act(mlp.fc1(x))
@@ -115,18 +115,18 @@ def test_t24_it_commutes_with_affine_maps_so_that_the_middle_of_the_mlp_is_its_e
     assert not torch.allclose(mlp(cb(x)), cb(mlp(x)), atol=1e-3)
 
 
-def test_t25_tokens_may_change_places():
+def test_t25_tokens_may_change_places() -> None:
     x, order = tokens(), torch.randperm(7, generator=torch.Generator().manual_seed(0))
     for module in (Context("mean"), Context("max"), scaled(5, 1.0, 0.7)):
         assert torch.allclose(module(x[:, order]), module(x)[:, order], rtol=0, atol=1e-14)
 
 
-def test_t26_of_one_token_it_is_the_identity():
+def test_t26_of_one_token_it_is_the_identity() -> None:
     x = tokens(3, 1, 5)
     assert all(torch.equal(Context(pool)(x), x) for pool in ("mean", "max", "class"))
 
 
-def test_t28_scales_of_one_half_are_it_and_of_zero_nothing():
+def test_t28_scales_of_one_half_are_it_and_of_zero_nothing() -> None:
     x = tokens()
     assert torch.allclose(scaled(5, 0.5, 0.5)(x), Context("mean")(x), rtol=0, atol=1e-14)
     assert torch.equal(scaled(5, 1.0, 0.0)(x), x)
@@ -138,7 +138,9 @@ def test_t28_scales_of_one_half_are_it_and_of_zero_nothing():
     ), "a number per channel"
 
 
-def test_t29_padding_is_heard_as_tokens_of_zero_and_only_a_mean_without_it_would_give_the_same():
+def test_t29_padding_is_heard_as_tokens_of_zero_and_only_a_mean_without_it_would_give_the_same() -> (
+    None
+):
     x, cb = tokens(), Context("mean")
     padded = F.pad(x, (0, 0, 0, 3))
     assert torch.allclose(
@@ -150,7 +152,7 @@ def test_t29_padding_is_heard_as_tokens_of_zero_and_only_a_mean_without_it_would
     assert not torch.allclose(cb(padded)[:, :7], cb(x), atol=1e-3)
 
 
-def test_other_contexts_are_the_maximum_and_the_class_token():
+def test_other_contexts_are_the_maximum_and_the_class_token() -> None:
     x = tokens()
     assert torch.allclose(Context("max")(x), (x + x.max(1, keepdim=True).values) / 2, atol=1e-14)
     assert torch.allclose(Context("class")(x), (x + x[:, :1]) / 2, atol=1e-14)
@@ -158,7 +160,9 @@ def test_other_contexts_are_the_maximum_and_the_class_token():
 
 # ---- in a backbone -------------------------------------------------------------------------------
 @pytest.mark.parametrize("changes", [{}, {"init_values": 0.3}], ids=["plain", "layer-scale"])
-def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(changes: dict[str, Any]):
+def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(
+    changes: dict[str, Any],
+) -> None:
     model = built(options=changes)
     block, x = model.blocks[1], tokens(2, 5, 32).float()
     y = x + block.ls1(block.attn(block.norm1(x)))
@@ -173,7 +177,7 @@ def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(changes
 )
 def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
     settings: BackboneSettings, side: int
-):
+) -> None:
     plain, x = built(None, settings), images(side)
     assert torch.equal(built("cb", settings, blocks=[])(x), plain(x))
     none = built("cbs", settings)
@@ -186,7 +190,7 @@ def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
     )
 
 
-def test_only_the_chosen_blocks_have_it():
+def test_only_the_chosen_blocks_have_it() -> None:
     model = built(blocks=[0, 2])
     assert [name for name, _ in context.added(model)] == [
         "blocks.0.mlp.context",
@@ -195,7 +199,7 @@ def test_only_the_chosen_blocks_have_it():
     assert [context.reads_all(block) for block in model.blocks] == [True, False, True]
 
 
-def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block():
+def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block() -> None:
     def count(model: nn.Module) -> int:
         return sum(p.numel() for p in model.parameters())
 
@@ -214,7 +218,7 @@ def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block():
     )
 
 
-def test_the_first_head_looks_at_all_tokens_alike():
+def test_the_first_head_looks_at_all_tokens_alike() -> None:
     plain, x = built(None, options={"qk_norm": True}).blocks[0].attn, tokens(2, 5, 32).float()
     found = built("replace", options={"qk_norm": True}).blocks[0].attn(x)
     v = plain.qkv(x).reshape(2, 5, 3, 4, 8)[:, :, 2]
@@ -225,7 +229,7 @@ def test_the_first_head_looks_at_all_tokens_alike():
     assert torch.allclose(found, F.linear(want, plain.proj.weight, plain.proj.bias), atol=1e-5)
 
 
-def test_a_head_beside_the_others_adds_the_projected_mean():
+def test_a_head_beside_the_others_adds_the_projected_mean() -> None:
     model, x = built("parallel"), tokens(2, 5, 32).float()
     own, plain = model.blocks[2].attn, built(None).blocks[2].attn
     added = x.mean(1, keepdim=True) @ own.uniform.v.weight.T @ own.uniform.proj.weight.T
@@ -235,7 +239,7 @@ def test_a_head_beside_the_others_adds_the_projected_mean():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_common_weights_start_as_without_it(kind: str):
+def test_common_weights_start_as_without_it(kind: str) -> None:
     torch.manual_seed(1)
     plain = vit.build(SMALL).state_dict()
     torch.manual_seed(1)
@@ -244,7 +248,7 @@ def test_common_weights_start_as_without_it(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str):
+def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str) -> None:
     model = built(kind)
     again = built(kind)
     for p in again.parameters():
@@ -263,7 +267,7 @@ def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
     kind: str, tmp_path: Path
-):
+) -> None:
     path = tmp_path / "plain.safetensors"
     plain = built(None)
     path.write_bytes(
@@ -291,7 +295,7 @@ def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
         vit.load_weights(model, settings)
 
 
-def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies():
+def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
     from workers.methods.base import OptimPlan
 
     model = built("cbs")
@@ -306,7 +310,7 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     model, want = built(kind, blocks=[1, 2]), built(kind, blocks=[1, 2])(images())
     compiled = nn.Module.compile
@@ -315,7 +319,7 @@ def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert torch.allclose(model(images()), want, atol=1e-5)
 
 
-def test_a_uniform_head_costs_one_token():
+def test_a_uniform_head_costs_one_token() -> None:
     pooled = {"global_pool": "avg"}  # so that the last block needs all its tokens in each
     cost = {
         kind: flops(model, plan(model, [BlockMasks()] * 3))
@@ -326,7 +330,7 @@ def test_a_uniform_head_costs_one_token():
     assert cost["parallel"] == cost["compensate"] == cost[None] + 3 * 2 * 32 * 8
 
 
-def test_a_network_that_grows_counts_it_too():
+def test_a_network_that_grows_counts_it_too() -> None:
     shares = []
     for kind in (None, "parallel"):
         method = Tfm(built(kind), TfmSettings(), 0)
@@ -353,7 +357,7 @@ def test_a_network_that_grows_counts_it_too():
     ("kind", "own"),
     [("cb", {}), ("cb", {"blocks": [1]}), ("cb", {"pool": "max"}), ("cbs", {}), ("replace", {})],
 )
-def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]):
+def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]) -> None:
     method = Meat(
         built(kind, options={"patch_size": 4}, **own), MeatSettings(ffn_masks="neuron"), 0
     ).eval()
@@ -379,7 +383,7 @@ def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]):
     )
 
 
-def test_a_token_that_context_reads_is_computed():
+def test_a_token_that_context_reads_is_computed() -> None:
     masks = [BlockMasks(tokens=torch.zeros(1, 4, dtype=torch.bool))] * 3
     plain, cb, last = (plan(model, masks) for model in (built(None), built(), built(blocks=[1])))
     assert [len(p.queries) for p in plain] == [1, 1, 1]
@@ -388,13 +392,13 @@ def test_a_token_that_context_reads_is_computed():
 
 
 @pytest.mark.parametrize("kind", ["parallel", "compensate"])
-def test_masks_of_tokens_refuse_heads_that_would_see_past_them(kind: str):
+def test_masks_of_tokens_refuse_heads_that_would_see_past_them(kind: str) -> None:
     with pytest.raises(UserError, match="uniform heads beside its attention"):
         Meat(built(kind), MeatSettings(), 0)
 
 
 # ---- settings ------------------------------------------------------------------------------------
-def test_without_it_keys_are_those_of_before_there_was_any():
+def test_without_it_keys_are_those_of_before_there_was_any() -> None:
     plain, null = BackboneSettings(), BackboneSettings(context=None)
     assert (
         key_of(key_inputs(plain), [])
@@ -434,7 +438,9 @@ def test_without_it_keys_are_those_of_before_there_was_any():
         ),
     ],
 )
-def test_a_backbone_without_a_place_for_it_is_refused(backbone: dict[str, Any], sentence: str):
+def test_a_backbone_without_a_place_for_it_is_refused(
+    backbone: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(UserError, match=sentence):
         vit.check(BackboneSettings.model_validate(backbone))
 
@@ -449,7 +455,7 @@ def test_a_backbone_without_a_place_for_it_is_refused(backbone: dict[str, Any], 
         {"kind": "mean"},
     ],
 )
-def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]):
+def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ContextSettings.model_validate(wrong)
     body = {
@@ -467,21 +473,21 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]):
 @pytest.mark.parametrize("kind", ["cb", "cbs"])
 def test_methods_learn_and_are_stored_with_it(
     lab: Lab, method: str, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(laboratory, "TINY", {**TINY, "context": {"kind": kind}})
     for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):
         if PROMISES[name].applies(laboratory.METHODS[method]):
             PROMISES[name].check(lab, method, "adamw")
 
 
-def test_training_moves_the_scales(lab: Lab):
+def test_training_moves_the_scales(lab: Lab) -> None:
     run = lab.run_of("finetune", OPTIMIZERS["adamw"], backbone={**TINY, "context": {"kind": "cbs"}})
     scales = [t for name, t in run.carried(0).tensors.items() if name.endswith("context.scale")]
     assert len(scales) == 2
     assert all(bool((scale != 0).all()) for scale in scales)
 
 
-def test_the_context_of_a_run_has_a_part_in_its_answers(lab: Lab):
+def test_the_context_of_a_run_has_a_part_in_its_answers(lab: Lab) -> None:
     plain, cb = (
         lab.run_of("dytox", OPTIMIZERS["adamw"], backbone={**TINY, **more})
         for more in ({}, {"context": {}})

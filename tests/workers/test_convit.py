@@ -68,7 +68,7 @@ def written_out(layer: GatedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     return layer.proj((a @ v).transpose(1, 2).reshape(b, n, width)), a
 
 
-def test_the_fast_form_is_the_written_out_one_in_values_and_gradients():
+def test_the_fast_form_is_the_written_out_one_in_values_and_gradients() -> None:
     layer = shaken(ConViT(**SMALL).blocks[1].attn)
     x = torch.randn(3, 16, 48, dtype=torch.float64, requires_grad=True)
     want, a = written_out(layer, x)
@@ -84,14 +84,14 @@ def test_the_fast_form_is_the_written_out_one_in_values_and_gradients():
         assert torch.allclose(mine, theirs, atol=1e-10)
 
 
-def test_offsets_are_columns_then_rows_then_squares():
+def test_offsets_are_columns_then_rows_then_squares() -> None:
     r = offsets(3)
     assert r[0, 5].tolist() == [2, 1, 5]
     assert r[5, 0].tolist() == [-2, -1, 5]
     assert r[4, 4].tolist() == [0, 0, 0]
 
 
-def test_it_starts_as_a_convolution_of_three_by_three():
+def test_it_starts_as_a_convolution_of_three_by_three() -> None:
     model = ConViT(**CIFAR)
     for block in model.blocks:
         attn: Any = block.attn
@@ -106,7 +106,7 @@ def test_it_starts_as_a_convolution_of_three_by_three():
         assert place[5, 27].argmax() == 28, "the patch to the right"
 
 
-def test_patches_and_positions_are_tied_to_their_places():
+def test_patches_and_positions_are_tied_to_their_places() -> None:
     """Permuting patches with their positional rows is nothing to plain attention, and something to
     this one (T11)."""
     model = shaken(ConViT(**SMALL))
@@ -123,7 +123,7 @@ def test_patches_and_positions_are_tied_to_their_places():
 )
 def test_the_encoder_has_the_papers_parameters_to_the_unit(
     options: dict[str, int], patch_embed: int, positions: int
-):
+) -> None:
     with torch.device("meta"):
         model = ConViT(**options)
     assert [parameters(block) for block in model.blocks] == [1_773_372] * 5
@@ -133,7 +133,7 @@ def test_the_encoder_has_the_papers_parameters_to_the_unit(
     assert parameters(TaskAttention(384, 12)) == 1_773_312
 
 
-def test_stochastic_depth_rises_as_if_the_decoder_were_the_sixth_block():
+def test_stochastic_depth_rises_as_if_the_decoder_were_the_sixth_block() -> None:
     model = vit.build(
         BackboneSettings(name="convit_local", img_size=32, weights="none", drop_path=0.1)
     )
@@ -142,7 +142,7 @@ def test_stochastic_depth_rises_as_if_the_decoder_were_the_sixth_block():
     )
 
 
-def test_it_is_a_backbone_like_any_other():
+def test_it_is_a_backbone_like_any_other() -> None:
     settings = BackboneSettings(
         name="convit_local",
         img_size=16,
@@ -177,7 +177,7 @@ def one_at_a_time(block: TaskAttention, token: Tensor, patches: Tensor) -> Tenso
     return (e + block.mlp(block.norm2(e)))[:, 0]
 
 
-def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients():
+def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients() -> None:
     block = shaken(TaskAttention(48, 6))
     tokens, patches = (
         torch.randn(*shape, dtype=torch.float64, requires_grad=True)
@@ -196,7 +196,7 @@ def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients():
         assert torch.allclose(mine, theirs, atol=1e-10)
 
 
-def test_a_token_knows_nothing_of_another():
+def test_a_token_knows_nothing_of_another() -> None:
     block = shaken(TaskAttention(48, 6))
     tokens, patches = (
         torch.randn(4, 48, dtype=torch.float64),
@@ -209,7 +209,7 @@ def test_a_token_knows_nothing_of_another():
     assert not torch.allclose(before[:, 2], after[:, 2])
 
 
-def test_the_order_of_patches_is_nothing_to_it():
+def test_the_order_of_patches_is_nothing_to_it() -> None:
     block = shaken(TaskAttention(48, 6))
     tokens, patches = (
         torch.randn(4, 48, dtype=torch.float64),
@@ -218,7 +218,9 @@ def test_the_order_of_patches_is_nothing_to_it():
     assert torch.allclose(block(tokens, patches.flip(1)), block(tokens, patches), atol=1e-12)
 
 
-def test_each_token_of_an_image_is_dropped_on_its_own_and_the_same_for_any_share_of_the_batch():
+def test_each_token_of_an_image_is_dropped_on_its_own_and_the_same_for_any_share_of_the_batch() -> (
+    None
+):
     block = TaskAttention(48, 6, drop_path=0.5)
     block.train()
     block.expect(3)

@@ -3,6 +3,7 @@ method does with one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def convnext(img_size: int = 16, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "name", ["convnext_atto", "convnext_tiny_hnf", "convnextv2_atto", "convnext_zepto_rms_ols"]
 )
-def test_it_leaves_features_that_heads_read(name: str):
+def test_it_leaves_features_that_heads_read(name: str) -> None:
     settings = TINY.model_copy(update={"name": name, "img_size": 32})
     assert isinstance(vit.check(settings), ConvNeXt)
     model = vit.build(settings).eval()
@@ -63,7 +64,7 @@ def test_it_leaves_features_that_heads_read(name: str):
 )
 def test_an_image_that_strides_do_not_divide_is_refused(
     img_size: int, options: dict[str, Any], stride: int
-):
+) -> None:
     settings = TINY.model_copy(update={"img_size": img_size, "options": SMALL | options})
     with pytest.raises(
         UserError,
@@ -98,13 +99,13 @@ def test_an_image_that_strides_do_not_divide_is_refused(
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str):
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         vit.check(TINY.model_copy(update={"options": SMALL | options}))
 
 
 @pytest.mark.parametrize("kind", ["cb", "cbs", "replace", "parallel"])
-def test_context_broadcasting_is_for_tokens(kind: Any):
+def test_context_broadcasting_is_for_tokens(kind: Any) -> None:
     with pytest.raises(
         UserError,
         match=f"backbone.context.kind is '{kind}', and the backbone is a ConvNeXt, which has no "
@@ -113,7 +114,7 @@ def test_context_broadcasting_is_for_tokens(kind: Any):
         vit.check(TINY.model_copy(update={"context": ContextSettings(kind=kind)}))
 
 
-def test_stochastic_depth_is_drawn_by_sample():
+def test_stochastic_depth_is_drawn_by_sample() -> None:
     model = vit.build(TINY.model_copy(update={"drop_path": 0.5}))
     paths = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
     assert [p.drop_prob for p in paths] == pytest.approx([0.125, 0.25, 0.375, 0.5])
@@ -132,8 +133,8 @@ def test_stochastic_depth_is_drawn_by_sample():
     "options", [{}, {"head_norm_first": True}, {"use_grn": True, "ls_init_value": None}]
 )
 def test_published_weights_are_read_with_their_last_norm_and_without_their_classifier(
-    tmp_path, options: dict[str, Any]
-):
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     source, path = convnext(**options), str(tmp_path / "convnext.safetensors")
     safetensors.torch.save_file(
         source.state_dict()
@@ -153,7 +154,7 @@ def test_published_weights_are_read_with_their_last_norm_and_without_their_class
         vit.load_weights(vit.build(deeper), deeper)
 
 
-def test_weights_under_the_names_of_the_papers_code_are_read(tmp_path):
+def test_weights_under_the_names_of_the_papers_code_are_read(tmp_path: Path) -> None:
     source, path = convnext(), str(tmp_path / "convnext.safetensors")
     safetensors.torch.save_file(
         as_released(source.state_dict())
@@ -185,7 +186,7 @@ def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch):
+def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     source, create = (
         timm.create_model(
             "convnext_atto", num_classes=7, depths=(1, 2, 1, 1), dims=(8, 16, 16, 32), patch_size=1
@@ -206,7 +207,7 @@ def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm():
+def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm() -> None:
     one, two = convnext(), vit.build(TINY)
     vit.from_bytes(two, vit.to_bytes(one), "weights")
     assert vit.digest_of(one) == vit.digest_of(two)
@@ -220,7 +221,7 @@ def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm():
     } <= {*norm_names(one)}
 
 
-def test_each_block_is_compiled_for_all_stages_with_and_without_gradients():
+def test_each_block_is_compiled_for_all_stages_with_and_without_gradients() -> None:
     model, plain = convnext(), convnext()
     torch.compiler.reset()
     vit.compile_blocks(model, backend="eager")
@@ -239,7 +240,7 @@ def test_each_block_is_compiled_for_all_stages_with_and_without_gradients():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_works_on_it_or_says_in_a_sentence_before_anything_runs_why_not(
     lab: Lab, name: str
-):
+) -> None:
     backbone = {"name": "convnext_atto", "img_size": 16, "crop_pct": 1.0, "options": SMALL}
     if (METHODS[name].needs_vit and not issubclass(METHODS[name], Toast)) or name in REFUSED:
         says = REFUSED.get(

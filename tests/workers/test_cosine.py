@@ -29,7 +29,7 @@ def features(n: int = 6, seed: int = 0) -> Tensor:
 
 
 # ---- heads ---------------------------------------------------------------------------------------
-def test_an_output_is_the_scaled_cosine_with_the_class_vector():
+def test_an_output_is_the_scaled_cosine_with_the_class_vector() -> None:
     layer, h = heads()["a"], features()
     expected = torch.stack([F.cosine_similarity(h, w.expand_as(h)) for w in layer.weight[:, 0]], 1)
     assert layer(h).shape == (6, layer.out_features) == (6, 3)
@@ -39,7 +39,7 @@ def test_an_output_is_the_scaled_cosine_with_the_class_vector():
     )
 
 
-def test_of_several_proxies_each_counts_by_the_softmax_of_its_own_cosine():
+def test_of_several_proxies_each_counts_by_the_softmax_of_its_own_cosine() -> None:
     layer, h = heads(proxies=4)["a"], features()
     expected = torch.zeros(6, 3)
     for i in range(6):
@@ -51,7 +51,7 @@ def test_of_several_proxies_each_counts_by_the_softmax_of_its_own_cosine():
     assert layer(h).abs().max() <= 3.0
 
 
-def test_new_vectors_start_evenly_and_the_same_whatever_came_before():
+def test_new_vectors_start_evenly_and_the_same_whatever_came_before() -> None:
     one, other = heads(), CosineHeads(D)
     other.add("b", 2, 0)
     assert torch.equal(one["b"].weight, other["b"].weight)
@@ -63,14 +63,14 @@ def test_new_vectors_start_evenly_and_the_same_whatever_came_before():
 
 
 @pytest.mark.parametrize("proxies", [1, 3])
-def test_new_classes_leave_old_outputs_as_they_are(proxies: int):
+def test_new_classes_leave_old_outputs_as_they_are(proxies: int) -> None:
     found, h = heads(proxies), features()
     before = found["a"](h), found["b"](h)
     found.add("c", 4, 0)
     assert all(torch.equal(found[name](h), old) for name, old in zip("ab", before, strict=True))
 
 
-def test_there_is_one_scale_and_every_stored_head_has_it():
+def test_there_is_one_scale_and_every_stored_head_has_it() -> None:
     found, h = heads(), features()
     assert sum(name.endswith("scale") for name, _ in found.named_parameters()) == 1
     with torch.no_grad():
@@ -90,14 +90,14 @@ def test_there_is_one_scale_and_every_stored_head_has_it():
     assert float(stored["a"]["scale"]) == 6.0
 
 
-def test_the_scale_that_was_restored_last_counts_for_all():
+def test_the_scale_that_was_restored_last_counts_for_all() -> None:
     found = heads(scale=3.0)
     later = {**found.export("b"), "scale": torch.tensor(5.0)}
     found.restore("b", later)
     assert float(found["a"].scale) == float(found["b"].scale) == 5.0
 
 
-def test_a_copied_head_keeps_its_own_scale():
+def test_a_copied_head_keeps_its_own_scale() -> None:
     found, h = heads(), features()
     kept, before = copy.deepcopy(found["a"]), found["a"](h)
     with torch.no_grad():
@@ -105,13 +105,13 @@ def test_a_copied_head_keeps_its_own_scale():
     assert torch.equal(kept(h), before)
 
 
-def test_the_linear_head_of_a_base_task_is_passed_over():
+def test_the_linear_head_of_a_base_task_is_passed_over() -> None:
     found = CosineHeads(D)
     found.restore("base", torch.nn.Linear(D, 3).state_dict())
     assert found.names == []
 
 
-def test_similarities_are_in_full_precision_under_autocast():
+def test_similarities_are_in_full_precision_under_autocast() -> None:
     layer, h = heads(2)["a"], features()
     expected = layer(h)
     with torch.autocast("cpu", torch.bfloat16):
@@ -121,7 +121,9 @@ def test_similarities_are_in_full_precision_under_autocast():
 
 
 # ---- imprinting ----------------------------------------------------------------------------------
-def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_length_asked_for():
+def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_length_asked_for() -> (
+    None
+):
     h, labels = features(12) * torch.arange(1.0, 13)[:, None], torch.arange(12) % 3
     found = imprinted(h, labels, 3, 1, 0.7, 0)
     assert found.shape == (3, 1, D)
@@ -131,7 +133,7 @@ def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_lengt
         assert F.cosine_similarity(found[label, 0], mean, dim=0) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_proxies_point_along_the_clusters_of_their_class():
+def test_proxies_point_along_the_clusters_of_their_class() -> None:
     """Two directions in each class, far apart, with a little noise: the proxies find both, whatever
     the lengths of features."""
     axes = torch.eye(D)[:4]
@@ -146,7 +148,7 @@ def test_proxies_point_along_the_clusters_of_their_class():
     assert torch.allclose(found.norm(dim=2), torch.full((2, 2), 2.0), atol=1e-6)
 
 
-def test_clusters_are_those_of_lloyds_algorithm():
+def test_clusters_are_those_of_lloyds_algorithm() -> None:
     """At the end each centre is the mean of the points that are nearest to it; the same again from
     the same seed."""
     points = normalised(features(60))
@@ -160,7 +162,7 @@ def test_clusters_are_those_of_lloyds_algorithm():
     assert not torch.equal(centres, k_means(points, 5, torch.Generator().manual_seed(4)))
 
 
-def test_one_cluster_is_the_mean():
+def test_one_cluster_is_the_mean() -> None:
     points = normalised(features(7))
     assert torch.allclose(
         k_means(points, 1, torch.Generator().manual_seed(0)),
@@ -170,7 +172,7 @@ def test_one_cluster_is_the_mean():
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_too_few_points_or_equal_ones_still_give_every_centre(n: int):
+def test_too_few_points_or_equal_ones_still_give_every_centre(n: int) -> None:
     points = normalised(features(1)).expand(n, D) if n > 2 else normalised(features(n))
     centres = k_means(points, 4, torch.Generator().manual_seed(0))
     assert centres.shape == (4, D)
@@ -184,13 +186,13 @@ def test_too_few_points_or_equal_ones_still_give_every_centre(n: int):
 S = torch.tensor([[0.8, 0.3, 0.6, 0.5], [0.1, 0.2, 0.9, 0.4]], dtype=torch.float64)
 
 
-def test_the_margin_has_the_worked_value():
+def test_the_margin_has_the_worked_value() -> None:
     each = margin_rank(S, torch.tensor([0, 1]), 2, 2, 0.5)
     assert each.tolist() == pytest.approx([0.25, 0.95])
     assert float(each.mean()) == pytest.approx(0.6)
 
 
-def test_the_margin_looks_at_the_most_similar_new_classes_alone():
+def test_the_margin_looks_at_the_most_similar_new_classes_alone() -> None:
     assert margin_rank(S, torch.tensor([0, 1]), 2, 1, 0.5).tolist() == pytest.approx([0.3, 1.2])
     other = S.clone()
     other[0, 1] = 5.0  # another old class
@@ -200,11 +202,11 @@ def test_the_margin_looks_at_the_most_similar_new_classes_alone():
     )
 
 
-def test_samples_of_new_classes_have_no_margin():
+def test_samples_of_new_classes_have_no_margin() -> None:
     assert margin_rank(S, torch.tensor([2, 3]), 2, 2, 0.5).tolist() == [0.0, 0.0]
 
 
-def test_old_classes_that_are_far_enough_ahead_cost_nothing():
+def test_old_classes_that_are_far_enough_ahead_cost_nothing() -> None:
     ahead = torch.tensor([[0.9, 0.0, 0.4, 0.1], [0.3, 0.75, 0.25, -0.2]], dtype=torch.float64)
     assert margin_rank(ahead, torch.tensor([0, 1]), 2, 2, 0.5).tolist() == [0.0, 0.0]
     assert (
@@ -221,13 +223,13 @@ SIMS, LABELS = (
 )
 
 
-def test_nca_has_the_worked_value():
+def test_nca_has_the_worked_value() -> None:
     assert float(nca(SIMS, LABELS, 2.0, 0.6, hinge=False)) == pytest.approx(1.27525160, abs=1e-8)
     one = [float(nca(SIMS[i : i + 1], LABELS[i : i + 1], 2.0, 0.6, hinge=False)) for i in range(2)]
     assert one == pytest.approx([0.2375, 2.3130], abs=1e-4)
 
 
-def test_the_own_class_is_no_part_of_the_sum():
+def test_the_own_class_is_no_part_of_the_sum() -> None:
     """One unit further to the right, a sample costs eta less, without end; with the own class in
     the sum it would flatten out."""
     further = SIMS + F.one_hot(LABELS, 3)
@@ -236,13 +238,13 @@ def test_the_own_class_is_no_part_of_the_sum():
     ) == pytest.approx(2.0, abs=1e-12)
 
 
-def test_the_margin_of_nca_costs_eta_times_its_size():
+def test_the_margin_of_nca_costs_eta_times_its_size() -> None:
     assert float(
         nca(SIMS, LABELS, 2.0, 0.6, False) - nca(SIMS, LABELS, 2.0, 0.0, False)
     ) == pytest.approx(1.2, abs=1e-12)
 
 
-def test_a_sample_that_is_right_by_far_costs_nothing_under_the_hinge():
+def test_a_sample_that_is_right_by_far_costs_nothing_under_the_hinge() -> None:
     sims = SIMS.clone()
     sims[0, 0] = 5.0
     sims.requires_grad_()

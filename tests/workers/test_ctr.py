@@ -79,7 +79,7 @@ def served(done: list[Left], cls: type[CtrTsm] = CtrTsm) -> Any:
 
 # ---- forgetting ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_answers_stay_bit_for_bit_through_later_tasks(optimizer: str):
+def test_answers_stay_bit_for_bit_through_later_tasks(optimizer: str) -> None:
     done = stream(optimizer=optimizer, tasks=(ONE, TWO, THREE))
     first, second = answers(served(done[:1])), answers(served(done[:2]), TWO)
     assert torch.equal(answers(served(done[:2])), first)
@@ -91,20 +91,22 @@ def test_answers_stay_bit_for_bit_through_later_tasks(optimizer: str):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_without_putting_locked_entries_back_decay_changes_the_answers(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     done = stream(optimizer=optimizer)
     assert not torch.equal(answers(served(done)), answers(served(done[:1])))
 
 
-def test_without_gate_and_restore_the_first_task_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+def test_without_gate_and_restore_the_first_task_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
     done = stream(optimizer="adam")
     assert (answers(served(done)) - answers(served(done[:1]))).abs().max() > 1e-3
 
 
-def test_locked_entries_get_no_gradient_and_stay_while_others_move():
+def test_locked_entries_get_no_gradient_and_stay_while_others_move() -> None:
     """And the other way round: what no earlier task uses is free to learn."""
     carried, method = stream(tasks=(ONE,))[0][1], ctr(mask_lr=0.05)
     optimizer = started(method, TWO, carried)
@@ -127,7 +129,7 @@ def test_locked_entries_get_no_gradient_and_stay_while_others_move():
         assert (p[~wide] != before[~wide]).any()
 
 
-def test_an_entry_is_locked_where_both_its_ends_are_used():
+def test_an_entry_is_locked_where_both_its_ends_are_used() -> None:
     """HAT's rule, 1 - min(out, in): out = (1, 0), in = (1, 0, 1)."""
     method = ctr(width=3)
     method.used = torch.zeros(4, 3 + 32, dtype=torch.bool)
@@ -142,7 +144,7 @@ def test_an_entry_is_locked_where_both_its_ends_are_used():
     assert not any(lock[[0, 2, 3]].any() for lock in locks.values()), "other sites"
 
 
-def test_used_units_are_those_of_all_stored_masks():
+def test_used_units_are_those_of_all_stored_masks() -> None:
     done, union = stream(tasks=(ONE, TWO, THREE)), torch.zeros(4, 8 + 32, dtype=torch.bool)
     for position, (state, carried) in enumerate(done):
         union |= torch.cat([state.masks["inner"], state.masks["outer"]], 1)
@@ -151,14 +153,14 @@ def test_used_units_are_those_of_all_stored_masks():
 
 
 @pytest.mark.parametrize("cls", [CtrTsm, CtrFull])
-def test_the_backbone_is_not_touched(cls: type[CtrTsm]):
+def test_the_backbone_is_not_touched(cls: type[CtrTsm]) -> None:
     method = ctr(cls)
     stepped(method, started(method, ONE))
     assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit(patch_size=4))
 
 
 # ---- masks ---------------------------------------------------------------------------------------
-def test_without_output_units_the_adapters_are_the_identity():
+def test_without_output_units_the_adapters_are_the_identity() -> None:
     method = ctr()
     started(method, ONE)
     with torch.no_grad():
@@ -170,7 +172,7 @@ def test_without_output_units_the_adapters_are_the_identity():
     assert not torch.allclose(answers(method), expected, atol=1e-3)
 
 
-def test_masks_in_the_weights_are_masks_on_the_units():
+def test_masks_in_the_weights_are_masks_on_the_units() -> None:
     """Same features, and the gradient of an embedding is the published one, s_max sigmoid(e)
     sigmoid(-e) dL/dm."""
     method = ctr(s_max=10.0, width=3)
@@ -194,7 +196,7 @@ def test_masks_in_the_weights_are_masks_on_the_units():
     assert torch.allclose(e.grad, 10.0 * torch.sigmoid(e) * torch.sigmoid(-e) * worth, rtol=1e-4)
 
 
-def test_masks_harden_in_every_epoch():
+def test_masks_harden_in_every_epoch() -> None:
     method = ctr()
     started(method, ONE)
     for epoch in (0, 1):
@@ -210,7 +212,7 @@ def test_masks_harden_in_every_epoch():
 @pytest.mark.parametrize("cls", [CtrTsm, CtrFull])
 def test_the_loss_is_cross_entropy_plus_c_times_what_the_task_in_training_takes_anew(
     cls: type[CtrTsm],
-):
+) -> None:
     """R of the first task is the mean of its masks; of a later one, that over units that are free.
     Never that of another task."""
     method, progress = ctr(cls, c=0.5), Progress(0, 1, 1, STEPS)
@@ -226,7 +228,7 @@ def test_the_loss_is_cross_entropy_plus_c_times_what_the_task_in_training_takes_
     )
 
 
-def test_embeddings_can_cross_zero_within_the_schedule():
+def test_embeddings_can_cross_zero_within_the_schedule() -> None:
     """However many steps there are, and N(0, 1) starts nearly all of them within reach."""
     for steps in (12.0, 3000.0):
         method = ctr()
@@ -236,7 +238,7 @@ def test_embeddings_can_cross_zero_within_the_schedule():
         assert float((method.mask.embedding.abs() < rate * steps).float().mean()) > 0.999
 
 
-def test_embeddings_stay_within_six():
+def test_embeddings_stay_within_six() -> None:
     method = ctr()
     started(method, ONE)
     with torch.no_grad():
@@ -245,7 +247,7 @@ def test_embeddings_stay_within_six():
     assert method.mask.embedding.abs().max() == 6
 
 
-def test_the_stored_size_is_the_formula():
+def test_the_stored_size_is_the_formula() -> None:
     """(A + d) 2 L bits: 768 bytes for a ViT-Ti with 64 units."""
     torch.manual_seed(0)
     method = CtrTsm(build(BackboneSettings()), CtrSettings(), seed=1)
@@ -261,7 +263,7 @@ def test_the_stored_size_is_the_formula():
 
 
 @pytest.mark.parametrize("cls", [CtrTsm, CtrFull])
-def test_a_base_task_is_served_by_the_backbone(cls: type[CtrTsm]):
+def test_a_base_task_is_served_by_the_backbone(cls: type[CtrTsm]) -> None:
     method, head = (
         served(stream(cls, tasks=(ONE,)), cls),
         {"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
@@ -270,7 +272,7 @@ def test_a_base_task_is_served_by_the_backbone(cls: type[CtrTsm]):
     assert torch.equal(answers(method, BASE), vit(patch_size=4)(images()) @ head["weight"].T)
 
 
-def test_settings_and_states_that_cannot_work_are_refused():
+def test_settings_and_states_that_cannot_work_are_refused() -> None:
     with pytest.raises(UserError, match=r"mask_lr is 'auto' with train.optimizer 'sgd'"):
         CtrTsm.check(CtrSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "task")
     CtrTsm.check(CtrSettings(mask_lr=0.1), TrainSettings(optimizer="sgd"), DataSettings(), "task")
@@ -284,7 +286,7 @@ def test_settings_and_states_that_cannot_work_are_refused():
         method.loss(batch(), Progress(0, 0, 3, 1))
 
 
-def test_it_says_when_units_run_out():
+def test_it_says_when_units_run_out() -> None:
     method = ctr()
     started(method, ONE)
     assert not method.warnings()

@@ -75,7 +75,7 @@ def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tenso
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_knowledge_is_shared_as_the_equations_say(noisy: bool):
+def test_knowledge_is_shared_as_the_equations_say(noisy: bool) -> None:
     m, x = module(), torch.randn(6, 8, 6, generator=torch.Generator().manual_seed(1)) * 2
     noise = torch.rand(6, 3, generator=torch.Generator().manual_seed(2)) if noisy else None
     found = knowledge(x, **m, noise=noise)
@@ -88,7 +88,7 @@ def test_knowledge_is_shared_as_the_equations_say(noisy: bool):
     )
 
 
-def test_the_bottleneck_sees_what_is_known_and_adds_to_what_came_in():
+def test_the_bottleneck_sees_what_is_known_and_adds_to_what_came_in() -> None:
     m, x = module(), torch.randn(2, 8, 6)
     down, down_bias, up, up_bias = (
         torch.randn(4, 6),
@@ -103,7 +103,7 @@ def test_the_bottleneck_sees_what_is_known_and_adds_to_what_came_in():
     )
 
 
-def test_squash_shrinks_a_capsule_and_keeps_its_direction():
+def test_squash_shrinks_a_capsule_and_keeps_its_direction() -> None:
     z = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)
     assert torch.allclose(squash(z), torch.tensor([[0.6, 0.8], [0.0, 0.0]]) * 25 / 26)
     squash(z).sum().backward()
@@ -111,7 +111,7 @@ def test_squash_shrinks_a_capsule_and_keeps_its_direction():
     assert z.grad.isfinite().all()
 
 
-def test_a_capsule_sees_its_own_task_and_its_own_token():
+def test_a_capsule_sees_its_own_task_and_its_own_token() -> None:
     """Later tasks do not change what earlier capsules say, nor does one token another."""
     m, x = module(), torch.randn(2, 8, 6)
     u = capsules(x, m["p"], m["p_bias"], m["transfer"])  # (B, T, N, 9)
@@ -131,7 +131,7 @@ def test_a_capsule_sees_its_own_task_and_its_own_token():
 
 
 @pytest.mark.parametrize("size", KERNELS)
-def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: int):
+def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: int) -> None:
     u, weight, bias = (
         torch.randn(*shape, requires_grad=True) for shape in ((4, 9, 6), (5, size, 6), (5,))
     )
@@ -149,7 +149,7 @@ def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: in
 
 
 # ---- the whole of CTR ----------------------------------------------------------------------------
-def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged():
+def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged() -> None:
     method = ctr(CtrFull, mask_lr=0.05)
     optimizer = started(method, TWO, stream(CtrFull, tasks=(ONE,))[0][1])
     start = {name: t.detach().clone() for name, t in method.capsules.named_parameters()}
@@ -171,7 +171,7 @@ def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged():
 
 def test_without_their_lock_decay_moves_the_capsules_of_later_tasks(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     method = ctr(CtrFull)
     optimizer, start = started(method, ONE), method.capsules.p.detach().clone()
@@ -179,7 +179,7 @@ def test_without_their_lock_decay_moves_the_capsules_of_later_tasks(
     assert (method.capsules.p != start)[:, 1:].any()
 
 
-def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not():
+def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not() -> None:
     """Documented: CTR with knowledge sharing can change earlier answers, by what is shared
     alone."""
     done = stream(CtrFull)
@@ -200,7 +200,7 @@ def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not():
     assert CtrFull.forgets
 
 
-def test_gates_draw_noise_in_training_only():
+def test_gates_draw_noise_in_training_only() -> None:
     done = stream(CtrFull)
     method = served(done, CtrFull)
     torch.manual_seed(1)
@@ -219,7 +219,7 @@ def test_gates_draw_noise_in_training_only():
     assert not torch.equal(features(1), features(2))
 
 
-def test_the_noise_of_a_sample_does_not_depend_on_who_holds_it():
+def test_the_noise_of_a_sample_does_not_depend_on_who_holds_it() -> None:
     method, progress = ctr(CtrFull), Progress(0, 1, 1, STEPS)
     started(method, ONE)
     whole, part = batch(1), batch(1)
@@ -229,7 +229,7 @@ def test_the_noise_of_a_sample_does_not_depend_on_who_holds_it():
     assert torch.equal(noise[0][:, [5, 2]], noise[1])
 
 
-def test_the_work_per_image_counts_adapters_and_routing():
+def test_the_work_per_image_counts_adapters_and_routing() -> None:
     """Units that a task does not use are cut; each task has one more capsule to ask."""
     (state, _), tsm, (second, _) = stream(tasks=(ONE,))[0], ctr(), stream(CtrFull)[1]
     tokens, inner, outer = 17, state.masks["inner"].sum(1), state.masks["outer"].sum(1)
@@ -249,7 +249,7 @@ def test_the_work_per_image_counts_adapters_and_routing():
     )
 
 
-def test_a_stream_longer_than_its_capsules_is_refused():
+def test_a_stream_longer_than_its_capsules_is_refused() -> None:
     settings = CtrFullSettings(max_tasks=2)
     assert [s.name for s in CtrFull.planned(settings, 1)] == ["train"]
     with pytest.raises(
@@ -266,7 +266,7 @@ def test_a_stream_longer_than_its_capsules_is_refused():
         )
 
 
-def test_fewer_tokens_than_a_filter_sees_are_refused():
+def test_fewer_tokens_than_a_filter_sees_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"sees 2 tokens, and ctr_full routes by windows of up to 5"
     ):

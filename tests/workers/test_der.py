@@ -132,7 +132,7 @@ def stepped(
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("soft", [False, True])
-def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool):
+def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool) -> None:
     method = begun("der", A, B, C, auxiliary=0.7)
     stepped(method, A, B, C)
     targets = (
@@ -158,7 +158,7 @@ def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool
     assert loss.item() == pytest.approx((ce + 0.7 * auxiliary).item(), rel=1e-4)
 
 
-def test_the_auxiliary_targets_have_one_class_for_all_old_ones():
+def test_the_auxiliary_targets_have_one_class_for_all_old_ones() -> None:
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
     assert torch.allclose(
         one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
@@ -167,7 +167,7 @@ def test_the_auxiliary_targets_have_one_class_for_all_old_ones():
     assert hard.tolist() == [0, 0, 0, 1, 2], "c < O_t -> 0, else c - O_t + 1"
 
 
-def test_the_first_task_is_cross_entropy_alone():
+def test_the_first_task_is_cross_entropy_alone() -> None:
     method = begun("der", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -180,7 +180,9 @@ def test_the_first_task_is_cross_entropy_alone():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 5.0])
-def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(temperature: float):
+def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(
+    temperature: float,
+) -> None:
     method = begun(
         "der",
         A,
@@ -202,7 +204,7 @@ def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(tempe
 
 
 # ---- what learns ---------------------------------------------------------------------------------
-def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor():
+def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor() -> None:
     method = begun("der", A, B)
     before = digest_of(method.extractors)
     changed = stepped(method, A, B)
@@ -216,7 +218,7 @@ def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor(
     assert method.backbone.training
 
 
-def test_fine_tuning_moves_the_classifier_alone():
+def test_fine_tuning_moves_the_classifier_alone() -> None:
     method = begun(
         "der", A, B, step="finetune", own={"copies": dict(backbone(seed=11).named_parameters())}
     )
@@ -234,14 +236,16 @@ def test_fine_tuning_moves_the_classifier_alone():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_extractor_starts_as_the_one_before_it(name: str):
+def test_an_extractor_starts_as_the_one_before_it(name: str) -> None:
     method = begun(name, A, B, C)
     expected = dict(backbone(seed=5 if name != "der" else 11).named_parameters())
     assert all(torch.equal(p, expected[n]) for n, p in method.backbone.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_after_a_pruned_extractor_the_next_has_all_its_units_again_those_of_the_backbone(name: str):
+def test_after_a_pruned_extractor_the_next_has_all_its_units_again_those_of_the_backbone(
+    name: str,
+) -> None:
     method, expected = (
         begun(name, A, B, kept=some()),
         unpacked(backbone(), packed(backbone(seed=5), some()), some(), fill=True),
@@ -252,7 +256,7 @@ def test_after_a_pruned_extractor_the_next_has_all_its_units_again_those_of_the_
     )
 
 
-def test_the_classifier_starts_anew_over_all_features_in_each_step():
+def test_the_classifier_starts_anew_over_all_features_in_each_step() -> None:
     rows = {
         step: begun(
             "der",
@@ -277,7 +281,7 @@ def test_the_classifier_starts_anew_over_all_features_in_each_step():
 @pytest.mark.parametrize(("restart", "at"), [(0.0, None), (0.5, 4), (0.2, 1)])
 def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(
     restart: float, at: int | None
-):
+) -> None:
     method, found = begun("der", A, B, restart=restart), []
     for step in range(10):
         stepped(method, A, B, progress=Progress(step // 5, step % 5, 2, 5), lr=1.0)
@@ -289,7 +293,7 @@ def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(
 
 
 # ---- the balanced subset -------------------------------------------------------------------------
-def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn():
+def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn() -> None:
     memory = {"a": {"a1": [f"a1/{i}" for i in range(7)], "a2": [f"a2/{i}" for i in range(5)]}}
     method = begun("der", A, B, memory=memory)
     whole = {name: [f"{name}/{i}" for i in range(20)] for name in B.classes}
@@ -314,7 +318,7 @@ def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn():
     } == {6, 9}, "new classes can be the scarcer ones"
 
 
-def test_training_sees_the_task_whole_and_all_exemplars():
+def test_training_sees_the_task_whole_and_all_exemplars() -> None:
     memory = {"a": {"a1": ["k1", "k2"], "a2": ["k3"]}}
     assert begun("der", A, B).memory(B, "train", Carried(meta={"memory": memory})) == {
         "a": ["k1", "k2", "k3"]
@@ -323,7 +327,7 @@ def test_training_sees_the_task_whole_and_all_exemplars():
 
 # ---- in a stream ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", EVERY)
-def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str):
+def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str) -> None:
     run = stream(lab, name, memory=20)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -348,7 +352,7 @@ def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_base_task_is_answered_by_the_backbone_and_its_own_head_until_there_is_more(
     lab: Lab, name: str
-):
+) -> None:
     run = stream(lab, name, base="two", memory=20)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -368,7 +372,7 @@ def test_a_base_task_is_answered_by_the_backbone_and_its_own_head_until_there_is
     assert later.heads["two"].bias is None
 
 
-def test_a_convolutional_backbone_grows_too(lab: Lab):
+def test_a_convolutional_backbone_grows_too(lab: Lab) -> None:
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}
         for name, classes in TASKS.items()
@@ -385,7 +389,7 @@ def test_a_convolutional_backbone_grows_too(lab: Lab):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str):
+def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str) -> None:
     tasks = [
         {"card": str(lab.card), "name": task, "classes": list(classes)}
         for task, classes in TASKS.items()
@@ -412,13 +416,13 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str):
 
 
 # ---- pruning -------------------------------------------------------------------------------------
-def test_the_scale_of_masks_has_the_worked_values():
+def test_the_scale_of_masks_has_the_worked_values() -> None:
     assert [annealed(step, 5, 10.0) for step in range(5)] == pytest.approx(
         [0.1, 2.575, 5.05, 7.525, 10.0]
     )
 
 
-def test_the_gradient_of_an_embedding_is_compensated():
+def test_the_gradient_of_an_embedding_is_compensated() -> None:
     """What reaches e, over what plain sigmoid(s e) would give, is sigmoid(e)(1 - sigmoid(e)) / (s
     sigmoid(s e)(1 - sigmoid(s e))), times s_max."""
     method = begun("der_p", A, s_max=10.0)
@@ -433,7 +437,7 @@ def test_the_gradient_of_an_embedding_is_compensated():
     )
 
 
-def test_the_sparsity_is_the_share_of_weights_between_groups_of_units():
+def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
     """sum_l |m_{l-1}|_1 |m_l|_1 / sum_l c_{l-1} c_l over the weights of the blocks, the residual
     stream counting as all there."""
     method = begun("der_p", A, s_max=10.0, sparsity=0.3)
@@ -453,7 +457,7 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])
-def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float):
+def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float) -> None:
     vit, masks, images = backbone().eval(), some(share), batch(A).images
     stored = packed(vit, masks)
     with torch.no_grad():
@@ -483,7 +487,7 @@ def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float):
     ) == (share < 1)
 
 
-def test_units_that_come_back_are_the_backbones():
+def test_units_that_come_back_are_the_backbones() -> None:
     vit, other, masks = backbone(), backbone(seed=1), some()
     whole = unpacked(other, packed(vit, masks), masks, fill=True)
     ff, name = masks["blocks.1.ff"], "blocks.1.mlp.fc2.weight"
@@ -493,7 +497,7 @@ def test_units_that_come_back_are_the_backbones():
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str):
+def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str) -> None:
     """While `train` validates, when it hands on, and as it is stored: one network."""
     method = begun(name, A)
     if name == "der_p":
@@ -524,7 +528,7 @@ def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str):
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: str):
+def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: str) -> None:
     run = stream(lab, name, memory=20, **({"sparsity": 0.3} if name == "der_p" else {}))
     kept = [torch.cat([*run.state(task).masks.values()]).float().mean().item() for task in (0, 1)]
     assert all(0.05 < share < 0.95 for share in kept), kept
@@ -537,7 +541,9 @@ def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: 
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(lab: Lab, name: str):
+def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(
+    lab: Lab, name: str
+) -> None:
     """The last batch of an epoch has drawn for its own samples, and the count is of one image."""
     run = lab.run_of(
         name,
@@ -547,7 +553,7 @@ def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(lab:
     assert 0 < run.artifact(run.stages(0)[0]).manifest["flops_share"] <= 1
 
 
-def test_a_pruned_state_of_another_shape_is_refused():
+def test_a_pruned_state_of_another_shape_is_refused() -> None:
     vit, masks = backbone(), some()
     stored = packed(vit, masks)
     with pytest.raises(UserError, match=r"blocks.0.*has shape .* leave"):
@@ -559,7 +565,7 @@ def test_a_pruned_state_of_another_shape_is_refused():
         other.load(task_state("der", A, 0, {"copies": {"norm.weight": torch.ones(3)}}))
 
 
-def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate():
+def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate() -> None:
     with pytest.raises(UserError, match="vision transformer"):
         METHODS["der_p"].fits(DerPSettings(), build(BackboneSettings(name="resnet18")), (A,))
     with pytest.raises(UserError, match="one step per epoch"):
@@ -571,7 +577,7 @@ def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate():
 
 
 # ---- Simple-DER ----------------------------------------------------------------------------------
-def test_old_outputs_are_held_to_those_before_the_task():
+def test_old_outputs_are_held_to_those_before_the_task() -> None:
     method = begun("simple_der", A, B, C, tau=3.0, distillation=0.4)
     stepped(method, A, B, C)
     b = batch(A, B, C)
@@ -588,7 +594,7 @@ def test_old_outputs_are_held_to_those_before_the_task():
     assert begun("simple_der", A).loss(batch(A), START)[1].keys() == {"ce"}
 
 
-def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_good():
+def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_good() -> None:
     method, kept = begun("simple_der", A, keep=0.25, prune_after=0.5), []
     sizes = {}
     for step in range(4):
@@ -612,7 +618,7 @@ def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_g
             assert size[own].min() >= size[~own].max()
 
 
-def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on():
+def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on() -> None:
     """A bias is one more weight into a unit. That of a key adds the same to all scores of a query,
     so it passes nothing on."""
     vit = backbone()
@@ -631,7 +637,7 @@ def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on():
     )
 
 
-def test_a_neuron_whose_bias_alone_is_large_is_not_the_first_to_go():
+def test_a_neuron_whose_bias_alone_is_large_is_not_the_first_to_go() -> None:
     vit = backbone()
     mlp = vit.blocks[0].mlp
     with torch.no_grad():
@@ -641,7 +647,7 @@ def test_a_neuron_whose_bias_alone_is_large_is_not_the_first_to_go():
     assert int(magnitudes(vit)["blocks.0.ff"].argmax()) == 3
 
 
-def test_magnitudes_of_a_backbone_without_biases_are_those_of_its_weights():
+def test_magnitudes_of_a_backbone_without_biases_are_those_of_its_weights() -> None:
     options = SMALL.options | {"qkv_bias": False}
     vit = backbone(SMALL.model_copy(update={"options": options}))
     q, k, _ = vit.blocks[1].attn.qkv.weight.chunk(3)
@@ -649,7 +655,7 @@ def test_magnitudes_of_a_backbone_without_biases_are_those_of_its_weights():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_setting_runs_only_the_steps_that_read_it_again(name: str):
+def test_a_setting_runs_only_the_steps_that_read_it_again(name: str) -> None:
     method = METHODS[name]
     every = {*method.Settings.model_fields}
     read = {step: every - method.unread(step) for step in ("train", "finetune", "herd", "evaluate")}
@@ -664,7 +670,7 @@ def test_a_setting_runs_only_the_steps_that_read_it_again(name: str):
     assert read["evaluate"] == every
 
 
-def test_features_stand_in_stream_order_whoever_was_loaded_first():
+def test_features_stand_in_stream_order_whoever_was_loaded_first() -> None:
     found = []
     for order in ((0, 1), (1, 0)):
         method = METHODS["der"](backbone(), DerSettings(), 0)

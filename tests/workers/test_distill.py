@@ -20,12 +20,12 @@ Z = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, -1.0]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("tau", "expected"), [(1.0, 1.08032782), (2.0, 1.08430537)])
-def test_distillation_has_the_worked_values(tau: float, expected: float):
+def test_distillation_has_the_worked_values(tau: float, expected: float) -> None:
     assert float(kd_ce(Z, Y, tau)) == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_distillation_has_the_gradient_of_the_divergence(tau: float):
+def test_distillation_has_the_gradient_of_the_divergence(tau: float) -> None:
     """KL(softmax(y / tau) || softmax(z / tau)), a mean over the batch: what the two differ by does
     not depend on z."""
     student = [Z.clone().requires_grad_() for _ in range(2)]
@@ -40,19 +40,19 @@ def test_distillation_has_the_gradient_of_the_divergence(tau: float):
 @pytest.mark.parametrize(
     ("tau", "divergence", "mean"), [(1.0, 0.28101033, 0.09367011), (2.0, 0.08528288, 0.02842763)]
 )
-def test_the_divergence_has_the_worked_values(tau: float, divergence: float, mean: float):
+def test_the_divergence_has_the_worked_values(tau: float, divergence: float, mean: float) -> None:
     """KD_ce less what the teacher does not know itself; and a mean over entries too, a third of it
     for three classes, times tau^2."""
     assert float(kd_ce(Z, Y, tau) - kd_ce(Y, Y, tau)) == pytest.approx(divergence, abs=1e-6)
     assert float(kd_kl(Z, Y, tau)) == pytest.approx(tau**2 * mean, abs=1e-6)
 
 
-def test_sigmoid_distillation_has_the_worked_value():
+def test_sigmoid_distillation_has_the_worked_value() -> None:
     assert float(kd_sig(Z, Y)) == pytest.approx(0.68934745, abs=1e-7)
 
 
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float):
+def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float) -> None:
     expected = F.binary_cross_entropy((Z / tau).softmax(1), (Y / tau).softmax(1))
     assert float(kd_bce(Z, Y, tau)) == pytest.approx(float(expected), abs=1e-6)
     # softmax of (0, -1) and of (2, 2), second entry; of two classes both entries cost the same
@@ -64,7 +64,7 @@ def test_distillation_of_each_probability_is_binary_cross_entropy(tau: float):
     assert float(two) == pytest.approx(-(p * math.log(q) + (1 - p) * math.log(1 - q)), abs=1e-6)
 
 
-def test_distillation_of_each_probability_stays_finite_where_the_student_is_certain():
+def test_distillation_of_each_probability_stays_finite_where_the_student_is_certain() -> None:
     student = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 80.0]], requires_grad=True)
     loss = kd_bce(student, Y.float(), 2.0)
     loss.backward()
@@ -86,7 +86,7 @@ KINDS = [
 @pytest.mark.parametrize("kd", KINDS)
 def test_a_student_that_answers_as_its_teacher_gets_no_gradient(
     kd: Callable[[Tensor, Tensor], Tensor],
-):
+) -> None:
     student, other = Y.clone().requires_grad_(), Z.clone().requires_grad_()
     kd(student, Y).backward()
     kd(other, Y).backward()
@@ -97,13 +97,13 @@ def test_a_student_that_answers_as_its_teacher_gets_no_gradient(
 @pytest.mark.parametrize("kd", KINDS)
 def test_low_precision_logits_are_distilled_in_full_precision(
     kd: Callable[[Tensor, Tensor], Tensor],
-):
+) -> None:
     low = Z.bfloat16(), Y.bfloat16()
     assert torch.equal(kd(*low), kd(low[0].float(), low[1].float()))
 
 
 @pytest.mark.parametrize("kd", KINDS)
-def test_distillation_works_in_mixed_precision(kd: Callable[[Tensor, Tensor], Tensor]):
+def test_distillation_works_in_mixed_precision(kd: Callable[[Tensor, Tensor], Tensor]) -> None:
     expected = kd(Z.float(), Y.float())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.allclose(kd(Z.float(), Y.float()), expected, atol=1e-6)
@@ -121,7 +121,7 @@ def images() -> Tensor:
     return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-def test_the_teacher_answers_what_the_network_answered_whatever_becomes_of_it():
+def test_the_teacher_answers_what_the_network_answered_whatever_becomes_of_it() -> None:
     backbone, heads = network()
     expected = {task: head(backbone.eval()(images())).detach() for task, head in heads.items()}
     teacher, before = Teacher(backbone.train(), heads), digest_of(backbone)
@@ -134,7 +134,7 @@ def test_the_teacher_answers_what_the_network_answered_whatever_becomes_of_it():
     assert digest_of(teacher.backbone) == before
 
 
-def test_the_teacher_costs_one_forward_for_all_heads_and_no_gradient():
+def test_the_teacher_costs_one_forward_for_all_heads_and_no_gradient() -> None:
     teacher = Teacher(*network())
     passes: list[bool] = []
     teacher.backbone.register_forward_hook(

@@ -83,7 +83,7 @@ def stepped(method: Any, *tasks: Task) -> dict[str, bool]:
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch):
+def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two old classes and one new; the first sample is of the new one, the second of an old one."""
     method = begun(ONE, Task("new", "card", "", ("n1",)))
     monkeypatch.setattr(method, "features", lambda images: torch.zeros(2, 64))
@@ -101,14 +101,14 @@ def test_the_worked_example_of_the_loss(monkeypatch: pytest.MonkeyPatch):
     assert loss.item() == pytest.approx(0.55991621, abs=1e-7)
 
 
-def test_the_distillation_has_its_worked_numbers():
+def test_the_distillation_has_its_worked_numbers() -> None:
     y, z = torch.tensor([[2.0, 0, -1], [0.5, 0.5, 0]]), torch.tensor([[1.0, 1, 0], [0, 1, -1]])
     assert kd_kl(z, y).item() == pytest.approx(0.09367011, abs=1e-7)
     assert kd_kl(z, y, 2.0).item() == pytest.approx(4 * 0.02842763, abs=1e-7)
     assert kd_kl(z, z).item() == pytest.approx(0, abs=1e-7)
 
 
-def test_old_classes_are_one_target_also_where_targets_are_soft():
+def test_old_classes_are_one_target_also_where_targets_are_soft() -> None:
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
     assert torch.allclose(
         one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
@@ -116,7 +116,7 @@ def test_old_classes_are_one_target_also_where_targets_are_soft():
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_the_loss_is_put_together_as_published(soft: bool):
+def test_the_loss_is_put_together_as_published(soft: bool) -> None:
     method = begun(ONE, TWO)
     method.eval()
     targets = torch.rand(6, 5, generator=torch.Generator().manual_seed(1)) if soft else None
@@ -140,7 +140,9 @@ def test_the_loss_is_put_together_as_published(soft: bool):
     )
 
 
-def test_the_first_task_has_cross_entropy_alone_and_an_unmoved_network_teaches_nothing_new():
+def test_the_first_task_has_cross_entropy_alone_and_an_unmoved_network_teaches_nothing_new() -> (
+    None
+):
     method = begun(ONE)
     loss, terms = method.loss(batch(ONE), START)
     assert {*terms} == {"bce"}
@@ -151,7 +153,7 @@ def test_the_first_task_has_cross_entropy_alone_and_an_unmoved_network_teaches_n
 
 
 # ---- what learns ---------------------------------------------------------------------------------
-def test_training_moves_the_network_and_the_new_token_and_no_older_one():
+def test_training_moves_the_network_and_the_new_token_and_no_older_one() -> None:
     method = begun(ONE, TWO)
     taught = copy.deepcopy(method.before[0].state_dict())
     moved = stepped(method, ONE, TWO)
@@ -162,7 +164,7 @@ def test_training_moves_the_network_and_the_new_token_and_no_older_one():
     assert not method.before[0].training
 
 
-def test_the_balanced_step_rests_the_encoder_and_moves_all_tokens_and_heads():
+def test_the_balanced_step_rests_the_encoder_and_moves_all_tokens_and_heads() -> None:
     method = begun(ONE, TWO, step="finetune")
     assert not method.backbone.training
     assert method.decoder.training
@@ -175,7 +177,7 @@ def test_the_balanced_step_rests_the_encoder_and_moves_all_tokens_and_heads():
     assert loss.requires_grad
 
 
-def test_a_new_task_changes_no_old_answer_before_it_is_trained():
+def test_a_new_task_changes_no_old_answer_before_it_is_trained() -> None:
     method = begun(ONE, TWO)
     before = method.eval().logits(images(), None)
     method.stream = (ONE, TWO, THREE)
@@ -185,7 +187,7 @@ def test_a_new_task_changes_no_old_answer_before_it_is_trained():
     assert torch.allclose(after[:, :5], before, atol=1e-6)
 
 
-def test_answers_of_a_task_are_its_own_tokens_and_heads():
+def test_answers_of_a_task_are_its_own_tokens_and_heads() -> None:
     method = begun(ONE, TWO, THREE).eval()
     before = method.logits(images(), None)
     with torch.no_grad():
@@ -198,7 +200,7 @@ def test_answers_of_a_task_are_its_own_tokens_and_heads():
     assert torch.equal(method.logits(images(), "two"), after[:, 2:5])
 
 
-def test_heads_of_different_sizes_answer_as_one_by_one():
+def test_heads_of_different_sizes_answer_as_one_by_one() -> None:
     network = begun(ONE, TWO, THREE).eval().network()
     with torch.no_grad():
         for p in network.parameters():
@@ -211,7 +213,7 @@ def test_heads_of_different_sizes_answer_as_one_by_one():
         )
 
 
-def test_on_a_vision_transformer_patches_may_change_places_with_their_positions():
+def test_on_a_vision_transformer_patches_may_change_places_with_their_positions() -> None:
     """T11: attention without places of its own, then tokens that ask all patches."""
     method = begun(
         ONE,
@@ -246,7 +248,7 @@ def test_on_a_vision_transformer_patches_may_change_places_with_their_positions(
 )
 def test_the_whole_network_has_the_published_size_to_the_unit(
     image: int, tasks: int, classes: int, total: int
-):
+) -> None:
     with torch.device("meta"):
         encoder: Any = build(
             BackboneSettings(
@@ -262,7 +264,7 @@ def test_the_whole_network_has_the_published_size_to_the_unit(
     assert sum(p.numel() for p in network.parameters()) == total
 
 
-def test_a_task_leaves_its_token_and_its_head():
+def test_a_task_leaves_its_token_and_its_head() -> None:
     method = begun(ONE, TWO, step="finetune")
     state = TaskState.from_bytes(method.finish()[0].to_bytes())
     assert state.sizes() == {
@@ -281,7 +283,7 @@ def test_a_task_leaves_its_token_and_its_head():
 
 
 # ---- other encoders, refusals --------------------------------------------------------------------
-def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block():
+def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block() -> None:
     method = begun(
         ONE,
         TWO,
@@ -308,7 +310,7 @@ def test_the_decoder_stands_in_the_place_of_a_vision_transformers_last_block():
     )
 
 
-def test_what_it_cannot_work_with_is_refused():
+def test_what_it_cannot_work_with_is_refused() -> None:
     base = Task("base", "card", "", ("x", "y"), "base")
     with pytest.raises(
         UserError,
@@ -334,7 +336,7 @@ def test_what_it_cannot_work_with_is_refused():
     DyTox.fits(DyToxSettings(), build(SMALL), (ONE, TWO))
 
 
-def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place():
+def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place() -> None:
     a, b = TokenHeads(32), TokenHeads(32)
     for name in ("x", "y"):
         a.add(name, 2, 0)
@@ -346,7 +348,7 @@ def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place():
 
 
 # ---- sharpness -----------------------------------------------------------------------------------
-def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were():
+def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were() -> None:
     torch.manual_seed(1)
     weights = [
         torch.randn(3, 2, requires_grad=True),
@@ -372,7 +374,7 @@ def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were():
     assert all(torch.equal(w, old) for w, old in zip(weights, before, strict=True))
 
 
-def test_the_step_takes_its_gradient_uphill_from_the_second_task_on():
+def test_the_step_takes_its_gradient_uphill_from_the_second_task_on() -> None:
     assert begun(ONE, rho=3.0).sharpness() == 0
     assert begun(ONE, TWO, step="finetune", rho=3.0).sharpness() == 0
     method = begun(ONE, TWO, rho=3.0)
@@ -381,7 +383,7 @@ def test_the_step_takes_its_gradient_uphill_from_the_second_task_on():
 
 def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     calls: list[float] = []
     ascended = optim.ascended
     monkeypatch.setattr(
@@ -399,7 +401,7 @@ def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
 
 
 # ---- the chain -----------------------------------------------------------------------------------
-def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab):
+def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab) -> None:
     run = lab.run_of(
         "dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"memory": 12}}
     )
@@ -415,7 +417,7 @@ def test_memory_is_shared_equally_and_older_lists_are_shortened(lab: Lab):
     assert [job.step for job in run.stages(0)] == ["train", "herd"]
 
 
-def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab):
+def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab) -> None:
     """Training an old token and head, herding everything, the balanced step the encoder, which
     learns on as many images of each class."""
     run = lab.run_of(

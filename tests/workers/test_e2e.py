@@ -31,7 +31,7 @@ def apart(kd: str, student: Tensor, teacher: Tensor, tau: float) -> Tensor:
 @pytest.mark.parametrize(("step", "held"), [("train", "ab"), ("finetune", "abc")])
 def test_the_loss_is_cross_entropy_and_the_mean_distillation_of_each_task_that_was_there(
     step: str, held: str, kd: str, tau: float
-):
+) -> None:
     """In `finetune` the task's own classes were there too."""
     method, b = begun("e2e", A, B, C, step=step, kd=kd, tau=tau), batch(A, B, C)
     taught = {name: method.heads[name](method.backbone(b.images)).detach() for name in held}
@@ -48,14 +48,14 @@ def test_the_loss_is_cross_entropy_and_the_mean_distillation_of_each_task_that_w
     assert torch.allclose(loss, ce + expected, atol=1e-5)
 
 
-def test_the_first_task_of_all_is_plain_cross_entropy():
+def test_the_first_task_of_all_is_plain_cross_entropy() -> None:
     method = begun("e2e", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
     assert torch.equal(loss, F.cross_entropy(method.logits(batch(A).images, None), batch(A).labels))
 
 
-def test_fine_tuning_starts_where_its_teacher_is_and_trains_all_weights():
+def test_fine_tuning_starts_where_its_teacher_is_and_trains_all_weights() -> None:
     method = begun("e2e", A, B, step="finetune")
     assert all(p.requires_grad for p in method.parameters())
     method.classification_loss = lambda features, batch: features.sum() * 0
@@ -79,7 +79,7 @@ def noisy(
     return {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
 
 
-def test_gradients_get_noise_where_that_is_asked_for():
+def test_gradients_get_noise_where_that_is_asked_for() -> None:
     assert not any(bool(g.any()) for g in noisy().values())
     for done in (0, 99):
         drawn = noisy(noise=True, done=done)
@@ -93,7 +93,7 @@ def test_gradients_get_noise_where_that_is_asked_for():
         )
 
 
-def test_noise_is_the_same_on_all_ranks_and_another_in_each_step():
+def test_noise_is_the_same_on_all_ranks_and_another_in_each_step() -> None:
     one, other, later = (
         noisy(noise=True, rows=slice(0, 6, 2)),
         noisy(noise=True, rows=slice(1, 6, 2)),
@@ -104,7 +104,7 @@ def test_noise_is_the_same_on_all_ranks_and_another_in_each_step():
 
 
 # ---- the steps -----------------------------------------------------------------------------------
-def test_it_is_fine_tuned_on_as_many_images_of_each_class_and_keeps_fewer(lab: Lab):
+def test_it_is_fine_tuned_on_as_many_images_of_each_class_and_keeps_fewer(lab: Lab) -> None:
     """A memory of 10: five of each of two classes, while fine-tuning five of each of five, and two
     of each in the end."""
     run = stream(lab, "e2e", memory=10)
@@ -143,7 +143,7 @@ def test_it_is_fine_tuned_on_as_many_images_of_each_class_and_keeps_fewer(lab: L
     assert not torch.equal(before, after)
 
 
-def test_the_images_that_stay_are_chosen_by_the_network_after_fine_tuning(lab: Lab):
+def test_the_images_that_stay_are_chosen_by_the_network_after_fine_tuning(lab: Lab) -> None:
     """Nearest to the mean of the features as they are, of all images of the class."""
     run = stream(lab, "e2e", memory=10)
     assert E2eSettings().selection == "closest"
@@ -162,7 +162,7 @@ def test_the_images_that_stay_are_chosen_by_the_network_after_fine_tuning(lab: L
         assert run.carried(1).meta[MEMORY]["three"][c] == [keys[rows[place]] for place in nearest]
 
 
-def test_the_teacher_of_fine_tuning_is_the_network_after_training(lab: Lab):
+def test_the_teacher_of_fine_tuning_is_the_network_after_training(lab: Lab) -> None:
     run = stream(lab, "e2e", memory=10)
     run.trained(1)
     trained = Carried.from_bytes(run.artifact(run.stages(1)[1]).read("carried.safetensors")).tensors
@@ -182,7 +182,7 @@ def test_the_teacher_of_fine_tuning_is_the_network_after_training(lab: Lab):
     assert [*teacher.heads] == ["two", "three"]
 
 
-def test_a_base_task_gets_exemplars_and_the_task_after_it_is_fine_tuned(lab: Lab):
+def test_a_base_task_gets_exemplars_and_the_task_after_it_is_fine_tuned(lab: Lab) -> None:
     run = stream(lab, "e2e", base="two", memory=10)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],

@@ -49,7 +49,7 @@ def predictions(artifact: Artifact) -> list[dict[str, Any]]:
 
 # ---- scenario `class` ----------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "joint"])
-def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str):
+def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str) -> None:
     run = in_class_scenario(lab, method)
     found, served = run.evaluated(1), run.served(1)
     assert found["rewrites"] is True
@@ -77,7 +77,7 @@ def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str):
 @pytest.mark.parametrize("classes", [1, 3, 4, 5, 7])
 def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_or_fewer(
     classes: int,
-):
+) -> None:
     """Of the later of two tasks, over all classes so far: two and then so many."""
     method, tasks = (
         tiny(FineTune),
@@ -97,7 +97,7 @@ def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_
     assert (row["correct_top5"] == 40) == (classes <= 3)
 
 
-def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not(lab: Lab):
+def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not(lab: Lab) -> None:
     """Old heads are trained by new samples alone: what both knew of the first task is lost where
     the outputs compete."""
     old = {
@@ -108,7 +108,7 @@ def test_fine_tuning_answers_with_the_newest_classes_and_joint_training_does_not
     assert old["joint"]["correct"] > 0.6 * old["joint"]["total"]
 
 
-def test_the_validation_of_the_loop_lets_all_outputs_compete_too(lab: Lab):
+def test_the_validation_of_the_loop_lets_all_outputs_compete_too(lab: Lab) -> None:
     run = in_class_scenario(lab, "joint")
     live, job = run.live(1), run.stages(1)[0]
     correct, aware, total = 0, 0, 0
@@ -129,7 +129,7 @@ def test_the_validation_of_the_loop_lets_all_outputs_compete_too(lab: Lab):
     assert correct < aware, "else it would not matter"
 
 
-def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab):
+def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab) -> None:
     run = in_class_scenario(lab, "finetune", base=True)
     job = run.jobs["finetune/three/train"]
     assert list(job.states) == ["two"]
@@ -146,7 +146,7 @@ def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab):
 
 
 @pytest.mark.parametrize("soft", [True, False])
-def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool):
+def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool) -> None:
     method, draw = tiny(FineTune), object()
     tasks = tuple(Task(name, "c", "k", classes) for name, classes in TASKS.items())
     method.scenario, method.stream, method.training_tasks = (
@@ -172,7 +172,7 @@ def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool):
     assert method.columns() == {"two": slice(0, 2), "three": slice(2, 5)}
 
 
-def test_a_method_that_needs_the_task_says_so():
+def test_a_method_that_needs_the_task_says_so() -> None:
     method = tiny(Linear)
     method.heads.add("a", 2, 0)
     with pytest.raises(UserError, match=r"'linear' needs to be told the task; give one of \['a'\]"):
@@ -185,7 +185,7 @@ def tiny(cls: type[Method]) -> Method:
 
 
 # ---- canaries ------------------------------------------------------------------------------------
-def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab):
+def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab) -> None:
     run = lab.run("meat")
     first, second = run.evaluated(0), run.evaluated(1)
     assert first["rewrites"] is second["rewrites"] is False
@@ -196,7 +196,7 @@ def test_a_star_measures_the_task_before_again_beside_the_new_one(lab: Lab):
 
 def test_the_canary_tells_a_method_that_breaks_its_promise(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     class Drifts(Linear):
         name = "drifts"
 
@@ -210,7 +210,9 @@ def test_the_canary_tells_a_method_that_breaks_its_promise(
     )
 
 
-def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_is_told(lab: Lab):
+def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_is_told(
+    lab: Lab,
+) -> None:
     run = lab.run("linear")
     run.evaluated(1)
     job = run.evaluate_job(1)
@@ -223,7 +225,7 @@ def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_i
     assert caught.value.key == "1" * 32
 
 
-def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab):
+def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab) -> None:
     class Beside(Group):
         """Beside a rank that found the test data gone."""
 
@@ -247,7 +249,9 @@ def carrying(root: str, key: str, carried: Carried) -> str:
     return key
 
 
-def test_steps_side_by_side_hand_on_together_and_never_the_same_name(lab: Lab, tmp_path: Path):
+def test_steps_side_by_side_hand_on_together_and_never_the_same_name(
+    lab: Lab, tmp_path: Path
+) -> None:
     herd = carrying(
         str(tmp_path), "herd", Carried({"means": torch.ones(2)}, {"memory": {"two": ["a"]}})
     )
@@ -309,7 +313,7 @@ class Rehearses(FineTune):
 
 def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setitem(METHODS, Rehearses.name, Rehearses)
     run = lab.run(Rehearses.name)
     train, balance = run.stages(1)
@@ -332,7 +336,7 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     assert set(feed.rows.labels[first].tolist()) == {0}
 
 
-def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab):
+def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab) -> None:
     job = lab.run("finetune").stages(1)[0]
     with pytest.raises(
         UserError, match="task 'two': sample 'lost' is in the memory and not in its train split"
@@ -340,7 +344,7 @@ def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab):
         Feed(job, job.tasks, "train", Group(), True, {"two": ["lost"]})
 
 
-def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab):
+def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab) -> None:
     job = lab.run("finetune").stages(0)[0]
     feeds = [
         Feed(replace(job, step=step), job.tasks, "train", Group(), True)
@@ -350,7 +354,7 @@ def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab):
 
 
 # ---- what is recorded ----------------------------------------------------------------------------
-def test_a_column_that_begins_later_is_kept():
+def test_a_column_that_begins_later_is_kept() -> None:
     table = pq.read_table(
         pa.BufferReader(
             loop.parquet([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 0.5, "kept": 0.9}])
@@ -364,7 +368,7 @@ def test_a_column_that_begins_later_is_kept():
 
 def test_a_step_that_does_not_train_has_no_trained_parameters(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     class Prunes(FineTune):
         name = "prunes"
         steps = (Step("train"), Step("prune", trains=False))
@@ -377,7 +381,7 @@ def test_a_step_that_does_not_train_has_no_trained_parameters(
 
 
 @pytest.mark.parametrize("name", vit.DROPOUTS)
-def test_dropout_that_depends_on_the_number_of_ranks_is_refused(name: str):
+def test_dropout_that_depends_on_the_number_of_ranks_is_refused(name: str) -> None:
     with pytest.raises(
         UserError, match=rf"^backbone\.options\.{name} is 0\.1; .*use backbone\.drop_path"
     ):

@@ -51,19 +51,19 @@ def chosen(rule: str, features: Tensor, count: int, seed: int = 0) -> list[int]:
         (2, [1000, 500, 333, 250, 200, 166, 142, 125, 111, 100]),
     ],
 )
-def test_a_memory_of_2000_is_shared_by_the_classes_so_far(step: int, expected: list[int]):
+def test_a_memory_of_2000_is_shared_by_the_classes_so_far(step: int, expected: list[int]) -> None:
     counts = [quota(2000, 0, seen) for seen in range(step, 101, step)]
     assert counts[:10] == expected
     assert counts[-1] == 2000 // 100 == 20
     assert all(seen * m <= 2000 for seen, m in zip(range(step, 101, step), counts, strict=True))
 
 
-def test_a_class_that_has_fewer_images_gives_all_it_has():
+def test_a_class_that_has_fewer_images_gives_all_it_has() -> None:
     """The first of 50 tasks of CIFAR-100: 1000 of each class, which has 500."""
     assert len(herding(some_class(0, 500, 4), quota(2000, 0, 2), noise())) == 500
 
 
-def test_a_number_per_class_counts_whatever_the_number_of_classes():
+def test_a_number_per_class_counts_whatever_the_number_of_classes() -> None:
     assert [quota(2000, 20, seen) for seen in (1, 10, 1000)] == [20, 20, 20]
 
 
@@ -78,7 +78,7 @@ def test_a_number_per_class_counts_whatever_the_number_of_classes():
 )
 def test_herding_has_the_worked_order_whatever_the_length_of_a_feature(
     rule: str, expected: list[int], scale: Tensor
-):
+) -> None:
     assert chosen(rule, TOY * scale, 5) == expected
 
 
@@ -107,11 +107,11 @@ def with_replacement(features: Tensor, count: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_herding_brings_the_mean_of_the_chosen_nearest_to_the_class_mean(seed: int):
+def test_herding_brings_the_mean_of_the_chosen_nearest_to_the_class_mean(seed: int) -> None:
     assert herding(some_class(seed), 20, noise()) == by_distance(some_class(seed), 20)
 
 
-def test_the_released_form_lets_an_image_win_again():
+def test_the_released_form_lets_an_image_win_again() -> None:
     assert with_replacement(TOY, 5) == ([1, 3, 0, 2, 4], 6)
     found = [with_replacement(some_class(seed), 20) for seed in range(20)]
     assert [rebuffi_herding(some_class(seed), 20, noise()) for seed in range(20)] == [
@@ -121,7 +121,9 @@ def test_the_released_form_lets_an_image_win_again():
     assert any(order != by_distance(some_class(seed), 20) for seed, (order, _) in enumerate(found))
 
 
-def test_the_released_form_gives_up_after_its_rounds_and_fills_up(monkeypatch: pytest.MonkeyPatch):
+def test_the_released_form_gives_up_after_its_rounds_and_fills_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert exemplars.REBUFFI_ROUNDS == 1000
     monkeypatch.setattr(exemplars, "REBUFFI_ROUNDS", 3)
     features = some_class(1)
@@ -132,7 +134,7 @@ def test_the_released_form_gives_up_after_its_rounds_and_fills_up(monkeypatch: p
     ]
 
 
-def test_closest_sorts_by_the_distance_of_the_features_as_they_are():
+def test_closest_sorts_by_the_distance_of_the_features_as_they_are() -> None:
     # mean (3, 1); as directions the last is farthest, not the first
     features = torch.tensor([[9.0, 0.0], [2.0, 1.0], [1.0, 1.0], [0.0, 2.0]])
     assert closest(features, 4, noise()) == [1, 2, 3, 0]
@@ -141,7 +143,7 @@ def test_closest_sorts_by_the_distance_of_the_features_as_they_are():
     assert bool((distances.diff() >= 0).all())
 
 
-def test_random_draws_without_replacement_and_by_its_generator_alone():
+def test_random_draws_without_replacement_and_by_its_generator_alone() -> None:
     features = some_class(0)
     found = at_random(features, 40, noise(1))
     assert len(set(found)) == 40
@@ -151,7 +153,7 @@ def test_random_draws_without_replacement_and_by_its_generator_alone():
 
 
 @pytest.mark.parametrize("rule", SELECTIONS)
-def test_what_is_chosen_for_fewer_is_the_start_of_what_is_chosen_for_more(rule: str):
+def test_what_is_chosen_for_fewer_is_the_start_of_what_is_chosen_for_more(rule: str) -> None:
     most = chosen(rule, some_class(5), 40)
     assert len(set(most)) == 40
     for count in (1, 2, 7, 20, 39):
@@ -160,19 +162,19 @@ def test_what_is_chosen_for_fewer_is_the_start_of_what_is_chosen_for_more(rule: 
 
 @pytest.mark.parametrize("rule", SELECTIONS)
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_of_too_few_all_are_chosen_once(rule: str, n: int):
+def test_of_too_few_all_are_chosen_once(rule: str, n: int) -> None:
     assert sorted(chosen(rule, some_class(6, n), 10)) == [*range(n)]
 
 
 @pytest.mark.parametrize("rule", BY_FEATURES)
-def test_the_order_in_which_the_images_come_changes_nothing(rule: str):
+def test_the_order_in_which_the_images_come_changes_nothing(rule: str) -> None:
     features = some_class(7)
     order = torch.randperm(60, generator=noise(8))
     assert [int(order[i]) for i in chosen(rule, features[order], 20)] == chosen(rule, features, 20)
 
 
 @pytest.mark.parametrize("rule", BY_FEATURES)
-def test_of_equals_the_first_is_chosen(rule: str):
+def test_of_equals_the_first_is_chosen(rule: str) -> None:
     one = some_class(9, 6, 4)
     twice = torch.cat([one, one])
     found = chosen(rule, twice, 12)
@@ -181,7 +183,7 @@ def test_of_equals_the_first_is_chosen(rule: str):
 
 
 @pytest.mark.parametrize("rule", SELECTIONS)
-def test_a_feature_of_zeros_does_no_harm(rule: str):
+def test_a_feature_of_zeros_does_no_harm(rule: str) -> None:
     features = some_class(10, 8, 4)
     features[3] = 0
     assert sorted(chosen(rule, features, 8)) == [*range(8)]
@@ -191,7 +193,7 @@ def test_a_feature_of_zeros_does_no_harm(rule: str):
 FEATURES, LABELS = some_class(11, 30, 8), torch.arange(30) % 4
 
 
-def test_a_class_mean_is_the_direction_of_the_mean_of_unit_vectors():
+def test_a_class_mean_is_the_direction_of_the_mean_of_unit_vectors() -> None:
     means = class_means(FEATURES, LABELS, 4)
     for c in range(4):
         mean = F.normalize(FEATURES[c == LABELS], dim=1).mean(0)
@@ -200,13 +202,13 @@ def test_a_class_mean_is_the_direction_of_the_mean_of_unit_vectors():
     assert class_means(FEATURES.double(), LABELS, 4).dtype == torch.float64
 
 
-def test_answers_are_minus_squared_distances_of_unit_vectors():
+def test_answers_are_minus_squared_distances_of_unit_vectors() -> None:
     means, images = class_means(FEATURES, LABELS, 4), some_class(12, 9, 8)
     expected = -(F.normalize(images, dim=1)[:, None] - means).square().sum(2)
     assert torch.allclose(nearest_mean(images, means), expected, atol=1e-6)
 
 
-def test_with_one_exemplar_of_each_class_the_nearest_by_cosine_answers():
+def test_with_one_exemplar_of_each_class_the_nearest_by_cosine_answers() -> None:
     images, stored = some_class(13, 50, 8) - 0.5, some_class(14, 5, 8) - 0.5
     by_cosine = F.cosine_similarity(images[:, None], stored, dim=2).argmax(1)
     assert torch.equal(
@@ -215,7 +217,7 @@ def test_with_one_exemplar_of_each_class_the_nearest_by_cosine_answers():
     assert len(by_cosine.unique()) == 5
 
 
-def test_the_length_of_a_feature_has_no_part_in_answers():
+def test_the_length_of_a_feature_has_no_part_in_answers() -> None:
     means, images = class_means(FEATURES, LABELS, 4), some_class(15, 9, 8)
     lengths = torch.rand(39, 1, generator=noise(16)) * 20 + 0.1
     assert torch.allclose(class_means(FEATURES * lengths[:30], LABELS, 4), means, atol=1e-6)
@@ -224,6 +226,6 @@ def test_the_length_of_a_feature_has_no_part_in_answers():
     )
 
 
-def test_a_feature_of_zeros_has_no_direction_and_is_still_a_number():
+def test_a_feature_of_zeros_has_no_direction_and_is_still_a_number() -> None:
     assert torch.equal(normalised(torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.float64))
     assert torch.isfinite(nearest_mean(torch.zeros(2, 8), class_means(FEATURES, LABELS, 4))).all()

@@ -9,6 +9,7 @@ import io
 import tarfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -161,7 +162,7 @@ def plain(feed: Feed, epoch: int = 0) -> Counter:
 
 # ---- exactly once, the same everywhere -----------------------------------------------------------
 @pytest.mark.parametrize("place", PLACES)
-def test_every_sample_comes_exactly_once_per_epoch(root, place):
+def test_every_sample_comes_exactly_once_per_epoch(root: Any, place: Any) -> None:
     feed = feed_of(root, place, training=False)
     table = feed.rows.table
     expected = Counter()
@@ -177,8 +178,8 @@ def test_every_sample_comes_exactly_once_per_epoch(root, place):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
 def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(
-    root, place, world, accumulate, data
-):
+    root: Any, place: Any, world: int, accumulate: int, data: Any
+) -> None:
     one = samples([feed_of(root, place, data=data)], epoch=2)
     many = samples(
         [
@@ -192,7 +193,7 @@ def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root, place):
+def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root: Any, place: Any) -> None:
     feeds = [feed_of(root, place, rank, 3, accumulate=2) for rank in range(3)]
     per_rank = [list(feed.epoch(0)) for feed in feeds]
     assert [len(steps) for steps in per_rank] == [feeds[0].steps_per_epoch] * 3 == [5] * 3
@@ -205,28 +206,30 @@ def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_epochs_differ_and_repeat(root, place):
+def test_epochs_differ_and_repeat(root: Any, place: Any) -> None:
     feed = feed_of(root, place)
     assert samples([feed], 0) != samples([feed], 1)
     assert samples([feed], 1) == samples([feed_of(root, place)], 1)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_resumed_epoch_goes_on_where_it_stopped(root, place):
+def test_a_resumed_epoch_goes_on_where_it_stopped(root: Any, place: Any) -> None:
     whole = samples([feed_of(root, place)], 1)
     assert samples([feed_of(root, place)], 1, start=3) == whole[3:]
     assert samples([feed_of(root, place)], 1, start=5) == []
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(root, place):
+def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(
+    root: Any, place: Any
+) -> None:
     alone = feed_of(root, place)
     assert alone.seed == feed_of(root, place, tasks=(COLOURS,), batch=9).seed
     assert alone.seed != feed_of(root, place, tasks=(SHAPES,)).seed
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_several_tasks_are_mixed_and_keep_their_labels(root, place):
+def test_several_tasks_are_mixed_and_keep_their_labels(root: Any, place: Any) -> None:
     # classes of another task, in another order
     shared = Task("warm", "colours", "colours", ("blue", "red"))
     tasks = (SHAPES, COLOURS, shared)
@@ -267,8 +270,8 @@ def shown(feed: Feed, epoch: int = 0) -> list[bytes]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("repeats", [2, 3, 17, 40])
 def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(
-    root, place, repeats
-):
+    root: Any, place: Any, repeats: int
+) -> None:
     for epoch in (0, 1):
         once, again = (
             shown(feed_of(root, place, data={**UNCHANGED, "repeats": r}), epoch)
@@ -279,7 +282,9 @@ def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(root, place):
+def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(
+    root: Any, place: Any
+) -> None:
     plain, feed = feed_of(root, place), feed_of(root, place, data={"repeats": 3})
     assert (
         (feed.steps_per_epoch, feed.num_samples)
@@ -300,8 +305,8 @@ def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(root, p
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
 def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_goes_on(
-    root, place, world, data
-):
+    root: Any, place: Any, world: int, data: Any
+) -> None:
     one = samples([feed_of(root, place, data={**data, "repeats": 3})], epoch=2)
     many = samples(
         [
@@ -317,7 +322,7 @@ def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(root, place):
+def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(root: Any, place: Any) -> None:
     assert samples([feed_of(root, place, data={"repeats": 1})]) == samples([feed_of(root, place)])
     plain, repeated = (
         [b.keys for b in feed_of(root, place, training=False, data=data).evaluate(4)]
@@ -326,11 +331,13 @@ def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(root, place):
     assert plain == repeated
 
 
-def test_copies_of_a_streamed_image_are_decoded_once(root, monkeypatch):
+def test_copies_of_a_streamed_image_are_decoded_once(
+    root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoded: Counter = Counter()
     decode_one = Streamed._decode
 
-    def counted(source, row, data):
+    def counted(source: Any, row: Any, data: Any) -> Any:
         decoded[row] += 1
         return decode_one(source, row, data)
 
@@ -342,7 +349,7 @@ def test_copies_of_a_streamed_image_are_decoded_once(root, monkeypatch):
 
 # ---- measuring -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_measuring_deals_whole_batches_in_a_fixed_order(root, world):
+def test_measuring_deals_whole_batches_in_a_fixed_order(root: Any, world: int) -> None:
     kept = feed_of(root, "resident", split="test", training=False)
     expected = [(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in kept.evaluate(4)]
     assert [len(keys) for keys, _, _ in expected] == [4, 4, 4, 3]
@@ -365,7 +372,7 @@ def keys_of(feed: Feed) -> set[str]:
     return set(feed.rows.table["key"].to_pylist())
 
 
-def test_validation_is_stratified_disjoint_and_apart_from_test(root):
+def test_validation_is_stratified_disjoint_and_apart_from_test(root: Any) -> None:
     train, val, test = (
         keys_of(feed_of(root, "resident", split=s, training=False))
         for s in ("train", "val", "test")
@@ -377,7 +384,7 @@ def test_validation_is_stratified_disjoint_and_apart_from_test(root):
     assert {key.split("/")[0] for key in test} == {"test"}
 
 
-def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root):
+def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root: Any) -> None:
     table = Shards.open(str(root), "colours").select("train", ["red", "green", "blue"])
     alone = Shards.open(str(root), "colours").select("train", ["green"])
     shuffled = table.take(np.random.default_rng(0).permutation(table.num_rows))
@@ -393,13 +400,15 @@ def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root):
     ("count", "fraction", "expected"),
     [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (9, 0.0, 0), (10, 0.3, 3)],
 )
-def test_validation_leaves_something_on_both_sides(count, fraction, expected):
+def test_validation_leaves_something_on_both_sides(
+    count: int, fraction: float, expected: int
+) -> None:
     table = pa.table({"key": [str(i) for i in range(count)], "class": ["a"] * count})
     train, val = hold_out(table, fraction)
     assert (train.num_rows, val.num_rows) == (count - expected, expected)
 
 
-def test_empty_splits_and_classes_are_refused(root):
+def test_empty_splits_and_classes_are_refused(root: Any) -> None:
     with pytest.raises(UserError, match="class 'grey' of task 'colours' has no train images"):
         feed_of(root, "resident", tasks=(Task("colours", "colours", "colours", ("red", "grey")),))
     with pytest.raises(UserError, match=r"no validation images with data\.val_fraction = 0"):
@@ -412,7 +421,7 @@ def test_empty_splits_and_classes_are_refused(root):
 
 
 # ---- the cache, and damage -----------------------------------------------------------------------
-def test_the_cache_is_written_once_and_mended_when_cut_short(root, tmp_path):
+def test_the_cache_is_written_once_and_mended_when_cut_short(root: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expected = samples([feed_of(root, "resident")])
     assert samples([feed_of(root, "resident", cache=str(cache))]) == expected
@@ -440,7 +449,9 @@ PIXELS, ROW = 128, SIDE * SIDE * 3  # where they begin in the file; bytes of an 
         PIXELS + 17 * ROW + 32 * 17 - 1,
     ],
 )
-def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(at, root, tmp_path, capfd):
+def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(
+    at: Any, root: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = str(tmp_path / "cache")
     expected = samples([feed_of(root, "resident", cache=folder)])
     (file,) = (tmp_path / "cache").glob("*.npy")
@@ -460,12 +471,12 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(at, root, tm
 
 
 def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(
-    root, tmp_path, monkeypatch
-):
+    root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: Counter = Counter()
     is_whole = Blocks._is_whole
 
-    def counted(blocks, row):
+    def counted(blocks: Any, row: Any) -> Any:
         checked[row] += 1
         return is_whole(blocks, row)
 
@@ -479,7 +490,9 @@ def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(
     assert len(checked) == 17
 
 
-def test_decoded_images_that_a_disk_does_not_keep_are_a_sentence(root, tmp_path, monkeypatch):
+def test_decoded_images_that_a_disk_does_not_keep_are_a_sentence(
+    root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     feed = feed_of(root, "resident", cache=str(tmp_path / "cache"))
     monkeypatch.setattr(Blocks, "_is_whole", lambda blocks, row: False)
     with pytest.raises(UserError, match=r"gives back other bytes than were written"):
@@ -487,7 +500,9 @@ def test_decoded_images_that_a_disk_does_not_keep_are_a_sentence(root, tmp_path,
 
 
 @pytest.mark.parametrize(("limit", "count"), [(4000, 1), (10_000, 2)])
-def test_the_cache_holds_no_more_than_it_may(limit, count, root, tmp_path):
+def test_the_cache_holds_no_more_than_it_may(
+    limit: int, count: int, root: Any, tmp_path: Path
+) -> None:
     for split in ("train", "val"):
         feed_of(
             root, "resident", cache=str(tmp_path / "cache"), split=split, cache_gb=limit / 2**30
@@ -498,7 +513,7 @@ def test_the_cache_holds_no_more_than_it_may(limit, count, root, tmp_path):
     assert sum(file.stat().st_size for file in files) <= limit
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(root, tmp_path):
+def test_a_cache_that_cannot_be_written_is_a_sentence(root: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="shards and decoded images cannot be kept in"):
         feed_of(root, "resident", cache=str(tmp_path / "file"))
@@ -510,7 +525,7 @@ def use(root: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_flipped_bit_names_the_damaged_image(root, place):
+def test_a_flipped_bit_names_the_damaged_image(root: Any, place: Any) -> None:
     shards = Shards.open(str(root), "colours")
     row = feed_of(root, "resident").rows.table.slice(3, 1).to_pylist()[0]
     path = Path(shards.uri(row["shard"]))
@@ -524,7 +539,7 @@ def test_a_flipped_bit_names_the_damaged_image(root, place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("left", [0, 512 * 8, 512 * 9 + 100, None])
-def test_a_shard_that_is_cut_short_or_missing_is_damage(root, place, left):
+def test_a_shard_that_is_cut_short_or_missing_is_damage(root: Any, place: Any, left: Any) -> None:
     path = Path(Shards.open(str(root), "colours").uri("train-00006.tar"))
     if left is None:
         path.unlink()
@@ -535,14 +550,14 @@ def test_a_shard_that_is_cut_short_or_missing_is_damage(root, place, left):
 
 
 # ---- decoding ------------------------------------------------------------------------------------
-def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
-def test_every_mode_decodes_to_rgb(mode):
+def test_every_mode_decodes_to_rgb(mode: str) -> None:
     if mode == "I;16":
         image = Image.fromarray(np.full((6, 9), 40000, np.uint16))
     else:
@@ -554,18 +569,18 @@ def test_every_mode_decodes_to_rgb(mode):
     )
 
 
-def test_transparent_pixels_lie_on_white():
+def test_transparent_pixels_lie_on_white() -> None:
     assert (decode(encoded(Image.new("RGBA", (5, 5), (0, 0, 0, 0))), 3) == 255).all()
 
 
-def test_decoding_keeps_the_middle_square():
+def test_decoding_keeps_the_middle_square() -> None:
     wide = np.zeros((4, 12, 3), np.uint8)
     wide[:, 4:8] = 255
     assert (decode(encoded(Image.fromarray(wide)), 4) == 255).all()
     assert (decode(encoded(Image.fromarray(wide.transpose(1, 0, 2))), 4) == 255).all()
 
 
-def test_decoding_refuses_what_is_too_big_or_no_image():
+def test_decoding_refuses_what_is_too_big_or_no_image() -> None:
     with pytest.raises(UserError, match="max_pixels"):
         decode(encoded(Image.new("RGB", (50, 50))), 4, max_pixels=100)
     with pytest.raises(UserError, match="cannot be decoded"):

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pyarrow import fs
@@ -35,7 +37,7 @@ SMALL, LARGE = os.urandom(100_000), os.urandom(12_000_000)  # one PUT, and an up
 
 
 @pytest.fixture
-def patience_of_ours(monkeypatch):
+def patience_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client tries once, so that whatever is tried again is tried by us, at once."""
     monkeypatch.setattr(filesystem, "TRIES", 1)
     monkeypatch.setattr(filesystem, "FIRST_S", 0.01)
@@ -45,7 +47,7 @@ def patience_of_ours(monkeypatch):
 @pytest.mark.parametrize(
     "kind", ["503", "500", "429", "cut download", "done, unsaid", "slow", "silent"]
 )
-def test_a_read_outlives_what_passes(kind, bucket, patience_of_ours):
+def test_a_read_outlives_what_passes(kind: str, bucket: Any, patience_of_ours: Any) -> None:
     uri = join(bucket.uri, "a")
     write_bytes(uri, SMALL)
     bucket.faults[:] = [Fault(kind, "HEAD", times=2), Fault(kind, "GET", times=2)]
@@ -56,7 +58,7 @@ def test_a_read_outlives_what_passes(kind, bucket, patience_of_ours):
 
 
 @pytest.mark.parametrize("kind", ["503", "500", "429", "cut upload", "done, unsaid"])
-def test_a_write_outlives_what_passes(kind, bucket, patience_of_ours):
+def test_a_write_outlives_what_passes(kind: str, bucket: Any, patience_of_ours: Any) -> None:
     uri = join(bucket.uri, "a")
     bucket.faults[:] = [Fault(kind, "PUT", times=3)]
     write_bytes(uri, SMALL)
@@ -73,7 +75,9 @@ def test_a_write_outlives_what_passes(kind, bucket, patience_of_ours):
         ("done, unsaid", "?uploadId"),
     ],
 )
-def test_a_large_write_is_whole_or_absent(kind, part, bucket, patience_of_ours):
+def test_a_large_write_is_whole_or_absent(
+    kind: str, part: str, bucket: Any, patience_of_ours: Any
+) -> None:
     bucket.faults[:] = [Fault(kind, path=part)]
     with filesystem.patience(0), pytest.raises(UserError, match="does not answer"):
         write_bytes(join(bucket.uri, "a"), LARGE)
@@ -85,14 +89,16 @@ def test_a_large_write_is_whole_or_absent(kind, part, bucket, patience_of_ours):
     assert read_bytes(join(bucket.uri, "a")) == LARGE
 
 
-def test_what_the_client_gives_up_is_tried_again(bucket):
+def test_what_the_client_gives_up_is_tried_again(bucket: Any) -> None:
     """As it is used: three tries of the client, then ours."""
     bucket.faults[:] = [Fault("500", "PUT", times=4)]
     write_bytes(join(bucket.uri, "a"), SMALL)
     assert bucket.counts()["PUT"] == 5
 
 
-def test_when_patience_is_over_a_sentence_says_so(bucket, patience_of_ours, monkeypatch):
+def test_when_patience_is_over_a_sentence_says_so(
+    bucket: Any, patience_of_ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(filesystem, "say", lines.append)
     monkeypatch.setattr(filesystem, "SAY_S", 0.0)
@@ -107,7 +113,7 @@ def test_when_patience_is_over_a_sentence_says_so(bucket, patience_of_ours, monk
 
 
 @pytest.mark.parametrize("moment", ["open", "write"])
-def test_what_does_not_pass_is_said_at_once(moment, bucket):
+def test_what_does_not_pass_is_said_at_once(moment: str, bucket: Any) -> None:
     write_bytes(join(bucket.uri, "a"), b"1")
     bucket.seen.clear()
     bucket.faults[:] = [Fault("403")]
@@ -123,8 +129,13 @@ def test_what_does_not_pass_is_said_at_once(moment, bucket):
 
 @pytest.mark.parametrize("kind", ["503", "refused"])
 def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(
-    kind, bucket, patience_of_ours, monkeypatch, tmp_path, capsys
-):
+    kind: str,
+    bucket: Any,
+    patience_of_ours: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from tests import small_run
 
     monkeypatch.setattr(store_module, "FIRST_CONTACT_S", 0.0)
@@ -142,7 +153,7 @@ def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(
 class Clock:
     """In place of `time`: nobody sleeps, and how long somebody would have stands in `slept`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.slept: list[float] = []
 
     def monotonic(self) -> float:
@@ -153,13 +164,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(filesystem, "time", clock)
     return clock
 
 
-def fails(*errors: Exception, forever: bool = False):
+def fails(*errors: Exception, forever: bool = False) -> Any:
     """A call that raises these one after the other, and then answers."""
     left = [*errors]
 
@@ -175,8 +186,8 @@ PASSES = OSError("AWS Error SLOW_DOWN (HTTP status 503)")
 
 
 def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is_told_once(
-    clock, monkeypatch
-):
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[tuple[float, str]] = []
     monkeypatch.setattr(filesystem, "say", lambda line: lines.append((clock.monotonic(), line)))
     state = random.getstate()
@@ -197,7 +208,7 @@ def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is
     assert random.getstate() == state, "what is drawn for a pause changes no result"
 
 
-def test_patience_is_shorter_where_it_is_said_and_only_there(clock):
+def test_patience_is_shorter_where_it_is_said_and_only_there(clock: Any) -> None:
     call = fails(PASSES, forever=True)
     with pytest.raises(filesystem.StorageUnavailable), filesystem.patience(1.0):
         filesystem.patiently(call, "s3://b", "reading a")
@@ -252,7 +263,7 @@ def test_patience_is_shorter_where_it_is_said_and_only_there(clock):
         "Connection refused",
     ],
 )
-def test_what_may_pass_is_asked_again(text, clock):
+def test_what_may_pass_is_asked_again(text: Any, clock: Any) -> None:
     assert (
         filesystem.patiently(
             fails(OSError(text), OSError(f"{text}\nonce more")), "s3://b", "reading a"
@@ -281,14 +292,14 @@ def test_what_may_pass_is_asked_again(text, clock):
         UserError("HTTP status 503"),
     ],
 )
-def test_what_does_not_pass_is_not_asked_again(error, clock):
+def test_what_does_not_pass_is_not_asked_again(error: Any, clock: Any) -> None:
     with pytest.raises(type(error)) as caught:
         filesystem.patiently(fails(error), "s3://b", "reading a")
     assert caught.value is error
     assert clock.slept == []
 
 
-def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock):
+def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock: Any) -> None:
     text = (
         f"When reading information for key '{'folder/' * 60}a' in bucket 'b': AWS Error "
         "SLOW_DOWN during HeadObject operation"
@@ -300,9 +311,9 @@ def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock):
 
 
 def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_deletes_believes_that(
-    clock,
-):
-    def call():
+    clock: Any,
+) -> None:
+    def call() -> Any:
         return fails(PASSES, FileNotFoundError("a"))
 
     filesystem.patiently(call(), "s3://b", "deleting a", may_be_gone=True)
@@ -319,11 +330,11 @@ class Stumbles:
     """A disk whose every operation fails once in a way that passes, and then does what it is
     asked."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.disk, self.failed = fs.LocalFileSystem(), []
 
-    def __getattr__(self, name: str):
-        def call(*args, **how):
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **how: Any) -> Any:
             if name not in self.failed:
                 self.failed.append(name)
                 raise PASSES
@@ -385,7 +396,7 @@ class Stumbles:
         ),
     ],
 )
-def test_every_operation_is_made_again(name, call, clock, tmp_path):
+def test_every_operation_is_made_again(name: str, call: Any, clock: Any, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1234")
     below = Stumbles()
     assert call(fs.PyFileSystem(filesystem.RetryingFilesystem(below, "s3://b")), str(tmp_path))
@@ -393,7 +404,7 @@ def test_every_operation_is_made_again(name, call, clock, tmp_path):
     assert len(clock.slept) == len(below.failed)
 
 
-def test_a_file_is_read_from_any_place_in_it(tmp_path):
+def test_a_file_is_read_from_any_place_in_it(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     system = fs.PyFileSystem(filesystem.RetryingFilesystem(fs.LocalFileSystem(), "s3://b"))
     with system.open_input_file(str(tmp_path / "a")) as file:
@@ -425,7 +436,7 @@ def test_a_file_is_read_from_any_place_in_it(tmp_path):
     assert reading.read(1) == b"", "nothing is asked for behind the end"
 
 
-def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path):
+def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     patient = filesystem.RetryingFilesystem(fs.LocalFileSystem(), "s3://b")
     for call in (
@@ -439,7 +450,7 @@ def test_nothing_deletes_a_whole_storage_and_nothing_is_appended(tmp_path):
 
 # ---- what was done although nobody heard ---------------------------------------------------------
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "POST"])
-def test_deleting_and_moving_are_done_once(method, bucket, patience_of_ours):
+def test_deleting_and_moving_are_done_once(method: str, bucket: Any, patience_of_ours: Any) -> None:
     for name in ("a", "k/manifest.json", "folder/x", "folder/y"):
         write_bytes(join(bucket.uri, name), b"1")
     bucket.faults[:] = [Fault("done, unsaid", method, times=2)]
@@ -454,7 +465,7 @@ def test_deleting_and_moving_are_done_once(method, bucket, patience_of_ours):
 
 
 @pytest.mark.parametrize("harm", ["missing", "shorter", None])
-def test_a_stage_is_published_only_with_all_its_files(harm, bucket):
+def test_a_stage_is_published_only_with_all_its_files(harm: str | None, bucket: Any) -> None:
     attempt = Attempt(bucket.uri, "k")
     attempt.write("state", b"0123456789")
     attempt.write("table", b"")
@@ -481,7 +492,7 @@ def test_a_stage_is_published_only_with_all_its_files(harm, bucket):
 
 
 # ---- how often it is asked -----------------------------------------------------------------------
-def test_few_requests_are_made(bucket):
+def test_few_requests_are_made(bucket: Any) -> None:
     resolve("s3://elsewhere/without/a/region")
     assert not bucket.seen, "a region was asked for"
     attempt = Attempt(bucket.uri, "k")
@@ -498,14 +509,14 @@ def test_few_requests_are_made(bucket):
         assert bucket.counts() == {"GET": 1}
 
 
-def test_a_large_object_is_read_in_one_request(bucket):
+def test_a_large_object_is_read_in_one_request(bucket: Any) -> None:
     write_bytes(join(bucket.uri, "a"), LARGE)
     bucket.seen.clear()
     assert read_bytes(join(bucket.uri, "a")) == LARGE
     assert bucket.counts() == {"HEAD": 1, "GET": 1}
 
 
-def test_garbage_is_found_by_one_listing_of_each_place(bucket):
+def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
     store = Store(bucket.uri)
     for key in (f"{n:032d}" for n in range(6)):
         attempt = Attempt(store.root, key)
@@ -532,7 +543,7 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket):
 
 
 # ---- where it is, and who may --------------------------------------------------------------------
-def test_the_uri_goes_before_the_environment(monkeypatch):
+def test_the_uri_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict] = []
     monkeypatch.setattr(filesystem.fs, "S3FileSystem", lambda **options: made.append(options))
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
@@ -569,7 +580,7 @@ def test_the_uri_goes_before_the_environment(monkeypatch):
         resolve("s3://bucket/x?regoin=a")
 
 
-def test_google_gives_up_in_time(monkeypatch):
+def test_google_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     system, path = resolve("gs://anonymous@bucket/x")
     assert isinstance(system, fs.PyFileSystem)
     assert path == "bucket/x"
@@ -597,7 +608,7 @@ def test_google_gives_up_in_time(monkeypatch):
     ]
 
 
-def test_a_stream_that_an_exception_may_close_is_not_offered(bucket):
+def test_a_stream_that_an_exception_may_close_is_not_offered(bucket: Any) -> None:
     system, path = resolve(join(bucket.uri, "a"))
     assert isinstance(filesystem.bare(system), fs.S3FileSystem), "but by what it is made of"
     assert filesystem.bare(resolve("/a")[0]) == resolve("/a")[0]
@@ -606,7 +617,7 @@ def test_a_stream_that_an_exception_may_close_is_not_offered(bucket):
     assert not bucket.seen
 
 
-def test_json_of_records_comes_back(bucket):
+def test_json_of_records_comes_back(bucket: Any) -> None:
     store = Store(bucket.uri)
     store.check_writable()
     store.remember("card", [1])
@@ -616,7 +627,7 @@ def test_json_of_records_comes_back(bucket):
     assert json.loads(read_bytes(store.record_path("r"))) == store.record("r")
 
 
-def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch):
+def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.tracking.mlflow_client import bucket_folder, tracking_uri
 
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_S3_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
@@ -683,8 +694,8 @@ CREDENTIALS = (
     ],
 )
 def test_a_remedy_for_a_bucket_names_it_its_region_and_where_credentials_come_from(
-    uri, environment, said, tmp_path, monkeypatch
-):
+    uri: str, environment: Any, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in CREDENTIALS:
         monkeypatch.delenv(name, raising=False)
     for name, value in {**environment, "HOME": str(tmp_path)}.items():
@@ -697,7 +708,9 @@ def test_a_remedy_for_a_bucket_names_it_its_region_and_where_credentials_come_fr
     assert "hush" not in remedy
 
 
-def test_profiles_of_a_credentials_file_are_named(tmp_path, monkeypatch):
+def test_profiles_of_a_credentials_file_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in CREDENTIALS:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIA1\n")
@@ -707,7 +720,9 @@ def test_profiles_of_a_credentials_file_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["missing", "denied"])
-def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(why, bucket, tmp_path, capsys):
+def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(
+    why: str, bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests import small_run
 
     name = "nobodys-bucket" if why == "missing" else bucket.bucket
@@ -723,7 +738,9 @@ def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(why, bucket, t
     assert said.count("\n") == 1
 
 
-def test_a_bucket_that_refuses_in_the_middle_is_no_file(bucket, monkeypatch, capsys):
+def test_a_bucket_that_refuses_in_the_middle_is_no_file(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bucket.faults[:] = [Fault("403")]
     write = [lambda *_: write_bytes(join(bucket.uri, "x"), b"1")]
     monkeypatch.setattr(cli.browse, "serve", lambda *_: write[0]())
@@ -734,7 +751,7 @@ def test_a_bucket_that_refuses_in_the_middle_is_no_file(bucket, monkeypatch, cap
     assert said.count("\n") == 1
 
 
-def test_a_full_disk_is_told_as_one(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
     def full(*_: object) -> None:

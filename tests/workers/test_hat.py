@@ -73,7 +73,7 @@ def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_the_loss_is_cross_entropy_plus_c_times_r():
+def test_the_loss_is_cross_entropy_plus_c_times_r() -> None:
     method = Hat(vit(), HatSettings(c=0.5, price="absolute", schedule="linear", s_min=None), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     loss, terms = method.loss(batch(), Progress(0, 0, 1, STEPS))
@@ -87,7 +87,7 @@ def test_the_loss_is_cross_entropy_plus_c_times_r():
 
 
 @pytest.mark.parametrize("compensation", ["exact", "official"])
-def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensation: Any):
+def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensation: Any) -> None:
     """Of the step before, over all units that have a gradient, whatever c and R added to it; times
     the number of free units."""
     method = Hat(vit(), HatSettings(c=0.5, start="normal", compensation=compensation), 1)
@@ -110,7 +110,7 @@ def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensat
         assert (before == 0) == (step == 0), "there is no price before the first step"
 
 
-def test_a_step_in_which_no_unit_has_a_gradient_leaves_the_price():
+def test_a_step_in_which_no_unit_has_a_gradient_leaves_the_price() -> None:
     method = Hat(vit(), HatSettings(start="dense", schedule="linear"), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     method.price.fill_(7)
@@ -126,7 +126,7 @@ SHARED = ("qkv.weight", "qkv.bias", "attn.proj.weight", "fc1.weight", "fc1.bias"
 AFFINE = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.proj.bias", "fc2.bias")
 
 
-def test_what_every_task_sees_stays_and_everything_else_is_trained():
+def test_what_every_task_sees_stays_and_everything_else_is_trained() -> None:
     method, before = Hat(vit(), HatSettings(), 1), vit().state_dict()
     trained(method)
     moved = {
@@ -136,7 +136,7 @@ def test_what_every_task_sees_stays_and_everything_else_is_trained():
     assert len(moved) == 2 * len(SHARED)
 
 
-def test_copies_are_trained_beside_a_backbone_that_keeps_its_own():
+def test_copies_are_trained_beside_a_backbone_that_keeps_its_own() -> None:
     method, before = Hat(vit(), HatSettings(per_task_affine=True), 1), vit().state_dict()
     state, _ = trained(method)
     assert set(state.copies) == {name for name in before if name.endswith(AFFINE)} | {
@@ -151,7 +151,7 @@ def test_copies_are_trained_beside_a_backbone_that_keeps_its_own():
     assert all(torch.equal(served[name], value) for name, value in state.copies.items())
 
 
-def test_embeddings_have_their_own_rate_and_no_decay():
+def test_embeddings_have_their_own_rate_and_no_decay() -> None:
     groups = {
         g["name"]: g
         for g in Hat(vit(), HatSettings(mask_travel=3.0), 1).begin(
@@ -164,7 +164,7 @@ def test_embeddings_have_their_own_rate_and_no_decay():
     assert groups["biases"]["weight_decay"] == groups["copies"]["weight_decay"] == 0
 
 
-def test_the_scale_starts_again_in_every_epoch():
+def test_the_scale_starts_again_in_every_epoch() -> None:
     method = Hat(vit(), HatSettings(s_max=400, schedule="linear", s_min=None), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     for epoch in (0, 1):
@@ -173,21 +173,21 @@ def test_the_scale_starts_again_in_every_epoch():
             assert torch.allclose(method.soft, torch.sigmoid(scale * method.mask.embedding))
 
 
-def test_a_task_in_training_is_measured_with_the_masks_that_will_be_stored():
+def test_a_task_in_training_is_measured_with_the_masks_that_will_be_stored() -> None:
     method = Hat(vit(), HatSettings(start="normal", per_task_affine=True), 1)
     done = trained(method)
     with torch.no_grad():
         assert torch.equal(method.eval().logits(images(), "one"), answers([done]))
 
 
-def test_a_dense_start_is_the_backbone_and_a_normal_one_switches_half_of_the_units_off():
+def test_a_dense_start_is_the_backbone_and_a_normal_one_switches_half_of_the_units_off() -> None:
     for start, share in (("dense", 1.0), ("normal", 0.5)):
         method = Hat(vit(), HatSettings(start=start), 1)
         method.begin(ONE, "train", None, RATES, (ONE,))
         assert math.isclose(method.measures()["density"], share, abs_tol=0.05)
 
 
-def test_a_loaded_task_that_is_trained_anew_is_measured_with_its_new_masks():
+def test_a_loaded_task_that_is_trained_anew_is_measured_with_its_new_masks() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
     state = trained(method)[0]
     state.masks = {site: torch.zeros_like(mask) for site, mask in state.masks.items()}
@@ -196,13 +196,13 @@ def test_a_loaded_task_that_is_trained_anew_is_measured_with_its_new_masks():
     assert method.serving_weights("one")["blocks.0.mlp.fc2.weight"].any()
 
 
-def test_embeddings_are_clamped_after_each_step():
+def test_embeddings_are_clamped_after_each_step() -> None:
     method = Hat(vit(), HatSettings(mask_lr=50), 1)
     trained(method)
     assert method.mask.embedding.abs().max() == 6
 
 
-def test_embeddings_differ_between_tasks_and_not_between_runs():
+def test_embeddings_differ_between_tasks_and_not_between_runs() -> None:
     def start(task: Task) -> Tensor:
         method = Hat(vit(), HatSettings(start="normal"), 1)
         method.begin(task, "train", None, RATES, (task,))
@@ -215,14 +215,14 @@ def test_embeddings_differ_between_tasks_and_not_between_runs():
 # ---- zero forgetting -----------------------------------------------------------------------------
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_answers_of_the_first_task_stay_bit_for_bit(optimizer: str, affine: bool):
+def test_answers_of_the_first_task_stay_bit_for_bit(optimizer: str, affine: bool) -> None:
     done = chain(optimizer, per_task_affine=affine)
     assert torch.equal(answers(done), answers(done[:1]))
     assert answers(done, TWO).shape == (8, 3)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_locked_entries_stay_and_free_ones_are_trained(optimizer: str):
+def test_locked_entries_stay_and_free_ones_are_trained(optimizer: str) -> None:
     (state, before), (_, after) = chain(optimizer)
     for i in range(2):
         qk, v, ff = (state.masks[f"blocks.{i}.{kind}"] for kind in ("qk", "v", "ff"))
@@ -240,7 +240,7 @@ def test_locked_entries_stay_and_free_ones_are_trained(optimizer: str):
             assert not torch.equal(old[~held], new[~held]), name
 
 
-def test_without_restore_weight_decay_forgets(monkeypatch: pytest.MonkeyPatch):
+def test_without_restore_weight_decay_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     for optimizer in ("sgd", "adamw"):
         done = chain(optimizer)
@@ -252,14 +252,14 @@ def test_without_restore_weight_decay_forgets(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_without_the_protector_every_optimizer_forgets(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
     done = chain(optimizer)
     assert (answers(done) - answers(done[:1])).abs().max() > 1e-3
 
 
-def test_soft_masks_at_test_would_change_the_answers():
+def test_soft_masks_at_test_would_change_the_answers() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
     trained(method)
     with torch.no_grad():
@@ -273,7 +273,7 @@ def test_soft_masks_at_test_would_change_the_answers():
 
 
 # ---- what is stored ------------------------------------------------------------------------------
-def test_the_cumulative_mask_is_the_union_of_the_stored_masks_and_never_shrinks():
+def test_the_cumulative_mask_is_the_union_of_the_stored_masks_and_never_shrinks() -> None:
     done = chain()
     masks = [torch.cat(list(state.masks.values())) for state, _ in done]
     assert torch.equal(done[0][1].tensors["uses"], masks[0].short())
@@ -288,7 +288,7 @@ def real() -> nn.Module:
 
 
 @pytest.mark.parametrize(("affine", "copies"), [(False, 0), (True, 4 * 14_400)])
-def test_a_task_of_vit_tiny_takes_1728_bytes_and_its_head(affine: bool, copies: int):
+def test_a_task_of_vit_tiny_takes_1728_bytes_and_its_head(affine: bool, copies: int) -> None:
     method = Hat(real(), HatSettings(per_task_affine=affine), 1)
     method.begin(TWO, "train", None, RATES, (TWO,))
     state = TaskState.from_bytes(method.finish()[0].to_bytes())
@@ -296,7 +296,7 @@ def test_a_task_of_vit_tiny_takes_1728_bytes_and_its_head(affine: bool, copies: 
     assert state.sizes() == {"masks": 1_728, "tokens": 0, "head": 4 * 3 * 193, "copies": copies}
 
 
-def test_a_state_of_another_width_is_refused():
+def test_a_state_of_another_width_is_refused() -> None:
     ((state, _),) = chain()[:1]
     state.masks["blocks.1.ff"] = state.masks["blocks.1.ff"][:-1]
     with pytest.raises(
@@ -308,7 +308,7 @@ def test_a_state_of_another_width_is_refused():
         Hat(vit(), HatSettings(), 1).load(state)
 
 
-def test_measures_and_the_share_of_work():
+def test_measures_and_the_share_of_work() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     with torch.no_grad():
@@ -329,7 +329,7 @@ def refused(train: dict[str, Any], **settings: Any) -> None:
     Hat.check(HatSettings(**settings), TrainSettings(**train), DataSettings(), "task")
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_settings_that_cannot_work_are_refused() -> None:
     refused({})
     refused({"optimizer": "sgd"}, mask_lr=0.05)
     with pytest.raises(UserError, match=r"mask_lr is 'auto' with train.optimizer 'sgd'"):
@@ -341,14 +341,14 @@ def test_settings_that_cannot_work_are_refused():
             HatSettings(**bad)
 
 
-def test_an_epoch_of_one_step_is_refused():
+def test_an_epoch_of_one_step_is_refused() -> None:
     method = Hat(vit(), HatSettings(), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
     with pytest.raises(UserError, match="'one' has one step per epoch"):
         method.loss(batch(), Progress(0, 0, 3, 1))
 
 
-def test_a_full_network_is_reported():
+def test_a_full_network_is_reported() -> None:
     method = Hat(vit(), HatSettings(mask_lr=1e-6), 1)
     _, carried = trained(method)
     assert [
@@ -367,7 +367,7 @@ def test_a_full_network_is_reported():
     assert roomy.warnings() == []
 
 
-def test_a_full_network_still_learns_a_head_and_a_choice_of_units():
+def test_a_full_network_still_learns_a_head_and_a_choice_of_units() -> None:
     full = Carried(trained(Hat(vit(), HatSettings(mask_lr=1e-6), 1))[1].tensors)
     method = Hat(vit(), HatSettings(start="normal"), 1)
     state, carried = trained(method, TWO, full)
@@ -379,7 +379,7 @@ def test_a_full_network_still_learns_a_head_and_a_choice_of_units():
 
 
 # ---- AdaHAT --------------------------------------------------------------------------------------
-def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full():
+def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full() -> None:
     """Under plain SGD the step of every entry is that of no protection, times r / (n + r)."""
     method = AdaHat(vit(), AdaHatSettings(start="normal", intensity=0.3, eps=0.1, mask_lr=0.05), 1)
     method.begin(ONE, "train", None, RATES, (ONE,))
@@ -412,7 +412,7 @@ def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_adahat_forgets_the_more_the_more_its_intensity(optimizer: str):
+def test_adahat_forgets_the_more_the_more_its_intensity(optimizer: str) -> None:
     moved = []
     for intensity in (1e-3, 1.0):
         done = chain(optimizer, AdaHat, intensity=intensity)
@@ -420,7 +420,7 @@ def test_adahat_forgets_the_more_the_more_its_intensity(optimizer: str):
     assert 0 < moved[0] < moved[1]
 
 
-def test_adahat_says_that_it_forgets_and_hat_that_it_does_not():
+def test_adahat_says_that_it_forgets_and_hat_that_it_does_not() -> None:
     assert AdaHat.forgets
     assert AdaHat.rewrites("task")
     assert not Hat.forgets

@@ -29,7 +29,7 @@ CLASSES = {"two": ["0", "1"], "three": ["2", "3", "4"]}
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_the_loss_has_the_worked_value(monkeypatch: pytest.MonkeyPatch):
+def test_the_loss_has_the_worked_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second sample's own label is an old class, and its teacher stands in for it."""
     one = Task("c", "card", "", ("c1",))
     method, b = begun("icarl", A, one), batch(A, one, rows=slice(0, 2))
@@ -51,7 +51,7 @@ def teaching(method: Icarl, images: Tensor, names: str) -> Tensor:
 @pytest.mark.parametrize("soft", [False, True])
 def test_the_loss_is_a_mean_over_entries_old_ones_held_to_the_teacher_and_new_ones_to_labels(
     soft: bool,
-):
+) -> None:
     method = begun("icarl", A, B, C)
     b = batch(
         A,
@@ -71,7 +71,7 @@ def test_the_loss_is_a_mean_over_entries_old_ones_held_to_the_teacher_and_new_on
     assert terms.keys() == {"bce", "kd"}
 
 
-def test_the_label_of_an_exemplar_has_no_part_in_the_loss():
+def test_the_label_of_an_exemplar_has_no_part_in_the_loss() -> None:
     method, b = begun("icarl", A, B), batch(A, B)
     moved(method)
     first = method.loss(b, START)[0]
@@ -81,7 +81,7 @@ def test_the_label_of_an_exemplar_has_no_part_in_the_loss():
     assert not torch.equal(method.loss(b, START)[0], first)
 
 
-def test_as_others_report_it_the_loss_is_cross_entropy_and_distillation():
+def test_as_others_report_it_the_loss_is_cross_entropy_and_distillation() -> None:
     method, b = begun("icarl", A, B, loss="ce_kd", tau=3.0), batch(A, B)
     taught = teaching(method, b.images, "a")
     loss, terms = method.loss(b, START)
@@ -93,7 +93,7 @@ def test_as_others_report_it_the_loss_is_cross_entropy_and_distillation():
 
 
 @pytest.mark.parametrize(("loss", "name"), [("bce", "bce"), ("ce_kd", "ce")])
-def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str):
+def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str) -> None:
     method, b = begun("icarl", A, loss=loss), batch(A)
     logits = method.logits(b.images, None)
     expected = (
@@ -108,7 +108,9 @@ def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str):
 
 
 # ---- answers -------------------------------------------------------------------------------------
-def test_it_answers_by_the_nearest_mean_of_the_exemplars_as_the_network_sees_them_now(lab: Lab):
+def test_it_answers_by_the_nearest_mean_of_the_exemplars_as_the_network_sees_them_now(
+    lab: Lab,
+) -> None:
     run = stream(lab, "icarl", memory=10)
     served, images, carried = run.served(1), run.images(1), run.carried(1)
     exemplars = remembered(run, 1, carried.meta[MEMORY])
@@ -127,7 +129,7 @@ def test_it_answers_by_the_nearest_mean_of_the_exemplars_as_the_network_sees_the
     assert run.evaluated(1)["rows"][1]["correct"] == int((found.argmax(1) - 2 == test.labels).sum())
 
 
-def test_with_argmax_the_outputs_answer_and_only_the_measurement_is_another(lab: Lab):
+def test_with_argmax_the_outputs_answer_and_only_the_measurement_is_another(lab: Lab) -> None:
     by_means, by_outputs = (
         stream(lab, "icarl", memory=10, infer=infer) for infer in ("nme", "argmax")
     )
@@ -146,7 +148,7 @@ def test_with_argmax_the_outputs_answer_and_only_the_measurement_is_another(lab:
         assert torch.equal(served.logits(images, "three"), expected[:, 2:])
 
 
-def test_until_there_are_means_the_outputs_answer(lab: Lab):
+def test_until_there_are_means_the_outputs_answer(lab: Lab) -> None:
     """In `train` the means are of the network before; nothing of them is handed on."""
     run = stream(lab, "icarl", memory=10)
     run.trained(1)
@@ -158,7 +160,7 @@ def test_until_there_are_means_the_outputs_answer(lab: Lab):
     assert "heads/three/weight" in handed.tensors
 
 
-def test_means_move_with_the_network_and_not_with_its_heads():
+def test_means_move_with_the_network_and_not_with_its_heads() -> None:
     method = begun("icarl", A, B)
     method.means = F.normalize(
         torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), dim=1
@@ -172,7 +174,7 @@ def test_means_move_with_the_network_and_not_with_its_heads():
 
 
 # ---- the memory ----------------------------------------------------------------------------------
-def test_old_classes_keep_the_start_of_their_lists_and_all_share_the_memory(lab: Lab):
+def test_old_classes_keep_the_start_of_their_lists_and_all_share_the_memory(lab: Lab) -> None:
     run = stream(lab, "icarl", memory=11)
     first, second = (run.carried(task).meta[MEMORY] for task in (0, 1))
     assert {c: len(keys) for c, keys in first["two"].items()} == {"0": 5, "1": 5}
@@ -183,7 +185,7 @@ def test_old_classes_keep_the_start_of_their_lists_and_all_share_the_memory(lab:
     assert {task: [*classes] for task, classes in second.items()} == CLASSES
 
 
-def test_a_base_task_gets_exemplars_and_means_by_the_backbone(lab: Lab):
+def test_a_base_task_gets_exemplars_and_means_by_the_backbone(lab: Lab) -> None:
     run = stream(lab, "icarl", base="two", memory=10)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -193,7 +195,7 @@ def test_a_base_task_gets_exemplars_and_means_by_the_backbone(lab: Lab):
     assert run.carried(1).tensors[MEANS].shape == (5, 32)
 
 
-def test_two_ranks_choose_the_same_exemplars_and_means(lab: Lab):
+def test_two_ranks_choose_the_same_exemplars_and_means(lab: Lab) -> None:
     run = stream(lab, "icarl", memory=10)
     run.trained(1)
     herd = run.stages(1)[-1]
@@ -205,7 +207,7 @@ def test_two_ranks_choose_the_same_exemplars_and_means(lab: Lab):
     ] == [run.artifact(herd).read(n) for n in ("task.safetensors", "carried.safetensors")]
 
 
-def test_a_memory_that_leaves_a_class_without_an_exemplar_is_refused():
+def test_a_memory_that_leaves_a_class_without_an_exemplar_is_refused() -> None:
     with pytest.raises(UserError, match="memory is 4, and the stream has 5 classes"):
         METHODS["icarl"].fits(IcarlSettings(memory=4), begun("icarl", A).backbone, (A, B))
     METHODS["icarl"].fits(IcarlSettings(memory=4, per_class=1), begun("icarl", A).backbone, (A, B))

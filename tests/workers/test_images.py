@@ -7,6 +7,8 @@ import base64
 import io
 import struct
 import zlib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +51,7 @@ def bomb(side: int, height: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_files_bytes_and_base64_are_what_evaluation_decodes(kind, tmp_path):
+def test_files_bytes_and_base64_are_what_evaluation_decodes(kind: str, tmp_path: Path) -> None:
     data = encoded(kind)
     (tmp_path / "picture").write_bytes(data)
     url = f"data:image/{kind.lower()};base64,{text(data)}"
@@ -59,7 +61,7 @@ def test_files_bytes_and_base64_are_what_evaluation_decodes(kind, tmp_path):
         )
 
 
-def test_arrays_lists_and_pictures_are_the_same_image():
+def test_arrays_lists_and_pictures_are_the_same_image() -> None:
     array = np.asarray(PICTURE)
     nested = np.empty(9, object)
     nested[:] = [[*row] for row in array]
@@ -114,14 +116,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", [*BAD])
-def test_what_cannot_be_an_image_gets_one_sentence(kind):
+def test_what_cannot_be_an_image_gets_one_sentence(kind: Any) -> None:
     image, said = BAD[kind]
     with pytest.raises(UserError, match=said) as error:
         pixels_of([encoded("PNG"), image], 6, Limits(max_pixels=1000, image_bytes=2000))
     assert "\n" not in str(error.value)
 
 
-def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch):
+def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(UserError, match="too large"):
         pixels_of([bomb(60_000)], 6, Limits())
@@ -130,7 +132,7 @@ def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch):
             pixels_of([bomb(width, height)], 6, Limits())
 
 
-def test_a_file_is_read_where_that_is_allowed_alone(tmp_path):
+def test_a_file_is_read_where_that_is_allowed_alone(tmp_path: Path) -> None:
     place = tmp_path / "a.png"
     place.write_bytes(encoded("PNG"))
     pixels_of([str(place)], 6, Limits(paths=True))
@@ -142,7 +144,7 @@ def test_a_file_is_read_where_that_is_allowed_alone(tmp_path):
         pixels_of([str(tmp_path / "b.png")], 6, Limits(paths=True))
 
 
-def test_a_request_is_bounded_as_a_whole():
+def test_a_request_is_bounded_as_a_whole() -> None:
     data = encoded("PNG")
     with pytest.raises(UserError, match="3 images in one request are more than 2"):
         pixels_of([data] * 3, 6, Limits(images=2))

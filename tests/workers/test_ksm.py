@@ -45,14 +45,14 @@ def scores(count: int = 5000) -> Tensor:
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_the_worked_example_of_the_soft_mask():
+def test_the_worked_example_of_the_soft_mask() -> None:
     mask = SoftBinary(WORKED, 5e-3)
     assert mask.hard().tolist() == [1.0, 0.5, 0.0, 0.0]
     assert mask.sample().tolist() == [1.0, 0.5, 0.0, 0.0]
     assert SoftBinary(WORKED, 5e-3, soft=False).hard().tolist() == [True, False, False, False]
 
 
-def test_mask_values_are_one_or_at_most_a_half():
+def test_mask_values_are_one_or_at_most_a_half() -> None:
     values = scores()
     mask = SoftBinary(values, 5e-3).hard()
     assert torch.equal(mask == 1, values >= 5e-3)
@@ -74,7 +74,7 @@ def test_mask_values_are_one_or_at_most_a_half():
     ],
     ids=["all off and equal", "all on", "all off", "all at zero", "at the threshold"],
 )
-def test_a_layer_without_a_range_has_no_nan(values, want):
+def test_a_layer_without_a_range_has_no_nan(values: Any, want: Any) -> None:
     """On entries count as zero for the least and the largest, off ones at exactly zero get
     nothing."""
     mask = SoftBinary(torch.tensor(values), torch.tensor(5e-3).item())
@@ -83,7 +83,7 @@ def test_a_layer_without_a_range_has_no_nan(values, want):
     assert bool(mask.scores.grad.isfinite().all())
 
 
-def test_the_slope_at_the_threshold_is_three():
+def test_the_slope_at_the_threshold_is_three() -> None:
     mask = SoftBinary(torch.tensor([5e-3]), 5e-3)
     mask.sample().backward()
     assert mask.scores.grad.item() == pytest.approx(3.0, abs=1e-6)
@@ -92,7 +92,7 @@ def test_the_slope_at_the_threshold_is_three():
     assert steep.scores.grad.item() == pytest.approx(600 / 40)
 
 
-def test_no_gradient_goes_through_the_coefficients():
+def test_no_gradient_goes_through_the_coefficients() -> None:
     """That of the whole mask is that of its bits: sigmoid' of the relaxation, on or off."""
     values, weights = scores(), torch.linspace(-1, 1, 5000)
     soft, bits = SoftBinary(values, 5e-3), SoftBinary(values, 5e-3, soft=False)
@@ -103,7 +103,7 @@ def test_no_gradient_goes_through_the_coefficients():
     assert torch.allclose(soft.scores.grad.double(), weights * 12 * s * (1 - s), rtol=1e-5)
 
 
-def test_without_coefficients_and_groups_it_is_piggyback():
+def test_without_coefficients_and_groups_it_is_piggyback() -> None:
     values = scores()
     assert torch.equal(SoftBinary(values, 5e-3, soft=False).hard(), Threshold(values, 5e-3).hard())
     tie = torch.tensor([5e-3])
@@ -131,7 +131,7 @@ def test_without_coefficients_and_groups_it_is_piggyback():
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_mask_value_stands_for_a_group_of_columns_a_kernel_or_a_row():
+def test_a_mask_value_stands_for_a_group_of_columns_a_kernel_or_a_row() -> None:
     weight = torch.arange(1.0, 17.0).view(2, 8)
     assert masked(weight, torch.tensor([[1.0, 0.5], [0.0, 2.0]])).tolist() == [
         [1, 2, 3, 4, 2.5, 3, 3.5, 4],
@@ -181,7 +181,9 @@ def test_a_mask_value_stands_for_a_group_of_columns_a_kernel_or_a_row():
         ),
     ],
 )
-def test_every_granularity_trains_masks_of_its_shape_and_serves_them(settings, shapes):
+def test_every_granularity_trains_masks_of_its_shape_and_serves_them(
+    settings: Any, shapes: Any
+) -> None:
     method = ksm(mask_travel=20.0, **settings)
     state = trained(method)
     assert {site: tuple(state.masks[site].shape) for site in shapes} == shapes
@@ -193,7 +195,7 @@ def test_every_granularity_trains_masks_of_its_shape_and_serves_them(settings, s
 
 # ---- training ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("soft", [True, False])
-def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft):
+def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft: bool) -> None:
     method = ksm(soft=soft)
     begun(method)
     assert all(bool((mask.scores == 1e-2).all()) for mask in method.masks.values())
@@ -209,7 +211,7 @@ def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft):
     assert torch.equal(answers(fresh), want)
 
 
-def test_masks_copies_of_norms_and_head_are_trained_and_nothing_else():
+def test_masks_copies_of_norms_and_head_are_trained_and_nothing_else() -> None:
     method = ksm()
     groups = {g["name"]: g for g in begun(method)}
     assert groups.keys() == {"head.weight", "head.bias", "masks", "copies"}
@@ -224,7 +226,7 @@ def test_masks_copies_of_norms_and_head_are_trained_and_nothing_else():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("soft", [True, False])
-def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, soft):
+def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer: Any, soft: bool) -> None:
     method = ksm(soft=soft, **({"mask_lr": 5.0} if optimizer == "sgd" else {}))
     method.load(trained(method, ONE, optimizer))
     before = answers(method)
@@ -239,7 +241,7 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, soft):
     assert method.logits(images(), "two").shape == (8, 3)
 
 
-def test_norms_trained_in_place_would_be_found_out(monkeypatch):
+def test_norms_trained_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation that the test above is for: the backbone's own norms in place of copies."""
     monkeypatch.setattr(Ksm, "copied", lambda self: [])
     method = ksm()
@@ -255,7 +257,7 @@ def test_norms_trained_in_place_would_be_found_out(monkeypatch):
     assert digest_of(method.backbone) != method.backbone_digest
 
 
-def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
+def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32() -> None:
     method = ksm()
     begun(method)
     with torch.autocast("cpu", torch.bfloat16):
@@ -268,7 +270,7 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
 
 
 # ---- what is stored and served -------------------------------------------------------------------
-def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training():
+def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training() -> None:
     method = ksm()
     state = trained(method)
     server = ksm(soft=False)  # a state says itself whether it is soft
@@ -284,13 +286,13 @@ def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training():
         assert not torch.equal(answers(server), answers(method)), name
 
 
-def test_a_task_is_the_same_whatever_was_trained_before_it():
+def test_a_task_is_the_same_whatever_was_trained_before_it() -> None:
     alone, after = ksm(), ksm()
     trained(after, TWO)
     assert trained(alone).to_bytes() == trained(after).to_bytes()
 
 
-def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones():
+def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones() -> None:
     method = ksm()
     method.load(trained(method))
     method.load(
@@ -307,7 +309,7 @@ def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(share):
+def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(share: float) -> None:
     """(N / g) (1 + 32 rho) bits of masks and 9,600 floats of norms; 576 of the kernels are those of
     the patch embedding."""
     method = Ksm(build(BackboneSettings()), KsmSettings(), seed=1)
@@ -329,7 +331,7 @@ def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(sh
 
 
 # ---- people's mistakes ---------------------------------------------------------------------------
-def test_mistakes_get_a_sentence():
+def test_mistakes_get_a_sentence() -> None:
     check = partial(Ksm.check, data=DataSettings(), scenario="task")
     check(KsmSettings(), TrainSettings())
     with pytest.raises(UserError, match=r"start is 0\.001 with theta 0\.005"):
@@ -346,7 +348,7 @@ def test_mistakes_get_a_sentence():
         KsmSettings(granularity="layer")
 
 
-def test_a_state_that_does_not_fit_is_refused():
+def test_a_state_that_does_not_fit_is_refused() -> None:
     state = trained(ksm())
     with pytest.raises(
         UserError, match=r"has a mask patch_embed\.proj of shape .*the settings of its run"

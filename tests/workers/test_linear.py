@@ -56,7 +56,7 @@ def probe(lab: Lab, **data: Any) -> Run:
 @pytest.mark.parametrize(
     "data", [{}, {"smoothing": 0.2}, {"repeats": 2}, {"resident_mb": 0}], ids=repr
 )
-def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]):
+def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]) -> None:
     """Up to rounding: a sample meets other neighbours in the forward. Smoothed labels, repeated
     images and streamed ones too."""
     job = probe(lab, **data).stages(0)[0]
@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]):
     ],
     ids=repr,
 )
-def test_with_augmentation_features_are_recomputed(lab: Lab, data: dict[str, Any]):
+def test_with_augmentation_features_are_recomputed(lab: Lab, data: dict[str, Any]) -> None:
     """Those of validation images alone stay the same."""
     job = probe(lab, **data).stages(0)[0]
     with counted() as seen:
@@ -100,7 +100,9 @@ def test_with_augmentation_features_are_recomputed(lab: Lab, data: dict[str, Any
     assert found == expected, "bit for bit"
 
 
-def test_nothing_is_held_where_the_backbone_is_trained(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_held_where_the_backbone_is_trained(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Thawed(Linear):
         name, freezes_backbone = "thawed", False
 
@@ -117,7 +119,7 @@ def test_nothing_is_held_where_the_backbone_is_trained(lab: Lab, monkeypatch: py
     assert sum(seen) == 5 * (found[0]["images"] + found[0]["val_total"])
 
 
-def test_two_ranks_train_the_same_head(lab: Lab):
+def test_two_ranks_train_the_same_head(lab: Lab) -> None:
     """Up to the order of summation of its gradients."""
     jobs = [again(probe(lab).stages(0)[0], f"on-{world}-ranks") for world in (1, 2)]
     with small_batches():
@@ -139,7 +141,7 @@ def made_of(images: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_feed_gives_what_it_holds_in_place_of_images(root, place: str, world: int):  # noqa: F811
+def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, place: str, world: int) -> None:  # noqa: F811
     """For each sample, in any epoch, for any number of ranks; labels and targets are those of its
     image."""
     options: dict[str, Any] = {"batch": 4, "accumulate": 2, "data": {**PLAIN, "smoothing": 0.1}}
@@ -176,7 +178,7 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root, place: str, world: 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_feed_that_holds_something_decodes_nothing_more(root, place: str):  # noqa: F811
+def test_a_feed_that_holds_something_decodes_nothing_more(root: Any, place: str) -> None:  # noqa: F811
     feed = feed_of(root, place, data=PLAIN)
     feed.hold(made_of)
     with mock.patch.object(feed.source, "_gather" if place == "resident" else "_decode") as look:
@@ -188,7 +190,7 @@ def test_a_feed_that_holds_something_decodes_nothing_more(root, place: str):  # 
 
 
 # ---- full fine-tuning of a network per task ------------------------------------------------------
-def test_individual_stores_a_network_and_a_head_and_nothing_else(lab: Lab):
+def test_individual_stores_a_network_and_a_head_and_nothing_else(lab: Lab) -> None:
     run = lab.run("individual")
     live = run.live(0)
     assert isinstance(live, Individual)

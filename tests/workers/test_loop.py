@@ -64,7 +64,7 @@ def interrupt(lab: Lab, job: StageJob, steps: int) -> None:
 # ---- threads -----------------------------------------------------------------------------------
 def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order_of_summation(
     lab: Lab,
-):
+) -> None:
     """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what
     rounding began, and Adam more so."""
     run = lab.run("finetune", "sgd", epochs=1)
@@ -94,7 +94,7 @@ def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order
 )
 def test_a_stage_resumes_at_the_step_it_had_reached_and_ends_with_the_same_bytes(
     lab: Lab, method: str, steps: int, place: tuple[int, int]
-):
+) -> None:
     run = augmented(lab, method)
     job = again(run.stages(0)[0], f"at-{steps}", checkpoint_s=1e-9)
     interrupt(lab, job, steps)
@@ -107,7 +107,7 @@ def test_a_stage_resumes_at_the_step_it_had_reached_and_ends_with_the_same_bytes
     assert results(resumed) == results(run.trained(0))
 
 
-def test_a_stage_may_be_interrupted_again_and_again(lab: Lab):
+def test_a_stage_may_be_interrupted_again_and_again(lab: Lab) -> None:
     run = augmented(lab, "finetune")
     job = again(run.stages(0)[0], "often", checkpoint_s=1e-9)
     for _ in range(3 * PER_EPOCH - 1):
@@ -120,8 +120,8 @@ def test_a_stage_may_be_interrupted_again_and_again(lab: Lab):
 
 @pytest.mark.parametrize(("steps", "place"), [(2, (0, 2)), (PER_EPOCH, (1, 0))])
 def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_from_there(
-    lab: Lab, steps: int, place: tuple[int, int], monkeypatch
-):
+    lab: Lab, steps: int, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though checkpoints are turned off: a notice is worth one."""
     run = augmented(lab, "meat")
     job = again(run.stages(0)[0], f"left-at-{steps}", checkpoint_s=0.0)
@@ -165,7 +165,7 @@ DAMAGES: dict[str, Any] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_makes_the_stage_start_anew_and_end_with_the_same_bytes(
     lab: Lab, damage: str
-):
+) -> None:
     run = augmented(lab, "linear")
     job = again(run.stages(0)[0], damage.replace(" ", "-"), checkpoint_s=1e-9)
     interrupt(lab, job, 6)
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_makes_the_stage_start_anew_and_end_with_the_same_b
     assert results(stored) == results(run.trained(0))
 
 
-def test_a_finished_stage_leaves_no_checkpoint_and_is_not_run_again(lab: Lab):
+def test_a_finished_stage_leaves_no_checkpoint_and_is_not_run_again(lab: Lab) -> None:
     job = again(augmented(lab, "linear").stages(0)[0], "clean", checkpoint_s=1e-9)
     interrupt(lab, job, 2)
     assert folder_of(job).exists()
@@ -188,7 +188,7 @@ def test_a_finished_stage_leaves_no_checkpoint_and_is_not_run_again(lab: Lab):
         lab.stage(job)
 
 
-def test_checkpoints_are_written_no_more_often_than_asked_for(lab: Lab):
+def test_checkpoints_are_written_no_more_often_than_asked_for(lab: Lab) -> None:
     for seconds in (0.0, 3600.0):
         job = again(augmented(lab, "linear").stages(0)[0], f"every-{seconds}", checkpoint_s=seconds)
         interrupt(lab, job, PER_EPOCH + 2)
@@ -197,7 +197,9 @@ def test_checkpoints_are_written_no_more_often_than_asked_for(lab: Lab):
 
 # ---- one task after another ----------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_momentum_never_crosses_tasks(lab: Lab, monkeypatch: pytest.MonkeyPatch, optimizer: str):
+def test_momentum_never_crosses_tasks(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
     run, states, step = augmented(lab, "finetune", optimizer, epochs=1), [], loop.train_step
 
     def noted(method: Any, optimizer: Any, *rest: Any) -> Any:
@@ -210,7 +212,7 @@ def test_momentum_never_crosses_tasks(lab: Lab, monkeypatch: pytest.MonkeyPatch,
     assert all(states[1:])
 
 
-def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab):
+def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab) -> None:
     """A rate that ruins what a good first epoch learned: the first epoch's answers are the ones
     that are kept."""
     run = augmented(lab, "linear", "sgd", keep="best", epochs=4)
@@ -230,7 +232,7 @@ def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab):
     assert all(torch.equal(head[name], kept[name]) for name in head)
 
 
-def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(lab: Lab):
+def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(lab: Lab) -> None:
     with pytest.raises(
         UserError, match=r"^stage finetune/two/train: the loss became (nan|inf); .*lower train\.lr"
     ) as caught:
@@ -281,7 +283,7 @@ def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
 
 
 @pytest.mark.parametrize("label", RANKED)
-def test_two_ranks_equal_one(ranked: dict[str, Any], label: str):
+def test_two_ranks_equal_one(ranked: dict[str, Any], label: str) -> None:
     """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the
     same."""
     run, job, _ = ranked[label]
@@ -315,7 +317,7 @@ def close(one: list[dict[str, Any]], two: list[dict[str, Any]], tolerance: float
 
 
 @pytest.mark.parametrize("label", RANKED)
-def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], label: str):
+def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], label: str) -> None:
     _, job, (first, second) = ranked[label]
     assert len(first.rows) == len(second.rows) == job.train.epochs * PER_EPOCH
     for step, (mine, others) in enumerate(zip(first.rows, second.rows, strict=True)):
@@ -326,7 +328,9 @@ def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], l
 
 
 @pytest.mark.parametrize("label", RANKED)
-def test_a_step_synchronises_what_is_trained_and_nothing_else(ranked: dict[str, Any], label: str):
+def test_a_step_synchronises_what_is_trained_and_nothing_else(
+    ranked: dict[str, Any], label: str
+) -> None:
     _, job, ranks = ranked[label]
     manifest = Artifact.need(job.root, job.key).manifest
     for steps in ranks:
@@ -335,7 +339,9 @@ def test_a_step_synchronises_what_is_trained_and_nothing_else(ranked: dict[str, 
 
 
 @pytest.mark.parametrize("method", ["finetune", "meat"])
-def test_two_ranks_measure_the_same_logits_to_the_last_bit(ranked: dict[str, Any], method: str):
+def test_two_ranks_measure_the_same_logits_to_the_last_bit(
+    ranked: dict[str, Any], method: str
+) -> None:
     run, job, _ = ranked[f"evaluate {method}"]
     measured = Artifact.need(job.root, job.key)
     assert measured.manifest["result"] == run.evaluated(1)
@@ -344,7 +350,7 @@ def test_two_ranks_measure_the_same_logits_to_the_last_bit(ranked: dict[str, Any
     )
 
 
-def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str, Any]):
+def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str, Any]) -> None:
     run, job, (first, _) = ranked["elastic"]
     assert len(first.rows) == PER_EPOCH + 2
     with interrupted_after(1000) as done:
@@ -355,7 +361,7 @@ def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str,
         assert torch.allclose(one, two, atol=1e-4)
 
 
-def test_a_rank_alone_needs_no_process_group():
+def test_a_rank_alone_needs_no_process_group() -> None:
     assert not torch.distributed.is_initialized()
     assert Group().sum_gradients([torch.zeros(3)]) == 0
     assert Group().gather(5) == [5]
@@ -365,7 +371,7 @@ def test_a_rank_alone_needs_no_process_group():
 @pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
 def test_blocks_run_compiled_whichever_way_a_method_runs_them(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """Weights in place of the backbone's, forward_features, forward_intermediates: the compiler
     sees blocks, and the numbers stay."""
     plain, seen = lab.run(method, epochs=1), list[str]()
@@ -390,7 +396,9 @@ def test_blocks_run_compiled_whichever_way_a_method_runs_them(
 
 
 # ---- the notice itself ---------------------------------------------------------------------------
-def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_again_afterwards():
+def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_again_afterwards() -> (
+    None
+):
     heard: list[int] = []
     usual = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     end = preemption.listen()
@@ -408,7 +416,7 @@ def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_ag
         signal.signal(signal.SIGTERM, usual)
 
 
-def test_a_second_sigterm_ends_the_process_at_once():
+def test_a_second_sigterm_ends_the_process_at_once() -> None:
     child = os.fork()
     if not child:
         preemption.listen()
@@ -419,7 +427,7 @@ def test_a_second_sigterm_ends_the_process_at_once():
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
 
 
-def test_the_first_sigterm_does_not_end_the_process():
+def test_the_first_sigterm_does_not_end_the_process() -> None:
     child = os.fork()
     if not child:
         preemption.listen()
@@ -428,7 +436,7 @@ def test_the_first_sigterm_does_not_end_the_process():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_beside_the_main_thread_nobody_listens():
+def test_beside_the_main_thread_nobody_listens() -> None:
     before, notes = signal.getsignal(signal.SIGTERM), []
     thread = threading.Thread(target=lambda: notes.append(preemption.listen()))
     thread.start()

@@ -57,7 +57,7 @@ def by_hand(state: TaskState, target: str, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_task_starts_as_the_backbone_whatever_it_draws(target: str):
+def test_a_task_starts_as_the_backbone_whatever_it_draws(target: str) -> None:
     method = lora(target=target)
     begun(method)
     assert torch.equal(
@@ -70,7 +70,7 @@ def test_a_task_starts_as_the_backbone_whatever_it_draws(target: str):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_branch_merged_weights_and_weights_by_hand_give_the_same(target: str):
+def test_branch_merged_weights_and_weights_by_hand_give_the_same(target: str) -> None:
     method = lora(target=target)
     begun(method)
     served = answers(spread(method))
@@ -82,7 +82,7 @@ def test_branch_merged_weights_and_weights_by_hand_give_the_same(target: str):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_both_ways_have_the_same_gradients(target: str):
+def test_both_ways_have_the_same_gradients(target: str) -> None:
     method, whole = lora(target=target), lora(target=target)
     for each in (method, whole):
         begun(each)
@@ -96,7 +96,7 @@ def test_both_ways_have_the_same_gradients(target: str):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_weights_come_back_as_they_were(target: str):
+def test_weights_come_back_as_they_were(target: str) -> None:
     method = lora(target=target)
     method.load(
         TaskState(
@@ -122,7 +122,7 @@ def test_weights_come_back_as_they_were(target: str):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_size_is_that_of_the_published_baseline(target: str):
+def test_the_size_is_that_of_the_published_baseline(target: str) -> None:
     """Rank 4 on a ViT-B: 147,456, 0.17 % of the network. Queries and values alone have as many."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings(name="vit_base_patch16_224"))
@@ -134,7 +134,7 @@ def test_the_size_is_that_of_the_published_baseline(target: str):
     assert found == (147_456 if target == "qkv" else 12 * 2 * 2 * 4 * 768)
 
 
-def test_what_is_stored_is_the_factors():
+def test_what_is_stored_is_the_factors() -> None:
     method = lora()
     begun(method)
     state = method.finish()[0]
@@ -148,7 +148,7 @@ def test_what_is_stored_is_the_factors():
 
 
 @pytest.mark.parametrize("other", [{"rank": 4}, {"target": "qv"}, {"alpha": 3.0}])
-def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
+def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
     state = tabletop.trained(lora())
     with pytest.raises(
         UserError, match=r"its state has updates of shapes .* with alpha 6.0, these settings have"
@@ -156,14 +156,14 @@ def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
         lora(**other).load(state)
 
 
-def test_a_backbone_without_a_fused_projection_is_refused():
+def test_a_backbone_without_a_fused_projection_is_refused() -> None:
     with torch.device("meta"):
         convit = build(BackboneSettings(name="convit_local", img_size=32))
     with pytest.raises(UserError, match=r"block 0 of the backbone has no 'attn.qkv'"):
         Lora.fits(LoraSettings(), convit)
 
 
-def test_compiled_blocks_turn_too():
+def test_compiled_blocks_turn_too() -> None:
     method = lora()
     begun(method)
     spread(method)

@@ -65,7 +65,9 @@ def divergence(z: Tensor, y: Tensor, tau: float) -> Tensor:
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_one(tau: float):
+def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_one(
+    tau: float,
+) -> None:
     method = lwf(A, B, C, **{"lambda": 0.7, "tau": tau})
     taught = {name: method.heads[name](method.backbone(batch(2).images)).detach() for name in "ab"}
     moved(method)
@@ -78,7 +80,7 @@ def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_
     assert torch.allclose(terms["kd"], torch.as_tensor(kd), atol=1e-5)
 
 
-def test_in_scenario_class_the_old_outputs_form_one_softmax_and_the_new_ones_another():
+def test_in_scenario_class_the_old_outputs_form_one_softmax_and_the_new_ones_another() -> None:
     method = lwf(A, B, C, scenario="class", **{"lambda": 3.0})
     taught = torch.cat(
         [method.heads[name](method.backbone(batch(2).images)) for name in "ab"], 1
@@ -91,7 +93,7 @@ def test_in_scenario_class_the_old_outputs_form_one_softmax_and_the_new_ones_ano
     assert torch.allclose(method.loss(batch(2), LATER)[0], expected, atol=1e-5)
 
 
-def test_the_first_task_of_all_is_plain_fine_tuning():
+def test_the_first_task_of_all_is_plain_fine_tuning() -> None:
     method = lwf(A)
     loss, terms = method.loss(batch(2), LATER)
     assert method.teacher is None
@@ -101,7 +103,7 @@ def test_the_first_task_of_all_is_plain_fine_tuning():
     )
 
 
-def test_one_pass_of_student_and_teacher_serves_all_old_heads():
+def test_one_pass_of_student_and_teacher_serves_all_old_heads() -> None:
     method = lwf(A, B, C, head_first=0.5)
     passes: list[tuple[str, bool]] = []
     assert method.teacher is not None
@@ -118,7 +120,7 @@ def test_one_pass_of_student_and_teacher_serves_all_old_heads():
     )
 
 
-def test_the_teacher_is_no_part_of_the_method():
+def test_the_teacher_is_no_part_of_the_method() -> None:
     method = lwf(A, B)
     assert not any("teacher" in name for name in method.state_dict())
     assert method.train().teacher is not None
@@ -126,7 +128,7 @@ def test_the_teacher_is_no_part_of_the_method():
     assert method.backbone.training
 
 
-def test_old_heads_are_trained_along_without_weight_decay_on_biases():
+def test_old_heads_are_trained_along_without_weight_decay_on_biases() -> None:
     method = lwf(A, B)
     groups = {id(p): g for g in method.groups for p in g["params"]}  # type: ignore[union-attr]
     for name in "ab":
@@ -140,7 +142,7 @@ def test_old_heads_are_trained_along_without_weight_decay_on_biases():
     assert method.heads["a"].weight.grad.abs().max() > 1e-6  # type: ignore[union-attr]
 
 
-def test_distillation_keeps_the_old_answers_on_new_images():
+def test_distillation_keeps_the_old_answers_on_new_images() -> None:
     """How far the old head's softmax goes away from the teacher's in ten steps, with and
     without."""
     train, apart = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9), {}
@@ -173,7 +175,9 @@ def steps(
     ],
     ids=["sgd", "adamw", "clipped"],
 )
-def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(train: TrainSettings):
+def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(
+    train: TrainSettings,
+) -> None:
     """Neither weight decay nor momentum moves what waits."""
     method = lwf(A, B, head_first=0.4)
     optimizer = optim.build(method.groups, train)  # type: ignore[arg-type]
@@ -188,7 +192,7 @@ def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(train: Tr
     )
 
 
-def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps():
+def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps() -> None:
     method = lwf(A, B, head_first=0.5)
     found = [
         method.loss(batch(3), Progress(epoch, step, 2, 3))[1].keys() >= {"kd"}
@@ -202,7 +206,7 @@ def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps():
 
 
 # ---- what is handed on ---------------------------------------------------------------------------
-def test_carried_are_the_weights_and_the_older_heads_and_stored_is_the_own_one():
+def test_carried_are_the_weights_and_the_older_heads_and_stored_is_the_own_one() -> None:
     method = lwf(A, B, C)
     state, carried = method.finish()
     assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 0, "head": 4 * 2 * (32 + 1)}
@@ -212,7 +216,7 @@ def test_carried_are_the_weights_and_the_older_heads_and_stored_is_the_own_one()
     }
 
 
-def test_the_teacher_is_the_network_that_the_task_before_handed_on(lab: Lab):
+def test_the_teacher_is_the_network_that_the_task_before_handed_on(lab: Lab) -> None:
     run = lab.run("lwf")
     carried, second = run.carried(0), run.live(1)
     assert isinstance(second, Lwf)
@@ -230,7 +234,7 @@ def test_the_teacher_is_the_network_that_the_task_before_handed_on(lab: Lab):
     )
 
 
-def test_an_old_head_is_served_as_it_is_by_now(lab: Lab):
+def test_an_old_head_is_served_as_it_is_by_now(lab: Lab) -> None:
     run = lab.run("lwf")
     served, name = run.served(1), run.order[0]
     carried = run.carried(1).tensors
@@ -241,7 +245,7 @@ def test_an_old_head_is_served_as_it_is_by_now(lab: Lab):
     assert not any(p.requires_grad for p in served.heads.parameters())
 
 
-def test_the_head_of_a_base_task_is_distilled_too(lab: Lab):
+def test_the_head_of_a_base_task_is_distilled_too(lab: Lab) -> None:
     """The first task of the chain has a teacher: the backbone with the head that it was trained
     with."""
     tasks = [
@@ -260,7 +264,7 @@ def test_the_head_of_a_base_task_is_distilled_too(lab: Lab):
     }
 
 
-def test_it_runs_where_nobody_names_the_task(lab: Lab):
+def test_it_runs_where_nobody_names_the_task(lab: Lab) -> None:
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}
         for name, classes in TASKS.items()
@@ -275,7 +279,7 @@ def test_it_runs_where_nobody_names_the_task(lab: Lab):
     assert [row["task"] for row in run.evaluated(1)["rows"]] == ["two", "three"]
 
 
-def test_attaching_changes_nothing_of_what_was_handed_on():
+def test_attaching_changes_nothing_of_what_was_handed_on() -> None:
     method = lwf(A, B)
     carried = Carried.from_bytes(method.finish()[1].to_bytes())
     before = carried.to_bytes()

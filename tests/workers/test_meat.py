@@ -80,7 +80,7 @@ def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> Tas
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_the_worked_rows_of_masked_attention():
+def test_the_worked_rows_of_masked_attention() -> None:
     policy = torch.tensor([[1.0, 0.0, 1.0]])
     row = MaskedSoftmax.apply(torch.tensor([[1.0, 2.0, 3.0]]), policy)
     assert torch.allclose(row, torch.tensor([[0.1192, 0.0, 0.8808]]), atol=5e-5)
@@ -89,7 +89,7 @@ def test_the_worked_rows_of_masked_attention():
     )
 
 
-def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does():
+def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does() -> None:
     attention = TokenSites(vit(), "all", "off", self_loop=True).attention[0]
     assert isinstance(attention, MaskedAttention)
     for keys in (torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])):
@@ -99,14 +99,14 @@ def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does():
         assert torch.allclose(psi[0], torch.tensor([0.5, 0.0, 0.5]))
 
 
-def test_a_masked_key_far_above_the_kept_ones_leaks_nothing():
+def test_a_masked_key_far_above_the_kept_ones_leaks_nothing() -> None:
     for high in (16.0, 200.0, 1e4):
         row = MaskedSoftmax.apply(torch.tensor([[0.0, high, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
         assert row[0, 1] == 0
         assert torch.allclose(row, torch.tensor([[0.2689, 0.0, 0.7311]]), atol=5e-5)
 
 
-def test_masked_softmax_has_the_gradients_of_the_composed_operations():
+def test_masked_softmax_has_the_gradients_of_the_composed_operations() -> None:
     torch.manual_seed(0)
     scores = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
     policy = (torch.rand(2, 1, 1, 5) < 0.6).double()
@@ -127,7 +127,7 @@ def test_masked_softmax_has_the_gradients_of_the_composed_operations():
     )
 
 
-def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero():
+def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero() -> None:
     policy = (torch.rand(4, 1, 1, 17) < 0.5).float()
     policy[..., 0] = 1
     psi = MaskedSoftmax.apply(torch.randn(4, 2, 17, 17) * 5, policy)
@@ -135,7 +135,7 @@ def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero()
     assert bool((psi[(policy == 0).expand_as(psi)] == 0).all())
 
 
-def test_drop_control_example_of_the_paper():
+def test_drop_control_example_of_the_paper() -> None:
     tokens = torch.tensor([[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]], requires_grad=True)
     loss = drop_control([tokens], 0.9)
     loss.backward()
@@ -144,7 +144,7 @@ def test_drop_control_example_of_the_paper():
     assert torch.allclose(tokens.grad[0, 1], torch.full((3,), 0.033333), atol=1e-6)
 
 
-def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma():
+def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma() -> None:
     mask = GumbelHard((2000, 1000), gamma=4.0, tau=1.0)
     share = (
         mask.sample(torch.rand(2000, 1000, generator=torch.Generator().manual_seed(0)))
@@ -156,7 +156,7 @@ def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma():
 
 
 @pytest.mark.parametrize("gap", [-1.5, 0.0, 2.0])
-def test_one_logit_has_the_law_of_the_gumbel_pair(gap):
+def test_one_logit_has_the_law_of_the_gumbel_pair(gap: float) -> None:
     count, tau = 200_000, 0.7
     torch.manual_seed(0)
     mask = GumbelHard((count,), gamma=1.0, tau=tau)
@@ -172,7 +172,7 @@ def test_one_logit_has_the_law_of_the_gumbel_pair(gap):
     assert math.isclose(mask.logits.grad.std().item(), pair.grad[:, 0].std().item(), rel_tol=2e-2)
 
 
-def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm():
+def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm() -> None:
     mask = GumbelHard((2,), gamma=4.0, tau=1.0)
     sampled = mask.sample(torch.tensor([0.0, 0.5]))
     sampled.sum().backward()
@@ -195,7 +195,7 @@ def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm():
     ],
     ids=["M1-classifier", "M2-tokens", "M3-tokens-and-drop-control", "M4-ffn", "M5-all"],
 )
-def test_the_papers_ablation_trains_only_what_it_says(settings, groups):
+def test_the_papers_ablation_trains_only_what_it_says(settings: Any, groups: Any) -> None:
     method = meat(**settings)
     before = digest_of(method.backbone)
     state = trained(method)
@@ -208,14 +208,14 @@ def test_the_papers_ablation_trains_only_what_it_says(settings, groups):
     assert ("drop_control" in terms) == ("tokens" in groups)
 
 
-def test_without_drop_control_the_loss_is_the_cross_entropy():
+def test_without_drop_control_the_loss_is_the_cross_entropy() -> None:
     method = meat(alpha=0)
     method.begin(TASK, "train", None, RATES, (TASK,))
     loss, terms = method.loss(batch(), PROGRESS)
     assert torch.equal(loss.detach(), terms["ce"])
 
 
-def test_drop_control_alone_drives_the_keep_ratio_to_lambda():
+def test_drop_control_alone_drives_the_keep_ratio_to_lambda() -> None:
     mask = GumbelHard((2, 50), gamma=1.0, tau=1.0)
     optimizer = torch.optim.Adam(mask.parameters(), lr=0.05)
     for step in range(150):
@@ -226,7 +226,7 @@ def test_drop_control_alone_drives_the_keep_ratio_to_lambda():
     assert torch.allclose(tokens.mean(dim=(0, 2)), torch.full((2,), 0.7), atol=0.03)
 
 
-def test_ranks_sample_what_one_process_samples():
+def test_ranks_sample_what_one_process_samples() -> None:
     def gradients(parts: list[range]) -> list[Tensor]:
         method = meat(gamma=0.5)
         method.begin(TASK, "train", None, RATES, (TASK,))
@@ -240,7 +240,7 @@ def test_ranks_sample_what_one_process_samples():
         assert torch.allclose(one, two, atol=1e-6)
 
 
-def test_token_masks_are_sampled_per_image_and_ffn_masks_once():
+def test_token_masks_are_sampled_per_image_and_ffn_masks_once() -> None:
     method = meat(gamma=0.5)
     method.begin(TASK, "train", None, RATES, (TASK,))
     tokens = method.sample_gates(batch().draw)["tokens"]
@@ -256,7 +256,7 @@ def test_token_masks_are_sampled_per_image_and_ffn_masks_once():
     assert method.masks["blocks.0.fc1"].sample(batch().draw.shared("x", 256, 64)).shape == (256, 64)
 
 
-def test_auto_rate_lets_an_entry_travel_the_same_way_in_any_number_of_steps():
+def test_auto_rate_lets_an_entry_travel_the_same_way_in_any_number_of_steps() -> None:
     method = meat(mask_travel=3.0, gamma=4.0)
     for steps in (10.0, 1000.0):
         assert math.isclose(method.rate(OptimPlan(1e-3, 0, 32, steps)) * steps, 3.0 * 8.0)
@@ -266,14 +266,14 @@ def test_auto_rate_lets_an_entry_travel_the_same_way_in_any_number_of_steps():
     assert math.isclose(meat(mask_lr=0.4).rate(OptimPlan(1e-3, 0, 256, 10.0)), 0.8)
 
 
-def test_mask_logits_are_neither_decayed_nor_starved_by_adams_epsilon():
+def test_mask_logits_are_neither_decayed_nor_starved_by_adams_epsilon() -> None:
     groups = {g["name"]: g for g in meat().begin(TASK, "train", None, RATES, (TASK,))}
     assert set(groups) == {"head.weight", "head.bias", "masks"}
     assert groups["masks"]["weight_decay"] == 0
     assert groups["masks"]["eps"] < 1e-10
 
 
-def test_masks_that_never_flip_are_reported():
+def test_masks_that_never_flip_are_reported() -> None:
     method = meat(mask_lr=1e-6)
     trained(method)
     said = method.warnings()
@@ -287,7 +287,7 @@ def test_masks_that_never_flip_are_reported():
     assert meat(token_masks=False, ffn_masks="off").warnings() == []
 
 
-def test_bf16_training_keeps_masks_and_their_gradients_in_fp32():
+def test_bf16_training_keeps_masks_and_their_gradients_in_fp32() -> None:
     method = meat()
     method.begin(TASK, "train", None, RATES, (TASK,))
     with torch.autocast("cpu", torch.bfloat16):
@@ -301,7 +301,7 @@ def test_bf16_training_keeps_masks_and_their_gradients_in_fp32():
 
 # ---- serving -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ffn", ["weight", "neuron", "off"])
-def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn):
+def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn: str) -> None:
     plain = vit()
     method = meat(ffn_masks=ffn)
     method.begin(TASK, "train", None, RATES, (TASK,))
@@ -315,7 +315,7 @@ def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn):
     assert torch.equal(fresh.eval().logits(images(), "one"), want)
 
 
-def test_a_base_task_is_served_without_masks_between_masked_ones():
+def test_a_base_task_is_served_without_masks_between_masked_ones() -> None:
     method = meat().eval()
     base = TaskState(
         "base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(64, 2).state_dict()
@@ -329,7 +329,7 @@ def test_a_base_task_is_served_without_masks_between_masked_ones():
     assert torch.equal(method.logits(images(), "one"), masked)
 
 
-def in_training_form(method, masks):
+def in_training_form(method: Any, masks: Any) -> Any:
     """Logits of task one by the forward that training differentiates."""
     method.serving, method.effective = None, method.sites.weights(masks)
     with torch.no_grad(), method.sites.sampled(masks):
@@ -337,7 +337,7 @@ def in_training_form(method, masks):
 
 
 @pytest.mark.parametrize("ffn", ["weight", "neuron"])
-def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn):
+def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn: str) -> None:
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
     method.load(state)
@@ -366,7 +366,7 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn):
     assert not torch.allclose(served, by_ffn, atol=1e-3)
 
 
-def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks():
+def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks() -> None:
     states, logits = {}, {}
     for order in ((TASK, OTHER), (OTHER, TASK)):
         for task in order:
@@ -382,7 +382,7 @@ def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks():
         assert torch.equal(server.logits(images(), name), logits[name])
 
 
-def test_training_another_task_does_not_move_a_loaded_one():
+def test_training_another_task_does_not_move_a_loaded_one() -> None:
     method = meat()
     first = trained(method)
     method.load(first)
@@ -391,7 +391,7 @@ def test_training_another_task_does_not_move_a_loaded_one():
     assert torch.equal(method.eval().logits(images(), "one"), before)
 
 
-def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
+def test_validation_sees_masks_that_were_restored_from_a_checkpoint() -> None:
     method = meat()
     trained(method)
     method.eval()
@@ -405,14 +405,14 @@ def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
     assert torch.equal(method.logits(images(), "one"), before)
 
 
-def test_a_copy_of_a_serving_method_serves_the_same():
+def test_a_copy_of_a_serving_method_serves_the_same() -> None:
     method = meat().eval()
     method.load(with_random_masks(method))
     want = method.logits(images(), "one")
     assert torch.equal(copy.deepcopy(method).logits(images(), "one"), want)
 
 
-def test_masks_sit_only_in_the_blocks_that_were_named():
+def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
     method = meat(token_mask_blocks=[2, 0], ffn_masks="off").eval()
     assert method.mask_shapes() == {"tokens": (2, 16)}
     method.load(with_random_masks(method))
@@ -421,7 +421,7 @@ def test_masks_sit_only_in_the_blocks_that_were_named():
     assert torch.equal(method.sites.attention[2].keys[0, 1:], method.loaded["one"]["tokens"][1])
 
 
-def test_the_class_token_and_registers_are_never_masked():
+def test_the_class_token_and_registers_are_never_masked() -> None:
     method = meat(vit(reg_tokens=2), ffn_masks="off").eval()
     state = with_random_masks(method)
     state.masks["tokens"][:] = False
@@ -430,7 +430,7 @@ def test_the_class_token_and_registers_are_never_masked():
     assert all(a.keys[0].tolist() == [True] * 3 + [False] * 16 for a in method.sites.attention)
 
 
-def test_stored_bits_are_the_papers_formula():
+def test_stored_bits_are_the_papers_formula() -> None:
     method = Meat(build(BackboneSettings(name="deit_tiny_patch16_224")), MeatSettings(), seed=0)
     state = TaskState(
         "t", (), "meat", "", masks={n: torch.ones(s) > 0 for n, s in method.mask_shapes().items()}
@@ -451,14 +451,14 @@ def test_stored_bits_are_the_papers_formula():
     ],
     ids=["plain", "registers", "mean-pool", "qk-norm", "inner-norms"],
 )
-def test_compact_inference_equals_the_dense_one(ffn, changes):
+def test_compact_inference_equals_the_dense_one(ffn: str, changes: Any) -> None:
     method = meat(vit(**changes), ffn_masks=ffn).eval()
     method.load(with_random_masks(method))
     dense = method.logits(images(), "one")
     assert torch.allclose(method.compact("one")(images()), dense, atol=1e-5, rtol=1e-5)
 
 
-def test_compact_inference_equals_the_dense_one_with_self_loops():
+def test_compact_inference_equals_the_dense_one_with_self_loops() -> None:
     method = meat(self_loop=True, ffn_masks="neuron").eval()
     method.load(with_random_masks(method, keep=0.3))
     assert torch.allclose(
@@ -466,7 +466,7 @@ def test_compact_inference_equals_the_dense_one_with_self_loops():
     )
 
 
-def test_neurons_whose_way_out_is_fully_masked_are_cut():
+def test_neurons_whose_way_out_is_fully_masked_are_cut() -> None:
     method = meat().eval()
     state = with_random_masks(method)
     state.masks["blocks.1.fc2"][:, :200] = False
@@ -476,7 +476,7 @@ def test_neurons_whose_way_out_is_fully_masked_are_cut():
     assert torch.allclose(pruned(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
 
 
-def test_the_share_of_operations_is_one_without_masks_and_falls_with_them():
+def test_the_share_of_operations_is_one_without_masks_and_falls_with_them() -> None:
     method = meat(ffn_masks="neuron")
     shares = [method.flops_share(with_random_masks(method, keep)) for keep in (1.0, 0.8, 0.5)]
     assert shares[0] == 1.0
@@ -486,7 +486,7 @@ def test_the_share_of_operations_is_one_without_masks_and_falls_with_them():
 
 
 # ---- people's mistakes ---------------------------------------------------------------------------
-def test_mistakes_get_a_sentence():
+def test_mistakes_get_a_sentence() -> None:
     with pytest.raises(
         UserError, match=r"token_mask_blocks is \[1, 9\], but the backbone has blocks 0 to 2"
     ):

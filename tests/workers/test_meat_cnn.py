@@ -4,6 +4,7 @@ CNN is as a backbone."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import laboratory
@@ -63,7 +64,7 @@ def served(method: Meat, state: TaskState) -> Tensor:
 
 
 # ---- where the masks are -------------------------------------------------------------------------
-def test_the_masks_of_resnet18_and_resnet50_have_the_sizes_that_follow_from_their_widths():
+def test_the_masks_of_resnet18_and_resnet50_have_the_sizes_that_follow_from_their_widths() -> None:
     def bits(name: str, entries: Any) -> int:
         sites = sites_of(vit.check(BackboneSettings(name=name, weights="hub")), "all", entries)
         return (
@@ -88,7 +89,7 @@ def test_the_masks_of_resnet18_and_resnet50_have_the_sizes_that_follow_from_thei
     assert bits("resnet50", "off") == 2 * (3 * 64 + 4 * 128 + 6 * 256 + 3 * 512)
 
 
-def test_gates_sit_inside_blocks_and_never_on_the_residual_stream():
+def test_gates_sit_inside_blocks_and_never_on_the_residual_stream() -> None:
     for settings, inner in ((BASIC, ["channels1"]), (BOTTLENECK, ["channels1", "channels2"])):
         method = meat(resnet(settings))
         assert [*method.sites.gates] == [f"blocks.{i}.{kind}" for i in range(4) for kind in inner]
@@ -117,7 +118,7 @@ def test_gates_sit_inside_blocks_and_never_on_the_residual_stream():
         )
 
 
-def test_masks_sit_only_in_the_blocks_that_were_named():
+def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
     method = meat(token_mask_blocks=[2, 0], ffn_masks="off")
     assert method.mask_shapes() == {"blocks.0.channels1": (8,), "blocks.2.channels1": (16,)}
     with pytest.raises(
@@ -130,7 +131,7 @@ def test_masks_sit_only_in_the_blocks_that_were_named():
 
 # ---- what they do --------------------------------------------------------------------------------
 @BOTH
-def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(settings):
+def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(settings: Any) -> None:
     method, plain = begun(meat(resnet(settings))).eval(), resnet(settings)
     with torch.no_grad():
         want = method.heads["one"](plain(images()))
@@ -143,7 +144,9 @@ def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(setti
 
 
 @BOTH
-def test_a_dropped_channel_has_no_influence_whatever_the_weights_that_make_it(settings):
+def test_a_dropped_channel_has_no_influence_whatever_the_weights_that_make_it(
+    settings: Any,
+) -> None:
     first, second = (meat(resnet(settings), ffn_masks="off") for _ in range(2))
     state = with_random_masks(first)
     before = served(first, state)
@@ -163,7 +166,9 @@ def test_a_dropped_channel_has_no_influence_whatever_the_weights_that_make_it(se
 
 @BOTH
 @pytest.mark.parametrize("ffn", ["weight", "off"])
-def test_served_logits_are_those_of_the_training_form_with_hard_masks(settings, ffn):
+def test_served_logits_are_those_of_the_training_form_with_hard_masks(
+    settings: Any, ffn: str
+) -> None:
     method = meat(resnet(settings), ffn_masks=ffn)
     state = with_random_masks(method)
     want = served(method, state)
@@ -192,7 +197,7 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(settings, 
     )
 
 
-def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_mask():
+def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_mask() -> None:
     method = begun(meat(gamma=0.2))
     gates = method.sample_gates(batch().draw)
     assert {name: tuple(gate.shape) for name, gate in gates.items()} == {
@@ -216,7 +221,7 @@ def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_m
     assert all(bool((m.logits.grad != 0).any()) for m in method.masks.values())
 
 
-def test_drop_control_is_a_mean_over_layers_of_any_width():
+def test_drop_control_is_a_mean_over_layers_of_any_width() -> None:
     gates = [
         torch.tensor([[1.0, 0.0, 1.0]], requires_grad=True),
         torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]]),
@@ -233,7 +238,7 @@ def test_drop_control_is_a_mean_over_layers_of_any_width():
     )
 
 
-def test_ranks_sample_what_one_process_samples():
+def test_ranks_sample_what_one_process_samples() -> None:
     def gradients(parts: list[range]) -> list[Tensor]:
         method = begun(meat(gamma=0.5))
         for rows in parts:
@@ -255,7 +260,9 @@ def test_ranks_sample_what_one_process_samples():
         ({"token_masks": False, "ffn_masks": "off"}, set()),
     ],
 )
-def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statistics(settings, kinds):
+def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statistics(
+    settings: Any, kinds: Any
+) -> None:
     method = meat(**settings)
     before = copy.deepcopy(method.backbone.state_dict())
     state = trained(method)
@@ -275,7 +282,7 @@ def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statisti
     )
 
 
-def test_an_old_task_is_answered_bit_for_bit_after_a_later_one_and_from_its_bytes():
+def test_an_old_task_is_answered_bit_for_bit_after_a_later_one_and_from_its_bytes() -> None:
     method = meat(mask_travel=20)
     answers = {}
     for task in (TASK, OTHER):
@@ -290,7 +297,7 @@ def test_an_old_task_is_answered_bit_for_bit_after_a_later_one_and_from_its_byte
         assert torch.equal(fresh.eval().logits(images(), name), answers[name])
 
 
-def test_masks_that_never_flip_are_reported_by_their_names():
+def test_masks_that_never_flip_are_reported_by_their_names() -> None:
     method = meat(mask_lr=1e-6)
     trained(method)
     assert [sentence.split("no ")[1].split(" mask")[0] for sentence in method.warnings()] == [
@@ -302,7 +309,9 @@ def test_masks_that_never_flip_are_reported_by_their_names():
 # ---- physically pruned inference -----------------------------------------------------------------
 @BOTH
 @pytest.mark.parametrize("ffn", ["weight", "off"])
-def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(settings, ffn):
+def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(
+    settings: Any, ffn: str
+) -> None:
     method = meat(resnet(settings), ffn_masks=ffn)
     state = with_random_masks(method)
     state.masks["blocks.2.channels1"][:] = False
@@ -318,7 +327,7 @@ def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(setti
     assert method.flops_share(TaskState("base", (), "base", method.backbone_digest)) == 1
 
 
-def test_a_channel_that_leads_to_cut_channels_alone_is_cut_too():
+def test_a_channel_that_leads_to_cut_channels_alone_is_cut_too() -> None:
     method = meat(resnet(BOTTLENECK))
     state = with_random_masks(method, keep=1.0)
     state.masks["blocks.0.channels2"][1:] = False
@@ -335,7 +344,7 @@ def test_a_channel_that_leads_to_cut_channels_alone_is_cut_too():
 @pytest.mark.parametrize(
     "changes", [GROUPS, {"aa_layer": nn.AvgPool2d}], ids=["group-norm", "anti-aliasing"]
 )
-def test_where_channels_depend_on_each_other_none_is_cut(changes):
+def test_where_channels_depend_on_each_other_none_is_cut(changes: Any) -> None:
     method = meat(resnet(**changes))
     state = with_random_masks(method)
     assert torch.allclose(served(method, state), method.compact("one")(images()), atol=1e-5)
@@ -343,7 +352,7 @@ def test_where_channels_depend_on_each_other_none_is_cut(changes):
     assert (method.flops_share(state) == 1) == (changes is GROUPS)
 
 
-def test_multiply_adds_are_counted_by_hand():
+def test_multiply_adds_are_counted_by_hand() -> None:
     assert (
         multiply_adds(
             nn.Sequential(
@@ -358,7 +367,7 @@ def test_multiply_adds_are_counted_by_hand():
 
 
 # ---- a CNN as a backbone -------------------------------------------------------------------------
-def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch():
+def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch() -> None:
     assert not any(
         m.training for m in vit.build(BASIC).modules() if isinstance(m, nn.BatchNorm2d)
     ), "as built, before anybody says train or eval"
@@ -377,7 +386,7 @@ def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch():
     )
 
 
-def test_running_statistics_are_part_of_the_digest_and_of_the_stored_weights():
+def test_running_statistics_are_part_of_the_digest_and_of_the_stored_weights() -> None:
     one, two = resnet(), resnet()
     assert vit.digest_of(one) == vit.digest_of(two)
     two.layer1[0].bn1.running_var[0] += 1e-3
@@ -386,7 +395,7 @@ def test_running_statistics_are_part_of_the_digest_and_of_the_stored_weights():
     assert vit.digest_of(one) == vit.digest_of(two)
 
 
-def test_published_weights_are_read_without_their_classifier(tmp_path):
+def test_published_weights_are_read_without_their_classifier(tmp_path: Path) -> None:
     source, path = resnet(), str(tmp_path / "resnet.safetensors")
     safetensors.torch.save_file(
         source.state_dict() | {"fc.weight": torch.zeros(9, 16), "fc.bias": torch.zeros(9)}, path
@@ -403,7 +412,7 @@ def test_published_weights_are_read_without_their_classifier(tmp_path):
         vit.load_weights(vit.build(deeper), deeper)
 
 
-def test_batch_norm_without_statistics_is_refused_before_anything_runs():
+def test_batch_norm_without_statistics_is_refused_before_anything_runs() -> None:
     with pytest.raises(
         UserError,
         match=r"backbone\.weights is 'none', but 'resnet18' has batch norm, .*norm_layer: "
@@ -416,7 +425,7 @@ def test_batch_norm_without_statistics_is_refused_before_anything_runs():
         vit.check(BASIC.model_copy(update={"options": {"drop_block_rate": 0.1}}))
 
 
-def test_what_a_resnet_cannot_do_gets_a_sentence():
+def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
     for settings, says in (
         ({"ffn_masks": "neuron"}, "ffn_masks is 'neuron', but a convolutional backbone has no FFN"),
         ({"self_loop": True}, "self_loop is true, but a convolutional backbone has no attention"),
@@ -444,7 +453,7 @@ def test_what_a_resnet_cannot_do_gets_a_sentence():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_works_on_a_cnn_or_says_before_anything_runs_that_it_needs_a_vit(
     lab: Lab, name: str
-):
+) -> None:
     backbone = {
         "name": "resnet18",
         "img_size": 16,
@@ -477,7 +486,7 @@ CNN_PROMISES = [
 @pytest.mark.parametrize("promise", CNN_PROMISES)
 def test_the_laboratorys_promises_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
-):
+) -> None:
     monkeypatch.setattr(laboratory, "TINY", tiny(lab))
     PROMISES[promise].check(lab, "meat", "adamw")
 

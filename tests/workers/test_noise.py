@@ -22,7 +22,7 @@ def path(probability: float) -> DrawnDropPath:
     return DrawnDropPath(probability).train()
 
 
-def test_a_share_of_samples_is_dropped_and_the_others_grow_so_that_the_mean_stays():
+def test_a_share_of_samples_is_dropped_and_the_others_grow_so_that_the_mean_stays() -> None:
     layer, x = path(0.25), torch.ones(20_000, 2, 3)
     draw_paths(layer, draw(torch.arange(len(x)), len(x)))
     out = layer(x)
@@ -31,7 +31,7 @@ def test_a_share_of_samples_is_dropped_and_the_others_grow_so_that_the_mean_stay
     assert float(out.mean()) == pytest.approx(1, abs=0.02)
 
 
-def test_a_sample_meets_the_same_fate_whatever_rank_holds_it():
+def test_a_sample_meets_the_same_fate_whatever_rank_holds_it() -> None:
     layer, x = path(0.5), torch.ones(64, 1)
     draw_paths(layer, draw(torch.arange(64), 64))
     whole = layer(x)
@@ -43,7 +43,7 @@ def test_a_sample_meets_the_same_fate_whatever_rank_holds_it():
     assert not torch.equal(layer(x), whole)
 
 
-def test_blocks_are_dropped_independently_and_only_while_training():
+def test_blocks_are_dropped_independently_and_only_while_training() -> None:
     model = vit.build(BackboneSettings.model_validate({**TINY, "drop_path": 0.5}))
     paths = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
     assert paths
@@ -53,14 +53,14 @@ def test_blocks_are_dropped_independently_and_only_while_training():
     assert all(torch.equal(p.eval()(torch.ones(9, 1)), torch.ones(9, 1)) for p in paths)
 
 
-def test_numbers_for_another_batch_are_an_error_and_not_a_broadcast():
+def test_numbers_for_another_batch_are_an_error_and_not_a_broadcast() -> None:
     layer = path(0.5)
     draw_paths(layer, draw(torch.zeros(1, dtype=torch.int64), 8))
     with pytest.raises(AssertionError, match="another batch"):
         layer(torch.ones(8, 1))
 
 
-def test_the_loop_decides_before_each_step(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+def test_the_loop_decides_before_each_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     run = lab.run_of("finetune", {"epochs": 1}, backbone={**TINY, "drop_path": 0.5})
     with_it = run.trained(0)
     monkeypatch.setattr(noise, "draw_paths", lambda *arguments: None)

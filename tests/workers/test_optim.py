@@ -20,7 +20,7 @@ def factors(total: int, **settings: Any) -> list[float]:
     ]
 
 
-def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_floor():
+def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_floor() -> None:
     found = factors(100, warmup=0.1, floor=0.01)
     assert found[:10] == pytest.approx([i / 11 for i in range(1, 11)])
     assert found[10] == max(found) == 1
@@ -35,7 +35,7 @@ def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_f
 @pytest.mark.parametrize("floor", [0.0, 0.3, 1.0])
 def test_no_step_is_without_a_rate_or_above_the_peak(
     total: int, warmup: float, floor: float, schedule: str
-):
+) -> None:
     train = TrainSettings.model_validate({"warmup": warmup, "floor": floor, "schedule": schedule})
     found = [factor(step, total, 1, train) for step in range(total)]
     assert all(0 < f <= 1 for f in found)
@@ -43,7 +43,7 @@ def test_no_step_is_without_a_rate_or_above_the_peak(
     assert floor < 1 or all(f == 1 for f in found[risen:])
 
 
-def test_the_sum_of_all_factors_is_what_methods_are_told():
+def test_the_sum_of_all_factors_is_what_methods_are_told() -> None:
     train = TrainSettings(warmup=0.2, floor=0.05)
     assert mean_rate_steps(37, 37, train) == pytest.approx(sum(factors(37, warmup=0.2, floor=0.05)))
     assert mean_rate_steps(0, 0, train) == 0
@@ -52,12 +52,12 @@ def test_the_sum_of_all_factors_is_what_methods_are_told():
     )
 
 
-def test_a_rise_starts_where_it_is_told_to():
+def test_a_rise_starts_where_it_is_told_to() -> None:
     found = factors(100, warmup=0.1, warmup_start=0.5)
     assert found[:10] == pytest.approx([0.5 + i / 22 for i in range(1, 11)])
 
 
-def test_by_epochs_the_rates_are_those_of_timm_as_deit_and_dytox_step_it():
+def test_by_epochs_the_rates_are_those_of_timm_as_deit_and_dytox_step_it() -> None:
     """500 epochs, 5 of warm-up from 1e-6, down to 1e-5: the first two at 1e-6 (DyTox's options)."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight], lr=2.5e-4)
@@ -84,7 +84,7 @@ def layers(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2)) for _ in range(count)]
 
 
-def test_every_group_follows_the_schedule_from_its_own_peak():
+def test_every_group_follows_the_schedule_from_its_own_peak() -> None:
     own, configured = layers(2)
     optimizer = build(
         [{"params": [own], "lr": 0.5}, {"params": [configured]}], TrainSettings(lr=0.01)
@@ -95,7 +95,7 @@ def test_every_group_follows_the_schedule_from_its_own_peak():
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_groups_take_what_they_do_not_name_from_the_settings(kind: str):
+def test_groups_take_what_they_do_not_name_from_the_settings(kind: str) -> None:
     own, configured = layers(2)
     train = TrainSettings.model_validate(
         {"optimizer": kind, "lr": 0.01, "weight_decay": 0.3, "momentum": 0.7}
@@ -112,7 +112,7 @@ def test_groups_take_what_they_do_not_name_from_the_settings(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_new_optimizer_has_no_past(kind: str):
+def test_a_new_optimizer_has_no_past(kind: str) -> None:
     (p,) = layers(1)
     train = TrainSettings.model_validate({"optimizer": kind, "lr": 0.1, "weight_decay": 0.0})
     for _ in range(3):

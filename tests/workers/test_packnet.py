@@ -101,12 +101,12 @@ def shares(carried: Carried) -> list[float]:
 
 
 # ---- pruning -------------------------------------------------------------------------------------
-def test_the_worked_example_frees_the_two_smallest():
+def test_the_worked_example_frees_the_two_smallest() -> None:
     weight = torch.tensor([0.1, -0.5, 0.3, -0.2])
     assert smallest(weight, torch.ones(4, dtype=torch.bool), 0.5).tolist() == [0, 3]
 
 
-def test_equal_weights_are_freed_in_order_and_never_more_than_asked():
+def test_equal_weights_are_freed_in_order_and_never_more_than_asked() -> None:
     weight = torch.full((2, 4), 0.1)
     weight[0, 1] = -0.1
     everyone = torch.ones(2, 4, dtype=torch.bool)
@@ -120,7 +120,7 @@ def test_equal_weights_are_freed_in_order_and_never_more_than_asked():
 )
 def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(
     count: int, share: float, freed: int
-):
+) -> None:
     among = torch.zeros(12, dtype=torch.bool)
     among[:count] = True
     found = smallest(torch.randn(12), among, share)
@@ -128,7 +128,7 @@ def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(
     assert all(bool(among[i]) for i in found.tolist())
 
 
-def test_only_what_the_task_owns_is_given_back_in_every_layer_alike():
+def test_only_what_the_task_owns_is_given_back_in_every_layer_alike() -> None:
     _, (first,) = stream([ONE], prune=0.5)
     _, second = learn(TWO, first, prune=0.25)
     for site, before in owners(first).items():
@@ -139,7 +139,7 @@ def test_only_what_the_task_owns_is_given_back_in_every_layer_alike():
         assert int((owners(second)[site] == FREE).sum()) == round(0.25 * free)
 
 
-def test_each_layer_keeps_its_largest_weights():
+def test_each_layer_keeps_its_largest_weights() -> None:
     method = packnet()
     begun(method, ONE, "train", None)
     before = {site: weight.detach().clone() for site, weight in method.sites.items()}
@@ -150,21 +150,21 @@ def test_each_layer_keeps_its_largest_weights():
         assert torch.equal(weight, before[site].masked_fill(free, 0))
 
 
-def test_the_worked_shares_of_four_tasks():
+def test_the_worked_shares_of_four_tasks() -> None:
     _, carried = stream(TASKS, prune=[0.5, 0.75, 0.75, "none"])
     assert shares(carried[-1]) == pytest.approx([0, 0.5, 0.125, 0.0938, 0.2812], abs=2e-3)
     for at, free in enumerate([0.5, 0.375, 0.28125, 0.0]):
         assert shares(carried[at])[FREE] == pytest.approx(free, abs=2e-3)
 
 
-def test_the_same_shares_where_the_base_is_the_first_of_the_four():
+def test_the_same_shares_where_the_base_is_the_first_of_the_four() -> None:
     _, carried = stream(
         [ONE, TWO, THREE], base_mode="prune_only", base_prune=0.5, prune=[0.75, 0.75, None]
     )
     assert shares(carried[-1]) == pytest.approx([0, 0.5, 0.125, 0.0938, 0.2812], abs=2e-3)
 
 
-def test_owners_stay_once_they_are_set():
+def test_owners_stay_once_they_are_set() -> None:
     _, carried = stream([ONE, TWO, THREE], prune=0.5)
     for before, after in pairwise(carried):
         for site, owner in owners(before).items():
@@ -196,20 +196,20 @@ def forgotten(optimizer: str, **settings: Any) -> list[str]:
 )
 def test_old_answers_stay_to_the_bit_after_every_later_task(
     optimizer: str, settings: dict[str, Any]
-):
+) -> None:
     assert forgotten(optimizer, prune=0.5, **settings) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_without_restoring_weight_decay_makes_it_forget(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     assert forgotten(optimizer, prune=0.5)
 
 
 @OF_ANY
-def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
     assert forgotten(optimizer, prune=0.5)
@@ -225,7 +225,7 @@ def gradients_stay_inside(method: PackNet, task: Task, step: str, carried: Carri
     return True
 
 
-def test_only_the_tasks_own_weights_have_a_gradient(monkeypatch: pytest.MonkeyPatch):
+def test_only_the_tasks_own_weights_have_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (first,) = stream([ONE], prune=0.5)
     assert gradients_stay_inside(packnet(), TWO, "train", first)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
@@ -233,7 +233,7 @@ def test_only_the_tasks_own_weights_have_a_gradient(monkeypatch: pytest.MonkeyPa
 
 
 @OF_ANY
-def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimizer: str):
+def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimizer: str) -> None:
     _, (first,) = stream([ONE], optimizer, prune=0.5)
     carried = first
     for step in ("train", "prune", "retrain"):
@@ -252,7 +252,7 @@ def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimize
         carried = method.finish()[1]
 
 
-def test_what_is_no_weight_stays_that_of_the_backbone():
+def test_what_is_no_weight_stays_that_of_the_backbone() -> None:
     _, carried = stream([ONE, TWO], prune=0.5)
     start, now = BACKBONE.state_dict(), under("backbone", carried[-1])
     others = packnet().others
@@ -267,7 +267,7 @@ def test_what_is_no_weight_stays_that_of_the_backbone():
     assert all(torch.equal(start[name], now[name]) for name in others)
 
 
-def test_serving_an_earlier_task_writes_nothing_into_the_weights():
+def test_serving_an_earlier_task_writes_nothing_into_the_weights() -> None:
     states, carried = stream([ONE, TWO], prune=0.5)
     method = served(states, carried[-1])
     before, last = digest_of(method.backbone), answers(method, TWO)
@@ -281,7 +281,7 @@ def test_serving_an_earlier_task_writes_nothing_into_the_weights():
     )
 
 
-def test_a_step_leaves_what_it_was_handed_alone():
+def test_a_step_leaves_what_it_was_handed_alone() -> None:
     _, (first,) = stream([ONE], prune=0.5)
     before = first.to_bytes()
     learn(TWO, first, prune=0.5)
@@ -289,7 +289,9 @@ def test_a_step_leaves_what_it_was_handed_alone():
 
 
 # ---- where tasks start ---------------------------------------------------------------------------
-def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_what_is_owned():
+def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_what_is_owned() -> (
+    None
+):
     method = packnet()
     begun(method, ONE, "train", None)
     assert digest_of(method.backbone) == digest_of(BACKBONE)
@@ -303,7 +305,7 @@ def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_besid
     assert method.measures() == pytest.approx({"own": 0.5, "used": 1, "free": 0}, abs=2e-3)
 
 
-def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned():
+def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned() -> None:
     method = packnet(base_mode="prune_only", base_prune=0.5)
     base = TaskState(
         "base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(16, 2).state_dict()
@@ -328,7 +330,7 @@ def answers_of_backbone(base: TaskState) -> Tensor:
 
 
 @OF_ANY
-def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(optimizer: str):
+def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(optimizer: str) -> None:
     settings: dict[str, Any] = {"base_mode": "prune_retrain", "base_prune": 0.5, "prune": 0.75}
     assert [step.name for step in PackNet.planned(PackNetSettings(**settings), -1)] == [
         "prune",
@@ -356,7 +358,7 @@ def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(opti
     )
 
 
-def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
+def test_a_task_keeps_its_own_copies_of_what_is_no_weight() -> None:
     states, carried = stream([ONE, TWO], prune=0.5, per_task_affine=True)
     names = packnet().others
     for state in states:
@@ -376,7 +378,7 @@ def test_a_task_keeps_its_own_copies_of_what_is_no_weight():
 
 # ---- steps, settings, sizes ----------------------------------------------------------------------
 @pytest.mark.parametrize("step", ["prune", "retrain"])
-def test_head_and_copies_go_on_from_the_step_before(step: str):
+def test_head_and_copies_go_on_from_the_step_before(step: str) -> None:
     method = packnet(per_task_affine=True)
     train(method, begun(method, ONE, "train", None), ONE, STEPS)
     state, carried = method.finish()
@@ -395,13 +397,13 @@ def test_head_and_copies_go_on_from_the_step_before(step: str):
 
 
 @pytest.mark.parametrize("prune", [0.5, ["none"]], ids=["retrain", "train"])
-def test_the_last_step_hands_weights_and_owners_on_and_nothing_else(prune: Any):
+def test_the_last_step_hands_weights_and_owners_on_and_nothing_else(prune: Any) -> None:
     state, carried = learn(ONE, None, prune=prune, per_task_affine=True)
     assert {name.split("/")[0] for name in carried.tensors} == {"backbone", "owners"}
     assert state.masks == state.tokens == {}
 
 
-def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told():
+def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told() -> None:
     settings = PackNetSettings(prune=[0.5, "none", 0.5])
     assert [[step.name for step in PackNet.planned(settings, at)] for at in range(3)] == [
         ["train", "prune", "retrain"],
@@ -416,7 +418,7 @@ def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told():
     assert served([], carried[-1]).warnings() == []
 
 
-def test_a_list_that_is_too_short_says_so():
+def test_a_list_that_is_too_short_says_so() -> None:
     with pytest.raises(
         UserError, match="`prune` has 2 shares and the stream a task 3; list one per task"
     ):
@@ -424,12 +426,12 @@ def test_a_list_that_is_too_short_says_so():
 
 
 @pytest.mark.parametrize("prune", [0, 1, 1.5, "none", True, [0.5, 2], ["all"], None])
-def test_a_share_that_is_none_is_refused(prune: Any):
+def test_a_share_that_is_none_is_refused(prune: Any) -> None:
     with pytest.raises(ValueError, match="lies between 0 and 1"):
         PackNetSettings(prune=prune)
 
 
-def test_the_owner_map_is_never_overrun():
+def test_the_owner_map_is_never_overrun() -> None:
     carried = learn(ONE, None)[1]
     carried.meta |= {"owner": MOST_OWNERS - 1}
     method = packnet()
@@ -442,7 +444,7 @@ def test_the_owner_map_is_never_overrun():
         begun(packnet(), TWO, "train", carried)
 
 
-def test_masks_for_display_are_what_a_task_is_served_with():
+def test_masks_for_display_are_what_a_task_is_served_with() -> None:
     states, carried = stream([ONE, TWO], prune=0.5)
     first, second = (
         PackNet.masks_for_display(state, handed)
@@ -456,7 +458,7 @@ def test_masks_for_display_are_what_a_task_is_served_with():
     assert PackNet.masks_for_display(TaskState("base", BASE.classes, "base", ""), carried[0]) == {}
 
 
-def test_sizes_are_those_of_the_reference():
+def test_sizes_are_those_of_the_reference() -> None:
     """One byte of owner per weight, 5,455,872 on DeiT-Ti, for all tasks together; a task costs its
     head."""
     method = PackNet(
@@ -472,7 +474,7 @@ def test_sizes_are_those_of_the_reference():
     )
 
 
-def test_what_pruning_does_to_the_accuracy_is_measured(lab: Lab):
+def test_what_pruning_does_to_the_accuracy_is_measured(lab: Lab) -> None:
     """On held-out images, between the last epoch of `train` and the first of `retrain`; nothing
     counts as trained there."""
     run = lab.run("packnet")

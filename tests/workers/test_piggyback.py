@@ -52,7 +52,7 @@ def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 # ---- the equations -------------------------------------------------------------------------------
-def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero():
+def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero() -> None:
     values = torch.tensor([-0.3, 0.0, 5e-3, 5.1e-3, -1e-9, 0.2])
     assert Threshold(values, 5e-3).hard().tolist() == [False, False, False, True, False, True]
     assert Threshold(values, 5e-3, ternary=True).hard().tolist() == [-1, 0, 0, 1, -1, 1]
@@ -68,7 +68,7 @@ def test_an_entry_is_kept_above_theta_only_and_turned_round_below_zero():
         assert torch.equal(mask.sample().detach(), mask.hard().float())
 
 
-def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry():
+def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry() -> None:
     """dL/dM = (delta x^T) .* W, whether the entry is on or off; worked by hand for y = (M .* W) x
     and L = delta . y."""
     weight, x, delta = (
@@ -82,7 +82,9 @@ def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry():
 
 
 @pytest.mark.parametrize("ternary", [False, True])
-def test_the_gradient_of_every_layer_is_that_of_the_masked_weight_times_the_weight(ternary):
+def test_the_gradient_of_every_layer_is_that_of_the_masked_weight_times_the_weight(
+    ternary: bool,
+) -> None:
     method = piggyback(ternary=ternary)
     effective, real = gradients(method)
     assert len(real) == 9  # patch embedding and four layers in each of two blocks
@@ -92,7 +94,7 @@ def test_the_gradient_of_every_layer_is_that_of_the_masked_weight_times_the_weig
 
 
 @pytest.mark.parametrize("ternary", [False, True])
-def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(ternary):
+def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(ternary: bool) -> None:
     method = piggyback(ternary=ternary)
     begun(method)
     with torch.no_grad():
@@ -106,7 +108,7 @@ def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(ternary):
     assert torch.equal(answers(fresh), want)
 
 
-def test_real_values_start_where_the_settings_say():
+def test_real_values_start_where_the_settings_say() -> None:
     ones, uniform, weights = (piggyback(init=init) for init in ("ones", "uniform", "weights"))
     for method in (ones, uniform, weights):
         begun(method)
@@ -121,7 +123,7 @@ def test_real_values_start_where_the_settings_say():
 
 
 # ---- training ------------------------------------------------------------------------------------
-def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps():
+def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps() -> None:
     method = piggyback(mask_travel=3.0)
     for steps in (10.0, 1000.0):
         assert method.rate(
@@ -135,12 +137,12 @@ def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps(
     )
 
 
-def test_the_automatic_rate_is_near_the_papers_for_a_training_as_long_as_the_papers():
+def test_the_automatic_rate_is_near_the_papers_for_a_training_as_long_as_the_papers() -> None:
     """1e-4 for 15 epochs of about 190 steps, a tenth of it for 15 more."""
     assert 2e-5 < piggyback().rate("blocks.0.attn.qkv", OptimPlan(1e-3, 0, 32, 16.5 * 190)) < 1e-4
 
 
-def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained():
+def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained() -> None:
     groups = begun(piggyback())
     assert [g["name"] for g in groups] == ["head.weight", "head.bias", "masks"]
     assert groups[2]["weight_decay"] == 0
@@ -155,7 +157,9 @@ def test_real_values_are_not_decayed_and_nothing_but_masks_and_head_is_trained()
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ternary", [False, True])
-def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, ternary):
+def test_the_backbone_and_the_answers_on_an_earlier_task_stay(
+    optimizer: Any, ternary: bool
+) -> None:
     method = piggyback(ternary=ternary, mask_lr=60.0 if optimizer == "sgd" else "auto")
     method.load(trained(method, ONE, optimizer))
     before = answers(method)
@@ -166,7 +170,7 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer, ternary
     assert method.logits(images(), "two").shape == (8, 3)
 
 
-def test_masking_in_place_would_be_found_out(monkeypatch):
+def test_masking_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation that the test above is for: masks multiplied into the shared weights."""
 
     def in_place(weight: Tensor, mask: Tensor) -> Tensor:
@@ -182,7 +186,7 @@ def test_masking_in_place_would_be_found_out(monkeypatch):
     assert digest_of(method.backbone) != method.backbone_digest
 
 
-def test_dividing_gradients_by_the_weights_is_done_per_layer_or_per_entry():
+def test_dividing_gradients_by_the_weights_is_done_per_layer_or_per_entry() -> None:
     plain, layer, entry = (piggyback(scale_gradients=how) for how in ("none", "layer", "entry"))
     for method in (plain, layer, entry):
         with torch.no_grad():
@@ -197,7 +201,7 @@ def test_dividing_gradients_by_the_weights_is_done_per_layer_or_per_entry():
         assert bool((got[~there] == 0).all()), "0 / 0 must not become nan"
 
 
-def test_accumulated_gradients_are_divided_once():
+def test_accumulated_gradients_are_divided_once() -> None:
     once, twice = piggyback(scale_gradients="layer"), piggyback(scale_gradients="layer")
     for method, parts in ((once, 1), (twice, 2)):
         begun(method)
@@ -210,7 +214,7 @@ def test_accumulated_gradients_are_divided_once():
         )
 
 
-def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
+def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32() -> None:
     method = piggyback()
     begun(method)
     with torch.autocast("cpu", torch.bfloat16):
@@ -222,7 +226,7 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32():
     )
 
 
-def test_masks_that_never_switch_anything_off_are_reported():
+def test_masks_that_never_switch_anything_off_are_reported() -> None:
     still = piggyback(mask_lr=1e-9)
     trained(still)
     assert "no mask entry was switched off" in still.warnings()[0]
@@ -231,7 +235,7 @@ def test_masks_that_never_switch_anything_off_are_reported():
     assert still.warnings() == [], "one entry of one layer is something"
 
 
-def test_a_task_that_is_trained_anew_is_served_as_training_has_it():
+def test_a_task_that_is_trained_anew_is_served_as_training_has_it() -> None:
     method = piggyback()
     method.load(trained(method))
     begun(method)
@@ -241,7 +245,7 @@ def test_a_task_that_is_trained_anew_is_served_as_training_has_it():
 
 # ---- what is stored and served -------------------------------------------------------------------
 @pytest.mark.parametrize("ternary", [False, True])
-def test_the_stored_bits_give_the_answers_of_the_real_values(ternary):
+def test_the_stored_bits_give_the_answers_of_the_real_values(ternary: bool) -> None:
     method = piggyback(ternary=ternary, mask_travel=10.0)
     state = trained(method)
     assert 0.1 < method.measures()["density"] < 0.98
@@ -256,7 +260,7 @@ def test_the_stored_bits_give_the_answers_of_the_real_values(ternary):
     assert torch.equal(answers(server), trained_form)
 
 
-def test_a_task_is_the_same_whatever_was_trained_before_it():
+def test_a_task_is_the_same_whatever_was_trained_before_it() -> None:
     alone, after = piggyback(), piggyback()
     trained(after, TWO)
     assert trained(alone).to_bytes() == trained(after).to_bytes()
@@ -269,7 +273,7 @@ def test_a_task_is_the_same_whatever_was_trained_before_it():
         assert torch.equal(answers(server, task), answers(fresh, task))
 
 
-def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones():
+def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones() -> None:
     method = piggyback()
     method.load(trained(method))
     method.load(
@@ -285,7 +289,7 @@ def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones():
     assert not torch.equal(method.heads["one"](vit()(images())), masked)
 
 
-def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
+def test_validation_sees_masks_that_were_restored_from_a_checkpoint() -> None:
     method = piggyback()
     trained(method)
     kept = {name: t.clone() for name, t in method.state_dict().items()}
@@ -299,7 +303,7 @@ def test_validation_sees_masks_that_were_restored_from_a_checkpoint():
 
 
 @pytest.mark.parametrize(("ternary", "bits"), [(False, 1), (True, 2)])
-def test_the_stored_size_is_a_bit_per_weight_or_two(ternary, bits):
+def test_the_stored_size_is_a_bit_per_weight_or_two(ternary: bool, bits: int) -> None:
     method = Piggyback(build(BackboneSettings()), PiggybackSettings(ternary=ternary), seed=1)
     begun(method, TWO)
     sizes = method.finish()[0].sizes()
@@ -334,14 +338,16 @@ def test_the_stored_size_is_a_bit_per_weight_or_two(ternary, bits):
         ),
     ],
 )
-def test_settings_that_cannot_work_together_are_refused_with_the_reason(settings, train, message):
+def test_settings_that_cannot_work_together_are_refused_with_the_reason(
+    settings: Any, train: Any, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         Piggyback.check(
             PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task"
         )
 
 
-def test_settings_that_work_are_let_through():
+def test_settings_that_work_are_let_through() -> None:
     for settings, train in (
         ({}, {}),
         ({"mask_lr": 1e-4, "scale_gradients": "layer"}, {"optimizer": "sgd"}),
@@ -352,7 +358,7 @@ def test_settings_that_work_are_let_through():
         )
 
 
-def test_mistakes_get_a_sentence():
+def test_mistakes_get_a_sentence() -> None:
     with pytest.raises(
         UserError,
         match=r"init is 'weights' with theta 0.5, but the mean \|W\| of patch_embed.proj is 0.16: "

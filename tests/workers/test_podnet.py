@@ -29,7 +29,7 @@ def some_maps(seed: int, height: int = 3, width: int = 3) -> Tensor:
     )
 
 
-def test_pod_has_the_worked_value():
+def test_pod_has_the_worked_value() -> None:
     a, b = torch.arange(1.0, 9).reshape(1, 2, 2, 2), torch.ones(1, 2, 2, 2)
     assert float(pod([a], [b])) == pytest.approx(0.64393019, abs=1e-6)
     assert float(pod([3 * a], [b])) == pytest.approx(0.64393019, abs=1e-6), (
@@ -37,7 +37,7 @@ def test_pod_has_the_worked_value():
     )
 
 
-def test_pod_is_a_mean_over_blocks_and_images():
+def test_pod_is_a_mean_over_blocks_and_images() -> None:
     a, b, c, d = (some_maps(seed) for seed in range(4))
     one = [
         float(pod([x[i : i + 1]], [y[i : i + 1]])) for x, y in ((a, b), (c, d)) for i in range(2)
@@ -45,7 +45,7 @@ def test_pod_is_a_mean_over_blocks_and_images():
     assert float(pod([a, c], [b, d])) == pytest.approx(sum(one) / 4, abs=1e-6)
 
 
-def test_equal_maps_are_at_no_distance_and_get_a_gradient_of_zero():
+def test_equal_maps_are_at_no_distance_and_get_a_gradient_of_zero() -> None:
     a = some_maps(0).requires_grad_()
     distance = pod([a], [a.detach()])
     distance.backward()
@@ -54,7 +54,7 @@ def test_equal_maps_are_at_no_distance_and_get_a_gradient_of_zero():
     assert a.grad.abs().max() == 0
 
 
-def test_sums_over_rows_do_not_see_their_order():
+def test_sums_over_rows_do_not_see_their_order() -> None:
     a = some_maps(0, 3, 5)
     turned, here, there = a[:, :, [2, 0, 1]], pooled(a), pooled(a[:, :, [2, 0, 1]])
     assert here.shape == (2, 4 * (3 + 5))
@@ -70,7 +70,7 @@ T2T = BackboneSettings(
 
 
 @pytest.mark.parametrize("settings", [SMALL, POOLED, T2T], ids=["vit", "pooled", "t2t"])
-def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: BackboneSettings):
+def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: BackboneSettings) -> None:
     torch.manual_seed(0)
     vit: Any = build(settings).eval()
     images = torch.randn(2, 3, settings.img_size, settings.img_size)
@@ -93,7 +93,7 @@ def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: Backbone
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_the_loss_is_nca_and_what_holds_features_and_maps_grows_with_the_tasks():
+def test_the_loss_is_nca_and_what_holds_features_and_maps_grows_with_the_tasks() -> None:
     method, b = (
         begun("podnet", A, B, C, lambda_c=2.0, lambda_f=0.5, scale=3.0, proxies=2),
         counted(batch(A, B, C), A, B, C),
@@ -120,7 +120,7 @@ def test_the_loss_is_nca_and_what_holds_features_and_maps_grows_with_the_tasks()
     )
 
 
-def test_the_first_task_of_all_is_nca_alone():
+def test_the_first_task_of_all_is_nca_alone() -> None:
     method = begun("podnet", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"nca"}
@@ -136,14 +136,14 @@ def test_the_first_task_of_all_is_nca_alone():
 
 
 @pytest.mark.parametrize("hinge", [True, False])
-def test_the_hinge_is_there_unless_it_is_turned_off(hinge: bool):
+def test_the_hinge_is_there_unless_it_is_turned_off(hinge: bool) -> None:
     method = begun("podnet", A, hinge=hinge, delta=0.0, scale=30.0)
     b = batch(A)
     b.labels = method.heads["a"].similarity(method.backbone(b.images)).argmax(1)
     assert (method.loss(b, START)[0].item() >= 0) == hinge
 
 
-def test_at_the_start_student_and_teacher_agree_and_gradients_are_finite():
+def test_at_the_start_student_and_teacher_agree_and_gradients_are_finite() -> None:
     method = begun("podnet", A, B)
     loss, terms = method.loss(batch(A, B), START)
     loss.backward()
@@ -152,7 +152,7 @@ def test_at_the_start_student_and_teacher_agree_and_gradients_are_finite():
     assert all(torch.isfinite(p.grad).all() for p in method.parameters() if p.grad is not None)
 
 
-def test_the_teacher_gets_no_gradient():
+def test_the_teacher_gets_no_gradient() -> None:
     method = begun("podnet", A, B)
     moved(method)
     before = digest_of(method.teacher.backbone)
@@ -161,7 +161,7 @@ def test_the_teacher_gets_no_gradient():
     assert all(p.grad is None for p in method.teacher.backbone.parameters())
 
 
-def test_entries_of_gradients_are_clamped():
+def test_entries_of_gradients_are_clamped() -> None:
     method = begun("podnet", A, B, clamp=1e-3)
     moved(method)
     method.loss(batch(A, B), START)[0].backward()
@@ -178,7 +178,7 @@ def test_entries_of_gradients_are_clamped():
 @pytest.mark.parametrize(
     ("step", "expected"), [("train", {"backbone", "scale", "b"}), ("finetune", {"scale", "a", "b"})]
 )
-def test_each_step_trains_its_part(step: str, expected: set[str]):
+def test_each_step_trains_its_part(step: str, expected: set[str]) -> None:
     method = begun("podnet", A, B, step=step)
 
     def parts() -> dict[str, Any]:
@@ -197,12 +197,14 @@ def test_each_step_trains_its_part(step: str, expected: set[str]):
     } == expected
 
 
-def test_fine_tuning_is_nca_alone():
+def test_fine_tuning_is_nca_alone() -> None:
     assert begun("podnet", A, B, step="finetune").loss(batch(A, B), START)[1].keys() == {"nca"}
 
 
 # ---- in a stream ---------------------------------------------------------------------------------
-def test_every_class_has_its_proxies_and_the_classifier_is_tuned_from_the_second_task_on(lab: Lab):
+def test_every_class_has_its_proxies_and_the_classifier_is_tuned_from_the_second_task_on(
+    lab: Lab,
+) -> None:
     run = stream(lab, "podnet", proxies=3)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -220,7 +222,7 @@ def test_every_class_has_its_proxies_and_the_classifier_is_tuned_from_the_second
 
 
 @pytest.mark.parametrize("base", [None, "two"])
-def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str | None):
+def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str | None) -> None:
     """At the end of a training of no epochs they are as they began."""
     tasks = [
         {
@@ -246,12 +248,12 @@ def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str 
 
 # ---- what is refused -----------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}, {"smoothing": 0.1}])
-def test_soft_targets_are_refused(data: dict[str, float]):
+def test_soft_targets_are_refused(data: dict[str, float]) -> None:
     with pytest.raises(UserError, match="set all three to 0"):
         PodNet.check(PodNetSettings(), TrainSettings(), DataSettings(**data), "class")
 
 
-def test_a_first_task_of_one_class_and_a_backbone_of_one_block_are_refused():
+def test_a_first_task_of_one_class_and_a_backbone_of_one_block_are_refused() -> None:
     one = Task("one", "card", "", ("x",))
     with pytest.raises(UserError, match="the first task 'one' has one class"):
         PodNet.fits(PodNetSettings(), build(SMALL), (one, A))

@@ -41,7 +41,7 @@ def counts(carried: Carried) -> dict[str, list[int]]:
 
 
 # ---- how many ------------------------------------------------------------------------------------
-def test_a_memory_is_shared_equally_and_never_grows_beyond_its_size(lab: Lab):
+def test_a_memory_is_shared_equally_and_never_grows_beyond_its_size(lab: Lab) -> None:
     run = run_of(lab, memory=14)
     assert [counts(run.carried(task)) for task in (0, 1)] == [
         {"two": [7, 7]},
@@ -49,11 +49,11 @@ def test_a_memory_is_shared_equally_and_never_grows_beyond_its_size(lab: Lab):
     ]
 
 
-def test_a_class_with_fewer_images_than_its_share_keeps_them_all(lab: Lab):
+def test_a_class_with_fewer_images_than_its_share_keeps_them_all(lab: Lab) -> None:
     assert counts(run_of(lab, memory=2000).carried(1)) == {"two": [36, 36], "three": [36, 36, 36]}
 
 
-def test_a_share_for_each_class_does_not_shrink(lab: Lab):
+def test_a_share_for_each_class_does_not_shrink(lab: Lab) -> None:
     run = run_of(lab, per_class=3, memory=1)
     assert [counts(run.carried(task)) for task in (0, 1)] == [
         {"two": [3, 3]},
@@ -74,7 +74,9 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(lab: Lab, method: str):
+def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(
+    lab: Lab, method: str
+) -> None:
     """All that a task hands on counts, also what is remembered for another purpose than
     training."""
     run = three_tasks(
@@ -109,7 +111,7 @@ def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(lab: L
             )
 
 
-def test_a_memory_without_room_for_each_class_is_refused():
+def test_a_memory_without_room_for_each_class_is_refused() -> None:
     tasks = (Task("a", "card", "", ("x", "y")), Task("b", "card", "", ("z",)))
     with pytest.raises(
         UserError,
@@ -125,7 +127,7 @@ def test_a_memory_without_room_for_each_class_is_refused():
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_without_augmentation(
     lab: Lab, selection: str
-):
+) -> None:
     run = lab.run_of(
         "replay",
         QUICK,
@@ -188,7 +190,7 @@ def ranked(
 
 def test_any_number_of_ranks_keeps_the_same_exemplars(
     ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]],
-):
+) -> None:
     """By the same weights: every rank looks at its share of the images, and all choose from all
     (C13)."""
     _, (alone,), (many,) = ranked["replay"]
@@ -200,7 +202,7 @@ def test_any_number_of_ranks_keeps_the_same_exemplars(
 @pytest.mark.parametrize("method", ["dytox", "icarl"])
 def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
     ranked: dict[str, Any], method: str
-):
+) -> None:
     """All stages of both tasks, up to the order of summation (C13)."""
     run, alone, many = ranked[method]
     assert [job.step for job in many] == [job.step for job in alone]
@@ -225,7 +227,7 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, method: str):
+def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, method: str) -> None:
     """C17: nothing is remembered yet. With BiC as many as will be remembered to fit the bias are
     held out from the start."""
     runs = [run_of(lab, method, memory=memory, per_class=0) for memory in (20, 40)]
@@ -244,7 +246,7 @@ def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, met
 
 # ---- what a task starts from and leaves ----------------------------------------------------------
 @pytest.mark.parametrize("method", [name for name in REHEARSAL if METHODS[name].taught])  # type: ignore[attr-defined]
-def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, method: str):
+def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, method: str) -> None:
     """To the last bit, after a whole training beside it (C10)."""
     run = run_of(lab, method, memory=20)
     run.trained(1)
@@ -267,7 +269,7 @@ def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, me
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str):
+def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str) -> None:
     """Weights, biases and buffers are what the step before handed on, to the last bit (C8); class
     means are new."""
     run = run_of(lab, method, memory=20)
@@ -308,7 +310,7 @@ def everything(artifact: Artifact) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("method", ["bic", "e2e", "icarl", "podnet", "replay", "ucir", "wa"])
-def test_new_classes_leave_old_outputs_as_they_are_before_training(method: str):
+def test_new_classes_leave_old_outputs_as_they_are_before_training(method: str) -> None:
     """C5, bit for bit."""
     grown, images = begun(method, A, B).eval(), batch(A, B).images
     with torch.no_grad():
@@ -320,7 +322,7 @@ def test_new_classes_leave_old_outputs_as_they_are_before_training(method: str):
         )
 
 
-def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters():
+def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters() -> None:
     """a = O_t / A_t, of tasks with as many classes each."""
     tasks = tuple(Task(name, "card", "", (name + "1", name + "2")) for name in "abcdefghij")
     shares = [begun("replay", *tasks[: count + 1]).old_share for count in range(10)]
@@ -329,7 +331,7 @@ def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters():
 
 
 # ---- what a step trains on -----------------------------------------------------------------------
-def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(lab: Lab):
+def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(lab: Lab) -> None:
     run = run_of(lab, memory=10)
     kept = run.carried(0)
     train = run.stages(1)[0]
@@ -340,7 +342,7 @@ def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(la
     assert history(run.artifact(train))[0]["images"] == 10 + 3 * 36
 
 
-def test_the_loss_of_replay_is_cross_entropy_over_all_classes():
+def test_the_loss_of_replay_is_cross_entropy_over_all_classes() -> None:
     method, here = begun("replay", A, B), batch(A, B)
     moved(method)
     z = torch.cat([method.heads[name](method.backbone(here.images)) for name in "ab"], 1)
@@ -349,7 +351,7 @@ def test_the_loss_of_replay_is_cross_entropy_over_all_classes():
     )
 
 
-def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab):
+def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab) -> None:
     """A batch of a task and of exemplars has one output space, in which samples of different tasks
     are mixed."""
     run = lab.run_of(

@@ -61,7 +61,7 @@ def by_hand(vit: Any, *paths: Path) -> Tensor:
     return vit.forward_head(vit.norm(x))
 
 
-def test_the_union_of_paths_is_the_sum_of_their_modules():
+def test_the_union_of_paths_is_the_sum_of_their_modules() -> None:
     vit = tabletop.vit()
     sites, paths = (
         AdapterSites(vit, houlsby, ("",)),
@@ -72,7 +72,7 @@ def test_the_union_of_paths_is_the_sum_of_their_modules():
     assert not torch.allclose(by_hand(vit, *paths), by_hand(vit, paths[0]), atol=1e-2)
 
 
-def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn():
+def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn() -> None:
     vit = tabletop.vit()
     expected, new = vit(IMAGES), Path([(0, 1), (1, 1)], 32, 5)
     found = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])(IMAGES)
@@ -81,7 +81,7 @@ def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn():
     assert all(new.up.grad[row].abs().max() > 0 for row in range(2))
 
 
-def test_a_copy_of_the_network_has_its_paths_and_knows_nothing_of_the_first():
+def test_a_copy_of_the_network_has_its_paths_and_knows_nothing_of_the_first() -> None:
     vit, new = tabletop.vit(), path((0, 1), (1, 1))
     network = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])
     before, other = network(IMAGES), copy.deepcopy(network)
@@ -92,14 +92,14 @@ def test_a_copy_of_the_network_has_its_paths_and_knows_nothing_of_the_first():
     assert torch.equal(network(IMAGES), by_hand(vit)), "one is not seen in the other"
 
 
-def test_a_path_takes_one_module_of_each_bank_and_every_one_of_them_can_be_drawn():
+def test_a_path_takes_one_module_of_each_bank_and_every_one_of_them_can_be_drawn() -> None:
     drawn = [random_path(6, 4, seed) for seed in range(40)]
     assert all([block for block, _ in each] == [*range(6)] for each in drawn)
     assert {module for each in drawn for _, module in each} == {*range(4)}
     assert random_path(6, 4, 7) == drawn[7] != drawn[8]
 
 
-def test_a_path_has_as_many_parameters_as_the_formula_says():
+def test_a_path_has_as_many_parameters_as_the_formula_says() -> None:
     d, m, blocks = 32, 5, 2
     assert sum(p.numel() for p in path((0, 0), (1, 0)).parameters()) == blocks * (2 * d * m + d + m)
     assert sum(p.numel() for p in path((1, 0)).parameters()) == 2 * d * m + d + m
@@ -147,7 +147,7 @@ def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_trunk_learns_with_the_first_path_and_rests_afterwards_with_all_older_modules():
+def test_the_trunk_learns_with_the_first_path_and_rests_afterwards_with_all_older_modules() -> None:
     first = begun(A, B, every=2)
     before = tensors(first.backbone)
     trained(first, A, B)
@@ -176,7 +176,7 @@ def test_the_trunk_learns_with_the_first_path_and_rests_afterwards_with_all_olde
     )
 
 
-def test_a_path_is_drawn_every_so_many_tasks_and_goes_on_learning_until_then():
+def test_a_path_is_drawn_every_so_many_tasks_and_goes_on_learning_until_then() -> None:
     left = begun(A, B, C, D, every=2).left
     assert [state.meta.get("path") for state, _ in left] == [None, left[0][1].meta["path"], None]
     assert ["path" in carried.meta for _, carried in left] == [True, False, True]
@@ -194,7 +194,7 @@ def test_a_path_is_drawn_every_so_many_tasks_and_goes_on_learning_until_then():
     assert begun(A, B, C, every=2).path.places == one != two
 
 
-def test_what_never_changes_again_is_stored_once():
+def test_what_never_changes_again_is_stored_once() -> None:
     left = begun(A, B, C, D, every=2).left
     trunk = {name for name in left[1][0].copies if name.startswith("trunk/")}
     assert trunk == {f"trunk/{name}" for name in build(SMALL).state_dict()}
@@ -207,7 +207,7 @@ def test_what_never_changes_again_is_stored_once():
     assert not any(name.startswith("backbone/") for _, carried in left for name in carried.tensors)
 
 
-def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained():
+def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained() -> None:
     method = begun(A, B, modules=1)
     assert method.path.places == []
     assert "the path adds no module" in method.warnings()[0]
@@ -225,13 +225,15 @@ def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained():
 )
 def test_distillation_weighs_one_at_first_and_then_more_with_each_task(
     every: int, expected: list[float]
-):
+) -> None:
     assert [begun(*(A, B, C, D)[:count], every=every).phi for count in (1, 2, 3, 4)] == expected
     assert begun(A, B, C, every=1, phi=0.5).phi == 0.5
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_the_loss_is_cross_entropy_and_distillation_to_the_network_before_the_task(every: int):
+def test_the_loss_is_cross_entropy_and_distillation_to_the_network_before_the_task(
+    every: int,
+) -> None:
     """It had all paths so far, the one that goes on learning too."""
     method, b = begun(A, B, C, every=every, candidates=1, tau=3.0), batch(A, B, C)
     with torch.no_grad():
@@ -253,7 +255,7 @@ def test_the_loss_is_cross_entropy_and_distillation_to_the_network_before_the_ta
     )
 
 
-def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path():
+def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path() -> None:
     method = begun(A, candidates=3)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -263,7 +265,7 @@ def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path():
 
 # ---- candidates ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("candidate", [0, 1, 2])
-def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: int):
+def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: int) -> None:
     beside, alone = begun(A, B, candidates=3), begun(A, B, candidates=3)
     own = {id(p) for p in alone.rivals[candidate].parameters()}
     alone.rivals = torch.nn.ModuleList([alone.rivals[candidate]])
@@ -278,7 +280,7 @@ def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: in
     assert not same(start, tensors(alone.rivals[0]))
 
 
-def test_candidates_differ_and_are_the_same_however_many_there_are():
+def test_candidates_differ_and_are_the_same_however_many_there_are() -> None:
     three, two = begun(A, B, candidates=3).rivals, begun(A, B, candidates=2).rivals
     assert [r.path.places for r in three][:2] == [r.path.places for r in two]
     assert all(same(tensors(one), tensors(other)) for one, other in zip(three, two, strict=False))
@@ -286,7 +288,7 @@ def test_candidates_differ_and_are_the_same_however_many_there_are():
     assert len({id(r.heads) for r in three}) == 3
 
 
-def test_their_losses_are_summed_and_shown_as_means():
+def test_their_losses_are_summed_and_shown_as_means() -> None:
     method, b = begun(A, B, candidates=2), batch(A, B)
     moved(method)
     taught = method.teacher.joined(b.images)
@@ -302,7 +304,7 @@ class Looked:
 
     group = Group()
 
-    def __init__(self, *tasks: Task):
+    def __init__(self, *tasks: Task) -> None:
         self.tasks, self.num_samples = tasks, 10
         self.asked: list[tuple[str, bool]] = []
 
@@ -320,7 +322,7 @@ class Looked:
 )
 def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(
     holds_out: bool, split: str, tasks: tuple[Task, ...]
-):
+) -> None:
     """Held-out images are of the task alone, and their labels count from its first class."""
     kept = set()
     for seed in range(6):
@@ -353,7 +355,7 @@ def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(
     assert len(kept) > 1, "it is not always the same"
 
 
-def test_what_is_kept_of_one_epoch_for_all_is_refused():
+def test_what_is_kept_of_one_epoch_for_all_is_refused() -> None:
     best, data = TrainSettings(keep="best"), DataSettings()
     with pytest.raises(
         UserError,
@@ -382,7 +384,7 @@ def four(lab: Lab, **settings: Any) -> Run:
     return replace(run, order=tuple(tasks))
 
 
-def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: Lab):
+def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: Lab) -> None:
     run = four(lab, every=2)
     last = run.served(3)
     assert [bool(run.state(task).copies) for task in range(4)] == [False, True, False, True]
@@ -414,7 +416,7 @@ def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: La
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
-def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float):
+def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float) -> None:
     run = lab.run_of(
         "rpsnet",
         {"optimizer": "sgd", "lr": 0.05, "epochs": 1},
@@ -439,7 +441,7 @@ def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int):
+def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int) -> None:
     """And the first path counts from the task after it."""
     run = stream(lab, "rpsnet", base="two", memory=20, every=every)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
@@ -472,6 +474,6 @@ def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int):
 )
 def test_promises_hold_while_a_path_goes_on(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
-):
+) -> None:
     monkeypatch.setitem(SETTINGS, ("rpsnet", "adamw"), {"train": {"epochs": 2, "lr": 3e-3}})
     PROMISES[promise].check(lab, "rpsnet", "adamw")

@@ -3,6 +3,8 @@ repeat them."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeline import cli
@@ -40,7 +42,9 @@ from workers.storage.secrets import USER, refuse_secrets, shown
         "s3://bucket/x?secret_key=",
     ],
 )
-def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
+def test_a_uri_with_a_secret_is_refused_and_not_repeated(
+    uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests import small_run
 
     for call in (
@@ -78,7 +82,9 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(uri, tmp_path, capsys):
     assert said.count("give it in the environment") == 9, said
 
 
-def test_a_uri_that_names_a_secret_of_the_environment_is_refused(monkeypatch):
+def test_a_uri_that_names_a_secret_of_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from pipeline.yaml_files import expand
 
     monkeypatch.setenv("PLACE", "s3://AKIA:hush@bucket")
@@ -102,11 +108,11 @@ def test_a_uri_that_names_a_secret_of_the_environment_is_refused(monkeypatch):
         "abfs://container@account/x",
     ],
 )
-def test_a_uri_without_a_secret_is_not(uri):
+def test_a_uri_without_a_secret_is_not(uri: str) -> None:
     refuse_secrets(uri)
 
 
-def test_addresses_are_shown_without_their_user():
+def test_addresses_are_shown_without_their_user() -> None:
     assert shown("https://me:hush@host:5000/x?a=1") == "https://host:5000/x?a=1"
     assert (
         shown("API request to https://me:hush@host/x and s3://a/b@c, me@here failed")
@@ -145,7 +151,7 @@ def test_addresses_are_shown_without_their_user():
         "postgresql://host/db?user=me&password=hush",
     ],
 )
-def test_no_form_of_a_secret_in_a_uri_is_shown(uri):
+def test_no_form_of_a_secret_in_a_uri_is_shown(uri: str) -> None:
     for text in (uri, f"cannot connect to {uri!r}, (Background on {uri})", f"a\n{uri}\nb"):
         said = shown(text)
         assert "hush" not in said
@@ -153,13 +159,15 @@ def test_no_form_of_a_secret_in_a_uri_is_shown(uri):
     assert shown(f"{uri} b").endswith(" b"), "what follows stays"
 
 
-def test_a_long_text_is_searched_in_proportion_to_its_length():
+def test_a_long_text_is_searched_in_proportion_to_its_length() -> None:
     """Each `://` looks for its `@` no further than a password may be long."""
     assert USER.search("://a:/" + "b" * 3000 + "@")
     assert not USER.search("://a:/" + "b" * 5000 + "@")
 
 
-def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(monkeypatch):
+def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:pa ss%2Fhush@host/db")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee" * 8)
     monkeypatch.setenv("HF_TOKEN", "a")
@@ -173,7 +181,7 @@ def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(mon
     )
 
 
-def test_a_sentence_names_the_setting_that_holds_the_secret():
+def test_a_sentence_names_the_setting_that_holds_the_secret() -> None:
     uri = "s3://hush@b"
     for value, named in (
         (uri, "a URI begins with s3://"),

@@ -60,7 +60,7 @@ def mixed(run: Finished, count: int = 5) -> tuple[list[bytes], list[str]]:
 
 # ---- answers -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [*TOLD, *FOUND_OUT])
-def test_as_many_answers_are_right_as_evaluation_recorded(runs, name):
+def test_as_many_answers_are_right_as_evaluation_recorded(runs: Any, name: Any) -> None:
     run, right = runs(name), {}
     for task in run.names:
         images, classes = run.images(task)
@@ -72,7 +72,7 @@ def test_as_many_answers_are_right_as_evaluation_recorded(runs, name):
 
 
 @pytest.mark.parametrize("name", [*TOLD, *FOUND_OUT])
-def test_a_mixed_batch_is_answered_like_single_images(runs, name):
+def test_a_mixed_batch_is_answered_like_single_images(runs: Any, name: Any) -> None:
     run = runs(name)
     images, tasks = mixed(run)
     wanted = [None] * len(tasks) if name in FOUND_OUT else tasks
@@ -93,7 +93,7 @@ def test_a_mixed_batch_is_answered_like_single_images(runs, name):
     assert all(sum(a.probabilities.values()) == pytest.approx(1) for a in together)
 
 
-def test_each_group_is_one_forward(runs, monkeypatch):
+def test_each_group_is_one_forward(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs("packnet")
     images, tasks = mixed(run)
     seen: list[int] = []
@@ -105,7 +105,7 @@ def test_each_group_is_one_forward(runs, monkeypatch):
     assert sorted(seen) == [5, 5]
 
 
-def test_what_tasks_share_is_computed_once(runs, monkeypatch):
+def test_what_tasks_share_is_computed_once(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, owner, function in (
         ("linear", "method", "features"),
         ("toast", "top_down", "first_pass"),
@@ -124,7 +124,7 @@ def test_what_tasks_share_is_computed_once(runs, monkeypatch):
         assert seen == [10]
 
 
-def test_masked_tasks_are_served_compact(runs):
+def test_masked_tasks_are_served_compact(runs: Any) -> None:
     run = runs("meat")
     images, tasks = mixed(run)
     run.served.predict(images, tasks)
@@ -132,7 +132,7 @@ def test_masked_tasks_are_served_compact(runs):
 
 
 @pytest.mark.parametrize("name", ["packnet", "meat"])
-def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs, name):
+def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name: str) -> None:
     run = runs(name)
     images, tasks = mixed(run)
     wanted = exact(run.served, images, tasks)
@@ -149,7 +149,7 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs, name):
     assert 0 < small.kept.nbytes <= size
 
 
-def test_what_was_used_longest_ago_goes_first():
+def test_what_was_used_longest_ago_goes_first() -> None:
     made: list[str] = []
     kept = Kept(8, set())
     for task in ("a", "b", "a", "c", "a", "b"):
@@ -157,7 +157,7 @@ def test_what_was_used_longest_ago_goes_first():
     assert made == ["a", "b", "c", "b"]
 
 
-def test_paths_bytes_arrays_and_pictures_are_one_image(runs, tmp_path):
+def test_paths_bytes_arrays_and_pictures_are_one_image(runs: Any, tmp_path: Path) -> None:
     run = runs("meat")
     data = run.images("two")[0][0]
     picture = Image.open(io.BytesIO(data))
@@ -173,7 +173,7 @@ def test_paths_bytes_arrays_and_pictures_are_one_image(runs, tmp_path):
     assert len({a.probability for a in run.served.predict(kinds, "two")}) == 1
 
 
-def test_without_a_task_it_refuses_or_takes_the_surest_head(runs):
+def test_without_a_task_it_refuses_or_takes_the_surest_head(runs: Any) -> None:
     run = runs("meat")
     images, _ = mixed(run)
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_without_a_task_it_refuses_or_takes_the_surest_head(runs):
         assert answer.confidence == answer.probability == pytest.approx(best.probability, abs=1e-5)
 
 
-def test_told_and_untold_images_share_a_request(runs):
+def test_told_and_untold_images_share_a_request(runs: Any) -> None:
     run = runs("icarl")
     images, tasks = mixed(run)
     some = [task if place % 2 else None for place, task in enumerate(tasks)]
@@ -203,7 +203,7 @@ def test_told_and_untold_images_share_a_request(runs):
     } == {5}
 
 
-def test_top_shortens_the_list(runs):
+def test_top_shortens_the_list(runs: Any) -> None:
     answer = runs("meat").served.predict(runs("meat").images("three")[0][:1], "three", top=2)[0]
     assert len(answer.probabilities) == 2
     assert answer.class_ == next(iter(answer.probabilities))
@@ -218,14 +218,14 @@ def test_top_shortens_the_list(runs):
         ({"tasks": "two", "top": -1}, "top is -1"),
     ],
 )
-def test_what_cannot_be_answered_gets_a_sentence(runs, arguments, said):
+def test_what_cannot_be_answered_gets_a_sentence(runs: Any, arguments: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         runs("meat").served.predict([np.zeros((4, 4, 3), np.uint8)], **arguments)
 
 
 # ---- folders -------------------------------------------------------------------------------------
 @pytest.fixture
-def folder(runs, tmp_path):
+def folder(runs: Any, tmp_path: Path) -> Any:
     def write(name: str) -> str:
         runs(name).bundle.write(str(tmp_path / name))
         return str(tmp_path / name)
@@ -233,7 +233,7 @@ def folder(runs, tmp_path):
     return write
 
 
-def test_a_folder_answers_like_the_store(runs, folder):
+def test_a_folder_answers_like_the_store(runs: Any, folder: Any) -> None:
     for name in ("meat", "packnet"):
         images, tasks = mixed(runs(name))
         assert exact(Served.open(f"file://{folder(name)}"), images, tasks) == exact(
@@ -241,7 +241,7 @@ def test_a_folder_answers_like_the_store(runs, folder):
         )
 
 
-def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs, folder):
+def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs: Any, folder: Any) -> None:
     place = Path(folder("packnet"))
     names = {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()}
     assert names == {
@@ -259,7 +259,7 @@ def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs, folder):
     ["backbone.safetensors", "tasks/two.safetensors", "carried/retrain.safetensors", "model.json"],
 )
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
-def test_every_damage_is_found(folder, file, damage):
+def test_every_damage_is_found(folder: Any, file: str, damage: str) -> None:
     place = Path(folder("packnet"), file)
     data = place.read_bytes()
     place.unlink() if damage == "gone" else place.write_bytes(
@@ -269,7 +269,7 @@ def test_every_damage_is_found(folder, file, damage):
         Served.open(str(place.parents["/" in file]))
 
 
-def test_a_bundle_goes_into_a_new_folder_alone(folder, runs):
+def test_a_bundle_goes_into_a_new_folder_alone(folder: Any, runs: Any) -> None:
     with pytest.raises(UserError, match="is there already and not an empty folder"):
         runs("meat").bundle.write(folder("meat"))
 
@@ -281,7 +281,9 @@ class Retuned(METHODS["meat"].Settings):
     fresh: Annotated[int, Neutral(0)] = 5
 
 
-def test_a_folder_is_served_with_the_settings_it_was_made_with(folder, monkeypatch):
+def test_a_folder_is_served_with_the_settings_it_was_made_with(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = folder("meat")
     before = Bundle.open(place).method().settings
     assert json.loads(Path(place, "model.json").read_text())["settings"]["alpha"] == before.alpha
@@ -290,7 +292,7 @@ def test_a_folder_is_served_with_the_settings_it_was_made_with(folder, monkeypat
     assert (after.alpha, after.fresh) == (before.alpha, 0)
 
 
-def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder):
+def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder: Any) -> None:
     """An older version wrote only what a config had set."""
     place = folder("meat")
     bundle = Bundle.open(place)
@@ -302,7 +304,9 @@ def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder):
 
 # ---- tasks that come and go ----------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup", "supsup_nn", *CHAINS])
-def test_a_removed_task_is_not_served_and_the_others_answer_as_before(runs, folder, name):
+def test_a_removed_task_is_not_served_and_the_others_answer_as_before(
+    runs: Any, folder: Any, name: Any
+) -> None:
     place, images = folder(name), runs(name).images("three")[0]
     before = exact(Served.open(place), images, "three")
     said = bundles.remove_task(place, "two")
@@ -320,13 +324,13 @@ def test_a_removed_task_is_not_served_and_the_others_answer_as_before(runs, fold
     assert not [name for name in carried if name.startswith("heads/two/")]
 
 
-def test_a_task_that_others_answer_with_is_not_removed(runs, folder):
+def test_a_task_that_others_answer_with_is_not_removed(runs: Any, folder: Any) -> None:
     with pytest.raises(UserError, match="answer with what task 'two' left behind"):
         bundles.remove_task(folder("icarl"), "two")
 
 
 @pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup"])
-def test_an_exported_task_is_served_elsewhere_as_it_was(runs, folder, name):
+def test_an_exported_task_is_served_elsewhere_as_it_was(runs: Any, folder: Any, name: str) -> None:
     place = folder(name)
     images, tasks = mixed(runs(name))
     before = exact(Served.open(place), images, tasks)
@@ -341,7 +345,7 @@ def test_an_exported_task_is_served_elsewhere_as_it_was(runs, folder, name):
         bundles.import_task(place, data, "two.task")
 
 
-def test_what_does_not_belong_together_is_not_imported(runs, folder, lab):
+def test_what_does_not_belong_together_is_not_imported(runs: Any, folder: Any, lab: Any) -> None:
     data = bundles.export_task(Bundle.open(folder("meat")), "two")
     for name in CHAINS:
         with pytest.raises(UserError, match="trains weights that its tasks share"):
@@ -354,7 +358,7 @@ def test_what_does_not_belong_together_is_not_imported(runs, folder, lab):
         bundles.import_task(str(Path(folder("toast"))), b"nonsense", "f")
 
 
-def test_limits_are_kept(runs):
+def test_limits_are_kept(runs: Any) -> None:
     image = np.zeros((4, 4, 3), np.uint8)
     with pytest.raises(UserError, match="3 images in one request are more than 2"):
         runs("meat").served.predict([image] * 3, "two", limits=Limits(images=2))
@@ -373,7 +377,9 @@ def test_limits_are_kept(runs):
         {"tasks": [{"name": "../two", "classes": ["x"], "card": "c", "data": "d", "role": "task"}]},
     ],
 )
-def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_must(folder, change):
+def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_must(
+    folder: Any, change: Any
+) -> None:
     place = Path(folder("packnet"))
     precious = place.parent.parent / "precious.txt"
     precious.write_text("mine")
@@ -391,7 +397,7 @@ def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_mu
     precious.unlink()
 
 
-def test_the_state_of_another_task_is_not_served_under_a_name(folder):
+def test_the_state_of_another_task_is_not_served_under_a_name(folder: Any) -> None:
     place = Path(folder("meat"))
     body = json.loads((place / "model.json").read_text())
     body["tasks"][0]["classes"] = body["tasks"][0]["classes"][:1]

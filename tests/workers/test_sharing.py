@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def umasked(mask: int) -> int:
 
 
 @pytest.fixture
-def shared(tmp_path: Path):
+def shared(tmp_path: Path) -> Iterator[Any]:
     """A storage for a group; the umask of whoever runs the tests is strict meanwhile."""
     storage = tmp_path / "storage"
     storage.mkdir()
@@ -97,7 +98,7 @@ def modes(storage: Path) -> dict[str, int]:
     }
 
 
-def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(shared):
+def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(shared: Any) -> None:
     write_bytes(join(str(shared), "runs", "r", "run.json"), b"1")
     attempt = Attempt(str(shared / "stages"), "k")
     attempt.write("deep/er/state", b"1")
@@ -116,7 +117,7 @@ def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(sh
         assert not mode & 0o007, "others have no more than the umask gives them"
 
 
-def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path):
+def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path: Path) -> None:
     before = umasked(0o027)
     try:
         make_dirs(str(tmp_path / "a" / "b"))
@@ -133,7 +134,9 @@ def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
 @pytest.mark.parametrize("masks", [(0o077, 0o022), (0o022, 0o077)])
-def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, folder_of_all):
+def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(
+    masks: Any, folder_of_all: Any
+) -> None:
     storage = folder_of_all / "storage"
     storage.mkdir()
     os.chown(storage, 12001, 12000)
@@ -151,7 +154,7 @@ def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(masks, folde
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
-def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(folder_of_all):
+def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(folder_of_all: Any) -> None:
     storage = folder_of_all / "storage"
     storage.mkdir()
     os.chown(storage, 12001, 12000)
@@ -163,7 +166,9 @@ def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(folder_of
     assert "chmod g+s" in told
 
 
-def test_a_cache_that_another_user_made_is_left_to_that_user(tmp_path, monkeypatch):
+def test_a_cache_that_another_user_made_is_left_to_that_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = str(tmp_path)
     assert build.cache_folder("", storage) == f"{storage}/cache"
     (tmp_path / "cache").mkdir()

@@ -85,7 +85,7 @@ def judged(alive: Any, groups: Tensor) -> Tensor:
     return slopes(linear, WORKED, [MASKS[i] for i in alive], HALF, groups, entropy)
 
 
-def test_the_worked_example_has_its_numbers():
+def test_the_worked_example_has_its_numbers() -> None:
     mixed = superposed(WORKED, MASKS, HALF)
     assert linear(mixed, X[0]).tolist() == [[1.5, -1.5]]
     assert entropy(linear(mixed, X[0])).item() == pytest.approx(0.190865, abs=1e-6)
@@ -96,7 +96,9 @@ def test_the_worked_example_has_its_numbers():
     assert at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
 
 
-def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha_is_uneven():
+def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha_is_uneven() -> (
+    None
+):
     torch.manual_seed(0)
     weights = {"a": torch.randn(6, 5), "b": torch.randn(5, 4)}
     masks = [{name: torch.rand(w.shape) < 0.6 for name, w in weights.items()} for _ in range(3)]
@@ -120,14 +122,14 @@ def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha
 
 def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     groups = torch.randn(9, 1, 2)
     whole = judged(range(2), groups)
     monkeypatch.setattr("workers.model.superposition.GRADIENT_BYTES", 4 * 4 * 2)
     assert torch.allclose(judged(range(2), groups), whole)
 
 
-def test_a_superposition_of_one_mask_alone_is_that_mask():
+def test_a_superposition_of_one_mask_alone_is_that_mask() -> None:
     method = made()
     begun(method, STRIPES)
     masks = [
@@ -141,7 +143,7 @@ def test_a_superposition_of_one_mask_alone_is_that_mask():
     assert torch.equal(alone, answers(method, "stripes", images))
 
 
-def test_at_once_agrees_with_trying_every_mask_on_the_worked_example():
+def test_at_once_agrees_with_trying_every_mask_on_the_worked_example() -> None:
     tried = values(linear, WORKED, MASKS, X, [entropy] * 2)
     assert tried.shape == (2, 2)
     assert tried[0, 0].item() == pytest.approx(entropy(torch.tensor([[3.0, -3.0]])).item())
@@ -151,7 +153,7 @@ def test_at_once_agrees_with_trying_every_mask_on_the_worked_example():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("ties", [False, True])
-def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bool):
+def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bool) -> None:
     scores = (
         torch.zeros(6, count)
         if ties
@@ -175,7 +177,7 @@ def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bo
         assert sure.tolist() == pytest.approx([1 / count] * 6, rel=1e-5)
 
 
-def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked():
+def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked() -> None:
     nu = shares(torch.tensor([[-0.8132, 0.0]]))[0]
     assert nu.tolist() == pytest.approx(
         [math.exp(0.8132) / (1 + math.exp(0.8132)), 1 / (1 + math.exp(0.8132))]
@@ -184,7 +186,7 @@ def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked():
         assert rule(judged, X, 2)[1].tolist() == pytest.approx([nu[0].item()] * 2, abs=1e-4)
 
 
-def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous():
+def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous() -> None:
     outputs = torch.randn(3, 5, requires_grad=True)
     superfluous(outputs, 2).sum().backward()
     assert (outputs.grad[:, :2] == 0).all()
@@ -193,7 +195,7 @@ def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous():
 
 # ---- masks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.3, 0.5, 0.77, 0.9, 1.0])
-def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float):
+def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float) -> None:
     drawn = torch.randn(13, 7, generator=torch.Generator().manual_seed(0))
     for scores in (drawn, drawn.round(), torch.ones(13, 7)):
         mask = TopK(scores, density).hard()
@@ -205,7 +207,7 @@ def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float):
         ), "as a GPU finds it"
 
 
-def test_layer_budgets_are_those_of_the_formula():
+def test_layer_budgets_are_those_of_the_formula() -> None:
     method = SupSup(
         build(BackboneSettings(options={"depth": 1})), SupSupSettings(budget=16, outputs=100), 0
     )
@@ -222,7 +224,7 @@ def test_layer_budgets_are_those_of_the_formula():
     assert {generous.density(site) for site in generous.sites} == {0.5}
 
 
-def test_scores_start_in_the_order_of_the_weights_or_uniformly():
+def test_scores_start_in_the_order_of_the_weights_or_uniformly() -> None:
     for scores in ("topk", "threshold"):
         method = made(scores=scores, density=0.9)
         begun(method, STRIPES)
@@ -239,7 +241,9 @@ def test_scores_start_in_the_order_of_the_weights_or_uniformly():
         assert torch.equal(mask.hard(), mask.scores >= 0)
 
 
-def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_with_the_scores_sign():
+def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_with_the_scores_sign() -> (
+    None
+):
     method = made(start="kaiming")
     begun(method, STRIPES)
     loss, _ = method.loss(batch(STRIPES, 0), PROGRESS)
@@ -254,7 +258,7 @@ def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_w
         assert (mask.scores.grad != 0).any()
 
 
-def test_random_weights_come_from_the_seed_alone_and_are_not_stored():
+def test_random_weights_come_from_the_seed_alone_and_are_not_stored() -> None:
     a, b = made(**RANDOM), made(**RANDOM)
     other = SupSup(vit(), SupSupSettings(outputs=10, **RANDOM), seed=2)
     assert list(a.sites) == [*(site for site in made(outputs=0).sites), OUTPUTS]
@@ -271,7 +275,7 @@ def test_random_weights_come_from_the_seed_alone_and_are_not_stored():
     )
 
 
-def test_under_random_weights_nothing_of_the_pretrained_layers_is_left():
+def test_under_random_weights_nothing_of_the_pretrained_layers_is_left() -> None:
     """Neither in serving nor in training nor in finding out the task."""
     method, images = made(objective="entropy", **RANDOM), samples(STRIPES, 4)[0]
     begun(method, STRIPES)
@@ -290,7 +294,7 @@ def test_under_random_weights_nothing_of_the_pretrained_layers_is_left():
 
 
 # ---- shared outputs ------------------------------------------------------------------------------
-def test_the_loss_runs_over_all_outputs_also_with_soft_targets():
+def test_the_loss_runs_over_all_outputs_also_with_soft_targets() -> None:
     method, here = made(), batch(COLOURS, 0)
     begun(method, COLOURS)
     outputs = torch.randn(len(here), 10)
@@ -304,7 +308,7 @@ def test_the_loss_runs_over_all_outputs_also_with_soft_targets():
     )
 
 
-def test_training_pushes_superfluous_outputs_down(states: list[TaskState]):
+def test_training_pushes_superfluous_outputs_down(states: list[TaskState]) -> None:
     method = serving(states)
     images, labels = samples(COLOURS, 30)
     found = answers(method, "colours", images)
@@ -316,7 +320,7 @@ def test_training_pushes_superfluous_outputs_down(states: list[TaskState]):
     assert (found.argmax(1) == labels).float().mean() > 0.9
 
 
-def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs():
+def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs() -> None:
     SupSup.fits(SupSupSettings(outputs=3, objective="entropy"), vit(), (STRIPES, COLOURS))
     with pytest.raises(
         UserError,
@@ -345,19 +349,19 @@ def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs()
 )
 def test_settings_that_do_not_go_together_are_refused(
     settings: dict[str, Any], train: dict[str, Any], scenario: str, says: str
-):
+) -> None:
     with pytest.raises(UserError, match=says):
         SupSup.check(SupSupSettings(**settings), TrainSettings(**train), DataSettings(), scenario)
     SupSup.check(SupSupSettings(), TrainSettings(), DataSettings(), "class")
 
 
-def test_random_weights_beside_batch_norms_are_refused():
+def test_random_weights_beside_batch_norms_are_refused() -> None:
     cnn = build(BackboneSettings(name="resnet18", img_size=32, weights="hub"))
     with pytest.raises(UserError, match="the backbone has batch norms"):
         SupSup(cnn, SupSupSettings(**RANDOM), 0)
 
 
-def test_a_base_task_gets_a_mask_where_it_shares_the_outputs():
+def test_a_base_task_gets_a_mask_where_it_shares_the_outputs() -> None:
     assert (
         SupSup.planned(SupSupSettings(), -1)
         == SupSup.planned(SupSupSettings(outputs=0), 0)
@@ -368,7 +372,7 @@ def test_a_base_task_gets_a_mask_where_it_shares_the_outputs():
 
 # ---- what is kept --------------------------------------------------------------------------------
 @pytest.mark.parametrize("outputs", [0, 100])
-def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int):
+def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int) -> None:
     """A bit for each of N_w = 5,455,872 weights, and for each of the shared outputs', or a head of
     32 bits per number."""
     torch.manual_seed(0)
@@ -403,12 +407,12 @@ def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tu
     [{}, {"outputs": 0}, {"scores": "threshold", **RANDOM}],
     ids=["shared", "heads", "random"],
 )
-def test_old_answers_stay_bit_for_bit(optimizer: str, settings: dict[str, Any]):
+def test_old_answers_stay_bit_for_bit(optimizer: str, settings: dict[str, Any]) -> None:
     settings = settings | {"mask_lr": 0.05}
     assert torch.equal(*kept_answers(made(**settings), optimizer, settings))
 
 
-def test_old_answers_would_not_stay_if_the_weights_were_trained():
+def test_old_answers_would_not_stay_if_the_weights_were_trained() -> None:
     class Thaws(SupSup):
         def begin(self, *arguments: Any) -> list[dict[str, Any]]:
             return [
@@ -433,7 +437,7 @@ def test_old_answers_would_not_stay_if_the_weights_were_trained():
 )
 def test_the_domain_of_an_image_is_found_well_above_chance(
     states: list[TaskState], settings: dict[str, Any]
-):
+) -> None:
     method = serving(states, **settings)
     for place, task in enumerate((STRIPES, COLOURS)):
         images, labels = samples(task, 16)
@@ -445,7 +449,7 @@ def test_the_domain_of_an_image_is_found_well_above_chance(
         assert (found.argmax(1) == labels + (0, 2)[place]).float().mean() > 0.8
 
 
-def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[TaskState]):
+def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[TaskState]) -> None:
     method, images = serving(states), samples(STRIPES, 6)[0]
     places = torch.tensor([0, 1, 1, 0, 1, 0])
     with torch.no_grad():
@@ -463,7 +467,9 @@ def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[T
         assert torch.allclose(found[row].softmax(0)[own], told.softmax(0), atol=1e-5)
 
 
-def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states: list[TaskState]):
+def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(
+    states: list[TaskState],
+) -> None:
     method = serving(states, infer_images=4)
     mixed = torch.cat([samples(STRIPES, 4)[0], samples(COLOURS, 4)[0], samples(STRIPES, 2)[0]])
     with torch.no_grad():
@@ -476,7 +482,7 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(states
 
 def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(
     states: list[TaskState],
-):
+) -> None:
     """By default: the log of the share that all outputs but those of the task's classes have of the
     softmax, however many it has."""
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
@@ -493,7 +499,9 @@ def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_again
             assert torch.allclose(found[:, column], superfluous.log(), atol=1e-5)
 
 
-def test_one_task_needs_no_finding_out(states: list[TaskState], monkeypatch: pytest.MonkeyPatch):
+def test_one_task_needs_no_finding_out(
+    states: list[TaskState], monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = serving(states[:1])
     monkeypatch.setattr(supsup, "slopes", None)
     places, sure = method.infer(samples(COLOURS, 3)[0])
@@ -501,7 +509,7 @@ def test_one_task_needs_no_finding_out(states: list[TaskState], monkeypatch: pyt
     assert method.candidates() == {"stripes": ("stripes",)}
 
 
-def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]):
+def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]) -> None:
     method, images = serving(states), samples(COLOURS, 5)[0]
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
     told = answers(method, "stripes", images)
@@ -510,7 +518,7 @@ def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]):
     assert torch.equal(answers(method, "stripes", images), told)
 
 
-def test_heads_of_their_own_need_the_task():
+def test_heads_of_their_own_need_the_task() -> None:
     method = made(outputs=0)
     method.load(learned(made(outputs=0), STRIPES, 1)[0])
     with pytest.raises(
@@ -542,7 +550,7 @@ def predictions(run: Run, task: int) -> list[dict[str, Any]]:
     ).to_pylist()
 
 
-def test_measuring_records_what_was_picked_and_how_sure(lab: Lab):
+def test_measuring_records_what_was_picked_and_how_sure(lab: Lab) -> None:
     run = not_told(lab, "supsup", outputs=5)
     found, lines, served = run.evaluated(1), predictions(run, 1), run.served(1)
     assert [row["task"] for row in found["rows"]] == [*TASKS]
@@ -577,13 +585,13 @@ def test_measuring_records_what_was_picked_and_how_sure(lab: Lab):
     )
 
 
-def test_other_methods_are_measured_as_before(lab: Lab):
+def test_other_methods_are_measured_as_before(lab: Lab) -> None:
     for run in (not_told(lab, "finetune"), lab.run("supsup")):
         assert not any("picks" in row for row in run.evaluated(1)["rows"])
         assert {*predictions(run, 1)[0]} == {"task", "key", "label", "prediction", "confidence"}
 
 
-def test_a_task_with_the_most_classes_may_come_first(states: list[TaskState]):
+def test_a_task_with_the_most_classes_may_come_first(states: list[TaskState]) -> None:
     method = serving(states[::-1])
     method.stream = (COLOURS, STRIPES)
     assert method.columns() == {"colours": slice(0, 3), "stripes": slice(3, 5)}

@@ -60,14 +60,16 @@ def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPat
 
 
 # ---- which mask is trained -----------------------------------------------------------------------
-def test_another_domain_gets_a_mask_of_its_own_and_one_that_returns_its_old_one(chain: Chain):
+def test_another_domain_gets_a_mask_of_its_own_and_one_that_returns_its_old_one(
+    chain: Chain,
+) -> None:
     assert [state.meta["mask"] for state, _ in chain] == [0, 1, 0]
     assert [state.meta["masks"] for state, _ in chain] == [1, 2, 2]
     assert [state.meta["steps"] for state, _ in chain] == [{"0": STEPS}, {"1": STEPS}, {"0": STEPS}]
     assert [len(carried.tensors["masks"]) for _, carried in chain] == [1, 2, 2]
 
 
-def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain):
+def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain) -> None:
     first, second, third = (carried.tensors["masks"] for _, carried in chain)
     assert torch.equal(second[0], first[0])
     assert torch.equal(third[1], second[1])
@@ -86,7 +88,7 @@ def test_masks_that_are_not_in_training_stay_bit_for_bit(chain: Chain):
 )
 def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(
     chain: Chain, monkeypatch: pytest.MonkeyPatch, slope: list[float], mask: int
-):
+) -> None:
     """One mask is known, four untrained ones fill up: with k = 5 the threshold of nu is 1.125 / 5,
     at a slope of -0.1508."""
     nu = shares(torch.tensor([slope]))[0]
@@ -100,7 +102,7 @@ def test_a_new_mask_is_taken_where_the_best_share_is_below_the_threshold(
 
 def test_the_least_number_of_masks_and_eps_are_settings(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     for settings, mask in (({"least": 2, "eps": 0.125}, 0), ({"least": 2, "eps": 0.3}, 1)):
         method = made(**settings)
         assert judging(method, [-0.5, 0.0], monkeypatch) == []  # nu = 0.6225
@@ -110,7 +112,7 @@ def test_the_least_number_of_masks_and_eps_are_settings(
 
 def test_without_a_mask_left_the_best_known_one_goes_on(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     method = made(most=2)
     judging(method, [0.3, 0.2, -5.0, 0.0, 0.0], monkeypatch)  # an untrained one would fit best
     begun(method, COLOURS, STEPS, chain[1][1])
@@ -123,7 +125,7 @@ def test_without_a_mask_left_the_best_known_one_goes_on(
 
 def test_it_decides_at_the_start_and_every_so_many_steps_by_the_coming_batch(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     asked: list[tuple[int, int]] = []
     decide = SupSupNN.decide
     monkeypatch.setattr(
@@ -141,7 +143,9 @@ def test_it_decides_at_the_start_and_every_so_many_steps_by_the_coming_batch(
     assert method.trained.tolist()[:2] == [12, 0]
 
 
-def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(monkeypatch: pytest.MonkeyPatch):
+def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     method = made(every=4)
     begun(method, STRIPES, 8)
     with torch.no_grad():
@@ -155,7 +159,9 @@ def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(monkeypatch: py
     assert not torch.equal(method.hard()[OUTPUTS], learned_bits[OUTPUTS])
 
 
-def test_a_mask_that_goes_on_starts_from_its_bits(chain: Chain, monkeypatch: pytest.MonkeyPatch):
+def test_a_mask_that_goes_on_starts_from_its_bits(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = made()
     monkeypatch.setattr(method, "choice", lambda images: 0)
     begun(method, STRIPES, STEPS, chain[1][1])
@@ -173,7 +179,7 @@ def test_a_mask_that_goes_on_starts_from_its_bits(chain: Chain, monkeypatch: pyt
 
 def test_an_untrained_mask_is_what_a_new_one_starts_from(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     method = made(start="kaiming")
     method.attach(chain[0][1])
     untrained = method.bits(1)
@@ -185,7 +191,7 @@ def test_an_untrained_mask_is_what_a_new_one_starts_from(
 
 def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_the_word(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     class Second(Group):
         def share(self, value: Any) -> Any:
             return 1
@@ -204,20 +210,22 @@ def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_
     assert (len(seen[0]), len(seen[1])) == (SIZE, 5)
 
 
-def test_what_decides_later_is_in_a_checkpoint():
+def test_what_decides_later_is_in_a_checkpoint() -> None:
     method = made()
     begun(method, STRIPES)
     assert {"bank", "counter", "trained"} <= set(trained_state(method))
 
 
 # ---- what is carried -----------------------------------------------------------------------------
-def test_a_bit_per_weight_and_mask_is_carried_and_a_state_holds_nothing_but_numbers(chain: Chain):
+def test_a_bit_per_weight_and_mask_is_carried_and_a_state_holds_nothing_but_numbers(
+    chain: Chain,
+) -> None:
     entries = sum(weight.numel() for weight in made().sites.values())
     assert [t.numel() for t in chain[2][1].tensors.values()] == [2 * -(-entries // 8)]
     assert sum(chain[2][0].sizes().values()) == 0
 
 
-def test_the_carried_size_is_the_formulas_to_the_byte():
+def test_the_carried_size_is_the_formulas_to_the_byte() -> None:
     torch.manual_seed(0)
     method = SupSupNN(build(BackboneSettings()), SupSupNNSettings(most=2), 0)
     feed = Stream(STRIPES, 1)
@@ -226,7 +234,7 @@ def test_the_carried_size_is_the_formulas_to_the_byte():
     assert len(data) - 8 - int.from_bytes(data[:8], "little") == (5_455_872 + 100 * 192) // 8
 
 
-def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain):
+def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain) -> None:
     images = samples(COLOURS, 6)[0]
     states, carried = [state for state, _ in chain[:2]], chain[1][1]
     again = [TaskState.from_bytes(state.to_bytes()) for state in states]
@@ -235,7 +243,7 @@ def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain):
         assert torch.equal(a.logits(images, "colours"), b.logits(images, "colours"))
 
 
-def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain):
+def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain) -> None:
     state, carried = chain[1]
     shown = SupSupNN.masks_for_display(state, carried)
     stored = serving([state], carried).bits(1)
@@ -247,7 +255,7 @@ def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain):
 @pytest.mark.parametrize("infer_images", [1, 5])
 def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(
     chain: Chain, infer_images: int
-):
+) -> None:
     method = serving([chain[2][0], chain[1][0]], chain[2][1], infer_images=infer_images)
     assert method.candidates() == {"mask 0": ("stripes",), "mask 1": ("colours",)}
     for place, task in enumerate((STRIPES, COLOURS)):
@@ -264,7 +272,7 @@ def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(
 
 def test_an_untrained_mask_is_superposed_and_never_picked(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     method = serving([chain[0][0], chain[1][0]], chain[1][1])
     counts = judging(method, [0.5, 0.4, -3.0, 0.0, 0.0], monkeypatch)
     places, sure = method.infer(samples(STRIPES, 3)[0])
@@ -275,7 +283,7 @@ def test_an_untrained_mask_is_superposed_and_never_picked(
     )
 
 
-def test_the_task_that_is_asked_for_does_not_choose_the_mask(chain: Chain):
+def test_the_task_that_is_asked_for_does_not_choose_the_mask(chain: Chain) -> None:
     method, images = serving([chain[0][0], chain[1][0]], chain[1][1]), samples(STRIPES, 6)[0]
     with torch.no_grad():
         assert torch.equal(
@@ -283,13 +291,13 @@ def test_the_task_that_is_asked_for_does_not_choose_the_mask(chain: Chain):
         )
 
 
-def test_a_mask_may_be_right_for_several_tasks_and_for_none(chain: Chain):
+def test_a_mask_may_be_right_for_several_tasks_and_for_none(chain: Chain) -> None:
     method = serving([chain[0][0], chain[2][0]], chain[2][1])
     method.used["other"] = 0
     assert method.candidates() == {"mask 0": ("stripes", "other"), "mask 1": ()}
 
 
-def test_while_it_trains_the_mask_in_training_is_asked_as_it_stands(chain: Chain):
+def test_while_it_trains_the_mask_in_training_is_asked_as_it_stands(chain: Chain) -> None:
     method = made()
     begun(method, COLOURS, STEPS, chain[0][1])
     assert method.candidates() == {"mask 0": (), "mask 1": ("colours",)}
@@ -301,7 +309,7 @@ def test_while_it_trains_the_mask_in_training_is_asked_as_it_stands(chain: Chain
     assert torch.equal(method.bank, before), "measuring writes nothing"
 
 
-def test_thresholds_alone_can_be_carried_as_bits():
+def test_thresholds_alone_can_be_carried_as_bits() -> None:
     from pydantic import ValidationError
 
     for wrong in ({"scores": "topk"}, {"outputs": 0}, {"infer": "binary"}):

@@ -4,6 +4,7 @@ and MEAT on it."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import laboratory
@@ -59,7 +60,7 @@ def saved(tensors: dict[str, Tensor], folder: Any) -> BackboneSettings:
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
-def test_its_weights_are_counted_to_the_unit():
+def test_its_weights_are_counted_to_the_unit() -> None:
     sites = weight_sites(vit.check(BackboneSettings(name="t2t_vit_12")))
     assert sum(w.numel() for w in sites.values()) == 6_602_304
     assert sum(w.numel() for name, w in sites.items() if name.startswith("patch_embed.")) == 310_848
@@ -70,7 +71,7 @@ def test_its_weights_are_counted_to_the_unit():
     )
 
 
-def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table():
+def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table() -> None:
     backbone = vit.build(BackboneSettings(name="t2t_vit_12"))
     # with random features and ImageNet's head
     weights = sum(p.numel() for p in backbone.parameters()) + 2 * 32 * 64 + 1000 * (256 + 1)
@@ -92,7 +93,7 @@ def test_meat_and_piggyback_on_six_tasks_have_the_sizes_of_the_papers_table():
 
 
 @pytest.mark.parametrize("side", [32, 96, 224])
-def test_any_multiple_of_sixteen_pixels_will_do(side):
+def test_any_multiple_of_sixteen_pixels_will_do(side: int) -> None:
     model = t2t(TINY.model_copy(update={"img_size": side}))
     grid = side // 16
     assert vit.geometry(model) == {
@@ -108,7 +109,7 @@ def test_any_multiple_of_sixteen_pixels_will_do(side):
 
 
 # ---- by hand -------------------------------------------------------------------------------------
-def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels():
+def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels() -> None:
     image = torch.arange(2 * 8 * 8, dtype=torch.float32).view(1, 2, 8, 8)
     first = windows(image, 7, 4, 2)[0]  # (2 * 2, 2 * 49)
     padded = F.pad(image[0], (2, 2, 2, 2))
@@ -122,7 +123,7 @@ def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels():
     assert torch.equal(as_image(image.flatten(2).transpose(1, 2), 8, 8), image)
 
 
-def test_with_linear_layers_for_performers_the_module_is_three_strided_convolutions():
+def test_with_linear_layers_for_performers_the_module_is_three_strided_convolutions() -> None:
     torch.manual_seed(0)
     module, sizes, strides = TokensToToken(64, 3, 32), (7, 3, 3), (4, 2, 2)
     module.attention1, module.attention2 = (
@@ -143,7 +144,7 @@ def test_with_linear_layers_for_performers_the_module_is_three_strided_convoluti
     assert torch.allclose(module(images()), x.flatten(2).transpose(1, 2), atol=1e-5)
 
 
-def test_the_performer_is_attention_by_random_features_written_out():
+def test_the_performer_is_attention_by_random_features_written_out() -> None:
     torch.manual_seed(0)
     one = Performer(6, 4)
     x = torch.randn(2, 5, 6)
@@ -163,7 +164,7 @@ def test_the_performer_is_attention_by_random_features_written_out():
         assert torch.allclose(one(x), found, atol=1e-5)
 
 
-def test_many_random_features_give_softmax_attention():
+def test_many_random_features_give_softmax_attention() -> None:
     torch.manual_seed(0)
     one = Performer(8, 8)
     one.w = torch.randn(50_000, 8)
@@ -173,7 +174,7 @@ def test_many_random_features_give_softmax_attention():
     )
 
 
-def test_random_features_are_orthogonal_and_of_length_root_m():
+def test_random_features_are_orthogonal_and_of_length_root_m() -> None:
     w = Performer(10, 64).w
     assert w.shape == (32, 64)
     assert torch.allclose(w @ w.T, 32 * torch.eye(32), atol=1e-3)
@@ -193,7 +194,7 @@ def by_hand(attention: Any, x: Tensor, keys: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def test_attention_scores_are_over_the_root_of_the_whole_width_in_every_form():
+def test_attention_scores_are_over_the_root_of_the_whole_width_in_every_form() -> None:
     model = t2t()
     attention, x = model.blocks[1].attn, 3 * torch.randn(2, 17, 32)
     assert torch.allclose(attention(x), by_hand(attention, x), atol=1e-5)
@@ -208,7 +209,7 @@ def test_attention_scores_are_over_the_root_of_the_whole_width_in_every_form():
         assert torch.allclose(masked(x), by_hand(attention, x, keys), atol=1e-5)
 
 
-def test_positions_are_sines_and_cosines():
+def test_positions_are_sines_and_cosines() -> None:
     table = sinusoids(5, 8)[0]
     assert torch.equal(table[0], torch.tensor([0.0, 1.0] * 4))
     assert torch.allclose(
@@ -218,11 +219,11 @@ def test_positions_are_sines_and_cosines():
     assert torch.equal(t2t().pos_embed, sinusoids(17, 32))
 
 
-def test_norms_have_the_epsilon_of_the_released_model():
+def test_norms_have_the_epsilon_of_the_released_model() -> None:
     assert {m.eps for m in t2t().modules() if isinstance(m, nn.LayerNorm)} == {1e-5}
 
 
-def test_bf16_is_close_to_fp32():
+def test_bf16_is_close_to_fp32() -> None:
     module = TokensToToken(64, 3, 32).eval()
     with torch.no_grad():
         exact = module(images())
@@ -231,7 +232,7 @@ def test_bf16_is_close_to_fp32():
 
 
 # ---- what is trained, what is part of the weights ------------------------------------------------
-def test_positions_and_random_features_are_weights_that_nothing_trains():
+def test_positions_and_random_features_are_weights_that_nothing_trains() -> None:
     model = t2t()
     fixed = {"pos_embed", "patch_embed.attention1.w", "patch_embed.attention2.w"}
     assert fixed == model.state_dict().keys() - dict(model.named_parameters()).keys()
@@ -244,7 +245,7 @@ def test_positions_and_random_features_are_weights_that_nothing_trains():
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_random_features_follow_the_seed_and_count_in_the_digest():
+def test_random_features_follow_the_seed_and_count_in_the_digest() -> None:
     one, two = t2t(), t2t()
     assert vit.digest_of(one) == vit.digest_of(two)
     two.patch_embed.attention2.w[0, 0] += 1e-3
@@ -258,7 +259,7 @@ def test_random_features_follow_the_seed_and_count_in_the_digest():
 
 # ---- released weights ----------------------------------------------------------------------------
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_released_weights_are_read_under_their_own_names(prefix, tmp_path):
+def test_released_weights_are_read_under_their_own_names(prefix: str, tmp_path: Path) -> None:
     source = t2t()
     released = {
         prefix + name.replace("patch_embed.", "tokens_to_token."): t
@@ -277,7 +278,7 @@ def test_released_weights_are_read_under_their_own_names(prefix, tmp_path):
     assert vit.digest_of(model) == vit.digest_of(source)
 
 
-def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_path):
+def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_path: Path) -> None:
     settings = saved(t2t().state_dict(), tmp_path).model_copy(update={"img_size": 96})
     model = vit.build(settings)
     vit.load_weights(model, settings)
@@ -285,7 +286,7 @@ def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_pat
     assert torch.equal(model.pos_embed[:, 0], sinusoids(17, 32)[:, 0])
 
 
-def test_weights_that_do_not_fit_get_a_sentence(tmp_path):
+def test_weights_that_do_not_fit_get_a_sentence(tmp_path: Path) -> None:
     tensors = t2t().state_dict()
     for changed, says in (
         ({n: t for n, t in tensors.items() if n != "patch_embed.attention1.w"}, "missing"),
@@ -302,7 +303,7 @@ def test_weights_that_do_not_fit_get_a_sentence(tmp_path):
         vit.load_weights(t2t(), TINY.model_copy(update={"weights": "hub"}))
 
 
-def test_mistakes_get_a_sentence():
+def test_mistakes_get_a_sentence() -> None:
     with pytest.raises(UserError, match="img_size must be a multiple of 16"):
         vit.check(TINY.model_copy(update={"img_size": 72}))
     with pytest.raises(UserError, match="patch_size"):
@@ -314,7 +315,9 @@ def meat(**settings: Any) -> Meat:
     return Meat(t2t(), MeatSettings(**settings), seed=1)
 
 
-def test_meat_starts_as_the_backbone_bit_for_bit_and_leaves_the_tokens_to_token_module_unmasked():
+def test_meat_starts_as_the_backbone_bit_for_bit_and_leaves_the_tokens_to_token_module_unmasked() -> (
+    None
+):
     method = meat()
     method.begin(TASK, "train", None, RATES, (TASK,))
     with torch.no_grad():
@@ -325,7 +328,7 @@ def test_meat_starts_as_the_backbone_bit_for_bit_and_leaves_the_tokens_to_token_
     assert method.mask_shapes()["tokens"] == (3, 16)
 
 
-def test_meat_trains_masks_alone_and_keeps_an_old_task():
+def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
     method = meat()
     answers = {}
     for task in (TASK, OTHER):
@@ -343,7 +346,7 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task():
 
 
 @pytest.mark.parametrize("ffn", ["weight", "neuron"])
-def test_compact_inference_equals_the_dense_one_and_costs_less(ffn):
+def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None:
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
     method.load(state)
@@ -374,7 +377,7 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn):
 )
 def test_the_laboratorys_promises_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
-):
+) -> None:
     tiny = {
         "name": "t2t_vit_12",
         "img_size": 32,

@@ -38,20 +38,20 @@ def state() -> TaskState:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_mask_of_any_shape_comes_back_from_its_bits(shape: tuple[int, ...]):
+def test_a_mask_of_any_shape_comes_back_from_its_bits(shape: tuple[int, ...]) -> None:
     bits = pack(mask(*shape))
     assert bits.dtype == torch.uint8
     assert bits.shape == (-(-int(np.prod(shape)) // 8),)
     assert torch.equal(unpack(bits, shape), mask(*shape))
 
 
-def test_bits_stand_in_the_order_of_numpys_packbits():
+def test_bits_stand_in_the_order_of_numpys_packbits() -> None:
     assert pack(
         torch.tensor([True, False, False, False, False, False, False, False, True])
     ).tolist() == [128, 128]
 
 
-def test_a_state_comes_back_from_its_bytes_with_every_dtype_and_shape():
+def test_a_state_comes_back_from_its_bytes_with_every_dtype_and_shape() -> None:
     one = state()
     two = TaskState.from_bytes(one.to_bytes())
     assert (two.task, two.classes, two.method, two.backbone_digest, two.meta) == (
@@ -71,7 +71,7 @@ def test_a_state_comes_back_from_its_bytes_with_every_dtype_and_shape():
     assert two.to_bytes() == one.to_bytes()
 
 
-def test_the_bytes_do_not_depend_on_the_order_in_which_things_were_put_in():
+def test_the_bytes_do_not_depend_on_the_order_in_which_things_were_put_in() -> None:
     one, two = state(), state()
     two.tokens = one.tokens
     two.head, two.copies, two.masks, two.meta = (
@@ -80,7 +80,7 @@ def test_the_bytes_do_not_depend_on_the_order_in_which_things_were_put_in():
     assert one.to_bytes() == two.to_bytes()
 
 
-def test_views_and_strided_tensors_are_stored_as_what_they_show():
+def test_views_and_strided_tensors_are_stored_as_what_they_show() -> None:
     one = state()
     one.copies = {
         "transposed": torch.arange(12.0).reshape(3, 4).T,
@@ -93,12 +93,12 @@ def test_views_and_strided_tensors_are_stored_as_what_they_show():
     assert one.sizes()["copies"] == two.sizes()["copies"] == 4 * (12 + 4 + 5 + 12)
 
 
-def test_sizes_are_bytes_by_kind_with_masks_as_bits():
+def test_sizes_are_bytes_by_kind_with_masks_as_bits() -> None:
     assert state().sizes() == {"masks": 2 + 3, "tokens": 32, "head": 60, "copies": 8 + 16 + 4}
     assert TaskState("t", ("a",), "linear", "d").sizes() == dict.fromkeys(KINDS, 0)
 
 
-def test_carried_state_comes_back_from_its_bytes():
+def test_carried_state_comes_back_from_its_bytes() -> None:
     one = Carried(
         {"w": torch.randn(3, 2), "seen": torch.tensor([True, False])},
         {"memory": [["key", 1, "task", 0]], "count": 3},
@@ -141,7 +141,7 @@ class Bomb:
         "carried nothing",
     ],
 )
-def test_what_is_no_task_state_is_refused_in_one_sentence_and_never_run(data: bytes):
+def test_what_is_no_task_state_is_refused_in_one_sentence_and_never_run(data: bytes) -> None:
     with pytest.raises(
         UserError, match=r"^state of 'birds': not .*; give a file that a finished stage wrote$"
     ) as caught:
@@ -152,6 +152,6 @@ def test_what_is_no_task_state_is_refused_in_one_sentence_and_never_run(data: by
 @pytest.mark.parametrize(
     "data", [b"", b"no state", Carried({"w": torch.ones(9)}).to_bytes()[:-1], pickle.dumps(Bomb())]
 )
-def test_what_is_no_carried_state_is_refused(data: bytes):
+def test_what_is_no_carried_state_is_refused(data: bytes) -> None:
     with pytest.raises(UserError, match="not readable as safetensors"):
         Carried.from_bytes(data)

@@ -115,7 +115,7 @@ def old_answers_stay(cls: type[Tfm], train: TrainSettings, **settings: Any) -> N
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_old_answers_stay_bit_for_bit_when_the_network_grows(
     optimizer: str, settings: dict[str, Any]
-):
+) -> None:
     old_answers_stay(Tfm, OPTIMIZERS[optimizer], **settings)
 
 
@@ -149,12 +149,12 @@ class KeepsLaterUnits(Tfm):
 
 
 @pytest.mark.parametrize("broken", [OneNormalisation, TrainsOldRows, KeepsLaterUnits])
-def test_a_method_that_lets_a_new_task_touch_an_old_one_is_found_out(broken: type[Tfm]):
+def test_a_method_that_lets_a_new_task_touch_an_old_one_is_found_out(broken: type[Tfm]) -> None:
     with pytest.raises(AssertionError):
         old_answers_stay(broken, TRAININGS["adamw"], **GROWN)
 
 
-def test_only_new_units_normalisation_and_the_head_get_gradients():
+def test_only_new_units_normalisation_and_the_head_get_gradients() -> None:
     """Rows of units that an earlier task learned are no parameters at all."""
     carried = stream(tasks=TASKS[:1], **GROWN)[0][1]
     before, method = carried.to_bytes(), Tfm(vit(), TfmSettings(**{**GROWN, "heads_every": 1}), 0)
@@ -196,7 +196,7 @@ def test_only_new_units_normalisation_and_the_head_get_gradients():
     assert carried.to_bytes() == before
 
 
-def test_weight_decay_acts_on_rows_and_columns_alone():
+def test_weight_decay_acts_on_rows_and_columns_alone() -> None:
     method = Tfm(vit(), TfmSettings(**GROWN), 0)
     groups = begun(method, TASKS[0], None)
     name_of = {
@@ -224,7 +224,7 @@ def states_of(found: list[Left], site: str) -> Tensor:
     return torch.stack([nn.functional.pad(c, (0, width - len(c))) for c in columns], 1)
 
 
-def test_a_unit_is_unused_then_normal_then_forward_only():
+def test_a_unit_is_unused_then_normal_then_forward_only() -> None:
     found = stream(**GROWN)
     old, one, two, three = [1, 1, 1], [2, 1, 1], [0, 2, 1], [0, 0, 2]
     assert (
@@ -235,7 +235,7 @@ def test_a_unit_is_unused_then_normal_then_forward_only():
         assert states_of(found, site).tolist() == [old] * WIDTH + [one] * 16 + [three] * 16
 
 
-def test_where_the_first_task_trains_everything_its_units_are_normal_and_it_adds_none():
+def test_where_the_first_task_trains_everything_its_units_are_normal_and_it_adds_none() -> None:
     backbone = vit()
     found = stream(backbone=backbone, **{**GROWN, "heads_every": 1}, first="trained")
     assert (
@@ -258,7 +258,7 @@ def test_where_the_first_task_trains_everything_its_units_are_normal_and_it_adds
     assert all(torch.equal(found[2][1].tensors[f"weights/{n}"], t) for n, t in first.items())
 
 
-def test_stochastic_depth_acts_where_the_whole_backbone_is_trained():
+def test_stochastic_depth_acts_where_the_whole_backbone_is_trained() -> None:
     for first, expected in (("trained", [True, False]), ("adapted", [False, False])):
         method, carried = Tfm(vit(), TfmSettings(first=first), 0), None
         for task, on in zip(TASKS, expected, strict=False):
@@ -269,7 +269,7 @@ def test_stochastic_depth_acts_where_the_whole_backbone_is_trained():
 @pytest.mark.parametrize(
     ("growth", "units"), [(0.0, 0), (0.01, 8), (0.125, 8), (0.126, 16), (1.0, 64)]
 )
-def test_hidden_units_come_in_multiples_of_eight(growth: float, units: int):
+def test_hidden_units_come_in_multiples_of_eight(growth: float, units: int) -> None:
     carried = stream(tasks=TASKS[:1], growth=growth)[0][1]
     found = {name: t.shape[1] for name, t in carried.tensors.items()}
     assert found == (
@@ -286,7 +286,7 @@ def test_hidden_units_come_in_multiples_of_eight(growth: float, units: int):
 @pytest.mark.parametrize(
     ("every", "heads"), [(0, [0, 0, 0]), (1, [1, 2, 3]), (2, [1, 1, 2]), (3, [1, 1, 1])]
 )
-def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: list[int]):
+def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: list[int]) -> None:
     found = [
         len(state.masks["blocks.0.v.used"]) for state, _ in stream(growth=0, heads_every=every)
     ]
@@ -296,7 +296,7 @@ def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: l
 @pytest.mark.parametrize(("settings", "heads"), [({}, 0), ({"heads_every": 1}, 1)])
 def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(
     settings: dict[str, Any], heads: int
-):
+) -> None:
     """The formula on DeiT-Ti's geometry, to the byte: 13,824 units of the backbone; each block gets
     80 hidden units, and 64 channels at two sites with a head."""
     carried, units = None, 13_824
@@ -317,7 +317,7 @@ def test_stored_are_two_bits_per_unit_and_two_numbers_per_forward_only_unit(
         units = grown
 
 
-def test_operations_grow_with_the_widths():
+def test_operations_grow_with_the_widths() -> None:
     state = stream(tasks=TASKS[:1], **GROWN)[0][0]
     tokens, patches = 17, 16
     plain = patches * 3 * 4 * 4 * WIDTH + DEPTH * (
@@ -327,7 +327,7 @@ def test_operations_grow_with_the_widths():
     assert Tfm(vit(), TfmSettings(), 0).flops_share(state) == pytest.approx((plain + more) / plain)
 
 
-def test_pictures_show_the_units_that_a_task_uses():
+def test_pictures_show_the_units_that_a_task_uses() -> None:
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     shown = Tfm.masks_for_display(state, carried)
     assert {
@@ -336,7 +336,7 @@ def test_pictures_show_the_units_that_a_task_uses():
 
 
 @pytest.mark.parametrize("first", ["adapted", "trained"])
-def test_what_is_handed_on_is_a_copy_of_what_was_received(first: str):
+def test_what_is_handed_on_is_a_copy_of_what_was_received(first: str) -> None:
     received = stream(tasks=TASKS[:1], **GROWN, first=first)[0][1]
     handed = trained(Tfm(vit(), TfmSettings(growth=0, first=first), 0), TASKS[1], received)[1]
     assert handed.to_bytes() == Carried(received.tensors, {"tasks": 2}).to_bytes()
@@ -408,7 +408,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations(
     options: dict[str, Any], fused: bool
-):
+) -> None:
     backbone = vit(**options)
     for block in backbone.blocks:  # type: ignore[union-attr]
         block.attn.fused_attn = fused
@@ -429,7 +429,7 @@ def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_task_starts_from_what_there_is(options: dict[str, Any]):
+def test_a_task_starts_from_what_there_is(options: dict[str, Any]) -> None:
     """Wider, but with columns at 0 and nothing renormalised, the features are those of the network
     before."""
     backbone = vit(**options)
@@ -460,7 +460,7 @@ def test_a_task_starts_from_what_there_is(options: dict[str, Any]):
         ("blocks.0.v", WIDTH + 2, "attn.proj"),
     ],
 )
-def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, cut: str):
+def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, cut: str) -> None:
     """Whether it is an old one or a new one; without its channel of q an attention sees no product
     with k."""
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
@@ -479,7 +479,7 @@ def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, 
     assert not torch.allclose(found, before, atol=1e-4)
 
 
-def test_keys_are_never_renormalised():
+def test_keys_are_never_renormalised() -> None:
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     method = served([(state, carried)])
     method.serve("one")
@@ -494,7 +494,7 @@ def test_keys_are_never_renormalised():
     ]
 
 
-def test_timms_attention_is_left_as_it_was_also_after_an_error():
+def test_timms_attention_is_left_as_it_was_also_after_an_error() -> None:
     method = served(stream(**GROWN))
     attention: Any = method.backbone.get_submodule("blocks.0.attn")
     answers(method, "three")
@@ -506,7 +506,7 @@ def test_timms_attention_is_left_as_it_was_also_after_an_error():
 
 
 @pytest.mark.parametrize("first", ["adapted", "trained"])
-def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: str):
+def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: str) -> None:
     backbone = vit()
     head = {"weight": torch.randn(4, WIDTH), "bias": torch.randn(4)}
     found = stream(backbone=backbone, **GROWN, first=first)
@@ -523,7 +523,7 @@ def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: 
     assert torch.equal(answers(method, "three"), before)
 
 
-def test_units_are_folded_once_per_switch():
+def test_units_are_folded_once_per_switch() -> None:
     method, folded = served(stream(**GROWN)), []
     fold = method.in_effect
     method.in_effect = lambda *given: folded.append(1) or fold(*given)  # type: ignore[method-assign,func-returns-value]
@@ -532,7 +532,7 @@ def test_units_are_folded_once_per_switch():
     assert len(folded) == 3
 
 
-def test_a_task_that_is_trained_again_is_served_as_it_stands():
+def test_a_task_that_is_trained_again_is_served_as_it_stands() -> None:
     found = stream(tasks=TASKS[:1], **GROWN)
     method = served(found, **GROWN)
     begun(method, TASKS[0], None)
@@ -540,7 +540,7 @@ def test_a_task_that_is_trained_again_is_served_as_it_stands():
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
-def test_mistakes_get_a_sentence():
+def test_mistakes_get_a_sentence() -> None:
     found = stream(**GROWN)
     with pytest.raises(
         UserError,

@@ -101,12 +101,12 @@ def steered(method: Any, pictures: Tensor) -> Tensor:
 
 
 # ---- the two passes ------------------------------------------------------------------------------
-def test_the_golden_mask():
+def test_the_golden_mask() -> None:
     x, prior = torch.tensor([[[3.0, 4.0], [-1.0, 0.0], [0.0, 2.0]]]), torch.tensor([1.0, 0.0])
     assert torch.allclose(selected(x, prior), torch.tensor([[[1.8, 2.4], [0.0, 0.0], [0.0, 0.0]]]))
 
 
-def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_sign():
+def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_sign() -> None:
     x, prior = (
         torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0)).double(),
         torch.linspace(-1, 2, 6).double(),
@@ -135,7 +135,7 @@ def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_
 @pytest.mark.parametrize("name", BOTH)
 def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(
     name: str, settings: dict[str, Any]
-):
+) -> None:
     method, pictures = in_double(name, **settings), images().double()
     weight = torch.linspace(-1, 2, 32).double()
     parameters = [*method.own.values()]
@@ -154,7 +154,7 @@ def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradie
 
 
 @pytest.mark.parametrize(("to", "top"), RANGES)
-def test_only_steered_blocks_run_twice(to: int, top: int):
+def test_only_steered_blocks_run_twice(to: int, top: int) -> None:
     method, ran = in_double(feedback_to=to, feedback_from=top), list[int]()
     for index, block in enumerate(method.backbone.blocks):
         block.register_forward_hook(lambda *_, index=index: ran.append(index))
@@ -162,7 +162,7 @@ def test_only_steered_blocks_run_twice(to: int, top: int):
     assert [ran.count(index) for index in range(4)] == [1] * to + [2] * (top - to) + [1] * (4 - top)
 
 
-def test_images_that_want_a_gradient_get_that_of_both_passes():
+def test_images_that_want_a_gradient_get_that_of_both_passes() -> None:
     method, pictures, weight = (
         in_double(),
         images().double().requires_grad_(),
@@ -177,7 +177,7 @@ def test_images_that_want_a_gradient_get_that_of_both_passes():
 
 
 @pytest.mark.parametrize(("to", "top"), RANGES)
-def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int):
+def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int) -> None:
     method = in_double(feedback_to=to, feedback_from=top)
     w1, w2 = layers_of(method)
     transform = method.own["transform"]
@@ -197,7 +197,7 @@ def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int):
 
 
 @torch.no_grad()
-def test_without_feedback_it_is_the_backbone_to_the_last_bit():
+def test_without_feedback_it_is_the_backbone_to_the_last_bit() -> None:
     method, plain = method_of(), vit()(images())
     begun(method)
     moved(method)
@@ -210,7 +210,7 @@ def test_without_feedback_it_is_the_backbone_to_the_last_bit():
 
 
 @torch.no_grad()
-def test_the_released_code_adds_the_value_bias_a_second_time():
+def test_the_released_code_adds_the_value_bias_a_second_time() -> None:
     method, doubled = method_of(td_value_bias=True), vit()
     begun(method)
     method.own["transform"].zero_()
@@ -221,7 +221,7 @@ def test_the_released_code_adds_the_value_bias_a_second_time():
 
 
 @pytest.mark.parametrize("value_bias", [False, True])
-def test_a_backbone_without_qkv_biases_is_steered_too(value_bias: bool):
+def test_a_backbone_without_qkv_biases_is_steered_too(value_bias: bool) -> None:
     method = method_of(backbone=vit(qkv_bias=False), td_value_bias=value_bias)
     begun(method)
     moved(method)
@@ -234,7 +234,7 @@ def by_hand_without_bias(method: Any) -> Tensor:
     return by_hand(method, images())
 
 
-def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient():
+def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> None:
     method = method_of()
     begun(method)
     moved(method)
@@ -247,7 +247,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient():
     assert digest_of(method.backbone) == method.backbone_digest
 
 
-def test_outside_the_second_pass_and_in_a_copy_the_backbone_is_the_plain_one():
+def test_outside_the_second_pass_and_in_a_copy_the_backbone_is_the_plain_one() -> None:
     method, plain = method_of(), vit()(images())
     begun(method)
     moved(method)
@@ -261,7 +261,7 @@ def test_outside_the_second_pass_and_in_a_copy_the_backbone_is_the_plain_one():
     assert torch.equal(method.backbone(images()), plain)
 
 
-def test_a_compiled_backbone_is_steered_too():
+def test_a_compiled_backbone_is_steered_too() -> None:
     method = method_of()
     begun(method)
     moved(method)
@@ -290,7 +290,7 @@ def test_a_compiled_backbone_is_steered_too():
         ("toast_lite", {}, "pretune", {"w1", "w2", "prior"}),
     ],
 )
-def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: set[str]):
+def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: set[str]) -> None:
     method = method_of(name, **settings)
     groups = begun(method, step=step)
     assert {g["name"] for g in groups} == {"head.weight", "head.bias"} | names
@@ -301,7 +301,7 @@ def test_what_is_trained(name: str, settings: dict[str, Any], step: str, names: 
     assert {g["name"] for g in groups if not g["weight_decay"]} == {"head.bias", "prior"}
 
 
-def test_the_shares_of_a_vit_b():
+def test_the_shares_of_a_vit_b() -> None:
     """By number and to the unit: 14.08 % of all parameters, with P 14.67 %; lite 0.73 %, none of
     them counting a head."""
 
@@ -344,12 +344,12 @@ def test_the_shares_of_a_vit_b():
     ("name", "copies"),
     [("toast", 2 * 2 * 32 * 32 + 32 * 32), ("toast_lite", 2 * 2 * 2 * 4 * 32 + 32 * 32)],
 )
-def test_what_is_stored(name: str, copies: int):
+def test_what_is_stored(name: str, copies: int) -> None:
     state = tabletop.trained(method_of(name))
     assert state.sizes() == {"masks": 0, "tokens": 4 * 32, "copies": 4 * copies, "head": 4 * 2 * 33}
 
 
-def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
+def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
     """Its low-rank parts start with B = 0; A gets no gradient then, B does."""
     full, lite = method_of(), method_of("toast_lite")
     for method in (full, lite):
@@ -376,7 +376,7 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learner, method = method_of(name), method_of(name)
     for task in (ONE, TWO):
         with torch.enable_grad():
@@ -412,7 +412,7 @@ def begun_anew(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(name: str):
+def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(name: str) -> None:
     """W1 = I hands down what is selected; W2 = 0 adds none of it yet, and is what gets a gradient
     first."""
     method = begun_anew(name)
@@ -426,7 +426,7 @@ def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(
 
 
 @pytest.mark.parametrize("top", [2, 4])
-def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int):
+def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int) -> None:
     top_down = TopDown(vit(depth=4), 0, top)
     prior = top_down.prior(torch.Generator().manual_seed(3))
     assert torch.equal(prior, top_down.prior(torch.Generator().manual_seed(3)))
@@ -434,7 +434,7 @@ def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int):
     assert (selection(top_down.first_pass(images())[1], prior) > 0).float().mean() > 0.75
 
 
-def test_feedback_of_another_shape_is_refused():
+def test_feedback_of_another_shape_is_refused() -> None:
     state = tabletop.trained(method_of("toast_lite", rank=2))
     with pytest.raises(
         UserError,
@@ -458,12 +458,12 @@ def test_feedback_of_another_shape_is_refused():
         ({"feedback_from": 1, "feedback_to": 1}, r"from block 1 down to block 1"),
     ],
 )
-def test_feedback_that_goes_nowhere_is_refused(settings: dict[str, Any], says: str):
+def test_feedback_that_goes_nowhere_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         Toast.fits(Toast.Settings(**settings), vit())
 
 
-def test_backbones_that_cannot_be_steered_are_refused():
+def test_backbones_that_cannot_be_steered_are_refused() -> None:
     for backbone in (
         vit(block_fn=ParallelThingsBlock),
         build(BackboneSettings(name="convit_local", img_size=32)),
@@ -479,7 +479,7 @@ def test_backbones_that_cannot_be_steered_are_refused():
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str):
+def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str) -> None:
     method = method_of(name, vit(depth=4), feedback_to=1, feedback_from=3)
     tokens, width = 5, 32
     block = tokens * (12 * width * width + 2 * tokens * width)
@@ -492,7 +492,9 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str):
 
 
 # ---- pretuning -----------------------------------------------------------------------------------
-def test_the_variational_loss_is_zero_where_a_layer_undoes_its_block_and_moves_nothing_else():
+def test_the_variational_loss_is_zero_where_a_layer_undoes_its_block_and_moves_nothing_else() -> (
+    None
+):
     generator = torch.Generator().manual_seed(0)
     undo = torch.randn(2, 6, 6, generator=generator, dtype=torch.float64)
     stream = [torch.randn(3, 5, 6, generator=generator, dtype=torch.float64)]
@@ -510,7 +512,7 @@ def test_the_variational_loss_is_zero_where_a_layer_undoes_its_block_and_moves_n
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str):
+def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str) -> None:
     method = method_of(name, vit(depth=3), feedback_to=1, variational=0.3)
     begun(method, BASE, step="pretune")
     moved(method)
@@ -549,7 +551,7 @@ def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_every_task_starts_from_what_pretuning_left(name: str):
+def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
     method = method_of(name)
     optimizer = tabletop.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
     fresh = {n: t.clone() for n, t in method.start.items()}
@@ -578,7 +580,7 @@ def test_every_task_starts_from_what_pretuning_left(name: str):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str):
+def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str) -> None:
     method, pictures = method_of(name), replace(BASE, name="pictures", role="unlabelled")
     groups = begun(method, pictures, step="pretune")
     assert [(g["name"], [*g["params"]]) for g in groups] == [("w1", [method.own["w1"]])]
@@ -609,7 +611,7 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str):
+def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str) -> None:
     stream = {
         "scenario": "task",
         "tasks": [
@@ -658,7 +660,7 @@ def base_first(lab: Lab, name: str, **method: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, name: str):
+def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, name: str) -> None:
     run = base_first(lab, name, steps={"pretune": {"epochs": 2}})
     assert [[job.step for job in run.stages(i)] for i in range(3)] == [
         ["pretune"],
@@ -689,7 +691,7 @@ def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, n
     )
 
 
-def test_without_a_base_task_or_where_it_is_not_asked_for_nothing_is_pretuned(lab: Lab):
+def test_without_a_base_task_or_where_it_is_not_asked_for_nothing_is_pretuned(lab: Lab) -> None:
     run = base_first(lab, "toast", pretune=False)
     assert [[job.step for job in run.stages(i)] for i in range(3)] == [[], ["train"], ["train"]]
     assert run.evaluate_job(2).previous == run.stages(1)[0].previous == {}
@@ -698,7 +700,7 @@ def test_without_a_base_task_or_where_it_is_not_asked_for_nothing_is_pretuned(la
     assert alone.stages(0)[0].previous == {}
 
 
-def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab):
+def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab) -> None:
     runs = [
         base_first(lab, "toast_lite", **settings)
         for settings in ({}, {"rank": 2}, {"train_P": False}, {"variational": 0.2})
@@ -718,7 +720,7 @@ def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab):
     ]
 
 
-def test_what_starts_a_star_is_nothing_to_other_stars():
+def test_what_starts_a_star_is_nothing_to_other_stars() -> None:
     assert {name for name, method in METHODS.items() if method.starts_from} == set(BOTH)
     assert all(not (method.starts_from and method.carries) for method in METHODS.values())
     assert issubclass(ToastLite, Toast)

@@ -104,7 +104,7 @@ def steered(method: Any, pictures: Tensor) -> Tensor:
 
 
 # ---- the two passes ------------------------------------------------------------------------------
-def test_the_golden_mask():
+def test_the_golden_mask() -> None:
     """Places (3, 4), (-1, 0), (0, 2) and the prior (1, 0): cosines 0.6, -1, 0. What is fed back is
     the raw place."""
     method = method_of(feedback_from=1)  # behind an early stage nothing is normalised
@@ -121,7 +121,7 @@ def test_the_golden_mask():
     assert torch.allclose(last.top_down.selected(maps, prior)[1, :, 0, 1], maps[1, :, 0, 1])
 
 
-def test_a_mask_does_not_know_the_length_of_the_prior_and_turns_with_its_sign():
+def test_a_mask_does_not_know_the_length_of_the_prior_and_turns_with_its_sign() -> None:
     top_down, x = (
         method_of().top_down,
         torch.randn(4, 32, 2, 2, generator=torch.Generator().manual_seed(0)),
@@ -139,7 +139,7 @@ def test_a_mask_does_not_know_the_length_of_the_prior_and_turns_with_its_sign():
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 3])
-def test_a_feedback_layer_is_a_transposed_convolution(kernel: int):
+def test_a_feedback_layer_is_a_transposed_convolution(kernel: int) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = nn.ConvTranspose2d(6, 4, kernel, kernel, bias=False).double()
     x = torch.randn(2, 6, 3, 5, generator=generator, dtype=torch.float64)
@@ -164,7 +164,7 @@ def test_a_feedback_layer_is_a_transposed_convolution(kernel: int):
 )
 def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(
     name: str, settings: dict[str, Any], options: dict[str, Any]
-):
+) -> None:
     method, pictures = in_double(name, options, **settings), images().double()
     weight = torch.linspace(-1, 2, 32).double()
     parameters = [*method.own.values()]
@@ -185,7 +185,7 @@ def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradie
 @pytest.mark.parametrize("options", FORMS, ids=str)
 def test_feedback_is_linear_and_each_map_has_the_shape_of_what_its_stage_is_given(
     options: dict[str, Any],
-):
+) -> None:
     method = in_double(options=options)
     given: list[Tensor] = []
     for stage in method.backbone.stages:
@@ -207,7 +207,7 @@ def test_feedback_is_linear_and_each_map_has_the_shape_of_what_its_stage_is_give
 
 @torch.no_grad()
 @pytest.mark.parametrize(("to", "top"), RANGES)
-def test_without_feedback_it_is_the_backbone_to_the_last_bit(to: int, top: int):
+def test_without_feedback_it_is_the_backbone_to_the_last_bit(to: int, top: int) -> None:
     method, plain = method_of(feedback_to=to, feedback_from=top), convnext()(images())
     begun(method)
     assert torch.equal(steered(method, images()), plain), "a fresh one"
@@ -218,7 +218,7 @@ def test_without_feedback_it_is_the_backbone_to_the_last_bit(to: int, top: int):
 
 
 @torch.no_grad()
-def test_places_that_look_away_feed_nothing_back():
+def test_places_that_look_away_feed_nothing_back() -> None:
     method, plain = method_of(feedback_from=3), convnext()(images())
     begun(method)
     moved(method)
@@ -229,7 +229,7 @@ def test_places_that_look_away_feed_nothing_back():
     )
 
 
-def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient():
+def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> None:
     method = method_of()
     begun(method)
     moved(method)
@@ -243,7 +243,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient():
     assert torch.equal(method.backbone(images()), convnext()(images()))
 
 
-def test_an_early_first_pass_ends_early_and_a_late_second_one_starts_late():
+def test_an_early_first_pass_ends_early_and_a_late_second_one_starts_late() -> None:
     method, ran = in_double(feedback_to=1, feedback_from=2), []
     for index, stage in enumerate(method.backbone.stages):
         stage.register_forward_hook(lambda *_, index=index: ran.append(index))
@@ -253,7 +253,7 @@ def test_an_early_first_pass_ends_early_and_a_late_second_one_starts_late():
     assert ran == [0, 1, 1, 2, 3]
 
 
-def test_a_compiled_backbone_is_steered_too():
+def test_a_compiled_backbone_is_steered_too() -> None:
     method = method_of()
     begun(method)
     moved(method)
@@ -265,7 +265,7 @@ def test_a_compiled_backbone_is_steered_too():
 
 
 # ---- what is trained and stored ------------------------------------------------------------------
-def test_feedback_layers_have_the_shapes_of_their_stages():
+def test_feedback_layers_have_the_shapes_of_their_stages() -> None:
     assert method_of().top_down.shapes() == {
         "w1_0": (8, 8),
         "w2_0": (8, 8),
@@ -291,7 +291,7 @@ def test_feedback_layers_have_the_shapes_of_their_stages():
     )
 
 
-def test_a_fresh_one_repeats_channels_and_lets_nothing_in():
+def test_a_fresh_one_repeats_channels_and_lets_nothing_in() -> None:
     method = method_of()
     assert torch.equal(method.start["w1_0"], torch.eye(8))
     assert not any(t.any() for name, t in method.start.items() if name.startswith("w2"))
@@ -318,7 +318,7 @@ def test_a_fresh_one_repeats_channels_and_lets_nothing_in():
         ("toast_lite", "pretune", {""}),
     ],
 )
-def test_what_is_trained(name: str, step: str, parts: set[str]):
+def test_what_is_trained(name: str, step: str, parts: set[str]) -> None:
     method = method_of(name)
     groups = begun(method, step=step)
     names = (
@@ -330,7 +330,7 @@ def test_what_is_trained(name: str, step: str, parts: set[str]):
     assert {g["name"] for g in groups if not g["weight_decay"]} == {"head.bias", "prior"}
 
 
-def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
+def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
     full, lite = method_of(), method_of("toast_lite")
     # as some `pretune` left it: nothing is zero
     handed = Carried({n: t + 0.1 for n, t in full.start.items()})
@@ -357,7 +357,7 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers():
 @pytest.mark.parametrize("name", BOTH)
 def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
     name: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     learner, method, direct = method_of(name), method_of(name), {}
     for task in (ONE, TWO):
         with torch.enable_grad():
@@ -389,7 +389,7 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
     )
 
 
-def test_feedback_of_another_shape_is_refused():
+def test_feedback_of_another_shape_is_refused() -> None:
     state = tabletop.trained(method_of(feedback_to=1))
     with pytest.raises(
         UserError,
@@ -412,13 +412,15 @@ def test_feedback_of_another_shape_is_refused():
     ],
 )
 @pytest.mark.parametrize("name", BOTH)
-def test_what_a_convnext_cannot_do_is_refused(name: str, settings: dict[str, Any], says: str):
+def test_what_a_convnext_cannot_do_is_refused(
+    name: str, settings: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         METHODS[name].fits(METHODS[name].Settings(**settings), convnext())
 
 
 @pytest.mark.parametrize(("to", "top"), [(0, 4), (1, 3)])
-def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: int):
+def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: int) -> None:
     with torch.device("meta"):
         model = build(BackboneSettings(name="convnext_tiny"))
     with pytest.MonkeyPatch.context() as patch:
@@ -444,7 +446,9 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
 
 
 # ---- pretuning -----------------------------------------------------------------------------------
-def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_nothing_else():
+def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_nothing_else() -> (
+    None
+):
     method, generator = in_double(), torch.Generator().manual_seed(0)
     layers = {name: nn.Parameter(p.detach().clone()) for name, p in method.own.items()}
     left = [
@@ -471,7 +475,7 @@ def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_n
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str):
+def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str) -> None:
     method = method_of(name, feedback_to=1, variational=0.3)
     begun(method, BASE, step="pretune")
     moved(method)
@@ -510,7 +514,7 @@ def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_every_task_starts_from_what_pretuning_left(name: str):
+def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
     method = method_of(name)
     optimizer = tabletop.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
     tabletop.train(method, optimizer, BASE)
@@ -543,13 +547,13 @@ ON_LAB = {
 @pytest.mark.parametrize("name", BOTH)
 def test_the_laboratorys_promises_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str, promise: str
-):
+) -> None:
     monkeypatch.setattr(laboratory, "TINY", ON_LAB)
     PROMISES[promise].check(lab, name, PROMISES[promise].optimizers[-1])
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_stream_with_a_base_task_is_pretuned_once(lab: Lab, name: str):
+def test_a_stream_with_a_base_task_is_pretuned_once(lab: Lab, name: str) -> None:
     tasks = [
         {"card": str(lab.card), "name": task, "classes": list(TASKS[task])}
         for task in ("two", "three")
@@ -571,7 +575,7 @@ def test_a_stream_with_a_base_task_is_pretuned_once(lab: Lab, name: str):
     )
 
 
-def test_a_fresh_prior_is_one_that_places_of_any_image_look_towards():
+def test_a_fresh_prior_is_one_that_places_of_any_image_look_towards() -> None:
     top_down = method_of().top_down
     prior = top_down.prior(torch.Generator().manual_seed(3))
     assert not torch.equal(prior, top_down.prior(torch.Generator().manual_seed(4)))

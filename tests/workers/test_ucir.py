@@ -28,7 +28,9 @@ from workers.storage.taskstate import Carried
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("base", [0.0, 5.0])
-def test_the_loss_is_cross_entropy_the_turn_of_features_and_a_margin_of_old_classes(base: float):
+def test_the_loss_is_cross_entropy_the_turn_of_features_and_a_margin_of_old_classes(
+    base: float,
+) -> None:
     method, b = (
         begun("ucir", A, B, C, scale=4.0, margin=0.3, **{"lambda": base}),
         counted(batch(A, B, C), A, B, C),
@@ -59,7 +61,7 @@ def test_the_loss_is_cross_entropy_the_turn_of_features_and_a_margin_of_old_clas
     assert min(map(float, terms.values())) > 1e-3
 
 
-def test_a_student_that_is_its_teacher_has_not_turned():
+def test_a_student_that_is_its_teacher_has_not_turned() -> None:
     method, b = begun("ucir", A, B), counted(batch(A, B), A, B)
     assert float(method.loss(b, START)[1]["distance"]) == pytest.approx(0.0, abs=1e-6)
     features = torch.randn(4, 8, requires_grad=True)
@@ -73,7 +75,7 @@ def test_a_student_that_is_its_teacher_has_not_turned():
     )
 
 
-def test_the_first_task_of_all_is_cross_entropy_under_the_scale():
+def test_the_first_task_of_all_is_cross_entropy_under_the_scale() -> None:
     method = begun("ucir", A, scale=4.0)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -85,7 +87,7 @@ def test_the_first_task_of_all_is_cross_entropy_under_the_scale():
     )
 
 
-def test_a_batch_without_old_samples_has_no_margin():
+def test_a_batch_without_old_samples_has_no_margin() -> None:
     method, b = begun("ucir", A, C), batch(C)
     b.tasks, b.counts = torch.ones(6, dtype=torch.long), (0, 6)
     loss, terms = method.loss(b, START)
@@ -94,7 +96,7 @@ def test_a_batch_without_old_samples_has_no_margin():
 
 
 @pytest.mark.parametrize("cuts", [(3,), (1, 2), (2, 5)])
-def test_the_parts_of_a_global_batch_add_up_to_the_whole(cuts: tuple[int, ...]):
+def test_the_parts_of_a_global_batch_add_up_to_the_whole(cuts: tuple[int, ...]) -> None:
     """However many old samples each rank or micro-batch got."""
     method, whole = begun("ucir", A, B), batch(A, B)
     whole.tasks = torch.tensor([0, 0, 1, 1, 1, 0])
@@ -119,7 +121,7 @@ def test_the_parts_of_a_global_batch_add_up_to_the_whole(cuts: tuple[int, ...]):
     assert float(terms["rank"]) == pytest.approx(float(each[labels < 2].mean()), abs=1e-5)
 
 
-def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: Lab):
+def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: Lab) -> None:
     run = stream(lab, "ucir")
     run.trained(0)
     job = run.stages(1)[0]
@@ -150,7 +152,7 @@ def changed(method: Any, before: dict[str, Any]) -> set[str]:
     return {name for name, value in digests(method).items() if value != before[name]}
 
 
-def test_while_training_the_vectors_of_old_classes_stay():
+def test_while_training_the_vectors_of_old_classes_stay() -> None:
     method = begun("ucir", A, B)
     before = digests(method)
     assert changed(trained(method, A, B), before) == {"backbone", "scale", "b"}
@@ -159,13 +161,13 @@ def test_while_training_the_vectors_of_old_classes_stay():
     assert groups["head.weight"]["weight_decay"] == 0.05
 
 
-def test_the_first_task_trains_everything():
+def test_the_first_task_trains_everything() -> None:
     method = begun("ucir", A)
     before = digests(method)
     assert changed(trained(method, A), before) == {"backbone", "scale", "a"}
 
 
-def test_fine_tuning_trains_the_classifier_alone_with_cross_entropy_alone():
+def test_fine_tuning_trains_the_classifier_alone_with_cross_entropy_alone() -> None:
     method = begun("ucir", A, B, step="finetune", finetune=True)
     before = digests(method)
     assert method.teacher is None
@@ -173,12 +175,12 @@ def test_fine_tuning_trains_the_classifier_alone_with_cross_entropy_alone():
     assert changed(trained(method, A, B), before) == {"scale", "a", "b"}
 
 
-def test_the_network_that_is_fine_tuned_under_is_in_evaluation_mode():
+def test_the_network_that_is_fine_tuned_under_is_in_evaluation_mode() -> None:
     assert not begun("ucir", A, B, step="finetune", finetune=True).backbone.training
     assert begun("ucir", A, B, finetune=True).backbone.training
 
 
-def test_new_vectors_start_along_their_class_means_under_the_network_before():
+def test_new_vectors_start_along_their_class_means_under_the_network_before() -> None:
     method = begun("ucir", A, B)
     batches = looks(A, B).evaluate()
     with torch.no_grad():
@@ -194,7 +196,7 @@ def test_new_vectors_start_along_their_class_means_under_the_network_before():
 
 
 # ---- in a stream ---------------------------------------------------------------------------------
-def test_a_chain_keeps_old_vectors_and_hands_on_each_head_once(lab: Lab):
+def test_a_chain_keeps_old_vectors_and_hands_on_each_head_once(lab: Lab) -> None:
     run = stream(lab, "ucir")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -212,7 +214,7 @@ def test_a_chain_keeps_old_vectors_and_hands_on_each_head_once(lab: Lab):
     }
 
 
-def test_every_task_is_served_under_the_scale_as_it_is_by_now(lab: Lab):
+def test_every_task_is_served_under_the_scale_as_it_is_by_now(lab: Lab) -> None:
     run = stream(lab, "ucir")
     served: Any = run.served(1)
     assert float(served.heads.scale) == float(run.state(1).head["scale"])
@@ -225,7 +227,9 @@ def test_every_task_is_served_under_the_scale_as_it_is_by_now(lab: Lab):
     assert (served.logits(run.images(1), None) / served.heads.scale).abs().max() <= 1
 
 
-def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(lab: Lab, tmp_path: Path):
+def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(
+    lab: Lab, tmp_path: Path
+) -> None:
     run = stream(lab, "ucir")
     alone, job = run.trained(1), run.stages(1)[0]
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
@@ -242,7 +246,7 @@ def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(lab: L
     )
 
 
-def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab):
+def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab) -> None:
     run = stream(lab, "ucir", finetune=True, per_class=5)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -270,7 +274,7 @@ def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab):
     assert tuned.manifest["trained_parameters"] == 5 * 32 + 1
 
 
-def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab: Lab):
+def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab: Lab) -> None:
     run = stream(lab, "ucir", base="two")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -298,13 +302,13 @@ def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab:
 
 # ---- what is refused -----------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}])
-def test_images_of_two_classes_are_refused(data: dict[str, float]):
+def test_images_of_two_classes_are_refused(data: dict[str, float]) -> None:
     with pytest.raises(UserError, match="set both to 0"):
         Ucir.check(UcirSettings(), TrainSettings(), DataSettings(**data), "class")
     Ucir.check(UcirSettings(), TrainSettings(), DataSettings(smoothing=0.1), "class")
 
 
-def test_a_task_with_fewer_classes_than_the_margin_looks_at_is_refused():
+def test_a_task_with_fewer_classes_than_the_margin_looks_at_is_refused() -> None:
     small = Task("small", "card", "", ("x",))
     with pytest.raises(UserError, match="top_k is 2, and task 'small' has 1 new classes"):
         Ucir.fits(UcirSettings(), build(SMALL), (A, small))

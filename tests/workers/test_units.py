@@ -40,7 +40,7 @@ def some_units(model: nn.Module, share: float = 0.5) -> dict[str, Tensor]:
     ("name", "units"),
     [("deit_tiny_patch16_224", 13_824), ("deit_small_patch16_224", 27_648), ("t2t_vit_12", 12_288)],
 )
-def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int):
+def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int) -> None:
     with torch.device("meta"):
         sites = unit_sites(build(BackboneSettings(name=name, img_size=224)))
     assert len(sites) == 36
@@ -48,7 +48,7 @@ def test_the_units_of_deit_are_those_of_the_size_table(name: str, units: int):
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
-def test_masked_weights_are_masked_activations(qkv_bias: bool):
+def test_masked_weights_are_masked_activations(qkv_bias: bool) -> None:
     """Queries after their bias, attention's output before proj, hidden neurons before fc2; values
     and gradients."""
     model = vit(qkv_bias=qkv_bias)
@@ -70,14 +70,14 @@ def test_masked_weights_are_masked_activations(qkv_bias: bool):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-def test_all_units_on_are_the_weights_themselves():
+def test_all_units_on_are_the_weights_themselves() -> None:
     model = vit()
     known = dict(model.named_parameters())
     for name, tensor in masked_weights(model, some_units(model, 1.1)).items():
         assert torch.equal(tensor, known[name])
 
 
-def test_cutting_unused_units_out_leaves_the_answers():
+def test_cutting_unused_units_out_leaves_the_answers() -> None:
     """Rows of fc1 and columns of fc2, and channels of values, which may be cut where nothing is
     added to what is cut."""
     model = vit()
@@ -96,7 +96,7 @@ def test_cutting_unused_units_out_leaves_the_answers():
     assert torch.allclose(cut(images()), found, atol=1e-5)
 
 
-def test_the_lock_of_a_weight_is_that_of_its_less_used_side():
+def test_the_lock_of_a_weight_is_that_of_its_less_used_side() -> None:
     """The reference's gate example: the factor on gradients is 1 - lock."""
     lock = between(torch.tensor([1, 0]), torch.tensor([1, 0, 1]))
     assert (1 - lock).tolist() == [[0, 1, 0], [1, 1, 1]]
@@ -108,7 +108,7 @@ def test_the_lock_of_a_weight_is_that_of_its_less_used_side():
     assert between(None, torch.tensor([3, 0])).tolist() == [[3, 0]]
 
 
-def test_locks_are_those_of_the_table():
+def test_locks_are_those_of_the_table() -> None:
     model = vit()
     used = {site: torch.zeros(size, dtype=torch.bool) for site, size in unit_sites(model).items()}
     used["blocks.1.qk"][3], used["blocks.1.v"][5], used["blocks.1.ff"][7] = True, True, True
@@ -131,7 +131,7 @@ def test_locks_are_those_of_the_table():
     }
 
 
-def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not():
+def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not() -> None:
     """Bit for bit, and for every locked row and column: the table locks no entry too few and none
     that is not read."""
     model = vit()
@@ -163,12 +163,12 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not():
 @pytest.mark.parametrize(
     "options", [{"qk_norm": True}, {"scale_attn_norm": True}, {"scale_mlp_norm": True}]
 )
-def test_a_block_whose_units_read_each_other_is_refused(options: dict[str, Any]):
+def test_a_block_whose_units_read_each_other_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="block 0 of the backbone has no separate units"):
         unit_sites(vit(**options))
 
 
-def test_a_fused_block_is_refused_before_anything_runs():
+def test_a_fused_block_is_refused_before_anything_runs() -> None:
     from timm.models.vision_transformer import ParallelScalingBlock
 
     with pytest.raises(UserError, match="use a plain timm ViT"):
@@ -179,7 +179,7 @@ def test_a_fused_block_is_refused_before_anything_runs():
 
 
 # ---- the annealed sigmoid ------------------------------------------------------------------------
-def test_the_mask_becomes_a_step_as_the_scale_grows_and_is_a_half_at_scale_zero():
+def test_the_mask_becomes_a_step_as_the_scale_grows_and_is_a_half_at_scale_zero() -> None:
     e = torch.tensor([-2.0, -0.1, 0.1, 3.0])
     mask = AnnealedSigmoid(e, s_max=400)
     assert mask.sample(0.0).tolist() == [0.5] * 4
@@ -188,7 +188,7 @@ def test_the_mask_becomes_a_step_as_the_scale_grows_and_is_a_half_at_scale_zero(
     assert not AnnealedSigmoid(torch.zeros(1), 400).hard(), "a unit at 0 is off"
 
 
-def test_a_soft_mask_leaks():
+def test_a_soft_mask_leaks() -> None:
     """Why test, lock and R of finished tasks use hard masks."""
     soft = AnnealedSigmoid(torch.tensor([0.01, 0.005, 0.001]), 400).sample(400.0)
     assert torch.allclose(soft, torch.tensor([0.982, 0.881, 0.599]), atol=5e-4)
@@ -201,7 +201,7 @@ def slopes(e: Tensor, scale: float, s_max: float, compensation: Any) -> Tensor:
     return mask.embedding.grad
 
 
-def test_compensated_gradients_of_the_worked_example():
+def test_compensated_gradients_of_the_worked_example() -> None:
     e = torch.tensor([0.1, -0.1])
     assert torch.allclose(slopes(e, 400.0, 400.0, "exact"), torch.tensor([99.75, 99.75]), atol=5e-3)
     official = slopes(e, 400.0, 400.0, "official")
@@ -210,14 +210,14 @@ def test_compensated_gradients_of_the_worked_example():
 
 
 @pytest.mark.parametrize("scale", [0.0025, 1.0, 7.0])
-def test_official_and_exact_compensation_agree_where_nothing_saturates(scale: float):
+def test_official_and_exact_compensation_agree_where_nothing_saturates(scale: float) -> None:
     e = torch.linspace(-9.9, 9.9, 67) / max(scale, 1.65)
     assert torch.allclose(
         slopes(e, scale, 400.0, "official"), slopes(e, scale, 400.0, "exact"), rtol=1e-2
     )
 
 
-def test_compensation_is_the_papers_formula():
+def test_compensation_is_the_papers_formula() -> None:
     """q' = s_max (cosh(s e) + 1) / (s (cosh(e) + 1)) q, in float64."""
     e = torch.linspace(-3, 3, 13, dtype=torch.float64).requires_grad_()
     scale, s_max = 5.0, 400.0
@@ -229,7 +229,7 @@ def test_compensation_is_the_papers_formula():
     )
 
 
-def test_beyond_the_clamp_no_gradient_is_left():
+def test_beyond_the_clamp_no_gradient_is_left() -> None:
     assert slopes(torch.tensor([0.124, 0.126, -0.126]), 400.0, 400.0, "exact")[1:].tolist() == [
         0,
         0,
@@ -237,21 +237,21 @@ def test_beyond_the_clamp_no_gradient_is_left():
     assert slopes(torch.tensor([0.124]), 400.0, 400.0, "exact") > 0
 
 
-def test_embeddings_are_clamped():
+def test_embeddings_are_clamped() -> None:
     mask = AnnealedSigmoid(torch.tensor([-7.0, 5.0, 9.0]), 400)
     mask.clamp()
     assert mask.embedding.tolist() == [-6, 5, 6]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "official"])
-def test_the_scale_rises_from_its_inverse(schedule: Any):
+def test_the_scale_rises_from_its_inverse(schedule: Any) -> None:
     scales = [annealed(step, 100, 400.0, schedule) for step in range(100)]
     assert scales[0] == 1 / 400
     assert scales == sorted(scales)
     assert math.isclose(scales[-1], 400.0 if schedule == "linear" else 396.0, abs_tol=1e-3)
 
 
-def test_the_other_schedules_and_an_epoch_of_one_step():
+def test_the_other_schedules_and_an_epoch_of_one_step() -> None:
     assert [round(annealed(step, 5, 100.0, "cosine", 1.0), 1) for step in range(5)] == [
         100,
         50.5,
@@ -263,7 +263,7 @@ def test_the_other_schedules_and_an_epoch_of_one_step():
     assert annealed(0, 1, 400.0) == annealed(0, 1, 400.0, "cosine") == 400.0
 
 
-def test_where_embeddings_start():
+def test_where_embeddings_start() -> None:
     def start(how: Any, tasks: int = 10) -> Tensor:
         return start_of((50_000,), how, torch.Generator().manual_seed(0), tasks)
 
@@ -279,13 +279,13 @@ def test_where_embeddings_start():
 
 
 # ---- R -------------------------------------------------------------------------------------------
-def test_r_of_the_worked_example():
+def test_r_of_the_worked_example() -> None:
     past = torch.tensor([True, False, False, False])
     assert newly_used([torch.tensor([1, 1, 0, 0.5])], [past]) == 0.5
     assert newly_used([torch.rand(4)], [torch.ones(4, dtype=torch.bool)]) == 0
 
 
-def test_r_is_one_ratio_over_all_sites_and_the_mean_of_the_masks_at_first():
+def test_r_is_one_ratio_over_all_sites_and_the_mean_of_the_masks_at_first() -> None:
     one, two = torch.rand(3, requires_grad=True), torch.rand(9)
     found = newly_used(
         [one, two], [torch.zeros(3, dtype=torch.bool), torch.zeros(9, dtype=torch.bool)]

@@ -63,7 +63,9 @@ def by_hand(
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("options", BACKBONES.values(), ids=BACKBONES.keys())
-def test_prompts_stand_behind_the_prefix_and_enter_no_pool(options: dict[str, Any], depth: Any):
+def test_prompts_stand_behind_the_prefix_and_enter_no_pool(
+    options: dict[str, Any], depth: Any
+) -> None:
     model = vit(**options)
     sites = PromptSites(model, depth)
     prompts, plain = drawn(len(sites)), model(IMAGES)
@@ -78,7 +80,7 @@ def test_prompts_stand_behind_the_prefix_and_enter_no_pool(options: dict[str, An
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_no_prompts_are_the_backbone(depth: Any):
+def test_no_prompts_are_the_backbone(depth: Any) -> None:
     model = vit()
     sites = PromptSites(model, depth)
     plain = model(IMAGES)
@@ -87,7 +89,7 @@ def test_no_prompts_are_the_backbone(depth: Any):
             assert torch.equal(model(IMAGES), plain)
 
 
-def test_deep_prompts_are_replaced_and_not_passed_on():
+def test_deep_prompts_are_replaced_and_not_passed_on() -> None:
     model, prompts = vit(), drawn(2)
     passed_on = by_hand(vit(), prompts, passed_on=True)
     with PromptSites(model, "deep").using(prompts):
@@ -98,7 +100,7 @@ def test_deep_prompts_are_replaced_and_not_passed_on():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_blocks_see_the_patches_and_p_tokens_more(depth: Any):
+def test_blocks_see_the_patches_and_p_tokens_more(depth: Any) -> None:
     model, seen = vit(), list[tuple[int, ...]]()
     sites = PromptSites(model, depth)
     for block in model.blocks:
@@ -109,7 +111,7 @@ def test_blocks_see_the_patches_and_p_tokens_more(depth: Any):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_every_prompt_learns_and_the_backbone_does_not(depth: Any):
+def test_every_prompt_learns_and_the_backbone_does_not(depth: Any) -> None:
     method = vpt(depth=depth, prompts=4)
     groups = begun(method)
     start = method.prompts.detach().clone()
@@ -122,7 +124,7 @@ def test_every_prompt_learns_and_the_backbone_does_not(depth: Any):
     assert torch.allclose(answers(method), expected, atol=1e-6)
 
 
-def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding():
+def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding() -> None:
     """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn anew."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings())
@@ -134,7 +136,7 @@ def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding():
 
 
 @pytest.mark.parametrize(("depth", "count"), [("shallow", 100 * 768), ("deep", 921_600)])
-def test_the_size_is_the_published_one(depth: Any, count: int):
+def test_the_size_is_the_published_one(depth: Any, count: int) -> None:
     """p = 100 on a ViT-B."""
     with torch.device("meta"):
         model = build(BackboneSettings(name="vit_base_patch16_224"))
@@ -142,7 +144,7 @@ def test_the_size_is_the_published_one(depth: Any, count: int):
 
 
 @pytest.mark.parametrize(("depth", "blocks"), [("shallow", 1), ("deep", 2)])
-def test_what_is_stored_is_the_prompts(depth: Any, blocks: int):
+def test_what_is_stored_is_the_prompts(depth: Any, blocks: int) -> None:
     method = vpt(depth=depth, prompts=7)
     begun(method)
     assert method.finish()[0].sizes() == {
@@ -153,7 +155,7 @@ def test_what_is_stored_is_the_prompts(depth: Any, blocks: int):
     }
 
 
-def test_the_work_per_image_counts_the_prompts():
+def test_the_work_per_image_counts_the_prompts() -> None:
     """Of the last block the class token alone is read, so prompts are keys there and no queries."""
     method, p, tokens, d = vpt(prompts=7), 7, 5, 32
     begun(method)
@@ -167,7 +169,7 @@ def test_the_work_per_image_counts_the_prompts():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_turning_from_task_to_task_is_exact(depth: Any):
+def test_turning_from_task_to_task_is_exact(depth: Any) -> None:
     method = vpt(depth=depth)
     method.load(
         TaskState(
@@ -190,7 +192,7 @@ def test_turning_from_task_to_task_is_exact(depth: Any):
 
 
 @pytest.mark.parametrize("other", [{"prompts": 6}, {"depth": "deep"}])
-def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
+def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
     state = tabletop.trained(vpt())
     with pytest.raises(
         UserError, match=r"its state has prompts of shapes .*\(5, 32\).*, these settings have"
@@ -198,14 +200,14 @@ def test_a_state_of_other_settings_is_refused(other: dict[str, Any]):
         vpt(**other).load(state)
 
 
-def test_a_backbone_whose_attention_knows_patches_alone_is_refused():
+def test_a_backbone_whose_attention_knows_patches_alone_is_refused() -> None:
     with torch.device("meta"):
         convit = build(BackboneSettings(name="convit_local", img_size=32))
     with pytest.raises(UserError, match="block 0 of the backbone has no plain attention"):
         Vpt.fits(VptSettings(), convit)
 
 
-def test_a_copy_of_the_backbone_has_no_prompts_of_the_original():
+def test_a_copy_of_the_backbone_has_no_prompts_of_the_original() -> None:
     model = vit()
     plain, sites = model(IMAGES), PromptSites(model, "deep")
     with sites.using(drawn(2)):
@@ -214,7 +216,7 @@ def test_a_copy_of_the_backbone_has_no_prompts_of_the_original():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_compiled_blocks_turn_too(depth: Any):
+def test_compiled_blocks_turn_too(depth: Any) -> None:
     method = vpt(depth=depth)
     begun(method)
     expected, plain = method.loss(batch(), tabletop.PROGRESS)[0], method.backbone(images())

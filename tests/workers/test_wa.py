@@ -22,7 +22,7 @@ NEW = torch.tensor([[6.0, 8.0], [0.0, 20.0]], dtype=torch.float64)
 
 
 # ---- alignment -----------------------------------------------------------------------------------
-def test_the_ratio_has_the_worked_value():
+def test_the_ratio_has_the_worked_value() -> None:
     gamma = weight_ratio(OLD, NEW)
     assert float(gamma) == pytest.approx(1 / 3, abs=1e-12)
     assert torch.allclose(
@@ -43,7 +43,7 @@ def aligned(**settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return method, before
 
 
-def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed():
+def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed() -> None:
     method, before = aligned()
     after = {f"{name}.{part}": t for name in "abc" for part, t in method.heads.export(name).items()}
     changed = {name for name, t in after.items() if not torch.equal(t, before[name])}
@@ -65,7 +65,7 @@ def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed
     ), "without biases nothing changes among the new"
 
 
-def test_aligned_a_second_time_nothing_changes():
+def test_aligned_a_second_time_nothing_changes() -> None:
     method, _ = aligned()
     before = method.heads.export("c")["weight"]
     method.align(C)
@@ -73,7 +73,7 @@ def test_aligned_a_second_time_nothing_changes():
     assert torch.allclose(method.heads["c"].weight, before, rtol=1e-6)
 
 
-def test_gamma_above_1_is_warned_about():
+def test_gamma_above_1_is_warned_about() -> None:
     method = begun("wa", A, B, C, step="align")
     with torch.no_grad():
         method.heads["c"].weight.mul_(0.25)
@@ -83,7 +83,7 @@ def test_gamma_above_1_is_warned_about():
     assert "task 'c': gamma is 4, above 1" in sentence
 
 
-def test_gamma_below_1_and_a_step_that_aligns_nothing_are_not_warned_about():
+def test_gamma_below_1_and_a_step_that_aligns_nothing_are_not_warned_about() -> None:
     method, _ = aligned()
     assert method.gamma < 1
     assert method.warnings() == []
@@ -92,7 +92,9 @@ def test_gamma_below_1_and_a_step_that_aligns_nothing_are_not_warned_about():
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_classes(tau: float):
+def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_classes(
+    tau: float,
+) -> None:
     method, b = begun("wa", A, B, C, tau=tau), batch(A, B, C)
     taught = torch.cat([method.heads[name](method.backbone(b.images)) for name in "ab"], 1).detach()
     moved(method)
@@ -105,7 +107,7 @@ def test_the_loss_weighs_cross_entropy_and_distillation_by_the_share_of_old_clas
     assert torch.allclose(loss, 2 / 7 * ce + 5 / 7 * kd, atol=1e-5)
 
 
-def test_soft_targets_are_met_over_all_classes():
+def test_soft_targets_are_met_over_all_classes() -> None:
     method, soft = (
         begun("wa", A, B),
         torch.rand(6, 5, generator=torch.Generator().manual_seed(2)).softmax(1),
@@ -119,7 +121,7 @@ def test_soft_targets_are_met_over_all_classes():
     )
 
 
-def test_the_first_task_of_all_is_plain_cross_entropy():
+def test_the_first_task_of_all_is_plain_cross_entropy() -> None:
     method = begun("wa", A)
     loss, terms = method.loss(batch(A), START)
     assert terms.keys() == {"ce"}
@@ -127,7 +129,9 @@ def test_the_first_task_of_all_is_plain_cross_entropy():
 
 
 @pytest.mark.parametrize("nonnegative", [False, True])
-def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(nonnegative: bool):
+def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(
+    nonnegative: bool,
+) -> None:
     method, train = (
         begun("wa", A, B, nonnegative=nonnegative),
         TrainSettings(optimizer="sgd", lr=0.1),
@@ -140,7 +144,7 @@ def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(nonneg
 
 
 # ---- in a stream ---------------------------------------------------------------------------------
-def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab: Lab):
+def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab: Lab) -> None:
     run = stream(lab, "wa")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["train", "herd"],
@@ -162,7 +166,7 @@ def test_every_task_but_the_first_is_aligned_before_its_exemplars_are_chosen(lab
     )
 
 
-def test_the_first_task_after_a_base_task_is_aligned_to_it(lab: Lab):
+def test_the_first_task_after_a_base_task_is_aligned_to_it(lab: Lab) -> None:
     run = stream(lab, "wa", base="two")
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],

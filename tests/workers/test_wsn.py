@@ -74,14 +74,14 @@ def served(states: list[TaskState], carried: Carried) -> Wsn:
 
 # ---- what is selected ----------------------------------------------------------------------------
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
-def test_a_task_uses_exactly_its_share_of_every_layer(density: float):
+def test_a_task_uses_exactly_its_share_of_every_layer(density: float) -> None:
     (state,), _ = stream([ONE], density=density)
     assert state.masks.keys() == wsn().sites.keys()
     for mask in state.masks.values():
         assert int(mask.sum()) == mask.numel() - int((1 - density) * mask.numel())
 
 
-def test_training_starts_from_the_largest_weights():
+def test_training_starts_from_the_largest_weights() -> None:
     method = wsn()
     next(training(method, ONE, None))
     for site, weight in method.sites.items():
@@ -89,7 +89,7 @@ def test_training_starts_from_the_largest_weights():
         assert weight[~mask].abs().max() <= weight[mask].abs().min()
 
 
-def test_random_scores_are_drawn_anew_for_a_task_and_are_the_same_for_a_seed():
+def test_random_scores_are_drawn_anew_for_a_task_and_are_the_same_for_a_seed() -> None:
     found = []
     for task in (ONE, ONE, TWO):
         method = wsn(start="random")
@@ -104,7 +104,7 @@ def test_random_scores_are_drawn_anew_for_a_task_and_are_the_same_for_a_seed():
 
 
 @pytest.mark.parametrize("start", ["magnitude", "random"])
-def test_weights_and_scores_have_the_gradients_of_their_product(start: str):
+def test_weights_and_scores_have_the_gradients_of_their_product(start: str) -> None:
     """dW = m .* g where nothing is locked, d|s| = W .* g, also for scores of entries that are not
     selected."""
     method = wsn(start=start)
@@ -122,7 +122,7 @@ def test_weights_and_scores_have_the_gradients_of_their_product(start: str):
         assert bool(scores.grad[~mask].any())
 
 
-def test_weights_and_scores_are_trained_together_and_nothing_else_of_the_backbone():
+def test_weights_and_scores_are_trained_together_and_nothing_else_of_the_backbone() -> None:
     method = wsn()
     for at in training(method, ONE, None):
         if at == 0:
@@ -147,20 +147,20 @@ def forgotten(optimizer: str) -> list[str]:
 
 
 @OF_ANY
-def test_old_answers_stay_to_the_bit_after_every_later_task(optimizer: str):
+def test_old_answers_stay_to_the_bit_after_every_later_task(optimizer: str) -> None:
     assert forgotten(optimizer) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_without_restoring_weight_decay_makes_it_forget(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     assert forgotten(optimizer)
 
 
 @OF_ANY
-def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_any_lock_it_forgets(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Protector, "restore", lambda self: None)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
     assert forgotten(optimizer)
@@ -178,7 +178,7 @@ def gradients_stay_outside(carried: Carried) -> bool:
     )
 
 
-def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPatch):
+def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (first,) = stream([ONE])
     assert gradients_stay_outside(first)
     monkeypatch.setattr(Protector, "gate", lambda self: None)
@@ -188,7 +188,7 @@ def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPat
 @OF_ANY
 def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_others(
     optimizer: str,
-):
+) -> None:
     (one,), (first,) = stream([ONE], optimizer)
     method = wsn()
     for at in training(method, TWO, first, optimizer):
@@ -202,7 +202,7 @@ def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_
     assert found["used"] == pytest.approx(0.5 + found["density"] - found["reused"], abs=2e-3)
 
 
-def test_a_task_that_finds_nothing_free_to_use_is_told_of():
+def test_a_task_that_finds_nothing_free_to_use_is_told_of() -> None:
     (one,), (first,) = stream([ONE])
     method = wsn(mask_lr=1e-9)
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_a_task_that_finds_nothing_free_to_use_is_told_of():
     assert method.warnings() == []
 
 
-def test_the_union_grows_by_what_each_task_selects():
+def test_the_union_grows_by_what_each_task_selects() -> None:
     states, carried = stream(TASKS)
     shapes = {site: tuple(weight.shape) for site, weight in wsn().sites.items()}
     unions = [
@@ -232,7 +232,7 @@ def test_the_union_grows_by_what_each_task_selects():
             assert torch.equal(after[site], before[site] | state.masks[site])
 
 
-def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone():
+def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone() -> None:
     (one,), (first,) = stream([ONE])
     before, method = first.to_bytes(), wsn()
     method.load(one)
@@ -244,7 +244,7 @@ def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone():
     )
 
 
-def test_serving_writes_nothing_into_the_weights():
+def test_serving_writes_nothing_into_the_weights() -> None:
     states, carried = stream([ONE, TWO])
     method = served(states, carried[-1])
     before = digest_of(method.backbone)
@@ -253,7 +253,7 @@ def test_serving_writes_nothing_into_the_weights():
 
 
 # ---- what is stored ------------------------------------------------------------------------------
-def test_sizes_are_those_of_the_reference():
+def test_sizes_are_those_of_the_reference() -> None:
     """A bit per weight and the head for a task, 5,455,872 bits on DeiT-Ti; weights and a bit each
     are carried."""
     method = Wsn(build(BackboneSettings(options={"weight_init": "skip"})), WsnSettings(), seed=0)

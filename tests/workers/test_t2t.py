@@ -23,8 +23,9 @@ from workers.job import BackboneSettings
 from workers.methods.finetune import FineTune
 from workers.methods.meat import Meat, MeatSettings
 from workers.methods.piggyback import Piggyback
+from workers.methods.tfm import Tfm, TfmSettings
 from workers.model import vit
-from workers.model.compact import flops, plan
+from workers.model.compact import flops, multiply_adds, plan
 from workers.model.t2t import Performer, TokensToToken, as_image, sinusoids, windows
 from workers.model.weights import weight_sites
 from workers.storage.taskstate import TaskState
@@ -315,9 +316,7 @@ def meat(**settings: Any) -> Meat:
     return Meat(t2t(), MeatSettings(**settings), seed=1)
 
 
-def test_meat_starts_as_the_backbone_bit_for_bit_and_leaves_the_tokens_to_token_module_unmasked() -> (
-    None
-):
+def test_meat_starts_as_the_backbone_and_leaves_the_tokens_to_token_module_unmasked() -> None:
     method = meat()
     method.begin(TASK, "train", None, RATES, (TASK,))
     with torch.no_grad():
@@ -343,6 +342,22 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
         answers[task.name] = method.eval().logits(images(), task.name)
     assert all(torch.equal(method.logits(images(), name), kept) for name, kept in answers.items())
     assert vit.digest_of(method.backbone) == method.backbone_digest
+
+
+def test_tfm_counts_the_operations_of_the_tokens_to_token_module() -> None:
+    method = Tfm(t2t(), TfmSettings(growth=0.25, heads_every=1), seed=1)
+    method.begin(TASK, "train", None, RATES, (TASK,))
+    state, _ = method.finish()
+    backbone = multiply_adds(method.backbone.patch_embed, 3, 64, 64) + 3 * (
+        17 * 32 * (4 * 32 + 4 * 32) + 2 * 17 * 17 * 32
+    )
+    used = {name: int(m.sum()) for name, m in state.masks.items() if name.endswith(".used")}
+    new_channels = used["blocks.0.v.used"] - 32
+    new_neurons = used["blocks.0.ff.used"] - 64
+    assert new_channels > 0
+    assert new_neurons > 0
+    grown = 3 * (17 * 32 * (4 * new_channels + 2 * new_neurons) + 2 * 17 * 17 * new_channels)
+    assert method.flops_share(state) == pytest.approx((backbone + grown) / backbone)
 
 
 @pytest.mark.parametrize("ffn", ["weight", "neuron"])

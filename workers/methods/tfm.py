@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
+from workers.model.compact import multiply_adds
 from workers.model.context import uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState
 
@@ -317,11 +318,9 @@ class Tfm(Method):
         """Multiply-adds of the patch embedding and the blocks at this task's widths, relative to
         the backbone's."""
         vit: Any = self.backbone
-        tokens, patches = (
-            vit.num_prefix_tokens + vit.patch_embed.num_patches,
-            vit.patch_embed.num_patches,
-        )
-        plain = grown = patches * vit.patch_embed.proj.weight.numel() + uniform_multiply_adds(vit)
+        tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
+        embedding = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
+        plain = grown = embedding + uniform_multiply_adds(vit)
         for pair in self.pairs:
             columns, parts = self.original[f"{pair.out}.weight"], len(pair.sites)
             # of one unit: rows, column, attention

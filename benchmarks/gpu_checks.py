@@ -65,7 +65,7 @@ from workers import loop, preemption
 from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.serving.server import Answer, Served
+from workers.serving.server import Answer, Predictor
 from workers.storage.artifact import Artifact
 
 # How far two devices may be apart.
@@ -285,9 +285,9 @@ class CaseChecks:
         told."""
         folder = str(self.folder / "bundle")
         bundle_of(self.graph, self.store, self.case.method).write(folder)
-        on_cpu = Served.open(folder)
+        on_cpu = Predictor.open(folder)
         with another_rounding(self.setup.device):
-            on_device = Served.open(folder, device=str(self.setup.device))
+            on_device = Predictor.open(folder, device=str(self.setup.device))
         images, tasks = mixed_batch(self.setup)
         untold = "refuse" if on_cpu.infers else "confident"
         for told, rule in ((tasks, "refuse"), (None, untold)):

@@ -21,7 +21,7 @@ from benchmarks.meat_inference import random_mask
 from workers.job import BackboneSettings
 from workers.methods.meat import Meat, MeatSettings
 from workers.model.vit import build
-from workers.serving.server import Kept
+from workers.serving.server import LruCache
 from workers.storage.taskstate import TaskState
 
 TASKS, BATCH, CLASSES = (2, 5, 10, 20), 64, 10
@@ -79,7 +79,7 @@ def rows_of(tasks: list[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def grouped(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
-    """As `Served.told` does it: a forward for each task over its own images."""
+    """As `Predictor.told` does it: a forward for each task over its own images."""
     out = images.new_empty(len(images), CLASSES)
     for name, rows in rows_of(tasks).items():
         out[rows] = networks(name)(images[rows])
@@ -122,7 +122,7 @@ def main() -> None:
             torch.randn(BATCH, 3, 96, 96),
             [names[i] for i in torch.randint(count, (BATCH,)).tolist()],
         )
-        kept = Kept(1 << 30, {p.untyped_storage().data_ptr() for p in method.parameters()})
+        kept = LruCache(1 << 30, {p.untyped_storage().data_ptr() for p in method.parameters()})
         networks = partial(kept.get, make=method.compact)
         before = process.memory_info().rss
         answers = grouped(networks, images, tasks)

@@ -100,7 +100,7 @@ def shown(text: str) -> str:
     no page of one value."""
     line = "".join(
         c if c.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for c in " ".join(secrets.shown(text).split())
+        for c in " ".join(secrets.redact(text).split())
     )
     return (
         line
@@ -336,11 +336,11 @@ def search(args: argparse.Namespace) -> int:
 def make_report(store: Store, graph: Graph, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """The report stage: pages, pictures and tables of the whole run, from the store alone."""
     from pipeline.report import page
-    from workers.storage.artifact import Attempt, opened_once
+    from workers.storage.artifact import Attempt, cached_artifacts
 
     started = time.monotonic()
     attempt = Attempt(store.root, stage.key)
-    with opened_once(store.root, [graph[parent].key for parent in stage.parents]) as made_of:
+    with cached_artifacts(store.root, [graph[parent].key for parent in stage.parents]) as made_of:
         files = page.build(store.storage, record, diagram.to_svg(graph, {}))
     for name, data in files.items():
         attempt.write(name, data)
@@ -633,7 +633,7 @@ def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[
     """Deletes what was garbage when a person was asked and still is. Returns the paths that a run
     needs by now, and those that a process is computing."""
     from workers.storage.artifact import delete_dir, join
-    from workers.storage.lock import claimed
+    from workers.storage.lock import stage_lock
 
     wanted, busy = [], []
     with store.claimed_by_gc():
@@ -643,7 +643,7 @@ def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[
                 wanted.append(path)
                 continue
             try:
-                with claimed(store.root, path.split("/")[1], wait=False):
+                with stage_lock(store.root, path.split("/")[1], wait=False):
                     delete_dir(join(store.storage, path))
             except BlockingIOError:
                 busy.append(path)

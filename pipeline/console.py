@@ -13,7 +13,7 @@ from pipeline.graph.run import ENDED, Decision, Event, Outcome, Walk
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.results.tables import RunTables
-from workers.storage.secrets import shown
+from workers.storage.secrets import redact
 
 if TYPE_CHECKING:
     from pipeline.search.spec import Search
@@ -79,7 +79,9 @@ class Console:
     def say(self, text: str) -> None:
         """One line of its own."""
         print(
-            f"{self._clear()}[{self.done}/{self.total}] {shown(text)}", file=self.stream, flush=True
+            f"{self._clear()}[{self.done}/{self.total}] {redact(text)}",
+            file=self.stream,
+            flush=True,
         )
 
     def _live(self, text: str) -> None:

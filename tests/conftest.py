@@ -89,7 +89,7 @@ def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     with s3.Proxy(s3_server, bucket=f"bucket-{uuid.uuid4().hex[:8]}").served() as proxy:
         for name, value in s3.environment(proxy.port).items():
             monkeypatch.setenv(name, value)
-        filesystem.opened.cache_clear()  # it leads to the proxy of another test
+        filesystem.open_filesystem.cache_clear()  # it leads to the proxy of another test
         s3.client_of(s3_server).create_bucket(Bucket=proxy.bucket)
         yield proxy
-    filesystem.opened.cache_clear()
+    filesystem.open_filesystem.cache_clear()

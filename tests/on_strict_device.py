@@ -39,7 +39,7 @@ from workers.dist import Group
 from workers.methods import METHODS
 from workers.methods.bases.rehearsal import Rehearsal
 from workers.serving.bundle import Bundle
-from workers.serving.server import Served
+from workers.serving.server import Predictor
 
 TABLE = Path(__file__).parents[1] / "benchmarks" / "README.md"
 ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|$", re.M)
@@ -140,7 +140,7 @@ def served(run: Run) -> dict[str, Any]:
     jobs = [run.evaluate_job(task) for task in range(len(run.order))]
     tasks = tuple(dict.fromkeys(task for job in jobs for task in job.tasks))
     states = {name: key for job in jobs for name, key in job.states.items()}
-    model = Served(
+    model = Predictor(
         Bundle.of_job(replace(last, tasks=tasks, states=states)), device=run.lab.group.device
     )
     rows = {task.name: select(run.lab.store.root, (task,), "test", 0.1) for task in model.tasks}

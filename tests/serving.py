@@ -12,7 +12,7 @@ from laboratory import TINY, Lab, Run
 
 from workers.data.rows import select
 from workers.serving.bundle import Bundle
-from workers.serving.server import Served
+from workers.serving.server import Predictor
 
 THREE = ("two", "three")
 
@@ -25,8 +25,8 @@ class Finished:
     bundle: Bundle
 
     @functools.cached_property
-    def served(self) -> Served:
-        return Served(self.bundle)
+    def served(self) -> Predictor:
+        return Predictor(self.bundle)
 
     @property
     def names(self) -> list[str]:
@@ -79,7 +79,7 @@ def finished(
 
 
 def exact(
-    served: Served, images: list[Any], tasks: Any, **rest: Any
+    served: Predictor, images: list[Any], tasks: Any, **rest: Any
 ) -> list[tuple[str, str, float]]:
     return [(a.task, a.class_, a.probability) for a in served.predict(images, tasks, **rest)]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import s3, small_run
 from tests.recovery import Reference
-from workers.storage.artifact import listing
+from workers.storage.artifact import list_files
 
 DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
 
@@ -67,7 +67,7 @@ def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
     config = config_of(reference, bucket, tmp_path)
     code, _ = through(["run", config], bucket, tmp_path, stop_before=call)
     assert code == -9
-    before = {name for name in listing(bucket.uri) if name.endswith("manifest.json")}
+    before = {name for name in list_files(bucket.uri) if name.endswith("manifest.json")}
     code, said = through(["run", config], bucket, tmp_path)
     assert code == 0, said
     assert f"{len(before)} reused" in said or not before
@@ -107,7 +107,7 @@ def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(
     )
     assert code == 0, said
     judge(reference, bucket, tmp_path)
-    assert not [name for name in listing(bucket.uri) if name.startswith("ray/")], (
+    assert not [name for name in list_files(bucket.uri) if name.startswith("ray/")], (
         "what Ray wrote of its own is taken away"
     )
 
@@ -127,7 +127,7 @@ def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(
     assert code == 0, said
     assert "warning" not in said.lower(), said
     judge(reference, bucket, tmp_path)
-    found = [name for name in listing(bucket.uri) if name.startswith("mlartifacts/")]
+    found = [name for name in list_files(bucket.uri) if name.startswith("mlartifacts/")]
     assert any(name.endswith("report.html") for name in found)
 
 

@@ -30,9 +30,9 @@ from workers.methods.base import Batch, Method, OptimPlan, Progress
 from workers.model import noise, vit
 from workers.rng import derive_seed
 from workers.storage import checkpoint
-from workers.storage.artifact import Artifact, Attempt, content_of, opened_once
+from workers.storage.artifact import Artifact, Attempt, cached_artifacts, content_digest
 from workers.storage.checkpoint import Checkpoint
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 from workers.storage.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
@@ -47,7 +47,7 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
     again."""
     if found := standing(job, group):
         return found
-    with claimed(job.root, job.key, group):  # another run may compute it, or have done so by now
+    with stage_lock(job.root, job.key, group):  # another run may compute it, or have done so by now
         return standing(job, group) or _run_stage(job, group, report)
 
 
@@ -60,7 +60,7 @@ def standing(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
 def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
     run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
-    with opened_once(job.root, job.parents) as made_of:
+    with cached_artifacts(job.root, job.parents) as made_of:
         files, manifest = run(job, group, report)
     manifest |= {
         "stage": job.id,
@@ -83,9 +83,9 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
             attempt.write(name, data)
         is_first = attempt.commit(manifest)
         checkpoint.drop(job.root, job.key)
-        own_content = content_of({**manifest, "files": attempt.files})
+        own_content = content_digest({**manifest, "files": attempt.files})
         manifest = Artifact.need(job.root, job.key).manifest  # of two attempts, the one that stands
-        if not is_first and content_of(manifest) != own_content:
+        if not is_first and content_digest(manifest) != own_content:
             manifest = {
                 **manifest,
                 "note": "another process was faster and got another content, which stands",

@@ -130,7 +130,7 @@ def folders(path: str, split: str) -> tuple[str, list[str]]:
 
 def open_fs(uri: str) -> tuple[fs.FileSystem, str]:
     """As `workers.storage.artifact.resolve`, and through fsspec what pyarrow does not know (`hf://`).
-    Raises StorageAway where the hub cannot be reached."""
+    Raises StorageUnavailable where the hub cannot be reached."""
     if not uri.startswith("hf://"):
         return resolve(uri)
     try:

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 from workers.storage.artifact import join, write_bytes
-from workers.storage.secrets import shown
+from workers.storage.secrets import redact
 
 FOLDER = "failures"
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -30,7 +30,7 @@ LONGEST = 500  # characters of an error's own words in the sentence; the file ha
 def describe(error: Exception) -> str:
     """The error as its raiser worded it, with the innermost line of this project's own code that it
     came through."""
-    text = f"{type(error).__name__}: {' '.join(shown(str(error)).split())[:LONGEST]}"
+    text = f"{type(error).__name__}: {' '.join(redact(str(error)).split())[:LONGEST]}"
     frame = own_frame(error)
     return f"{text} (at {frame})" if frame else text
 
@@ -71,7 +71,7 @@ def keep(
     ]
     body = "\n".join(lines) + "\n" + "".join(traceback.format_exception(error))
     try:
-        write_bytes(place, shown(body).encode(errors="replace"))
+        write_bytes(place, redact(body).encode(errors="replace"))
     except Exception as problem:
         return f"not kept: {' '.join(str(problem).split())[:200]}"
     return place

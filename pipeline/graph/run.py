@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, outdated
 from workers.errors import UserError
-from workers.storage.artifact import content_of
+from workers.storage.artifact import content_digest
 
 
 class State(Enum):
@@ -249,7 +249,7 @@ class Watcher(Protocol):
 def contents_of(lookups: Mapping[str, Lookup]) -> dict[str, str]:
     """Stage id -> content, of the results that stand."""
     return {
-        i: content_of(dict(lookup.manifest)) for i, lookup in lookups.items() if lookup.manifest
+        i: content_digest(dict(lookup.manifest)) for i, lookup in lookups.items() if lookup.manifest
     }
 
 
@@ -339,7 +339,7 @@ def run_graph(
                 if event.kind == "done":
                     manifests[event.stage], contents[event.stage] = (
                         event.body,
-                        content_of(event.body),
+                        content_digest(event.body),
                     )
                     for decision in overtaken(graph, walk, manifests, contents, event.stage):
                         store.withdraw(graph[decision.stage].key)

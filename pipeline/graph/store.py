@@ -28,13 +28,13 @@ from workers.storage.artifact import (
     Artifact,
     delete_dir,
     exists,
+    is_leftover,
     is_local,
-    is_remains,
     join,
-    listing,
-    passing_name,
+    list_files,
     read_json,
     resolve,
+    temporary_name,
     withdraw,
     write_bytes,
 )
@@ -114,7 +114,7 @@ class Store:
         """Raises UserError where the storage cannot be written."""
         resolve(self.storage)
         # of its own: two runs may start at the same moment
-        probe = join(self.storage, f".probe-{passing_name()}")
+        probe = join(self.storage, f".probe-{temporary_name()}")
         try:
             with patience(FIRST_CONTACT_S):
                 write_bytes(probe, b"accrete")
@@ -150,11 +150,11 @@ class Store:
         if not isinstance(system, fs.LocalFileSystem):
             return
         for place in ("runs", "sources", "searches"):
-            for path in listing(join(self.storage, place)):
-                if path.endswith(".part") and is_remains(posixpath.basename(path)):
+            for path in list_files(join(self.storage, place)):
+                if path.endswith(".part") and is_leftover(posixpath.basename(path)):
                     remove(join(top, place, path))
         for entry in os.scandir(top):
-            if entry.name.startswith((".probe-", "mlflow.db.")) and is_remains(entry.name):
+            if entry.name.startswith((".probe-", "mlflow.db.")) and is_leftover(entry.name):
                 remove(entry.path)
 
     def look_up(
@@ -207,9 +207,9 @@ class Store:
         """Held while garbage is deleted, and while it is written down what a run needs. On an
         object store it holds nothing back (see claim.py): there a run that begins in the seconds of
         the deletion may have to compute something again."""
-        from workers.storage.lock import claimed
+        from workers.storage.lock import stage_lock
 
-        return claimed(self.root, "gc")
+        return stage_lock(self.root, "gc")
 
     def _keep_earlier(self, record: Mapping[str, Any]) -> None:
         """Of a run whose config was changed, the record of what it was; a longer stream or a
@@ -232,7 +232,7 @@ class Store:
         """Path -> record, of what a run was before its config was changed; None where it cannot be
         read."""
         folder = join(self.storage, "runs", name, EARLIER)
-        paths = [join(folder, file) for file in listing(folder) if file.endswith(".json")]
+        paths = [join(folder, file) for file in list_files(folder) if file.endswith(".json")]
         return {path: self._read_record(path, name) for path in paths}
 
     def earlier_names(self) -> list[str]:
@@ -280,7 +280,7 @@ class Store:
                 needed |= needed_keys(kept)
         needed |= self._searched()
         there = {
-            place: listing(join(self.storage, place))
+            place: list_files(join(self.storage, place))
             for place in ("stages", "checkpoints", failures.FOLDER)
         }
         standing = {

@@ -19,8 +19,8 @@ from typing import Any
 
 from pipeline.config import ClusterSettings
 from workers.errors import UserError, require_package
-from workers.storage.artifact import exists, join, passing_name, resolve, write_bytes
-from workers.storage.filesystem import bare
+from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
+from workers.storage.filesystem import without_retries
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -330,7 +330,7 @@ def where_ray_writes(uri: str) -> dict[str, Any]:
     """A place for the books that Ray keeps of its own, as its RunConfig wants it. It knows no
     patience but its own."""
     system, path = resolve(uri)
-    return {"storage_path": path, "storage_filesystem": bare(system)}
+    return {"storage_path": path, "storage_filesystem": without_retries(system)}
 
 
 # ---- how much of it is ours ----------------------------------------------------------------------
@@ -438,7 +438,7 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
     storage."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    probe = join(storage, f".probe-{passing_name()}")
+    probe = join(storage, f".probe-{temporary_name()}")
     write_bytes(probe, b"accrete")
     try:
         asked = {

@@ -23,7 +23,7 @@ from workers import dist, preemption
 from workers.errors import DamagedArtifact, UserError
 from workers.loop import run_stage
 from workers.storage.artifact import Artifact, delete_dir, join, parent
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 
 QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
 IDLE_S = 10.0  # how long the ranks of an idle group wait for each other at a time
@@ -111,7 +111,7 @@ def run_ingest(
 ) -> dict[str, Any]:
     started = time.monotonic()
     extra = {"stage": stage.id, "step": "ingest"}
-    with claimed(store.root, stage.key):
+    with stage_lock(store.root, stage.key):
         if found := Artifact.open(store.root, stage.key):
             return {**found.manifest, "reused": True}
         manifest = ingest.ingest(

@@ -38,7 +38,7 @@ from pipeline.launch.queue import Queue, ReadyStage
 from workers import preemption
 from workers.errors import UserError
 from workers.storage import checkpoint
-from workers.storage.artifact import delete_dir, is_remains, join, passing_name
+from workers.storage.artifact import delete_dir, is_leftover, join, temporary_name
 
 LOOK_S = 5.0  # how often the driver looks what has become of the cluster
 WAIT_S = 30.0  # after so long without a worker group, a person is told what is waited for
@@ -107,7 +107,7 @@ class RayExecutor:
             progress,
         )
         self.width = width  # most stages that can run side by side
-        self.name, self.own, self.books = name_in(ray), passing_name(), 0
+        self.name, self.own, self.books = name_in(ray), temporary_name(), 0
         self.queue = registered(ray, QueueActor, self.name)
         try:
             self.around: ClusterState = ray.get(self.queue.get_cluster_state.remote())
@@ -420,7 +420,7 @@ def sweep(store: Store, own: str) -> None:
     """Deletes the books that Ray keeps of groups, of this driver and of those of this machine that
     were killed."""
     for folder in store.folders("ray"):
-        if folder.startswith("group-") and (own in folder or is_remains(folder)):
+        if folder.startswith("group-") and (own in folder or is_leftover(folder)):
             delete_dir(join(store.storage, "ray", folder))
 
 

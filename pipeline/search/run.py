@@ -24,7 +24,7 @@ from pipeline.tracking.search_recorder import SearchRecorder
 from pipeline.yaml_files import dump_yaml, read_yaml
 from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 
 Tell = Callable[
     [dict[str, Any]], None
@@ -200,7 +200,7 @@ def command(args: argparse.Namespace) -> int:
     screen = SearchScreen(search)
     print(screen.head(), flush=True)
     try:
-        with claimed(join(search.storage, "searches"), f"search-{search.name}", wait=False):
+        with stage_lock(join(search.storage, "searches"), f"search-{search.name}", wait=False):
             return searched(search, screen, said, cli.command_of(args, "report"))
     except BlockingIOError:
         raise UserError(

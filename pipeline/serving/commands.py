@@ -168,9 +168,9 @@ def chosen(args: argparse.Namespace) -> Bundle:
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
     from pipeline.console import table_text
-    from workers.serving.server import Served
+    from workers.serving.server import Predictor
 
-    served = Served(chosen(args))
+    served = Predictor(chosen(args))
     served.checked(len(args.images), args.task, args.rule, args.top)
     found: list[Answer] = []
     limits = limits_of(served.bundle)

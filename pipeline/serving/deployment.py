@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from pipeline.serving.http_server import Bounds, Reply
 from workers.errors import UserError
 from workers.serving.images import Limits, PixelBudget, pixels_of
-from workers.serving.server import Answer, Rule, Served
+from workers.serving.server import Answer, Predictor, Rule
 
 APPLICATION = "accrete"
 ONGOING = 64  # requests that the replica works on
@@ -49,7 +49,7 @@ class Deployment:
     request, and of all decoded at the same moment."""
 
     def __init__(self, folder: str, total_pixels: int):
-        self.served = Served.open(folder)
+        self.served = Predictor.open(folder)
         self.limits = Limits(
             self.served.bundle.body["max_pixels"],
             total_pixels,
@@ -132,7 +132,7 @@ def is_running() -> bool:
     return application is not None and application.status == "RUNNING"
 
 
-def answered(served: Served, asked: Sequence[Asked]) -> list[list[Answer] | UserError]:
+def answered(served: Predictor, asked: Sequence[Asked]) -> list[list[Answer] | UserError]:
     """The answers of each request, or why there are none. Requests with the same rule go through
     the network together."""
     found: list[list[Answer] | UserError] = [[] for _ in asked]

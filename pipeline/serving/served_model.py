@@ -3,7 +3,7 @@ needed, and nothing is unpickled.
 
 `mlflow.pyfunc.load_model(URI).predict(frame)`: a column `image` (base64, bytes, nested lists or an
 array (height, width, 3) of values 0 to 255; where ACCRETE_ALLOW_PATHS is 1 also the path of a
-file), and if wanted a column `task`. params: `rule` and `top`, see `Served.predict`.
+file), and if wanted a column `task`. params: `rule` and `top`, see `Predictor.predict`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlflow.pyfunc import PythonModel
 
 from workers.errors import UserError
 from workers.serving.images import Limits
-from workers.serving.server import Served
+from workers.serving.server import Predictor
 
 PATHS = "ACCRETE_ALLOW_PATHS"
 
@@ -42,7 +42,7 @@ class ServedModel(PythonModel):
     _skip_type_hint_validation = True
 
     def load_context(self, context: Any) -> None:
-        self.served = Served.open(context.artifacts["bundle"])
+        self.served = Predictor.open(context.artifacts["bundle"])
 
     def predict(self, context, model_input, params=None):
         limits = Limits(self.served.bundle.body["max_pixels"], paths=os.environ.get(PATHS) == "1")

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from workers.errors import UserError
 from workers.storage import filesystem
-from workers.storage.artifact import NO_LINKS, make_dirs, passing_name, share_file
+from workers.storage.artifact import NO_LINKS, make_dirs, share_file, temporary_name
 
 BESIDE = ("-journal", "-wal", "-shm")  # what SQLite keeps next to a database
 SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # what a URI would read as something else
@@ -62,7 +62,7 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
                 f"{path.name}.half-made-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
             )
             path.rename(aside)
-            filesystem.say(
+            filesystem.notify(
                 f"{path} was left half-made, with no run in it, by a process that was killed or "
                 "by another version of MLflow; it is now "
                 f"{aside.name}, and made anew"
@@ -120,7 +120,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _make(path: Path, initialize: Callable[[str], None]) -> None:
-    part = path.with_name(f"{path.name}.{passing_name()}.part")
+    part = path.with_name(f"{path.name}.{temporary_name()}.part")
     try:
         initialize(sqlite_uri(part))
         share_file(str(part))

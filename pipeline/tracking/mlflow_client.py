@@ -18,7 +18,7 @@ from pipeline.tracking import database as track_database
 from pipeline.tracking.points import Point, key_name
 from workers.errors import UserError
 from workers.storage.artifact import join, make_dirs
-from workers.storage.secrets import shown
+from workers.storage.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -169,7 +169,7 @@ def drivers_told(address: str) -> Iterator[None]:
         name = error.name or str(error)
         package = DRIVERS.get(name.partition(".")[0], name.partition(".")[0])
         raise UserError(
-            f"the database of {shown(address)} needs the Python package {name!r}, which is not "
+            f"the database of {redact(address)} needs the Python package {name!r}, which is not "
             "installed; install it beside MLflow "
             f"(pip install {package}), or name another tracking URI"
         ) from None
@@ -181,7 +181,7 @@ def drivers_told(address: str) -> Iterator[None]:
         ) from None
     except ArgumentError:
         raise UserError(
-            f"the tracking URI {shown(address)} is not of the form "
+            f"the tracking URI {redact(address)} is not of the form "
             f"{scheme}://user:password@host:port/database; mend tracking.uri or "
             "MLFLOW_TRACKING_URI"
         ) from None
@@ -199,9 +199,9 @@ def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
 
         if not isinstance(error, (MlflowException, SQLAlchemyError)):
             raise
-        reason = " ".join(shown(str(error)).split())[:300]
+        reason = " ".join(redact(str(error)).split())[:300]
         raise UserError(
-            f"MLflow at {shown(tracking_uri(storage, uri))} does not show its runs ({reason}); "
+            f"MLflow at {redact(tracking_uri(storage, uri))} does not show its runs ({reason}); "
             "start it, or mend MLFLOW_TRACKING_URI"
         ) from None
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from workers.storage.secrets import shown
+from workers.storage.secrets import redact
 
 FIRST_S, LONGEST_S = 1.0, 30.0  # pauses between tries: each is twice the one before
 TRIES = 5  # of an action that fails although the server answers
@@ -105,7 +105,7 @@ class Outbox:
             except Exception as error:  # whatever it is, it is never worth more than this action
                 self.forget()
                 # MLflow repeats its address
-                reason = f"{type(error).__name__}: {' '.join(shown(str(error)).split())[:300]}"
+                reason = f"{type(error).__name__}: {' '.join(redact(str(error)).split())[:300]}"
                 if self.transient(error) and not self.answers():
                     self._wait_for_answer(reason)
                     continue

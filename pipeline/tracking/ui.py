@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from workers.errors import UserError
 from workers.storage.artifact import join
-from workers.storage.secrets import shown
+from workers.storage.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -82,7 +82,7 @@ def recorded(
 def page_base(address: str) -> str:
     """The address of a tracking server as the start of links for people: without user, password and
     query."""
-    return shown(address).partition("?")[0].rstrip("/")
+    return redact(address).partition("?")[0].rstrip("/")
 
 
 def server_command(storage: str, host: str, port: int) -> list[str]:
@@ -218,7 +218,7 @@ def print_links(client: MlflowClient, base: str, experiment: str) -> None:
 
 def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, port: int) -> str:
     """A sentence from the last lines of a server that ended before it answered."""
-    lines = [" ".join(shown(line).split()) for line in log if line.strip()]
+    lines = [" ".join(redact(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "it said nothing"
     taken = any("ddress already in use" in line for line in lines)
     remedy = (

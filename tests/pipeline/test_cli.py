@@ -26,7 +26,7 @@ from pipeline.graph.store import Lookup
 from pipeline.report import page
 from tests import small_run
 from workers.storage import artifact
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 
 STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
 
@@ -414,7 +414,7 @@ def test_gc_keeps_what_a_process_is_computing(
     record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
     lost = sorted(before - {stage["key"] for stage in record["stages"]})
     root = str(littered.storage / "stages")
-    with claimed(root, lost[0]):
+    with stage_lock(root, lost[0]):
         said = output(capsys, "gc", "--yes", "--storage", str(littered.storage))
     assert "1 of them are kept: a process is at work on them" in said
     assert folders(littered) == before - {*lost[1:]}

@@ -24,7 +24,7 @@ from pipeline.launch.queue import Queue
 from tests.pipeline.nodes import nodes_of
 from workers import preemption
 from workers.errors import UserError
-from workers.storage.artifact import passing_name
+from workers.storage.artifact import temporary_name
 
 
 class Remote:
@@ -271,8 +271,8 @@ def test_the_books_of_drivers_that_were_killed_are_swept_and_those_of_others_sta
     if not dead:
         os._exit(0)
     os.waitpid(dead, 0)
-    mine = passing_name()
-    others = [passing_name(), "elsewhere-9-0", mine.replace(f"-{os.getpid()}-", "-1-")]
+    mine = temporary_name()
+    others = [temporary_name(), "elsewhere-9-0", mine.replace(f"-{os.getpid()}-", "-1-")]
     names = [
         f"group-{name}-0" for name in (mine, mine.replace(f"-{os.getpid()}-", f"-{dead}-"), *others)
     ] + ["search-small"]

@@ -23,7 +23,7 @@ from pipeline.search import run, spec, trial, tune
 from tests import small_run
 from tests.pipeline.nodes import nodes_of
 from workers.errors import UserError
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 
 SPACE = {
     "methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0},
@@ -552,7 +552,7 @@ def test_a_second_process_leaves_a_running_search_and_its_record_alone(
         lambda *a, **k: pytest.fail("it opened the record of a search that another process runs"),
     )
     with (
-        claimed(str(storage / "searches"), "search-small", wait=False),
+        stage_lock(str(storage / "searches"), "search-small", wait=False),
         pytest.raises(UserError, match="being run by another process"),
     ):
         run.command(argparse.Namespace(config=path, overrides=[]))

@@ -77,7 +77,7 @@ def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(filesystem, "say", said.append)
+    monkeypatch.setattr(filesystem, "notify", said.append)
     path = tmp_path / "mlflow.db"
     statements = {
         "empty": "",
@@ -179,7 +179,7 @@ def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
     statement: Any, where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(filesystem, "say", said.append)
+    monkeypatch.setattr(filesystem, "notify", said.append)
     killed = subprocess.run(
         [sys.executable, "-c", MAKE_AND_DIE, str(tmp_path), str(statement), where],
         timeout=300,

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from workers.storage import lock
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 
 CONTEXT = multiprocessing.get_context("fork")
 
 
 def hold(root: str, inside: Any, leave: Any) -> None:
-    with claimed(root, "k"):
+    with stage_lock(root, "k"):
         inside.set()
         leave.wait(60)
 
@@ -37,7 +37,7 @@ def taken(root: str) -> threading.Event:
     got = threading.Event()
 
     def take() -> None:
-        with claimed(root, "k"):
+        with stage_lock(root, "k"):
             got.set()
 
     threading.Thread(target=take, daemon=True).start()
@@ -66,10 +66,10 @@ def test_a_process_that_dies_frees_its_claim(tmp_path: Path) -> None:
 def test_other_keys_and_an_object_store_wait_for_nobody(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
     with (
-        claimed(root, "k"),
-        claimed(root, "other"),
-        claimed("s3://bucket/stages", "k"),
-        claimed("s3://bucket/stages", "k"),
+        stage_lock(root, "k"),
+        stage_lock(root, "other"),
+        stage_lock("s3://bucket/stages", "k"),
+        stage_lock("s3://bucket/stages", "k"),
     ):
         assert {p.name for p in (tmp_path / "claims").iterdir()} == {"k", "other"}
     assert not os.listdir(tmp_path / "claims")
@@ -77,9 +77,9 @@ def test_other_keys_and_an_object_store_wait_for_nobody(tmp_path: Path) -> None:
 
 def test_whoever_does_not_wait_is_told(tmp_path: Path) -> None:
     root = str(tmp_path / "stages")
-    with claimed(root, "k"), pytest.raises(BlockingIOError), claimed(root, "k", wait=False):
+    with stage_lock(root, "k"), pytest.raises(BlockingIOError), stage_lock(root, "k", wait=False):
         pass
-    with claimed(root, "k", wait=False):
+    with stage_lock(root, "k", wait=False):
         pass
 
 
@@ -107,7 +107,7 @@ def test_a_file_that_was_removed_meanwhile_is_no_claim(
 
 def work(root: str, log: str, rounds: int) -> None:
     for _ in range(rounds):
-        with claimed(root, "k"), open(log, "r+") as stream:
+        with stage_lock(root, "k"), open(log, "r+") as stream:
             count = int(stream.read())
             stream.seek(0)
             stream.write(str(count + 1))

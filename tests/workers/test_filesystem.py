@@ -25,13 +25,13 @@ from workers.storage.artifact import (
     Attempt,
     delete_dir,
     join,
-    listing,
+    list_files,
     read_bytes,
     resolve,
     withdraw,
     write_bytes,
 )
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 
 SMALL, LARGE = os.urandom(100_000), os.urandom(12_000_000)  # one PUT, and an upload in two parts
 
@@ -100,7 +100,7 @@ def test_when_patience_is_over_a_sentence_says_so(
     bucket: Any, patience_of_ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(filesystem, "say", lines.append)
+    monkeypatch.setattr(filesystem, "notify", lines.append)
     monkeypatch.setattr(filesystem, "SAY_S", 0.0)
     bucket.share, bucket.kinds = 1.0, ("503",)
     with filesystem.patience(0.5), pytest.raises(UserError) as caught:
@@ -189,10 +189,10 @@ def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[tuple[float, str]] = []
-    monkeypatch.setattr(filesystem, "say", lambda line: lines.append((clock.monotonic(), line)))
+    monkeypatch.setattr(filesystem, "notify", lambda line: lines.append((clock.monotonic(), line)))
     state = random.getstate()
     with pytest.raises(filesystem.StorageUnavailable, match="storage s3://b does not answer"):
-        filesystem.patiently(fails(PASSES, forever=True), "s3://b", "reading a")
+        filesystem.retry(fails(PASSES, forever=True), "s3://b", "reading a")
     assert 120 - filesystem.LONGEST_S <= clock.monotonic() <= 120
     for number, pause in enumerate(clock.slept):
         most = min(filesystem.FIRST_S * 2**number, filesystem.LONGEST_S)
@@ -211,13 +211,13 @@ def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is
 def test_patience_is_shorter_where_it_is_said_and_only_there(clock: Any) -> None:
     call = fails(PASSES, forever=True)
     with pytest.raises(filesystem.StorageUnavailable), filesystem.patience(1.0):
-        filesystem.patiently(call, "s3://b", "reading a")
+        filesystem.retry(call, "s3://b", "reading a")
     assert 0 < clock.monotonic() <= 1.0
     with filesystem.patience(0), pytest.raises(filesystem.StorageUnavailable):
-        filesystem.patiently(call, "s3://b", "reading a")
+        filesystem.retry(call, "s3://b", "reading a")
     assert clock.monotonic() <= 1.0
     with pytest.raises(filesystem.StorageUnavailable):
-        filesystem.patiently(call, "s3://b", "reading a")
+        filesystem.retry(call, "s3://b", "reading a")
     assert clock.monotonic() > 100
 
 
@@ -265,9 +265,7 @@ def test_patience_is_shorter_where_it_is_said_and_only_there(clock: Any) -> None
 )
 def test_what_may_pass_is_asked_again(text: Any, clock: Any) -> None:
     assert (
-        filesystem.patiently(
-            fails(OSError(text), OSError(f"{text}\nonce more")), "s3://b", "reading a"
-        )
+        filesystem.retry(fails(OSError(text), OSError(f"{text}\nonce more")), "s3://b", "reading a")
         == "answer"
     )
     assert len(clock.slept) == 2
@@ -294,7 +292,7 @@ def test_what_may_pass_is_asked_again(text: Any, clock: Any) -> None:
 )
 def test_what_does_not_pass_is_not_asked_again(error: Any, clock: Any) -> None:
     with pytest.raises(type(error)) as caught:
-        filesystem.patiently(fails(error), "s3://b", "reading a")
+        filesystem.retry(fails(error), "s3://b", "reading a")
     assert caught.value is error
     assert clock.slept == []
 
@@ -304,9 +302,9 @@ def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock: An
         f"When reading information for key '{'folder/' * 60}a' in bucket 'b': AWS Error "
         "SLOW_DOWN during HeadObject operation"
     )
-    assert filesystem.patiently(fails(OSError(text)), "s3://b", "reading a") == "answer"
+    assert filesystem.retry(fails(OSError(text)), "s3://b", "reading a") == "answer"
     with filesystem.patience(0), pytest.raises(UserError) as caught:
-        filesystem.patiently(fails(OSError(text * 50)), "s3://b", "reading a")
+        filesystem.retry(fails(OSError(text * 50)), "s3://b", "reading a")
     assert len(str(caught.value)) < 500, "a sentence"
 
 
@@ -316,13 +314,11 @@ def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_
     def call() -> Any:
         return fails(PASSES, FileNotFoundError("a"))
 
-    filesystem.patiently(call(), "s3://b", "deleting a", may_be_gone=True)
+    filesystem.retry(call(), "s3://b", "deleting a", may_be_gone=True)
     with pytest.raises(FileNotFoundError):
-        filesystem.patiently(call(), "s3://b", "reading a")
+        filesystem.retry(call(), "s3://b", "reading a")
     with pytest.raises(FileNotFoundError):
-        filesystem.patiently(
-            fails(FileNotFoundError("a")), "s3://b", "deleting a", may_be_gone=True
-        )
+        filesystem.retry(fails(FileNotFoundError("a")), "s3://b", "deleting a", may_be_gone=True)
 
 
 # ---- every operation -----------------------------------------------------------------------------
@@ -364,7 +360,7 @@ class Stumbles:
         (
             "open_output_stream",
             lambda system, place: (
-                filesystem.put(system, f"{place}/b", b"12") or listing(place) == {"a": 4, "b": 2}
+                filesystem.put(system, f"{place}/b", b"12") or list_files(place) == {"a": 4, "b": 2}
             ),
         ),
         (
@@ -376,23 +372,24 @@ class Stumbles:
         (
             "copy_file",
             lambda system, place: (
-                system.copy_file(f"{place}/a", f"{place}/b") or listing(place) == {"a": 4, "b": 4}
+                system.copy_file(f"{place}/a", f"{place}/b")
+                or list_files(place) == {"a": 4, "b": 4}
             ),
         ),
         (
             "copy_file",
             lambda system, place: (
-                system.move(f"{place}/a", f"{place}/b") or listing(place) == {"b": 4}
+                system.move(f"{place}/a", f"{place}/b") or list_files(place) == {"b": 4}
             ),
         ),
         (
             "delete_file",
-            lambda system, place: system.delete_file(f"{place}/a") or listing(place) == {},
+            lambda system, place: system.delete_file(f"{place}/a") or list_files(place) == {},
         ),
         ("delete_dir", lambda system, place: system.delete_dir(place) or not os.path.exists(place)),
         (
             "delete_dir_contents",
-            lambda system, place: system.delete_dir_contents(place) or listing(place) == {},
+            lambda system, place: system.delete_dir_contents(place) or list_files(place) == {},
         ),
     ],
 )
@@ -458,7 +455,7 @@ def test_deleting_and_moving_are_done_once(method: str, bucket: Any, patience_of
     system.delete_file(path)
     withdraw(bucket.uri, "k")
     delete_dir(join(bucket.uri, "folder"))
-    assert listing(bucket.uri) == {"k/manifest.json.damaged": 1}
+    assert list_files(bucket.uri) == {"k/manifest.json.damaged": 1}
     with pytest.raises(FileNotFoundError):
         system.delete_file(path)
     delete_dir(join(bucket.uri, "folder"))
@@ -484,7 +481,7 @@ def test_a_stage_is_published_only_with_all_its_files(harm: str | None, bucket: 
         second = Attempt(bucket.uri, "k")
         second.write("state", b"other")
         assert not second.commit({})
-        assert set(listing(join(bucket.uri, "k"))) == {
+        assert set(list_files(join(bucket.uri, "k"))) == {
             "manifest.json",
             f"{attempt.name}/state",
             f"{attempt.name}/table",
@@ -505,7 +502,7 @@ def test_few_requests_are_made(bucket: Any) -> None:
     assert bucket.counts() == {"HEAD": 1, "GET": 1}
     bucket.seen.clear()
     checkpoint.drop(bucket.uri, "none")
-    with claimed(bucket.uri, "k"):
+    with stage_lock(bucket.uri, "k"):
         assert bucket.counts() == {"GET": 1}
 
 
@@ -530,7 +527,7 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
     )
     interrupted = Attempt(store.root, f"{0:032d}")
     interrupted.write("state", b"22")
-    unneeded = sum(listing(join(store.root, f"{5:032d}")).values())
+    unneeded = sum(list_files(join(store.root, f"{5:032d}")).values())
     bucket.seen.clear()
     assert dict(store.garbage()) == {
         f"stages/{0:032d}/{interrupted.name}": 2,
@@ -596,10 +593,10 @@ def test_google_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         "FileSystem",
         SimpleNamespace(from_uri=lambda uri: (made.append(uri), (fs.LocalFileSystem(), ""))[1]),
     )
-    filesystem.opened.cache_clear()
+    filesystem.open_filesystem.cache_clear()
     for uri in ("gs://one/", "gcs://two/?a=b", "gs://three/?retry_limit_seconds=3", "hdfs://four/"):
-        filesystem.opened(uri)
-    filesystem.opened.cache_clear()
+        filesystem.open_filesystem(uri)
+    filesystem.open_filesystem.cache_clear()
     assert made == [
         "gs://one/?retry_limit_seconds=20",
         "gcs://two/?a=b&retry_limit_seconds=20",
@@ -610,8 +607,10 @@ def test_google_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stream_that_an_exception_may_close_is_not_offered(bucket: Any) -> None:
     system, path = resolve(join(bucket.uri, "a"))
-    assert isinstance(filesystem.bare(system), fs.S3FileSystem), "but by what it is made of"
-    assert filesystem.bare(resolve("/a")[0]) == resolve("/a")[0]
+    assert isinstance(filesystem.without_retries(system), fs.S3FileSystem), (
+        "but by what it is made of"
+    )
+    assert filesystem.without_retries(resolve("/a")[0]) == resolve("/a")[0]
     with pytest.raises(NotImplementedError):
         system.open_output_stream(path)
     assert not bucket.seen

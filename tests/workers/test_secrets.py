@@ -10,7 +10,7 @@ import pytest
 from pipeline import cli
 from workers.errors import UserError
 from workers.storage.artifact import resolve
-from workers.storage.secrets import USER, refuse_secrets, shown
+from workers.storage.secrets import USER, redact, refuse_secrets
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_uri_without_a_secret_is_not(uri: str) -> None:
 
 
 def test_addresses_are_shown_without_their_user() -> None:
-    assert shown("https://me:hush@host:5000/x?a=1") == "https://host:5000/x?a=1"
+    assert redact("https://me:hush@host:5000/x?a=1") == "https://host:5000/x?a=1"
     assert (
-        shown("API request to https://me:hush@host/x and s3://a/b@c, me@here failed")
+        redact("API request to https://me:hush@host/x and s3://a/b@c, me@here failed")
         == "API request to https://host/x and s3://a/b@c, me@here failed"
     )
     for text in (
@@ -127,7 +127,7 @@ def test_addresses_are_shown_without_their_user() -> None:
         "http://[",
         "",
     ):
-        assert shown(text) == text
+        assert redact(text) == text
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_addresses_are_shown_without_their_user() -> None:
 )
 def test_no_form_of_a_secret_in_a_uri_is_shown(uri: str) -> None:
     for text in (uri, f"cannot connect to {uri!r}, (Background on {uri})", f"a\n{uri}\nb"):
-        said = shown(text)
+        said = redact(text)
         assert "hush" not in said
         assert "host" in said or "s3://b" in said
-    assert shown(f"{uri} b").endswith(" b"), "what follows stays"
+    assert redact(f"{uri} b").endswith(" b"), "what follows stays"
 
 
 def test_a_long_text_is_searched_in_proportion_to_its_length() -> None:
@@ -172,11 +172,11 @@ def test_secrets_of_the_environment_are_shown_nowhere_even_without_their_uri(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee" * 8)
     monkeypatch.setenv("HF_TOKEN", "a")
     assert (
-        shown("no password 'pa ss%2Fhush' or 'pa ss/hush' at host")
+        redact("no password 'pa ss%2Fhush' or 'pa ss/hush' at host")
         == "no password '***' or '***' at host"
     )
     assert (
-        shown(f"the token {'c0ffee' * 8} is wrong, and a word is a word")
+        redact(f"the token {'c0ffee' * 8} is wrong, and a word is a word")
         == "the token *** is wrong, and a word is a word"
     )
 

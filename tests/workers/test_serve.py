@@ -20,7 +20,7 @@ from workers.methods import METHODS
 from workers.serving import bundle as bundles
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
-from workers.serving.server import Kept, Served
+from workers.serving.server import LruCache, Predictor
 
 TOLD = {
     "meat": ("meat", ""),
@@ -138,7 +138,7 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name:
     wanted = exact(run.served, images, tasks)
     size = max(bytes_ for _, bytes_ in run.served.kept.items.values())
     assert size > 0
-    small, none = (Served(run.bundle, limit) for limit in (size, 0))
+    small, none = (Predictor(run.bundle, limit) for limit in (size, 0))
     assert (
         exact(small, images, tasks)
         == wanted
@@ -151,7 +151,7 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name:
 
 def test_what_was_used_longest_ago_goes_first() -> None:
     made: list[str] = []
-    kept = Kept(8, set())
+    kept = LruCache(8, set())
     for task in ("a", "b", "a", "c", "a", "b"):
         kept.get(task, lambda task: made.append(task) or {"w": torch.zeros(1)})
     assert made == ["a", "b", "c", "b"]
@@ -236,7 +236,7 @@ def folder(runs: Any, tmp_path: Path) -> Any:
 def test_a_folder_answers_like_the_store(runs: Any, folder: Any) -> None:
     for name in ("meat", "packnet"):
         images, tasks = mixed(runs(name))
-        assert exact(Served.open(f"file://{folder(name)}"), images, tasks) == exact(
+        assert exact(Predictor.open(f"file://{folder(name)}"), images, tasks) == exact(
             runs(name).served, images, tasks
         )
 
@@ -266,7 +266,7 @@ def test_every_damage_is_found(folder: Any, file: str, damage: str) -> None:
         data[:-1] if damage == "cut" else data.replace(b"0", b"1", 1)
     )
     with pytest.raises(UserError, match=file):
-        Served.open(str(place.parents["/" in file]))
+        Predictor.open(str(place.parents["/" in file]))
 
 
 def test_a_bundle_goes_into_a_new_folder_alone(folder: Any, runs: Any) -> None:
@@ -308,9 +308,9 @@ def test_a_removed_task_is_not_served_and_the_others_answer_as_before(
     runs: Any, folder: Any, name: Any
 ) -> None:
     place, images = folder(name), runs(name).images("three")[0]
-    before = exact(Served.open(place), images, "three")
+    before = exact(Predictor.open(place), images, "three")
     said = bundles.remove_task(place, "two")
-    left = Served.open(place)
+    left = Predictor.open(place)
     assert exact(left, images, "three") == before
     with pytest.raises(UserError, match="task 'two' is not served"):
         left.predict(images, "two")
@@ -333,14 +333,14 @@ def test_a_task_that_others_answer_with_is_not_removed(runs: Any, folder: Any) -
 def test_an_exported_task_is_served_elsewhere_as_it_was(runs: Any, folder: Any, name: str) -> None:
     place = folder(name)
     images, tasks = mixed(runs(name))
-    before = exact(Served.open(place), images, tasks)
+    before = exact(Predictor.open(place), images, tasks)
     bytes_before = Path(place, "tasks/two.safetensors").read_bytes()
     data = bundles.export_task(Bundle.open(place), "two")
     bundles.remove_task(place, "two")
     assert bundles.import_task(place, data, "two.task").classes == ("0", "1")
     assert Path(place, "tasks/two.safetensors").read_bytes() == bytes_before
     assert [t.name for t in Bundle.open(place).tasks] == ["three", "two"]
-    assert exact(Served.open(place), images, tasks) == before
+    assert exact(Predictor.open(place), images, tasks) == before
     with pytest.raises(UserError, match="serves a task 'two' already"):
         bundles.import_task(place, data, "two.task")
 
@@ -403,4 +403,4 @@ def test_the_state_of_another_task_is_not_served_under_a_name(folder: Any) -> No
     body["tasks"][0]["classes"] = body["tasks"][0]["classes"][:1]
     bundles.write_model(str(place), bundles.sealed(body))
     with pytest.raises(UserError, match="other classes"):
-        Served.open(str(place))
+        Predictor.open(str(place))

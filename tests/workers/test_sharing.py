@@ -24,7 +24,7 @@ from workers.storage.artifact import (
     withdraw,
     write_bytes,
 )
-from workers.storage.lock import claimed
+from workers.storage.lock import stage_lock
 
 
 def use(storage: str, name: str) -> None:
@@ -36,7 +36,7 @@ def use(storage: str, name: str) -> None:
             assert found.read("state") == b"1"
             withdraw(store.root, other)
     write_bytes(join(storage, "runs", "r", "run.json"), name.encode())
-    with claimed(store.root, "k"):
+    with stage_lock(store.root, "k"):
         attempt = Attempt(store.root, name)
         attempt.write("deep/er/state", b"1")
         attempt.write("state", b"1")
@@ -103,7 +103,7 @@ def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(sh
     attempt = Attempt(str(shared / "stages"), "k")
     attempt.write("deep/er/state", b"1")
     attempt.commit({})
-    with claimed(str(shared / "stages"), "c"):
+    with stage_lock(str(shared / "stages"), "c"):
         found = modes(shared)
     assert {
         "claims/c",

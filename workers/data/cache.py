@@ -68,7 +68,7 @@ class Cache:
                 if not sha256 or _is(found, sha256):
                     return found
             found.close()
-            filesystem.say(
+            filesystem.notify(
                 f"cache: {path} is not what was written there, and is made again; look after "
                 "that disk if this "
                 "comes again"
@@ -192,7 +192,7 @@ class Blocks:
             row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)
         ]
         if bad:
-            filesystem.say(
+            filesystem.notify(
                 f"cache: {len(bad)} decoded images in {self.cache.folder} are not what was "
                 "written there, and are "
                 "made again; look after that disk if this comes again"

@@ -192,7 +192,7 @@ class Shards:
     def _dropped(self, row: dict[str, Any]) -> bytes:
         """The bytes of a record, its shard fetched anew."""
         assert self.cache is not None
-        filesystem.say(
+        filesystem.notify(
             f"cache: image {row['key']!r} in {self.cache.folder} is not what was written there; "
             "its shard is fetched "
             "again"

@@ -283,7 +283,7 @@ def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Te
 
 def _from_hub(name: str) -> dict[str, Tensor]:
     try:
-        with hub.only_what_is_reachable():
+        with hub.offline_if_unreachable():
             return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

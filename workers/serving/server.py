@@ -52,7 +52,7 @@ class Answer:
         }
 
 
-class Kept:
+class LruCache:
     """What was folded for each task, as long as all of it takes no more than `limit` bytes; what
     was used longest ago goes first. own: storages that do not count, because the backbone holds
     them anyway."""
@@ -98,7 +98,7 @@ class Group:
 
 
 @dataclass
-class Served:
+class Predictor:
     """A loaded bundle. Safe to call from several threads: decoding goes side by side, the network
     serves one call after the other."""
 
@@ -115,7 +115,7 @@ class Served:
             BackboneSettings.model_validate(self.bundle.body["backbone"]),
             training=False,
         )
-        self.kept = Kept(
+        self.kept = LruCache(
             self.cache_bytes,
             {
                 t.untyped_storage().data_ptr()
@@ -128,7 +128,7 @@ class Served:
         self.lock = threading.Lock()
 
     @classmethod
-    def open(cls, uri: str, cache_bytes: int = CACHE_BYTES, device: str = "cpu") -> Served:
+    def open(cls, uri: str, cache_bytes: int = CACHE_BYTES, device: str = "cpu") -> Predictor:
         """Loads the bundle at `uri` (a folder, or a URI that pyarrow knows) and checks every
         digest. Raises UserError."""
         return cls(Bundle.open(uri), cache_bytes, torch.device(device))

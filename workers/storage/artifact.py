@@ -37,7 +37,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pyarrow import fs
 
 from workers.errors import DamagedArtifact, UserError
-from workers.storage.filesystem import opened, put
+from workers.storage.filesystem import open_filesystem, put
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
@@ -65,7 +65,7 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     refuse_secrets(uri)
     parts = urlsplit(uri)
     try:
-        system, top = opened(urlunsplit(parts._replace(path="/")))
+        system, top = open_filesystem(urlunsplit(parts._replace(path="/")))
     except (ValueError, OSError, NotImplementedError) as error:
         raise UserError(
             f"storage {uri!r} cannot be opened ({error}); give an absolute path or a URI "
@@ -127,11 +127,11 @@ def read_json(uri: str) -> Any:
 def write_bytes(uri: str, data: bytes) -> None:
     """One atomic write: a temporary name and a move on a disk; on an object store a PUT, or above
     10 MB an upload in parts, which is visible once its end was asked for, and not if any part
-    failed. Raises StorageAway where the storage does not answer."""
+    failed. Raises StorageUnavailable where the storage does not answer."""
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
         make_dirs(os.path.dirname(path))
-        part = f"{path}.{passing_name()}.part"
+        part = f"{path}.{temporary_name()}.part"
         try:
             with open(part, "wb") as stream:
                 share_file(part)
@@ -177,13 +177,13 @@ def make_dirs(folder: str) -> None:
         os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISGID | stat.S_IRWXG)
 
 
-def passing_name() -> str:
+def temporary_name() -> str:
     """What the name of a file has in it that only a process under way needs: when its process is
-    gone, `is_remains` tells."""
+    gone, `is_leftover` tells."""
     return f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def is_remains(name: str) -> bool:
+def is_leftover(name: str) -> bool:
     """Whether a file or folder is named after a process of this machine that is gone."""
     found = re.search(rf"{re.escape(platform.node())}-(\d+)-", name)
     if found is None:
@@ -197,7 +197,7 @@ def is_remains(name: str) -> bool:
     return False
 
 
-def listing(uri: str) -> dict[str, int]:
+def list_files(uri: str) -> dict[str, int]:
     """Path below `uri` -> bytes, of every file there, in one listing; nothing where it is not
     there."""
     system, path = resolve(uri)
@@ -246,7 +246,7 @@ class Attempt:
         there first. Raises OSError where the storage has a file of another size than was
         written."""
         target = join(self.root, self.key, MANIFEST)
-        there = listing(join(self.root, self.key))
+        there = list_files(join(self.root, self.key))
         if MANIFEST in there:
             self.discard()
             return False
@@ -310,7 +310,7 @@ def digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def content_of(manifest: dict[str, Any]) -> str:
+def content_digest(manifest: dict[str, Any]) -> str:
     """Digest of what a result is, apart from when and how fast it was made: the images of an
     ingest, the numbers of an evaluation, the states that training leaves; empty where a result has
     none of these. Equal for all results of one key, unless what they were made of, or the machine,
@@ -324,19 +324,19 @@ def content_of(manifest: dict[str, Any]) -> str:
 
 
 @contextmanager
-def opened_once(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
+def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
     """Key -> content, of the results among `keys` that stand. Inside the block, and in its thread,
     `Artifact.open` answers for them from the manifests that were read for this."""
     artifacts = {key: Artifact.open(root, key) for key in keys}
     standing = {(root, key): artifact for key, artifact in artifacts.items() if artifact}
     token = _opened.set({**_opened.get(), **standing})
     try:
-        yield {key: content_of(artifact.manifest) for (_, key), artifact in standing.items()}
+        yield {key: content_digest(artifact.manifest) for (_, key), artifact in standing.items()}
     finally:
         _opened.reset(token)
 
 
-def stays_inside(manifest: dict[str, Any]) -> bool:
+def names_own_files_only(manifest: dict[str, Any]) -> bool:
     """Whether the files that a manifest names lie in the folder of its attempt: its digest says
     that nothing changed, not who wrote it."""
     attempt, files = manifest.get("attempt"), manifest.get("files")
@@ -372,7 +372,7 @@ class Artifact:
         whole = (
             isinstance(manifest, dict)
             and manifest.get("sha256") == digest_of(manifest)
-            and stays_inside(manifest)
+            and names_own_files_only(manifest)
         )
         return cls(root, key, manifest) if whole else None
 

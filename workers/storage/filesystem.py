@@ -61,12 +61,12 @@ class StorageUnavailable(UserError):
     """A storage that did not answer for as long as it is waited for."""
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Where a line about waiting goes: to people at a terminal, or into the log of a worker."""
     print(line, file=sys.stderr, flush=True)
 
 
-say: Callable[[str], None] = tell  # whoever has a screen puts its own here
+notify: Callable[[str], None] = print_line  # the console of a run puts its own here
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=64)
-def opened(uri: str) -> tuple[fs.FileSystem, str]:
+def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     """The patient filesystem of a URI without its path, and where its paths start. Opens no
     connection to S3 or GCS. Raises what pyarrow raises for URIs that it does not know."""
     parts = urlsplit(uri)
@@ -202,7 +202,7 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
     )
 
 
-def bare(system: fs.FileSystem) -> fs.FileSystem:
+def without_retries(system: fs.FileSystem) -> fs.FileSystem:
     """The filesystem that `opened` made patient, for those who write through streams of their
     own."""
     return system.handler.system if isinstance(system, fs.PyFileSystem) else system
@@ -214,10 +214,10 @@ def put(system: fs.FileSystem, path: str, data: bytes) -> None:
     system.handler.put(path, data)
 
 
-def patiently(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = False) -> T:
+def retry(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = False) -> T:
     """`call()`, made again with growing pauses while its error is one that passes. may_be_gone: a
     path that is not there after a try that failed was taken away by that try, and the answer is
-    None. Raises StorageAway when patience is over, and any other error at once."""
+    None. Raises StorageUnavailable when patience is over, and any other error at once."""
     started, pause, said, failed = time.monotonic(), FIRST_S, False, False
     limit = PATIENCE_S if _patience.get() is None else _patience.get()
     while True:
@@ -239,7 +239,7 @@ def patiently(call: Callable[[], T], where: str, doing: str, may_be_gone: bool =
                 ) from None
             if waited > SAY_S and not said:
                 said = True
-                say(
+                notify(
                     f"storage {where} does not answer ({reason}); {doing} is tried again for up "
                     f"to {limit:.0f} s"
                 )
@@ -259,7 +259,7 @@ class Reading:
         left = max(self.size - self.at, 0)
         size = left if size < 0 else min(size, left)
         data = (
-            patiently(lambda: self.file.read_at(size, self.at), self.where, f"reading {self.path}")
+            retry(lambda: self.file.read_at(size, self.at), self.where, f"reading {self.path}")
             if size
             else b""
         )
@@ -303,7 +303,7 @@ class RetryingFilesystem(fs.FileSystemHandler):
     __hash__ = None  # type: ignore[assignment]
 
     def _do(self, call: Callable[[], Any], doing: str, may_be_gone: bool = False) -> Any:
-        return patiently(call, self.where, doing, may_be_gone=may_be_gone)
+        return retry(call, self.where, doing, may_be_gone=may_be_gone)
 
     def put(self, path: str, data: bytes) -> None:
         def written() -> None:

@@ -14,7 +14,7 @@ from workers.storage.filesystem import SILENT_S, StorageUnavailable
 DEADLINE_S = 5.0
 
 
-def problem() -> str:
+def connection_problem() -> str:
     """Why the hub cannot be reached, in one line; empty where it answers, whatever it answers.
 
     The question is asked in a thread: a look-up of a host's name knows no timeout. Later requests
@@ -42,11 +42,11 @@ def problem() -> str:
 
 @cache
 def check_reachable() -> None:
-    """Raise StorageAway where the hub cannot be reached. Once it was, a process does not ask
+    """Raise StorageUnavailable where the hub cannot be reached. Once it was, a process does not ask
     again."""
     from huggingface_hub import constants
 
-    if reason := problem():
+    if reason := connection_problem():
         raise StorageUnavailable(
             f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); mend "
             "the network, "
@@ -57,13 +57,13 @@ def check_reachable() -> None:
 
 
 @contextmanager
-def only_what_is_reachable() -> Iterator[None]:
+def offline_if_unreachable() -> Iterator[None]:
     """Inside, the hub's client takes files from its cache alone if the hub cannot be reached, and
     so answers at once."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or bool(problem())
+    constants.HF_HUB_OFFLINE = before or bool(connection_problem())
     try:
         yield
     finally:

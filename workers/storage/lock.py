@@ -17,7 +17,7 @@ TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives
 
 
 @contextmanager
-def claimed(
+def stage_lock(
     root: str, key: str, group: dist.Group | None = None, wait: bool = True
 ) -> Iterator[None]:
     """Holds the claim on the result `key` below `root`, which is freed when this process ends in

@@ -84,7 +84,7 @@ def _has_secret(uri: str) -> bool:
     return any(NAMES.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
 
 
-def shown(text: str) -> str:
+def redact(text: str) -> str:
     """A URI of the environment, or an error or log that repeats it, as people may see it: without
     users, passwords, values of parameters that are named like secrets, and without the secrets that
     stand in the environment of this process."""

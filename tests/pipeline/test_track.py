@@ -360,7 +360,7 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         def end(self) -> None:
             started.append(False)
 
-    monkeypatch.setattr(track, "Machine", Sampler)
+    monkeypatch.setattr(track, "SystemMetrics", Sampler)
     for settings, watch, expected in (
         (TrackingSettings(system_metrics=True), True, [True, True, False]),
         (TrackingSettings(), True, []),

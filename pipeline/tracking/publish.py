@@ -161,7 +161,7 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     )
     mlflow.pyfunc.save_model(
         path,
-        python_model=str(ROOT / "pipeline" / "served_model.py"),
+        python_model=str(ROOT / "pipeline" / "serving" / "served_model.py"),
         artifacts={"bundle": folder},
         code_paths=[str(ROOT / "workers")],
         pip_requirements=requirements(),

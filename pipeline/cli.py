@@ -307,7 +307,7 @@ def execute(
         )
         status = "FAILED" if outcome.failures else "FINISHED"
         raise_failures(outcome, command)
-        files = analysis_section.shown(report_files(store, graph), record, store)
+        files = analysis_section.add_section(report_files(store, graph), record, store)
         recorder.models(graph)
     finally:
         recording.finish(files, status)
@@ -477,7 +477,7 @@ def report(args: argparse.Namespace) -> int:
     config, store, graph, tasks = prepare(args)
     record = store.record(config.name) or record_of(graph, config, tasks, provenance())
     picture = diagram.to_svg(graph, {})
-    files = analysis_section.shown(page.build(store.storage, record, picture), record, store)
+    files = analysis_section.add_section(page.build(store.storage, record, picture), record, store)
     recorder = track.Recorder(config.tracking, store.storage, remedy=command_of(args, "report"))
     recorder.start(record, picture)
     if all(Artifact.open(store.root, stage.key) for stage in graph if stage.step == "evaluate"):
@@ -506,7 +506,7 @@ def analyse(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--{option} is {given}; give the number of test images of a task, {bounds}"
             )
-    runs: list[analysis.Analysed] = []
+    runs: list[analysis.FinishedRun] = []
     others: list[Task] = []
     for path in args.config:
         config, store, graph, tasks = prepare(
@@ -519,7 +519,7 @@ def analyse(args: argparse.Namespace) -> int:
                 "with a `name` of its own (--set goes into all of them)"
             )
         runs.append(
-            analysis.Analysed(config, graph, store, record_for(store, graph, config, tasks))
+            analysis.FinishedRun(config, graph, store, record_for(store, graph, config, tasks))
         )
         analysis.check_finished(runs[-1])
         part, others = build.cards_graph(config, store, args.on)
@@ -530,13 +530,13 @@ def analyse(args: argparse.Namespace) -> int:
             store,
             " ".join([browse.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]),
         )
-    found = analysis.analysed(runs, args.images, args.maps, args.robustness, others)
+    found = analysis.analyse_runs(runs, args.images, args.maps, args.robustness, others)
     first, pages, said = runs[0], "", list[str]()
-    made = analysis_section.written(found.parts, [run.record for run in runs], first.store)
+    made = analysis_section.analysis_files(found.parts, [run.record for run in runs], first.store)
     folder = os.path.dirname(export(first.store, first.name, made))
     for run in runs:
         picture = diagram.to_svg(run.graph, {})
-        files = analysis_section.shown(
+        files = analysis_section.add_section(
             report_of(run.store, run.graph, run.record, picture), run.record, run.store
         )
         recorder = track.Recorder(run.config.tracking, run.store.storage, remedy="the same command")
@@ -580,9 +580,9 @@ def report_of(
 
 
 def compare(args: argparse.Namespace) -> int:
-    from pipeline.report import comparison
+    from pipeline.report import compare_command
 
-    return comparison.compare(args)
+    return compare_command.compare(args)
 
 
 def ui(args: argparse.Namespace) -> int:

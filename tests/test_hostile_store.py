@@ -346,8 +346,8 @@ def test_names_of_tasks_and_classes_are_no_markup_in_a_report(
 
 def test_cells_of_tables_are_text() -> None:
     for evil in EVIL[:4]:
-        assert evil not in page.table_html(["x"], [[evil]], 1) or "<" not in evil
-    assert page.SOFT in page.table_html(["x"], [[page.SOFT]], 1)
+        assert evil not in page.render_table(["x"], [[evil]], 1) or "<" not in evil
+    assert page.SOFT in page.render_table(["x"], [[page.SOFT]], 1)
 
 
 def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(

@@ -18,10 +18,10 @@ from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.report import files, plots
 from pipeline.report.analysis_section import Part
-from pipeline.report.attention import attention_figure, heads_figure, robustness_figure, shown
+from pipeline.report.attention import draw_attention, draw_heads, draw_robustness, level_text
 from pipeline.report.figures import Picture
 from pipeline.report.files import Row
-from pipeline.report.maps import maps_figure
+from pipeline.report.maps import draw_maps
 from pipeline.results.tables import RunTables
 from workers.analysis import attention_rows, covers, maps, robustness_rows, shifted_rows
 from workers.dist import Group
@@ -35,7 +35,7 @@ Measure = Callable[[Method, StageJob, Task], list[Row]]
 
 
 @dataclass(frozen=True)
-class Analysed:
+class FinishedRun:
     """A run, and where its results are."""
 
     config: Config
@@ -85,13 +85,13 @@ class Analysis:
         )
 
 
-def analysed(
-    runs: Sequence[Analysed], images: int, drawn: int, robustness: bool, others: Sequence[Task]
+def analyse_runs(
+    runs: Sequence[FinishedRun], images: int, drawn: int, robustness: bool, others: Sequence[Task]
 ) -> Analysis:
     """images: test images of each task that are measured, about. drawn: those over which maps are
     drawn. others: cards that finished models are tested on, too."""
     found = Analysis()
-    found.attention = measured(
+    found.attention = measure_tasks(
         runs, lambda method, job, task: attention_rows(method, job, task, images)
     )
     if found.attention:
@@ -118,24 +118,26 @@ def analysed(
             for name in without
         ]
     if robustness:
-        found.robustness += measured(
+        found.robustness += measure_tasks(
             runs, lambda method, job, task: robustness_rows(method, job, task, images)
         )
         attacked = {row["name"] for row in found.robustness if row["kind"] == "fgsm"}
         found.notes += [
             f"fgsm: none of {name}, whose answers have no gradient in the image"
-            for _, _, name in methods(runs)
+            for _, _, name in named_methods(runs)
             if name not in attacked
         ]
         found.parts["robustness"] = robustness_part("robustness", found.robustness)
     if others:
-        rows = measured(runs, lambda method, job, task: shifted_rows(method, job, task, others))
+        rows = measure_tasks(
+            runs, lambda method, job, task: shifted_rows(method, job, task, others)
+        )
         found.parts["shifted"] = robustness_part("shifted", rows)
         found.robustness += rows
     return found
 
 
-def methods(runs: Sequence[Analysed]) -> Iterator[tuple[Analysed, str, str]]:
+def named_methods(runs: Sequence[FinishedRun]) -> Iterator[tuple[FinishedRun, str, str]]:
     """(run, label, what a line in a picture is called)."""
     for run in runs:
         for label in run.labels:
@@ -150,18 +152,18 @@ def methods(runs: Sequence[Analysed]) -> Iterator[tuple[Analysed, str, str]]:
             )
 
 
-def measured(runs: Sequence[Analysed], measure: Measure) -> list[Row]:
+def measure_tasks(runs: Sequence[FinishedRun], measure: Measure) -> list[Row]:
     """Rows of `measure` for each task of each method, as the last stage that serves the task has
     it. name: what a line in a picture is called."""
     return [
         {"run": run.name, "label": label, "name": name, "task": task.name, **row}
-        for run, label, name in methods(runs)
-        for method, job, task in finished(run, label)
+        for run, label, name in named_methods(runs)
+        for method, job, task in load_methods(run, label)
         for row in measure(method, job, task)
     ]
 
 
-def check_finished(run: Analysed) -> None:
+def check_finished(run: FinishedRun) -> None:
     """Raises UserError where an evaluation has no result."""
     for stage in run.graph:
         if stage.step == "evaluate" and Artifact.open(run.store.root, stage.key) is None:
@@ -171,7 +173,7 @@ def check_finished(run: Analysed) -> None:
             )
 
 
-def finished(run: Analysed, label: str) -> Iterator[tuple[Method, StageJob, Task]]:
+def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJob, Task]]:
     """The tasks of one method in stream order, each with the method that serves it. Raises
     UserError where what it is made of is gone or damaged."""
     owner: dict[Task, StageJob] = {}
@@ -192,10 +194,10 @@ def finished(run: Analysed, label: str) -> Iterator[tuple[Method, StageJob, Task
 
 
 # ---- attention -----------------------------------------------------------------------------------
-def attention_part(runs: Sequence[Analysed], rows: list[Row]) -> Part:
+def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
     """Means over tasks, heads and images, one line per method, beside its accuracy."""
     body = []
-    for run, label, name in methods(runs):
+    for run, label, name in named_methods(runs):
         own = [row for row in rows if (row["run"], row["label"]) == (run.name, label)]
         if own:
             ends = [
@@ -233,16 +235,16 @@ def attention_part(runs: Sequence[Analysed], rows: list[Row]) -> Part:
         "patches look, "
         "block by block: means over heads and test images (TOAST: over both looks). Faint lines "
         "are tasks.",
-        plots.png(attention_figure(rows)),
+        plots.to_png(draw_attention(rows)),
     )
-    return Part([picture], files.files({"analysis": rows}), [(heading, body)])
+    return Part([picture], files.csv_and_parquet({"analysis": rows}), [(heading, body)])
 
 
-def heads_rows(runs: Sequence[Analysed], rows: Sequence[Row]) -> list[Row]:
+def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
     """One for each method: how many heads its attention was seen to have, and its accuracy. family:
     methods that differ in nothing else that counts."""
     found = []
-    for run, label, name in methods(runs):
+    for run, label, name in named_methods(runs):
         seen = [row["head"] for row in rows if (row["run"], row["label"]) == (run.name, label)]
         context = run.config.backbone.context
         family = f"{label}, {context.kind}" if context else label
@@ -274,20 +276,22 @@ def heads_part(rows: list[Row]) -> Part:
         "Accuracy, an average over tasks, of networks that differ in the number of heads; a "
         "line joins "
         "the same method with the same kind of context.",
-        plots.png(heads_figure(rows)),
+        plots.to_png(draw_heads(rows)),
     )
     return Part(
-        [picture], files.files({"heads": rows}), [(["family", "heads", "accuracy", "run"], body)]
+        [picture],
+        files.csv_and_parquet({"heads": rows}),
+        [(["family", "heads", "accuracy", "run"], body)],
     )
 
 
-def map_pictures(runs: Sequence[Analysed], drawn: int) -> tuple[list[Picture], list[str]]:
+def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[Picture], list[str]]:
     """A picture per method, and the names of those without maps."""
     pictures, without = [], []
-    for run, label, name in methods(runs):
+    for run, label, name in named_methods(runs):
         entries = [
             (task.name, found)
-            for method, job, task in finished(run, label)
+            for method, job, task in load_methods(run, label)
             if (found := maps(method, job, task, drawn)) is not None
         ]
         if not entries:
@@ -307,7 +311,7 @@ def map_pictures(runs: Sequence[Analysed], drawn: int) -> tuple[list[Picture], l
                 f"maps-{name.replace(': ', '~')}.png",
                 f"Maps of {name}",
                 says,
-                plots.png(maps_figure(name, entries)),
+                plots.to_png(draw_maps(name, entries)),
             )
         )
     return pictures, without
@@ -320,14 +324,18 @@ def robustness_part(part: str, rows: list[Row]) -> Part:
     kinds, tables = list(dict.fromkeys(row["kind"] for row in rows)), []
     for kind in kinds:
         own = [row for row in rows if row["kind"] == kind]
-        levels, names = dict.fromkeys(map(shown, own)), dict.fromkeys(row["name"] for row in own)
+        levels, names = (
+            dict.fromkeys(map(level_text, own)),
+            dict.fromkeys(row["name"] for row in own),
+        )
         body = [
             [
                 name,
                 *(
                     _percent(
                         _mean(
-                            [r for r in own if r["name"] == name and shown(r) == level], "accuracy"
+                            [r for r in own if r["name"] == name and level_text(r) == level],
+                            "accuracy",
                         )
                     )
                     for level in levels
@@ -351,15 +359,15 @@ def robustness_part(part: str, rows: list[Row]) -> Part:
                 f"{part}.png",
                 title,
                 " ".join(says[kind] for kind in kinds),
-                plots.png(robustness_figure(rows)),
+                plots.to_png(draw_robustness(rows)),
             )
         ],
-        files.files({part: rows}),
+        files.csv_and_parquet({part: rows}),
         tables,
     )
 
 
-def check_covered(runs: Sequence[Analysed], others: Sequence[Task]) -> None:
+def check_covered(runs: Sequence[FinishedRun], others: Sequence[Task]) -> None:
     """Raises UserError where a run has no task with all classes of a card."""
     for run in runs:
         tasks = list(

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.graph.store import Store
 from pipeline.report.figures import Picture
-from pipeline.report.page import picture, table_html
+from pipeline.report.page import render_picture, render_table
 from workers.storage.artifact import join, read_bytes, read_json
 
 NAME = "analysis.json"
@@ -32,7 +32,7 @@ class Part:
         return {**self.files, **{p.name: p.png for p in self.pictures}}
 
 
-def basis(record: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_keys(record: Mapping[str, Any]) -> dict[str, Any]:
     """What an analysis of a run looked at: its name, and the keys of its evaluations, which stand
     for all that is behind them."""
     return {
@@ -41,17 +41,17 @@ def basis(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def written(
+def analysis_files(
     parts: Mapping[str, Part], records: Sequence[Mapping[str, Any]], store: Store
 ) -> dict[str, bytes]:
     """The files of an analysis of the runs that `records` describe, for the folder of the first,
     with a list of them. Earlier parts stay listed while what they were made of stands."""
     found = {
         name: part
-        for name, part in listed(store, records[0]["name"]).items()
-        if current(part, records[0], store)
+        for name, part in load_parts(store, records[0]["name"]).items()
+        if is_current(part, records[0], store)
     }
-    of = [basis(record) for record in records]
+    of = [evaluation_keys(record) for record in records]
     found |= {
         name: {
             "analysis-of": of,
@@ -67,7 +67,7 @@ def written(
     }
 
 
-def listed(store: Store, run: str) -> dict[str, Any]:
+def load_parts(store: Store, run: str) -> dict[str, Any]:
     """The parts that stand in the folder of a run; none where the list is absent or damaged."""
     try:
         found = read_json(join(store.storage, "runs", run, NAME))
@@ -84,32 +84,35 @@ def listed(store: Store, run: str) -> dict[str, Any]:
     )
 
 
-def current(part: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> bool:
+def is_current(part: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> bool:
     """Whether the run of `record`, whatever its name, and every other that it was compared with and
     whose record is there, is still what was looked at."""
     own, *others = part["analysis-of"]
-    return own["evaluations"] == basis(record)["evaluations"] and all(
-        (now := store.record(other["run"])) is None or basis(now) == other for other in others
+    return own["evaluations"] == evaluation_keys(record)["evaluations"] and all(
+        (now := store.record(other["run"])) is None or evaluation_keys(now) == other
+        for other in others
     )
 
 
-def shown(files: Mapping[str, bytes], record: Mapping[str, Any], store: Store) -> dict[str, bytes]:
+def add_section(
+    files: Mapping[str, bytes], record: Mapping[str, Any], store: Store
+) -> dict[str, bytes]:
     """The files of a report, its page with the section in it where the run was analysed."""
-    parts = listed(store, record["name"])
+    parts = load_parts(store, record["name"])
     page = files.get("report.html", b"").decode()
     if not parts or not all(place in page for place in BEFORE):
         return dict(files)
     for place, text in zip(
         BEFORE,
-        ('<a href="#attention">Inside attention</a>', section(parts, record, store)),
+        ('<a href="#attention">Inside attention</a>', render_section(parts, record, store)),
         strict=True,
     ):
         page = page.replace(place, text + place, 1)
     return {**files, "report.html": page.encode()}
 
 
-def section(parts: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> str:
-    standing = [part for part in parts.values() if current(part, record, store)]
+def render_section(parts: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> str:
+    standing = [part for part in parts.values() if is_current(part, record, store)]
     body = "".join(_part(part, join(store.storage, "runs", record["name"])) for part in standing)
     runs = list(dict.fromkeys(run["run"] for part in standing for run in part["analysis-of"]))
     says = [
@@ -131,7 +134,7 @@ def _part(part: Mapping[str, Any], folder: str) -> str:
     for about in part["pictures"]:
         try:
             figures.append(
-                picture(
+                render_picture(
                     Picture(
                         about["name"],
                         about["title"],
@@ -142,7 +145,7 @@ def _part(part: Mapping[str, Any], folder: str) -> str:
             )
         except OSError:
             continue
-    tables = "".join(table_html(heading, rows, 1) for heading, rows in part["tables"])
+    tables = "".join(render_table(heading, rows, 1) for heading, rows in part["tables"])
     names = ", ".join(
         f"<code>{escape(name)}</code>" for name in part["files"] if not name.endswith(".png")
     )

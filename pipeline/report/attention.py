@@ -11,21 +11,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.report.files import Row
-from pipeline.report.plots import FAINT, INK, dress, figure_of, look
+from pipeline.report.plots import FAINT, INK, method_style, new_figure, style_axes
 
 
-def attention_figure(rows: Sequence[Row]) -> Figure:
+def draw_attention(rows: Sequence[Row]) -> Figure:
     """Per block, over heads and images: entropy, distance, and the scales of context where there
     are any."""
     scaled, names = any(row["scale"] is not None for row in rows), _names(rows)
-    figure, axes = figure_of(10.4 if scaled else 8.6, 3.9, 1, 3 if scaled else 2)
+    figure, axes = new_figure(10.4 if scaled else 8.6, 3.9, 1, 3 if scaled else 2)
     panels = (
         ("entropy", "Entropy of attention", "nats"),
         ("distance", "Distance of attention", "relative to uniform"),
         ("scale", "Scale of context", "mean |Λ|"),
     )
     for ax, (value, title, y) in zip(axes, panels, strict=False):
-        dress(ax, title, "block", y)
+        style_axes(ax, title, "block", y)
         _lines(
             ax,
             names,
@@ -51,7 +51,7 @@ def attention_figure(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def robustness_figure(rows: Sequence[Row]) -> Figure:
+def draw_robustness(rows: Sequence[Row]) -> Figure:
     """Accuracy against the hidden share of the image, against the strength of the attack, and on
     images of other cards; what there is."""
     kinds = [
@@ -59,7 +59,7 @@ def robustness_figure(rows: Sequence[Row]) -> Figure:
         for kind in ("occlusion", "fgsm", "shifted")
         if any(row["kind"] == kind for row in rows)
     ]
-    figure, axes = figure_of(max(4.3 * len(kinds), 5.4), 3.9, 1, len(kinds))
+    figure, axes = new_figure(max(4.3 * len(kinds), 5.4), 3.9, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
         own = [row for row in rows if row["kind"] == kind]
         title, x = {
@@ -67,7 +67,7 @@ def robustness_figure(rows: Sequence[Row]) -> Figure:
             "fgsm": ("FGSM", "epsilon, in 255ths"),
             "shifted": ("Other images", ""),
         }[kind]
-        dress(ax, title, x, "accuracy" if ax is axes[0] else "")
+        style_axes(ax, title, x, "accuracy" if ax is axes[0] else "")
         if kind == "shifted":
             _bars(ax, _names(rows), own)
         else:
@@ -80,21 +80,21 @@ def robustness_figure(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def shown(row: Row) -> str:
+def level_text(row: Row) -> str:
     """What a row of robustness was measured at, in words."""
     if row["kind"] != "shifted":
         return f"{row['level']:g}"
     return row["images"] if row["images"] == row["card"] else f"own ({row['card']})"
 
 
-def heads_figure(rows: Sequence[Row]) -> Figure:
+def draw_heads(rows: Sequence[Row]) -> Figure:
     """Accuracy against the number of heads: a point for each run, a line through the means of a
     family."""
-    figure, (axes,) = figure_of(5.4, 3.9)
-    dress(axes, "Heads against accuracy", "heads", "average accuracy")
+    figure, (axes,) = new_figure(5.4, 3.9)
+    style_axes(axes, "Heads against accuracy", "heads", "average accuracy")
     families = list(dict.fromkeys(row["family"] for row in rows))
     for index, family in enumerate(families):
-        own, style = [row for row in rows if row["family"] == family], look(index)
+        own, style = [row for row in rows if row["family"] == family], method_style(index)
         axes.scatter(
             [row["heads"] for row in own],
             [row["accuracy"] for row in own],
@@ -118,11 +118,11 @@ def heads_figure(rows: Sequence[Row]) -> Figure:
 
 def _bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
     """A group for each set of images, in it a bar for each method."""
-    places = list(dict.fromkeys(map(shown, rows)))
+    places = list(dict.fromkeys(map(level_text, rows)))
     wide = 0.8 / len(names)
     for index, name in enumerate(names):
         own = [
-            [row["accuracy"] for row in rows if row["name"] == name and shown(row) == place]
+            [row["accuracy"] for row in rows if row["name"] == name and level_text(row) == place]
             for place in places
         ]
         at = [
@@ -134,7 +134,7 @@ def _bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
             at,
             [float(np.mean(found)) for found in own if found],
             width=0.9 * wide,
-            color=look(index)["color"],
+            color=method_style(index)["color"],
             label=name,
         )
     axes.set_xticks(range(len(places)), places)
@@ -149,7 +149,7 @@ def _lines(
 ) -> None:
     """A name has the same colour in all panels, also where some have nothing to show."""
     for index, name in enumerate(names):
-        own, style = [row for row in rows if row["name"] == name], look(index)
+        own, style = [row for row in rows if row["name"] == name], method_style(index)
         tasks = list(dict.fromkeys(row["task"] for row in own))
         for task in tasks if len(tasks) > 1 else ():
             axes.plot(

@@ -34,7 +34,7 @@ class Picture:
         return int.from_bytes(self.png[16:20], "big") * 100 // plots.DPI
 
 
-def of_run(tables: RunTables) -> list[Picture]:
+def run_pictures(tables: RunTables) -> list[Picture]:
     """Methods side by side. Empty while no row of any matrix is complete."""
     matrices = [tables.matrix(label) for label in tables.labels]
     if not any(m.finished for m in matrices):
@@ -47,7 +47,7 @@ def of_run(tables: RunTables) -> list[Picture]:
             "Three numbers per method after its last finished task: accuracy averaged over "
             "tasks, the same averaged over the whole way there, "
             "and how much accuracy old tasks have lost since their best moment.",
-            plots.png(plots.comparison(summary)),
+            plots.to_png(plots.draw_comparison(summary)),
         ),
         Picture(
             "averages.png",
@@ -55,7 +55,7 @@ def of_run(tables: RunTables) -> list[Picture]:
             "What the averages were after each task: a falling line on the left means that new "
             "tasks are harder or old ones are lost; a line that "
             "rises on the right means forgetting.",
-            plots.png(plots.averages(matrices)),
+            plots.to_png(plots.draw_averages(matrices)),
         ),
     ]
     if any(row["growth"] for row in summary):
@@ -66,13 +66,13 @@ def of_run(tables: RunTables) -> list[Picture]:
                 "What a method keeps besides the shared backbone (masks as packed bits, tokens, "
                 "heads, copies, and what it carries to the next "
                 "task) against its average accuracy; the best place is top left.",
-                plots.png(plots.size_accuracy(summary)),
+                plots.to_png(plots.draw_size_accuracy(summary)),
             )
         )
     return found
 
 
-def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
+def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
     """One method: matrix, training curves, masks, tokens. views: the masks of its finished
     tasks."""
     matrix = tables.matrix(label)
@@ -90,7 +90,9 @@ def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
     if "missing" in matrix.source:
         says += " Hatched cells are not finished yet."
     found = [
-        Picture(f"matrix-{label}.png", "Accuracy matrix", says, plots.png(plots.matrix(matrix)))
+        Picture(
+            f"matrix-{label}.png", "Accuracy matrix", says, plots.to_png(plots.draw_matrix(matrix))
+        )
     ]
     aware = tables.matrix(label, "correct_task_aware")
     if "measured" in aware.source:
@@ -100,10 +102,10 @@ def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
                 "Accuracy matrix, task given",
                 "The same model, when it is told which task an image belongs to and answers "
                 "among that task's classes only.",
-                plots.png(plots.matrix(aware)),
+                plots.to_png(plots.draw_matrix(aware)),
             )
         )
-    picked = tables.picked(label)
+    picked = tables.pick_counts(label)
     if picked is not None:
         found.append(
             Picture(
@@ -111,10 +113,10 @@ def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
                 "What images were taken for",
                 "Rows: the task that images are of. Columns: what the method, which was not "
                 "told, took them for before it answered.",
-                plots.png(picked_figure(label, *picked)),
+                plots.to_png(draw_picks(label, *picked)),
             )
         )
-    curves = plots.curves(histories(tables, label))
+    curves = plots.draw_curves(training_histories(tables, label))
     if curves is not None:
         found.append(
             Picture(
@@ -122,25 +124,25 @@ def of_label(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
                 "Training",
                 "Loss and accuracy on held-out validation images over the epochs of one task "
                 "after the other; grey bands tell the tasks apart.",
-                plots.png(curves),
+                plots.to_png(curves),
             )
         )
-    return found + of_masks(tables, label, views)
+    return found + mask_pictures(tables, label, views)
 
 
-def picked_figure(
+def draw_picks(
     label: str, counts: NDArray[np.int64], tasks: list[str], candidates: list[str]
 ) -> Figure:
-    return plots.confusion(
+    return plots.draw_confusion(
         counts, tasks, f"{label}: taken for", candidates, ("taken for", "images of")
     )
 
 
-def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
+def mask_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
     found = []
     sighted = [v for v in views if v.tokens is not None]
     if sighted:
-        chosen = [sighted[i] for i in mask_plots.spread(len(sighted), MOST_ROWS)]
+        chosen = [sighted[i] for i in mask_plots.spaced_indices(len(sighted), MOST_ROWS)]
         found.append(
             Picture(
                 f"masks-{label}.png",
@@ -148,27 +150,27 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
                 "Patches that a block may attend to, over one test image of each task; darkened "
                 "patches are masked out for every image of "
                 "that task, in this block only.",
-                token_picture(tables, chosen),
+                token_mask_png(tables, chosen),
             )
         )
     for name, title, figure, says in (
         (
             "density",
             "How much is kept, by depth",
-            mask_plots.density(views),
+            mask_plots.draw_density(views),
             "Share of entries that each mask keeps, from the first block to the last.",
         ),
         (
             "overlap",
             "What tasks have in common",
-            mask_plots.overlaps(views),
+            mask_plots.draw_overlaps(views),
             "Jaccard index of each pair of tasks: entries that both keep, divided by entries "
             "that at least one keeps; 1 means the same mask.",
         ),
         (
             "capacity",
             "Capacity used",
-            mask_plots.used(views),
+            mask_plots.draw_capacity(views),
             "Of all entries that can be masked: those that a task uses and earlier ones used "
             "already, those it is the first to use, and the line "
             "of all that some task uses by then.",
@@ -176,36 +178,38 @@ def of_masks(tables: RunTables, label: str, views: list[MaskView]) -> list[Pictu
         (
             "layers",
             f"Where the mask of {views[-1].task if views else ''} keeps what",
-            mask_plots.layers(views[-1]) if views else None,
+            mask_plots.draw_layers(views[-1]) if views else None,
             "Each line is a block, each column an output unit of its layer: dark is kept, light "
             "is masked.",
         ),
         (
             "tokens",
             "Learned tokens",
-            mask_plots.prompts(views),
+            mask_plots.draw_prompts(views),
             "Left: the token values of the newest task. Right: how much the tokens of all tasks "
             "point the same way.",
         ),
     ):
         if figure is not None:
-            found.append(Picture(f"{name}-{label}.png", title, says, plots.png(figure)))
+            found.append(Picture(f"{name}-{label}.png", title, says, plots.to_png(figure)))
     return found
 
 
-def token_picture(tables: RunTables, views: list[MaskView], most_blocks: int = 6) -> bytes:
+def token_mask_png(tables: RunTables, views: list[MaskView], most_blocks: int = 6) -> bytes:
     entries = [(v.task, np.asarray(v.tokens), sample_image(tables, v.task)) for v in views]
-    return plots.png(mask_plots.token_masks(entries, most_blocks))
+    return plots.to_png(mask_plots.draw_token_masks(entries, most_blocks))
 
 
-def mask_views(tables: RunTables, label: str) -> list[MaskView]:
+def load_mask_views(tables: RunTables, label: str) -> list[MaskView]:
     """The masks and tokens of every finished task of a method that has any, in stream order."""
     return [
-        view for task in tables.tasks(label) if (view := view_of(tables, label, task)) is not None
+        view
+        for task in tables.tasks(label)
+        if (view := load_mask_view(tables, label, task)) is not None
     ]
 
 
-def view_of(tables: RunTables, label: str, task: str) -> MaskView | None:
+def load_mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
     """None where the task is not finished or has neither masks nor tokens. What a mask is, the
     method says."""
     state = tables.state(label, task)
@@ -216,7 +220,7 @@ def view_of(tables: RunTables, label: str, task: str) -> MaskView | None:
     return view if view.bits or view.prompts else None
 
 
-def histories(tables: RunTables, label: str) -> list[tuple[str, list[dict[str, object]]]]:
+def training_histories(tables: RunTables, label: str) -> list[tuple[str, list[dict[str, object]]]]:
     """(name, epochs) of every training stage of a method, in order; the step is named where a task
     has several."""
     found = []

@@ -33,7 +33,7 @@ def as_csv(rows: list[Row], first: Sequence[str] = ()) -> bytes:
     return to_csv(columns, ([_plain(row.get(name)) for name in columns] for row in rows))
 
 
-def files(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
+def csv_and_parquet(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
     """`NAME.csv` for people and `NAME.parquet` for machines, for every table."""
     return {
         f"{name}.{ending}": write(rows)

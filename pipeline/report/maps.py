@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from pipeline.report.mask_plots import spread
+from pipeline.report.mask_plots import spaced_indices
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 
@@ -36,10 +36,10 @@ SELECTED = "selected"
 SCALES = {"looks": "viridis", SELECTED: "magma"}  # two, as they say two things
 
 
-def maps_figure(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
+def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
     """One line per image, task after task: the image, and each map over it. Maps of a kind share a
     scale."""
-    entries = [entries[i] for i in spread(len(entries), MOST_TASKS)]
+    entries = [entries[i] for i in spaced_indices(len(entries), MOST_TASKS)]
     titles = _titles(entries)
     tops = {
         "looks": _top([look for _, found in entries for look in found.looks.values()]),
@@ -139,7 +139,7 @@ def _task(
                 else ("looks", found.looks.get(title))
             )
             if values is not None:
-                sheet.put(x, y, over(image, values[row], SCALES[kind], tops[kind]))
+                sheet.put(x, y, blend_map(image, values[row], SCALES[kind], tops[kind]))
         right, answered = found.right[row], found.answered[row]
         sheet.words(left + 8, y + CELL / 2 - 22, _short(right), fontsize=6.8)
         said, colour = (
@@ -156,7 +156,7 @@ def _task(
         )
 
 
-def over(
+def blend_map(
     image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float
 ) -> NDArray[np.float32]:
     """image (H, W, 3), values (h, w) -> the image in grey under the map, which is resampled to it;

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.report import figures, files
 from pipeline.report.figures import Picture
-from pipeline.report.plots import bytes_text
+from pipeline.report.plots import format_bytes
 from pipeline.results.masks import capacity, kinds, overlap_rows
 from pipeline.results.tables import RunTables
 from pipeline.yaml_files import dump_yaml
@@ -53,9 +53,9 @@ def build(storage: str, record: Mapping[str, Any], graph_svg: str = "") -> dict[
     """All files of the report, by name: `report.html`, the tables as CSV and Parquet, the plots as
     PNG."""
     tables = RunTables.load(storage, record)
-    views = {label: figures.mask_views(tables, label) for label in tables.labels}
-    shared = figures.of_run(tables)
-    own = {label: figures.of_label(tables, label, views[label]) for label in tables.labels}
+    views = {label: figures.load_mask_views(tables, label) for label in tables.labels}
+    shared = figures.run_pictures(tables)
+    own = {label: figures.method_pictures(tables, label, views[label]) for label in tables.labels}
     rows = tables.tables()
     rows |= {
         name: found
@@ -76,13 +76,13 @@ def build(storage: str, record: Mapping[str, Any], graph_svg: str = "") -> dict[
     }
     pictures = {p.name: p.png for p in [*shared, *(p for some in own.values() for p in some)]}
     return {
-        "report.html": page(tables, shared, own, graph_svg).encode(),
-        **files.files(rows),
+        "report.html": render_page(tables, shared, own, graph_svg).encode(),
+        **files.csv_and_parquet(rows),
         **pictures,
     }
 
 
-def page(
+def render_page(
     tables: RunTables,
     shared: Sequence[Picture],
     own: Mapping[str, Sequence[Picture]],
@@ -90,13 +90,23 @@ def page(
 ) -> str:
     """The page as text."""
     name = escape(str(tables.record["name"]))
-    sections = [head(tables), warnings(tables), summary(tables), *map(picture, shared)]
+    sections = [
+        render_head(tables),
+        render_warnings(tables),
+        render_summary(tables),
+        *map(render_picture, shared),
+    ]
     for label, pictures in own.items():
         sections.append(
-            f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>{about(tables, label)}'
+            f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>{render_method(tables, label)}'
         )
-        sections += [*map(picture, pictures), picks(tables, label)]
-    sections += [sizes(tables), graph(graph_svg), stages(tables), settings(tables)]
+        sections += [*map(render_picture, pictures), render_picks(tables, label)]
+    sections += [
+        render_sizes(tables),
+        render_graph(graph_svg),
+        render_stages(tables),
+        render_settings(tables),
+    ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width, initial-scale=1">'
@@ -105,7 +115,7 @@ def page(
     )
 
 
-def head(tables: RunTables) -> str:
+def render_head(tables: RunTables) -> str:
     record, config = tables.record, tables.record["config"]
     done = sum(s["id"] in tables.artifacts for s in record["stages"] if s["step"] != "report")
     total = sum(s["step"] != "report" for s in record["stages"])
@@ -156,7 +166,7 @@ def head(tables: RunTables) -> str:
     )
 
 
-def warnings(tables: RunTables) -> str:
+def render_warnings(tables: RunTables) -> str:
     rows = tables.warnings()
     if not rows:
         return ""
@@ -253,7 +263,7 @@ ANSWERS = {
 }
 
 
-def summary(tables: RunTables) -> str:
+def render_summary(tables: RunTables) -> str:
     rows = tables.summary()
     columns = [column for column in COLUMNS if any(column[0] in row for row in rows)]
     # else the methods are not at the same point
@@ -281,7 +291,7 @@ def summary(tables: RunTables) -> str:
             "tasks</span>"
         )
         cells = "".join(
-            f"<td{' class=best' if key in best and row.get(key) == best[key] else ''}>{written(row.get(key), kind)}</td>"
+            f"<td{' class=best' if key in best and row.get(key) == best[key] else ''}>{format_value(row.get(key), kind)}</td>"
             for key, _, _, kind, _ in columns
         )
         body += (
@@ -310,20 +320,20 @@ def summary(tables: RunTables) -> str:
     )
 
 
-def written(value: Any, kind: str) -> str:
+def format_value(value: Any, kind: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return SOFT
     if kind == "rate":
         return f"{100 * value:z.1f} %"
     return {
-        "bytes": bytes_text,
+        "bytes": format_bytes,
         "times": lambda v: f"{v:.2f}x",
         "count": lambda v: f"{v:,.0f}",
-        "seconds": seconds_text,
+        "seconds": format_seconds,
     }[kind](value)
 
 
-def seconds_text(value: float) -> str:
+def format_seconds(value: float) -> str:
     if value < 60:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
@@ -334,7 +344,7 @@ def seconds_text(value: float) -> str:
     )
 
 
-def picture(p: Picture) -> str:
+def render_picture(p: Picture) -> str:
     data = base64.b64encode(p.png).decode()
     return (
         f"<figure><figcaption><b>{escape(p.title)}.</b> {escape(p.says)}</figcaption>"
@@ -343,7 +353,7 @@ def picture(p: Picture) -> str:
     )
 
 
-def about(tables: RunTables, label: str) -> str:
+def render_method(tables: RunTables, label: str) -> str:
     """What the registry says about the method; nothing where this installation does not know it."""
     from workers.methods import METHODS
 
@@ -361,9 +371,9 @@ def about(tables: RunTables, label: str) -> str:
     return f"<p>{told} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
 
 
-def picks(tables: RunTables, label: str) -> str:
+def render_picks(tables: RunTables, label: str) -> str:
     """How a method that was not told the task found it, after the last finished one."""
-    rows, picked = tables.picks(label), tables.picked(label)
+    rows, picked = tables.picks(label), tables.pick_counts(label)
     if picked is None:
         return ""
     counts, tasks, candidates = picked
@@ -372,14 +382,14 @@ def picks(tables: RunTables, label: str) -> str:
         [
             task,
             row["images"],
-            written(row["share_right"], "rate"),
-            *(written(row[f"confidence_{kind}"], "rate") for kind in ("right", "wrong")),
+            format_value(row["share_right"], "rate"),
+            *(format_value(row[f"confidence_{kind}"], "rate") for kind in ("right", "wrong")),
             candidates[int(line.argmax())],
         ]
         for task, line in zip(tasks, counts, strict=True)
         for row in [last[task]]
     ]
-    table = table_html(
+    table = render_table(
         [
             "images of",
             "images",
@@ -397,7 +407,7 @@ def picks(tables: RunTables, label: str) -> str:
     )
 
 
-def sizes(tables: RunTables) -> str:
+def render_sizes(tables: RunTables) -> str:
     rows = [row for label in tables.labels for row in tables.sizes(label)]
     if not rows:
         return ""
@@ -417,7 +427,7 @@ def sizes(tables: RunTables) -> str:
         for k in dict.fromkeys(k for row in rows for k in row)
         if k not in fixed and any(row.get(k) for row in rows)
     ]
-    table = table_html(
+    table = render_table(
         [
             "method",
             "after task",
@@ -432,12 +442,12 @@ def sizes(tables: RunTables) -> str:
             [
                 row["label"],
                 row["after"],
-                bytes_text(row["task_bytes"]),
-                *(bytes_text(row.get(k)) for k in kinds),
-                bytes_text(row["total"]),
-                written(row["growth"], "times"),
-                written(row["trained_parameters"], "count"),
-                written(row["flops_share"], "rate"),
+                format_bytes(row["task_bytes"]),
+                *(format_bytes(row.get(k)) for k in kinds),
+                format_bytes(row["total"]),
+                format_value(row["growth"], "times"),
+                format_value(row["trained_parameters"], "count"),
+                format_value(row["flops_share"], "rate"),
             ]
             for row in rows
         ],
@@ -452,7 +462,7 @@ def sizes(tables: RunTables) -> str:
     )
 
 
-def graph(svg: str) -> str:
+def render_graph(svg: str) -> str:
     if not svg:
         return ""
     body = svg[svg.index("<svg") :] if "<svg" in svg else ""
@@ -466,26 +476,26 @@ def graph(svg: str) -> str:
     )
 
 
-def stages(tables: RunTables) -> str:
+def render_stages(tables: RunTables) -> str:
     rows = tables.stage_rows()
     spent = sum(r["wall_s"] or 0 for r in rows)
     body = [
         [
             f"<code>{escape(r['stage'])}</code>",
             f'<span class="{r["state"]}">{r["state"]}</span>',
-            written(r["wall_s"], "seconds"),
-            bytes_text(r["bytes"]),
+            format_value(r["wall_s"], "seconds"),
+            format_bytes(r["bytes"]),
             escape(str(r["device"] or "-")),
             f"<code>{r['key'][:12]}</code>",
         ]
         for r in rows
     ]
-    table = table_html(
+    table = render_table(
         ["stage", "state", "wall time", "stored", "device", "key"], body, 1, safe=True
     )
     return (
         '<h2 id="stages">Stages</h2><p>The steps of the run and how long each took when it was '
-        f"computed, {seconds_text(spent)} in all; a stage that is "
+        f"computed, {format_seconds(spent)} in all; a stage that is "
         "done is never run again while its inputs stay the "
         f"same.</p><details{' open' if len(rows) <= 40 else ''}><summary>{len(rows)} "
         "stages</summary>"
@@ -493,8 +503,8 @@ def stages(tables: RunTables) -> str:
     )
 
 
-def settings(tables: RunTables) -> str:
-    text = dump_yaml(plain(tables.record["config"]), default_flow_style=None, width=110)
+def render_settings(tables: RunTables) -> str:
+    text = dump_yaml(to_plain(tables.record["config"]), default_flow_style=None, width=110)
     facts = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(', '.join(values))}</dd>"
         for name, values in tables.environment().items()
@@ -506,13 +516,13 @@ def settings(tables: RunTables) -> str:
     )
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {str(k): to_plain(v) for k, v in value.items()}
+    return [to_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def table_html(
+def render_table(
     heading: Sequence[str], rows: Sequence[Sequence[Any]], left: int, safe: bool = False
 ) -> str:
     """A table whose first `left` columns are aligned to the left. safe: cells are HTML already;

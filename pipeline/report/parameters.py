@@ -43,7 +43,11 @@ class Parameter:
         if self.key not in trial["params"]:
             return math.nan
         value = trial["params"][self.key]
-        return float(self.categories.index(text(value))) if self.categories else number(value)
+        return (
+            float(self.categories.index(format_setting(value)))
+            if self.categories
+            else number(value)
+        )
 
     def at_end(self, value: Any) -> bool:
         """Whether a number lies at an end of what was searched, so that a wider range may hold
@@ -53,19 +57,19 @@ class Parameter:
                 order = sorted(self.categories, key=float)
             except ValueError:  # not numbers: no end
                 return False
-            return len(order) > 2 and text(value) in (order[0], order[-1])
+            return len(order) > 2 and format_setting(value) in (order[0], order[-1])
         low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return min(at - low, high - at) <= 0.02 * (high - low)
 
 
-def text(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """How a value is written: 0.00123456 -> `0.001235`, [3, 6] -> `[3, 6]`."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def parameters(search: Search) -> list[Parameter]:
+def search_parameters(search: Search) -> list[Parameter]:
     """All parameters, in the order of the space; then those that trials have and the space has
     not."""
     space = search.record["space"]
@@ -105,14 +109,14 @@ def _parameter(key: str, names: Mapping[str, str], dimension: Any, met: Sequence
                 "values": dimension if isinstance(dimension, list) else [dimension],
             }
         )
-    dist, says = str(dimension.get("dist", "")), in_words(dimension, names)
+    dist, says = str(dimension.get("dist", "")), describe_dimension(dimension, names)
     if METHOD in names and key.startswith("methods."):
         says += f"; only where {METHOD} is {key.split('.')[1]}"
     numbers = [v for v in map(number, met) if not math.isnan(v)]
     if "values" in dimension or len(numbers) < len(met):
         offered = dimension["values"] if isinstance(dimension.get("values"), list) else []
         return Parameter(
-            key, names[key], dist, says, tuple(dict.fromkeys(map(text, [*offered, *met])))
+            key, names[key], dist, says, tuple(dict.fromkeys(map(format_setting, [*offered, *met])))
         )
     ends = [
         v
@@ -126,37 +130,39 @@ def _parameter(key: str, names: Mapping[str, str], dimension: Any, met: Sequence
     return Parameter(key, names[key], dist, says, (), log, low, high)
 
 
-def in_words(dimension: Mapping[str, Any], names: Mapping[str, str]) -> str:
+def describe_dimension(dimension: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """What values a dimension of the space allows, and where it applies."""
     dist, says = str(dimension.get("dist", "")), []
     if isinstance(dimension.get("values"), list):
-        says.append("one of " + ", ".join(map(text, dimension["values"])))
+        says.append("one of " + ", ".join(map(format_setting, dimension["values"])))
     elif "low" in dimension and "high" in dimension:
         whole, step = (
             "whole numbers " if "int" in dist else "",
             dimension.get("q", dimension.get("step")),
         )
         says.append(
-            f"{whole}from {text(dimension['low'])} to {text(dimension['high'])}"
-            + (f" in steps of {text(step)}" if step is not None else "")
+            f"{whole}from {format_setting(dimension['low'])} to {format_setting(dimension['high'])}"
+            + (f" in steps of {format_setting(step)}" if step is not None else "")
             + (", each order of magnitude equally likely" if "log" in dist else "")
         )
     for word in CONDITIONS:
         if isinstance(condition := dimension.get(word), Mapping):
             says += [
                 f"only where {names.get(k, k)} is "
-                f"{' or '.join(map(text, v)) if isinstance(v, list) else text(v)}"
+                f"{' or '.join(map(format_setting, v)) if isinstance(v, list) else format_setting(v)}"
                 for k, v in condition.items()
             ]
         elif condition is not None:
-            says.append(f"only where {text(condition)}")
+            says.append(f"only where {format_setting(condition)}")
     return (
-        "; ".join(says + [f"{k}: {text(v)}" for k, v in dimension.items() if k not in KNOWN])
+        "; ".join(
+            says + [f"{k}: {format_setting(v)}" for k, v in dimension.items() if k not in KNOWN]
+        )
         or "not in the space any more"
     )
 
 
-def importance(search: Search, varied: Sequence[Parameter]) -> tuple[dict[str, float], str]:
+def measure_importance(search: Search, varied: Sequence[Parameter]) -> tuple[dict[str, float], str]:
     """Share of the variance of accuracy among finished trials that each parameter explains by
     itself or with others, by key, largest first (fANOVA, Hutter et al., ICML 2014); or nothing, and
     the sentence why.

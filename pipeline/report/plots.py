@@ -32,7 +32,7 @@ DPI = 150
 DRAWING = threading.Lock()
 
 
-def png(figure: Figure) -> bytes:
+def to_png(figure: Figure) -> bytes:
     """The figure as PNG; the same figure always gives the same bytes."""
     FigureCanvasAgg(figure)
     sink = io.BytesIO()
@@ -41,7 +41,7 @@ def png(figure: Figure) -> bytes:
     return sink.getvalue()
 
 
-def figure_of(
+def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:
     """A figure (inches) and its axes, row by row."""
@@ -50,7 +50,9 @@ def figure_of(
     return figure, list(axes.reshape(-1))
 
 
-def dress(axes: Axes, title: str = "", x: str = "", y: str = "", grid: str | None = "y") -> None:
+def style_axes(
+    axes: Axes, title: str = "", x: str = "", y: str = "", grid: str | None = "y"
+) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(labelsize=8.5, colors=INK, length=2.5)
@@ -62,7 +64,7 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", grid: str | Non
         axes.set_axisbelow(True)
 
 
-def look(index: int) -> dict[str, Any]:
+def method_style(index: int) -> dict[str, Any]:
     """Colour, marker and dash of the index-th method."""
     return {
         "color": COLOURS[index % len(COLOURS)],
@@ -71,7 +73,7 @@ def look(index: int) -> dict[str, Any]:
     }
 
 
-def shades(count: int) -> NDArray[np.float64]:
+def task_colours(count: int) -> NDArray[np.float64]:
     """One colour per task, dark to light in stream order, (count, 4)."""
     return matplotlib.colormaps["viridis"](np.linspace(0, 0.85, count))
 
@@ -80,7 +82,7 @@ def text_size(cells: int) -> float:
     return 9.5 if cells <= 6 else 8.5 if cells <= 12 else 7.5
 
 
-def task_ticks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
+def label_tasks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
     size = 9 if len(tasks) <= 12 else 7.5
     short = [t if len(t) <= 18 else t[:16] + "…" for t in tasks]
     if "x" in which:
@@ -97,7 +99,7 @@ def task_ticks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
         axes.set_yticks(range(len(tasks)), short, fontsize=size)
 
 
-def cells(
+def draw_cells(
     axes: Axes,
     values: NDArray[np.float64],
     cmap: str = SEQUENTIAL,
@@ -122,13 +124,13 @@ def cells(
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
-def matrix(m: Matrix) -> Figure:
+def draw_matrix(m: Matrix) -> Figure:
     """Rows: after learning a task. Columns: accuracy on a task. Bold: measured. Hatched: not
     finished."""
     count = max(len(m.tasks), 1)
     side = min(max(2.2, 0.62 * count), 9.5)
-    figure, (axes,) = figure_of(side + 2.6, side + 1.2)
-    image = cells(axes, np.where(m.source == "ahead", np.nan, m.rates))
+    figure, (axes,) = new_figure(side + 2.6, side + 1.2)
+    image = draw_cells(axes, np.where(m.source == "ahead", np.nan, m.rates))
     size = text_size(count)
     for t, i in np.ndindex(m.source.shape):
         if m.source[t, i] == "missing":
@@ -160,9 +162,9 @@ def matrix(m: Matrix) -> Figure:
                 fontweight="bold" if m.source[t, i] == "measured" else "normal",
                 alpha=1 if m.source[t, i] == "measured" else 0.8,
             )
-    dress(axes, f"{m.label}: accuracy in %", "accuracy on task", "after learning", grid=None)
+    style_axes(axes, f"{m.label}: accuracy in %", "accuracy on task", "after learning", grid=None)
     axes.spines[:].set_visible(False)
-    task_ticks(axes, m.tasks)
+    label_tasks(axes, m.tasks)
     bar = figure.colorbar(
         image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0)
     )
@@ -171,16 +173,16 @@ def matrix(m: Matrix) -> Figure:
     return figure
 
 
-def averages(matrices: Sequence[Matrix]) -> Figure:
+def draw_averages(matrices: Sequence[Matrix]) -> Figure:
     """Average accuracy over the tasks so far, and forgetting, after each task, one line per
     method."""
-    figure, (left, right) = figure_of(10.4, 3.7, 1, 2)
+    figure, (left, right) = new_figure(10.4, 3.7, 1, 2)
     tasks = max((m.tasks for m in matrices), key=len, default=())
     for axes, name, title in (
         (left, "average_accuracy", "Average accuracy so far"),
         (right, "forgetting", "Forgetting so far"),
     ):
-        dress(axes, title, "after learning")
+        style_axes(axes, title, "after learning")
         for index, m in enumerate(matrices):
             values = [row[name] for row in m.over_time[: m.finished]]
             at = [tasks.index(t) if t in tasks else k for k, t in enumerate(m.tasks)][: m.finished]
@@ -192,11 +194,11 @@ def averages(matrices: Sequence[Matrix]) -> Figure:
                 label=m.label,
                 linewidth=max(1.3, 3.2 - 0.5 * index),
                 markersize=max(4.5, 8.5 - index),
-                **look(index),
+                **method_style(index),
             )
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(tasks) - 0.75, 0.25))
-        task_ticks(axes, tasks, "x")
+        label_tasks(axes, tasks, "x")
     left.set_ylim(0, 1.02)
     top = max(
         [
@@ -227,7 +229,7 @@ def _legend(figure: Figure, axes: Axes, count: int) -> None:
         )
 
 
-def comparison(summary: Sequence[Row]) -> Figure:
+def draw_comparison(summary: Sequence[Row]) -> Figure:
     """Bars: methods side by side, best average accuracy on top."""
     rows = sorted(
         summary, key=lambda r: (not math.isnan(r["average_accuracy"]), r["average_accuracy"])
@@ -237,10 +239,10 @@ def comparison(summary: Sequence[Row]) -> Figure:
         ("average_incremental_accuracy", "Average incremental accuracy", "higher is better"),
         ("forgetting", "Forgetting", "lower is better"),
     )
-    figure, all_axes = figure_of(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, 3, sharey=True)
+    figure, all_axes = new_figure(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, 3, sharey=True)
     order = {r["label"]: i for i, r in enumerate(summary)}
     for axes, (name, title, hint) in zip(all_axes, panels, strict=True):
-        dress(axes, title, hint, grid="x")
+        style_axes(axes, title, hint, grid="x")
         values = [r[name] for r in rows]
         axes.barh(
             range(len(rows)),
@@ -262,12 +264,12 @@ def comparison(summary: Sequence[Row]) -> Figure:
         axes.set_xlim(min([0, *(v for v in values if not math.isnan(v))]), 1.18 * high)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.set_yticks(range(len(rows)), [label_of(r) for r in rows], fontsize=9.5)
+        axes.set_yticks(range(len(rows)), [method_label(r) for r in rows], fontsize=9.5)
         axes.tick_params(axis="y", length=0)
     return figure
 
 
-def label_of(row: Row) -> str:
+def method_label(row: Row) -> str:
     """The method, and how far it is where it is not finished: its numbers then do not compare with
     the others'."""
     return (
@@ -277,7 +279,7 @@ def label_of(row: Row) -> str:
     )
 
 
-def bytes_text(count: float | None) -> str:
+def format_bytes(count: float | None) -> str:
     """1234567 -> `1.23 MB`; powers of 1000."""
     if count is None or math.isnan(count):
         return "-"
@@ -290,11 +292,11 @@ def bytes_text(count: float | None) -> str:
     raise AssertionError
 
 
-def size_accuracy(summary: Sequence[Row]) -> Figure:
+def draw_size_accuracy(summary: Sequence[Row]) -> Figure:
     """What is kept beside the backbone (log scale) against average accuracy, one point per
     method."""
-    figure, (axes,) = figure_of(7.2, 4.2)
-    dress(
+    figure, (axes,) = new_figure(7.2, 4.2)
+    style_axes(
         axes,
         "Size against accuracy",
         "bytes kept beside the shared backbone, all tasks (log scale)",
@@ -312,8 +314,8 @@ def size_accuracy(summary: Sequence[Row]) -> Figure:
             x,
             y,
             s=70,
-            color=look(index)["color"],
-            marker=look(index)["marker"],
+            color=method_style(index)["color"],
+            marker=method_style(index)["marker"],
             zorder=3,
             label=label,
         )
@@ -323,7 +325,7 @@ def size_accuracy(summary: Sequence[Row]) -> Figure:
         spread = max(max(ys) - min(ys), 0.1)
         axes.set_ylim(max(min(ys) - 0.25 * spread, 0), min(max(ys) + 0.25 * spread, 1.02))
         _labels(axes, points)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: bytes_text(v)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format_bytes(v)))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
 
@@ -364,7 +366,7 @@ def _labels(axes: Axes, points: Sequence[tuple[float, float, int, str]]) -> None
 FIXED = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
 
 
-def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> Figure | None:
+def draw_curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> Figure | None:
     """Loss, validation accuracy and the method's own measures over epochs; `histories` are (task or
     step, rows) one after the other. None where there is nothing to draw."""
     histories = [(name, rows) for name, rows in histories if rows]
@@ -377,9 +379,9 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
     ]
     if measures:
         panels.append((measures[0] if len(measures) == 1 else "Measures", measures))
-    figure, axes = figure_of(10.4, 3.1, 1, len(panels))
+    figure, axes = new_figure(10.4, 3.1, 1, len(panels))
     for ax, (name, wanted) in zip(axes, panels, strict=True):
-        dress(ax, f"{title}: {name}" if title else name, "epoch")
+        style_axes(ax, f"{title}: {name}" if title else name, "epoch")
         start, ends = 0, []
         for which, (task, rows) in enumerate(histories):
             epochs = np.arange(start, start + len(rows)) + 1
@@ -396,7 +398,7 @@ def curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> F
                 )
             start += len(rows)
             ends.append((start - len(rows) + 0.5, start + 0.5, task))
-        spans(ax, ends)
+        mark_spans(ax, ends)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if wanted == ["val"]:
             ax.set_ylim(0, 1.02)
@@ -437,7 +439,7 @@ def _value(row: Row, column: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def spans(axes: Axes, parts: Sequence[tuple[float, float, str]]) -> None:
+def mark_spans(axes: Axes, parts: Sequence[tuple[float, float, str]]) -> None:
     """Grey bands that say which task the epochs, or the trials, belong to."""
     if len(parts) < 2:
         return
@@ -457,7 +459,7 @@ def spans(axes: Axes, parts: Sequence[tuple[float, float, str]]) -> None:
     axes.set_xlim(parts[0][0], parts[-1][1])
 
 
-def confusion(
+def draw_confusion(
     counts: NDArray[np.int64],
     names: Sequence[str],
     title: str,
@@ -469,9 +471,9 @@ def confusion(
     answers = names if answers is None else answers
     count = max(len(names), len(answers))
     side = min(max(2.6, 0.34 * count), 8.5)
-    figure, (axes,) = figure_of(side + 2.2, side + 1.1)
+    figure, (axes,) = new_figure(side + 2.2, side + 1.1)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    image = cells(axes, shares)
+    image = draw_cells(axes, shares)
     if count <= 12:
         for t, p in zip(*np.nonzero(counts), strict=True):
             axes.text(
@@ -483,7 +485,7 @@ def confusion(
                 fontsize=text_size(count),
                 color="white" if shares[t, p] > 0.55 else INK,
             )
-    dress(axes, title, *axes_say, grid=None)
+    style_axes(axes, title, *axes_say, grid=None)
     axes.spines[:].set_visible(False)
     if count <= 40:
         long = count > 4 or max(map(len, answers)) > 12

@@ -11,8 +11,20 @@ from typing import Any
 
 from pipeline.report import files, plots, search_plots
 from pipeline.report.figures import Picture
-from pipeline.report.page import STYLE, picture, plain, seconds_text, table_html, written
-from pipeline.report.parameters import Parameter, importance, parameters, text
+from pipeline.report.page import (
+    STYLE,
+    format_seconds,
+    format_value,
+    render_picture,
+    render_table,
+    to_plain,
+)
+from pipeline.report.parameters import (
+    Parameter,
+    format_setting,
+    measure_importance,
+    search_parameters,
+)
 from pipeline.results.trials import (
     SLACK,
     Search,
@@ -82,20 +94,20 @@ def build(storage: str, name: str) -> dict[str, bytes]:
     PNG. Works on finished and on unfinished searches. Raises UserError where there is no such
     search."""
     search = load(storage, name)
-    varied = parameters(search)
-    shares, reason = importance(search, varied)
-    pictures = pictures_of(search, varied, shares)
-    rows = rows_of(search, varied)
+    varied = search_parameters(search)
+    shares, reason = measure_importance(search, varied)
+    pictures = search_pictures(search, varied, shares)
+    rows = trial_rows(search, varied)
     first = [*COLUMNS[:3], *(p.key for p in varied), *COLUMNS[3:]]
     return {
-        "search.html": page(search, varied, pictures, reason).encode(),
+        "search.html": render_page(search, varied, pictures, reason).encode(),
         "trials.csv": files.as_csv(rows, first),
         "trials.parquet": files.as_parquet(rows, first),
         **{p.name: p.png for p in pictures},
     }
 
 
-def rows_of(search: Search, varied: Sequence[Parameter]) -> list[files.Row]:
+def trial_rows(search: Search, varied: Sequence[Parameter]) -> list[files.Row]:
     """One row per trial; settings as columns, as text where a column would mix kinds."""
     as_text = {
         p.key
@@ -108,7 +120,8 @@ def rows_of(search: Search, varied: Sequence[Parameter]) -> list[files.Row]:
     rows = []
     for t in search.trials:
         settings = {
-            key: text(value) if key in as_text else value for key, value in t["params"].items()
+            key: format_setting(value) if key in as_text else value
+            for key, value in t["params"].items()
         }
         rows.append(
             {
@@ -132,7 +145,7 @@ def _kind(value: Any) -> str:
     return "text" if math.isnan(number(value)) else "number"
 
 
-def pictures_of(
+def search_pictures(
     search: Search, varied: Sequence[Parameter], shares: Mapping[str, float]
 ) -> list[Picture]:
     """The figures that the trials so far allow, each with the sentence that explains it."""
@@ -172,7 +185,7 @@ def pictures_of(
                     if several
                     else ""
                 ),
-                plots.png(search_plots.history(search)),
+                plots.to_png(search_plots.draw_history(search)),
             )
         )
     if len(compared) > 1 and drawn:
@@ -194,7 +207,7 @@ def pictures_of(
                     else ""
                 )
                 + left_out,
-                plots.png(search_plots.parallel(search, drawn)),
+                plots.to_png(search_plots.draw_parallel(search, drawn)),
             )
         )
     if shares:
@@ -212,8 +225,8 @@ def pictures_of(
                     if stopped
                     else ""
                 ),
-                plots.png(
-                    search_plots.importance(
+                plots.to_png(
+                    search_plots.draw_importance(
                         dict(list(shares.items())[:MOST_DRAWN]), {p.key: p.name for p in varied}
                     )
                 ),
@@ -227,7 +240,7 @@ def pictures_of(
                 "The same trials, one setting at a time. Points that rise or fall together show "
                 "what to change; a best point at the edge of its "
                 "panel says that a wider range may hold something better." + left_out,
-                plots.png(search_plots.slices(search, drawn)),
+                plots.to_png(search_plots.draw_slices(search, drawn)),
             )
         )
     if any(len(t["results"]) > 1 for t in search.trials):
@@ -242,10 +255,10 @@ def pictures_of(
                     if finished < len(search.trials)
                     else ""
                 ),
-                plots.png(search_plots.curves(search)),
+                plots.to_png(search_plots.draw_curves(search)),
             )
         )
-    if search_plots.varies(search):
+    if search_plots.sizes_differ(search):
         found.append(
             Picture(
                 "pareto.png",
@@ -253,35 +266,35 @@ def pictures_of(
                 "Finished trials by what they keep per task. The front joins those than which "
                 "none is both smaller and better, with their "
                 f"numbers; the star is the {spoken}. Best is top left.",
-                plots.png(search_plots.front(search)),
+                plots.to_png(search_plots.draw_front(search)),
             )
         )
     return found
 
 
 # ---- the page ------------------------------------------------------------------------------------
-def page(
+def render_page(
     search: Search, varied: Sequence[Parameter], pictures: Sequence[Picture], reason: str
 ) -> str:
     """The page as text. reason: why nothing is said about importance, else empty."""
-    by_name = {p.name: picture(p) for p in pictures}
+    by_name = {p.name: render_picture(p) for p in pictures}
     if reason and search.trials:
         by_name["importance.png"] = f'<p class="soft">{escape(reason)}</p>'
     name = escape(str(search.name))
     sections = [
-        head(search),
-        notes(search),
-        winner(search, varied),
-        choices(search, varied),
+        render_head(search),
+        render_problems(search),
+        render_winner(search, varied),
+        render_choices(search, varied),
         *(
             by_name.get(f"{which}.png", "")
             for which in ("history", "parallel", "importance", "slices", "curves", "pareto")
         ),
-        space(search, varied),
-        cost(search),
-        trials(search, varied),
-        failures(search),
-        settings(search),
+        render_space(search, varied),
+        render_cost(search),
+        render_trials(search, varied),
+        render_failures(search),
+        render_settings(search),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
@@ -291,11 +304,11 @@ def page(
     )
 
 
-def count(number: float, noun: str) -> str:
+def count_text(number: float, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def head(search: Search) -> str:
+def render_head(search: Search) -> str:
     said = {status: sum(t["status"] == status for t in search.trials) for status in STATES}
     protocol = str(search.settings.get("protocol", "end_of_stream"))
     state = (
@@ -322,7 +335,7 @@ def head(search: Search) -> str:
         how = f"{how} ({escape(str(search.record['note']))})"
     told = PROTOCOLS.get(protocol, "").replace(
         "{tasks}",
-        count(
+        count_text(
             search.settings.get("first_tasks") or max(map(completed, search.trials), default=0),
             "task",
         ),
@@ -341,7 +354,7 @@ def head(search: Search) -> str:
     )
     return (
         f"<h1>{escape(str(search.name))}</h1><div class=soft>search · protocol "
-        f"{escape(protocol)} · {count(len(search.trials), 'trial')}{of} · "
+        f"{escape(protocol)} · {count_text(len(search.trials), 'trial')}{of} · "
         f"seed {escape(str(search.settings.get('seed', 0)))} · started "
         f"{escape(str(search.record.get('created', '')))} · {state}</div>"
         "<p style='margin-top:14px'>A search tries many settings and keeps the best. A "
@@ -352,18 +365,18 @@ def head(search: Search) -> str:
     )
 
 
-def notes(search: Search) -> str:
+def render_problems(search: Search) -> str:
     if not search.problems:
         return ""
     return (
-        f'<div class="note"><b>{count(len(search.problems), "file")} could not be used</b><ul>'
+        f'<div class="note"><b>{count_text(len(search.problems), "file")} could not be used</b><ul>'
         + "".join(f"<li>{escape(p)}</li>" for p in search.problems[:20])
         + (f"<li>and {len(search.problems) - 20} more</li>" if len(search.problems) > 20 else "")
         + "</ul></div>"
     )
 
 
-def winner(search: Search, varied: Sequence[Parameter]) -> str:
+def render_winner(search: Search, varied: Sequence[Parameter]) -> str:
     """Who won, why, with which settings, and how it did on test data."""
     chosen = search.chosen()
     phase = next((p for p in reversed(search.phases) if p in chosen), None)
@@ -388,12 +401,12 @@ def winner(search: Search, varied: Sequence[Parameter]) -> str:
     )
     return (
         f'<h2 id="winner">{title}: trial '
-        f"{trial['number']}</h2>{several}<p>{escape(why(search, trial))}</p>{picked(search, trial, varied)}"
-        f"{tested(search, trial)}"
+        f"{trial['number']}</h2>{several}<p>{escape(explain_choice(search, trial))}</p>{render_chosen_settings(search, trial, varied)}"
+        f"{render_tests(search, trial)}"
     )
 
 
-def why(search: Search, trial: Trial) -> str:
+def explain_choice(search: Search, trial: Trial) -> str:
     """Why this trial and no other, by the rule of tolerance."""
     among = [
         t
@@ -407,26 +420,26 @@ def why(search: Search, trial: Trial) -> str:
     ruled = best(among, search.tolerance)
     if ruled != trial["number"]:
         return (
-            f"The search's record names trial {trial['number']} ({rate(score(trial))}). By the "
+            f"The search's record names trial {trial['number']} ({format_rate(score(trial))}). By the "
             f"rule of this page it would be trial {ruled}: trials may "
             "have finished after the choice was made."
         )
     if len(near) == 1:
         return (
-            f"It has the highest validation accuracy, {rate(score(trial))}, of "
-            f"{count(len(among), 'finished trial')}{where}"
+            f"It has the highest validation accuracy, {format_rate(score(trial))}, of "
+            f"{count_text(len(among), 'finished trial')}{where}"
             + (
-                f"; no other comes within the tolerance of {points(search.tolerance)}."
+                f"; no other comes within the tolerance of {format_points(search.tolerance)}."
                 if search.tolerance
                 else "."
             )
         )
     equal = (
-        f"The highest validation accuracy of {count(len(among), 'finished trial')}{where} is "
-        f"{rate(score(top))} (trial {top['number']}). "
+        f"The highest validation accuracy of {count_text(len(among), 'finished trial')}{where} is "
+        f"{format_rate(score(top))} (trial {top['number']}). "
         + (
-            f"Differences up to the tolerance of {points(search.tolerance)} count as equal, and "
-            f"{len(near)} trials reach {rate(line)} or more. "
+            f"Differences up to the tolerance of {format_points(search.tolerance)} count as equal, and "
+            f"{len(near)} trials reach {format_rate(line)} or more. "
             if search.tolerance
             else f"{len(near)} trials reach it. "
         )
@@ -434,21 +447,23 @@ def why(search: Search, trial: Trial) -> str:
     smallest = min(near, key=lambda t: size(t) if not math.isnan(size(t)) else math.inf)
     if sum(size(t) == size(smallest) for t in near) > 1 or math.isnan(size(trial)):
         return (
-            equal + f"Of these trial {trial['number']}, with {rate(score(trial))}, comes first "
+            equal
+            + f"Of these trial {trial['number']}, with {format_rate(score(trial))}, comes first "
             "among those that keep the fewest bytes per task."
         )
     return (
-        equal + f"Of these trial {trial['number']}, with {rate(score(trial))}, keeps the fewest "
-        f"bytes per task: {plots.bytes_text(size(trial))}."
+        equal
+        + f"Of these trial {trial['number']}, with {format_rate(score(trial))}, keeps the fewest "
+        f"bytes per task: {plots.format_bytes(size(trial))}."
     )
 
 
-def picked(search: Search, trial: Trial, varied: Sequence[Parameter]) -> str:
+def render_chosen_settings(search: Search, trial: Trial, varied: Sequence[Parameter]) -> str:
     """The settings of a trial, and whether they lie at an end of what was searched."""
     rows = [
         [
             f"<b>{escape(p.name)}</b>",
-            f"<b>{escape(text(value))}</b>",
+            f"<b>{escape(format_setting(value))}</b>",
             escape(p.says),
             '<span class="pending">at an end: try a wider range</span>' if p.at_end(value) else "",
         ]
@@ -464,11 +479,11 @@ def picked(search: Search, trial: Trial, varied: Sequence[Parameter]) -> str:
             "<code>run</code> accepts.</p>"
         )
     return (
-        table_html(["setting", "chosen", "searched", ""], rows, 4, safe=True) if rows else ""
+        render_table(["setting", "chosen", "searched", ""], rows, 4, safe=True) if rows else ""
     ) + use
 
 
-def tested(search: Search, trial: Trial) -> str:
+def render_tests(search: Search, trial: Trial) -> str:
     """The winner on test data, beside its validation score."""
     if search.winner is None:
         return ""
@@ -486,9 +501,9 @@ def tested(search: Search, trial: Trial) -> str:
         [
             t.get("seed", "-"),
             t.get("run", "-"),
-            rate(v),
-            written(number(t.get("forgetting")), "rate"),
-            plots.bytes_text(number(t.get("bytes_per_task"))),
+            format_rate(v),
+            format_value(number(t.get("forgetting")), "rate"),
+            plots.format_bytes(number(t.get("bytes_per_task"))),
         ]
         for t, v in zip(tests, values, strict=True)
     ]
@@ -502,36 +517,39 @@ def tested(search: Search, trial: Trial) -> str:
                     write(statistics.mean(v))
                     if (v := [x for t in tests if not math.isnan(x := number(t.get(key)))])
                     else "-"
-                    for key, write in (("forgetting", rate), ("bytes_per_task", plots.bytes_text))
+                    for key, write in (
+                        ("forgetting", format_rate),
+                        ("bytes_per_task", plots.format_bytes),
+                    )
                 ),
             ]
         )
     same = search.settings.get("protocol") not in ("two_streams", "first_k_tasks")
     beside = (
-        f"Its validation accuracy in the search was {rate(score(trial))}, "
-        f"{points(abs(mean - score(trial)))} "
+        f"Its validation accuracy in the search was {format_rate(score(trial))}, "
+        f"{format_points(abs(mean - score(trial)))} "
         f"{'above' if mean < score(trial) else 'below'} that. Some loss is usual: the best of "
         "many trials is in part the luckiest."
         if same
-        else f"Its validation accuracy in the search, {rate(score(trial))}, was measured on "
+        else f"Its validation accuracy in the search, {format_rate(score(trial))}, was measured on "
         "other tasks, so the two do not compare."
     )
     left = (
-        f" {count(wanted - len(tests), 'seed')} of {wanted} not tested yet."
+        f" {count_text(wanted - len(tests), 'seed')} of {wanted} not tested yet."
         if wanted > len(tests)
         else ""
     )
     return (
         "<h3>On test images</h3><p>The winner was trained anew with "
-        f"{count(len(tests), 'seed')} and tested on test images, which were not read before the "
+        f"{count_text(len(tests), 'seed')} and tested on test images, which were not read before the "
         f"choice was made: <b>{100 * mean:.1f}{spread}\u00a0%</b> on average"
-        + (f", from {rate(min(values))} to {rate(max(values))}" if spread else "")
+        + (f", from {format_rate(min(values))} to {format_rate(max(values))}" if spread else "")
         + ". "
-        f"{beside}{left}</p>{table_html(['seed', 'run', 'average accuracy', 'forgetting', 'bytes per task'], rows, 2)}"
+        f"{beside}{left}</p>{render_table(['seed', 'run', 'average accuracy', 'forgetting', 'bytes per task'], rows, 2)}"
     )
 
 
-def choices(search: Search, varied: Sequence[Parameter]) -> str:
+def render_choices(search: Search, varied: Sequence[Parameter]) -> str:
     """Protocol `per_task`: what was chosen for each task, in stream order."""
     if len(search.phases) < 2:
         return ""
@@ -541,7 +559,7 @@ def choices(search: Search, varied: Sequence[Parameter]) -> str:
         done = sum(t["status"] == "finished" for t in members)
         says = (
             ", ".join(
-                f"{p.name} {text(trial['params'][p.key])}"
+                f"{p.name} {format_setting(trial['params'][p.key])}"
                 for p in varied
                 if p.key in trial["params"]
             )
@@ -554,15 +572,15 @@ def choices(search: Search, varied: Sequence[Parameter]) -> str:
                 says,
                 trial["number"] if trial else "-",
                 f"{done} of {len(members)}",
-                written(score(trial) if trial else None, "rate"),
-                plots.bytes_text(size(trial)) if trial else "-",
+                format_value(score(trial) if trial else None, "rate"),
+                plots.format_bytes(size(trial)) if trial else "-",
             ]
         )
     return (
         '<h2 id="choices">Task by task</h2><p>What was chosen for each task, in the order of '
         "the stream. The accuracy is the average over the tasks so "
         "far, with the settings chosen for each of them; it falls where a harder task joins.</p>"
-        + table_html(
+        + render_table(
             ["task", "chosen settings", "trial", "trials finished", "accuracy", "bytes per task"],
             rows,
             2,
@@ -570,10 +588,10 @@ def choices(search: Search, varied: Sequence[Parameter]) -> str:
     )
 
 
-def space(search: Search, varied: Sequence[Parameter]) -> str:
+def render_space(search: Search, varied: Sequence[Parameter]) -> str:
     rows = [[p.name, p.dist or "-", p.says, p.key] for p in varied]
     table = (
-        table_html(["setting", "distribution", "values", "key in the config"], rows, 4)
+        render_table(["setting", "distribution", "values", "key in the config"], rows, 4)
         if rows
         else "<p>The record names no settings.</p>"
     )
@@ -588,7 +606,7 @@ def space(search: Search, varied: Sequence[Parameter]) -> str:
     )
 
 
-def cost(search: Search) -> str:
+def render_cost(search: Search) -> str:
     """Budget, device time, and what was saved because trials share stages."""
     run, reused = (sum(t["stages"][kind] for t in search.trials) for kind in ("run", "reused"))
     device, walls = (
@@ -600,7 +618,7 @@ def cost(search: Search) -> str:
         "<p>Trials whose settings agree up to some stage share the results up to there: "
         f"<b>{100 * reused / (run + reused):.0f} %</b> of the stages that "
         "trials needed were reused and not computed again, about "
-        f"{seconds_text(device / run * reused)} of device time at the average of the stages "
+        f"{format_seconds(device / run * reused)} of device time at the average of the stages "
         "that "
         "ran.</p>"
         if run and reused
@@ -612,12 +630,12 @@ def cost(search: Search) -> str:
     if each:
         used["trials"] = max((len(search.of(phase)) for phase in search.phases), default=0)
     rows = [
-        ["device time", device_hours(device)],
+        ["device time", format_device_hours(device)],
         ["stages computed", f"{run:,}"],
         ["stages reused", f"{reused:,}"],
         [
             "time on the clock",
-            f"{seconds_text(wall)} in {count(len(search.record['sessions']), 'session')}"
+            f"{format_seconds(wall)} in {count_text(len(search.record['sessions']), 'session')}"
             if search.record["sessions"]
             else "-",
         ],
@@ -633,15 +651,15 @@ def cost(search: Search) -> str:
     return (
         '<h2 id="cost">Cost</h2><p>A stage is one step of one task, such as its training; its '
         "result is stored and never computed twice.</p>"
-        f"{table_html(['what', 'how much'], rows, 1)}{saved}"
+        f"{render_table(['what', 'how much'], rows, 1)}{saved}"
     )
 
 
-def device_hours(seconds: float) -> str:
-    return f"{seconds_text(seconds)} ({seconds / 3600:.3g} device-hours)"
+def format_device_hours(seconds: float) -> str:
+    return f"{format_seconds(seconds)} ({seconds / 3600:.3g} device-hours)"
 
 
-def ranked(search: Search) -> list[Trial]:
+def rank_trials(search: Search) -> list[Trial]:
     """Best first, phase by phase: finished trials by accuracy, then those that were stopped by how
     far they came, running and failed ones."""
 
@@ -660,19 +678,19 @@ def ranked(search: Search) -> list[Trial]:
     return sorted(search.trials, key=key)
 
 
-def trials(search: Search, varied: Sequence[Parameter]) -> str:
+def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
     if not search.trials:
         return '<h2 id="trials">All trials</h2><p>No trial has started yet.</p>'
     several, chosen = len(search.phases) > 1, set(search.chosen().values())
     on_front = (
         {n for phase in search.phases for n in pareto(search.of(phase))}
-        if search_plots.varies(search)
+        if search_plots.sizes_differ(search)
         else set()
     )
     rows = []
-    for t in ranked(search):
+    for t in rank_trials(search):
         mark = (
-            f"<b>{search_plots.title(search)}</b>"
+            f"<b>{search_plots.chosen_label(search)}</b>"
             if t["number"] in chosen
             else '<span class="soft">front</span>'
             if t["number"] in on_front
@@ -684,17 +702,17 @@ def trials(search: Search, varied: Sequence[Parameter]) -> str:
                 *([escape(t["phase"])] if several else []),
                 mark,
                 f'<span class="{STATES[t["status"]]}">{t["status"]}</span>',
-                written(score(t), "rate"),
-                plots.bytes_text(size(t)),
+                format_value(score(t), "rate"),
+                plots.format_bytes(size(t)),
                 str(completed(t)),
                 *(
-                    f"{escape(text(t['params'][p.key]))}"
+                    f"{escape(format_setting(t['params'][p.key]))}"
                     if p.key in t["params"]
                     else '<span class="soft">-</span>'
                     for p in varied
                 ),
                 f"{t['stages']['run']} / {t['stages']['reused']}",
-                seconds_text(float(t["device_s"])),
+                format_seconds(float(t["device_s"])),
             ]
         )
     heading = [
@@ -717,11 +735,11 @@ def trials(search: Search, varied: Sequence[Parameter]) -> str:
         "Accuracy: average on validation images over the tasks that the trial completed; "
         f"bytes: what is kept per task{legend}. The same as files: "
         "<code>trials.csv</code>, "
-        f"<code>trials.parquet</code>.</p>{table_html(heading, rows, 4 if several else 3, safe=True)}"
+        f"<code>trials.parquet</code>.</p>{render_table(heading, rows, 4 if several else 3, safe=True)}"
     )
 
 
-def failures(search: Search) -> str:
+def render_failures(search: Search) -> str:
     said: dict[str, list[int]] = {}
     for t in search.trials:
         if t["status"] == "failed":
@@ -742,12 +760,12 @@ def failures(search: Search) -> str:
     )
 
 
-def settings(search: Search) -> str:
+def render_settings(search: Search) -> str:
     def dumped(value: Any) -> str:
-        return escape(dump_yaml(plain(value), default_flow_style=None, width=110))
+        return escape(dump_yaml(to_plain(value), default_flow_style=None, width=110))
 
     facts = "".join(
-        f"<dt>{escape(str(k))}</dt><dd>{escape(text(v))}</dd>"
+        f"<dt>{escape(str(k))}</dt><dd>{escape(format_setting(v))}</dd>"
         for k, v in search.record["provenance"].items()
     )
     return (
@@ -759,10 +777,10 @@ def settings(search: Search) -> str:
     )
 
 
-def rate(value: float) -> str:
+def format_rate(value: float) -> str:
     return f"{100 * value:.1f}\u00a0%"
 
 
-def points(difference: float) -> str:
+def format_points(difference: float) -> str:
     """A difference of accuracies in percentage points."""
     return f"{100 * difference:.2g} point{'s' * (f'{100 * difference:.2g}' != '1')}"

@@ -29,12 +29,12 @@ from pipeline.report.plots import (
     FAINT,
     INK,
     SEQUENTIAL,
-    bytes_text,
-    dress,
-    figure_of,
-    shades,
-    spans,
-    task_ticks,
+    format_bytes,
+    label_tasks,
+    mark_spans,
+    new_figure,
+    style_axes,
+    task_colours,
 )
 from pipeline.results.trials import Search, Trial, number, pareto, score, size
 
@@ -73,7 +73,7 @@ STAR: dict[str, Any] = {
 }
 
 
-def legend(figure: Figure, handles: Sequence[Any], columns: int = 6) -> None:
+def add_legend(figure: Figure, handles: Sequence[Any], columns: int = 6) -> None:
     if handles:
         figure.legend(
             handles=list(handles),
@@ -84,12 +84,12 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int = 6) -> None:
         )
 
 
-def point(label: str, **style: Any) -> Line2D:
+def legend_entry(label: str, **style: Any) -> Line2D:
     """An entry of a legend."""
     return Line2D([], [], linestyle=style.pop("linestyle", "none"), label=label, **style)
 
 
-def alike(
+def group_by_style(
     trials: Sequence[Trial], chosen: Collection[int]
 ) -> list[tuple[dict[str, Any], list[Trial]]]:
     """(look of their points, trials) by status, of those that there are; trials that stand out come
@@ -105,7 +105,7 @@ def alike(
     ]
 
 
-def mark(axes: Axes, x: Any, y: Any, look: Mapping[str, Any]) -> None:
+def draw_points(axes: Axes, x: Any, y: Any, look: Mapping[str, Any]) -> None:
     """A point, or several that look the same."""
     axes.plot(
         x,
@@ -116,18 +116,18 @@ def mark(axes: Axes, x: Any, y: Any, look: Mapping[str, Any]) -> None:
     )
 
 
-def title(search: Search) -> str:
+def chosen_label(search: Search) -> str:
     """What the trials are that stand out."""
     return "chosen" if len(search.phases) > 1 else "winner" if search.winner else "leading"
 
 
-def points_of(search: Search, trials: Sequence[Trial]) -> list[Line2D]:
+def legend_entries(search: Search, trials: Sequence[Trial]) -> list[Line2D]:
     met = {t["status"] for t in trials}
-    found = [point(**look) for status, look in LOOKS.items() if status in met]
-    return found + ([point(title(search), **STAR)] if search.chosen() else [])
+    found = [legend_entry(**look) for status, look in LOOKS.items() if status in met]
+    return found + ([legend_entry(chosen_label(search), **STAR)] if search.chosen() else [])
 
 
-def accuracy_axis(axes: Axes, search: Search, which: str = "y") -> str:
+def format_accuracy_axis(axes: Axes, search: Search, which: str = "y") -> str:
     """Writes shares as per cent, or where trials stand in their phase as points. Returns what the
     axis shows."""
     axis = axes.yaxis if which == "y" else axes.xaxis
@@ -139,7 +139,7 @@ def accuracy_axis(axes: Axes, search: Search, which: str = "y") -> str:
 
 
 # ---- parameters ----------------------------------------------------------------------------------
-def unit(p: Parameter, place: float) -> float:
+def axis_share(p: Parameter, place: float) -> float:
     """A place on the axis of a parameter as a share of its length."""
     if p.categories:
         return (place + 0.5) / len(p.categories)
@@ -147,7 +147,7 @@ def unit(p: Parameter, place: float) -> float:
     return (at - low) / (high - low)
 
 
-def spread(p: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
+def spread_positions(p: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
     """Places of trials. Those of one category are spread over `width` around it in the given order,
     so that none hides another."""
     places = [p.place(t) for t in trials]
@@ -164,7 +164,7 @@ def spread(p: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
     return places
 
 
-def ticks(p: Parameter) -> list[tuple[float, str]]:
+def axis_ticks(p: Parameter) -> list[tuple[float, str]]:
     """(place, label) along the axis of a parameter: the categories, or both ends and round numbers
     between them."""
     if p.categories:
@@ -179,12 +179,12 @@ def ticks(p: Parameter) -> list[tuple[float, str]]:
         v
         for v in map(float, inner)
         if p.low < v < p.high
-        and all(abs(unit(p, v) - unit(p, end)) > 0.09 for end in (p.low, p.high))
+        and all(abs(axis_share(p, v) - axis_share(p, end)) > 0.09 for end in (p.low, p.high))
     ]
     return [(v, f"{v:.3g}") for v in sorted(found)]
 
 
-def wrapped(name: str, width: int) -> str:
+def wrap_name(name: str, width: int) -> str:
     """A dotted name on several lines, broken behind dots and underlines."""
     return "\n".join(
         line.replace(". ", ".").replace("_ ", "_")
@@ -192,7 +192,7 @@ def wrapped(name: str, width: int) -> str:
     )
 
 
-def parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
+def draw_parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
     """One line per trial through its settings to its accuracy, dark where that is high; the chosen
     ones in the winner's colour on top."""
     standing, chosen = search.standing(), set(search.chosen().values())
@@ -226,9 +226,12 @@ def parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
         high=max([*standing.values(), high]),
     )
     absent = any(p.key not in t["params"] for p in varied for t in trials)
-    figure, (axes,) = figure_of(10.4, 4.6)
+    figure, (axes,) = new_figure(10.4, 4.6)
     heights = [
-        [ABSENT if math.isnan(place) else unit(p, place) for place in spread(p, trials, 0.5)]
+        [
+            ABSENT if math.isnan(place) else axis_share(p, place)
+            for place in spread_positions(p, trials, 0.5)
+        ]
         for p in varied
     ]
     faded = 0.85 if len(trials) <= 50 else 0.5 if len(trials) <= 150 else 0.3
@@ -236,7 +239,7 @@ def parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
         line = [h[index] for h in heights]
         style: dict[str, Any] = {"color": FAINT, "linewidth": 0.9, "linestyle": ":", "alpha": 0.8}
         if t["number"] in standing:
-            line.append(unit(last, standing[t["number"]]))
+            line.append(axis_share(last, standing[t["number"]]))
             style = {
                 "color": DARK(scale(standing[t["number"]])),
                 "linewidth": 1.5,
@@ -262,7 +265,7 @@ def parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
     axes.set_xticks(
         range(len(varied) + 1),
         [
-            wrapped(name, 15 if len(varied) < 8 else 11)
+            wrap_name(name, 15 if len(varied) < 8 else 11)
             for name in [*(p.name for p in varied), *names]
         ],
         fontsize=9 if len(varied) < 8 else 7.5,
@@ -274,24 +277,28 @@ def parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
     bar = figure.colorbar(ScalarMappable(scale, DARK), ax=axes, fraction=0.03, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
-    bar.set_label(accuracy_axis(bar.ax, search), fontsize=8.5)
+    bar.set_label(format_accuracy_axis(bar.ax, search), fontsize=8.5)
     met = {t["status"] for t in trials if t["number"] in standing}
-    legend(
+    add_legend(
         figure,
         [
-            *([point(title(search), color=WINNER, linewidth=3.2, linestyle="-")] if chosen else []),
             *(
-                [point("finished", color=DARK(0.7), linewidth=1.5, linestyle="-")]
+                [legend_entry(chosen_label(search), color=WINNER, linewidth=3.2, linestyle="-")]
+                if chosen
+                else []
+            ),
+            *(
+                [legend_entry("finished", color=DARK(0.7), linewidth=1.5, linestyle="-")]
                 if "finished" in met
                 else []
             ),
             *(
-                [point("not all tasks", color=DARK(0.7), linewidth=1.0, linestyle="--")]
+                [legend_entry("not all tasks", color=DARK(0.7), linewidth=1.0, linestyle="--")]
                 if met - {"finished"}
                 else []
             ),
             *(
-                [point("failed, or no accuracy", color=FAINT, linewidth=0.9, linestyle=":")]
+                [legend_entry("failed, or no accuracy", color=FAINT, linewidth=0.9, linestyle=":")]
                 if len(standing) < len(trials)
                 else []
             ),
@@ -306,20 +313,20 @@ def draw_axis(axes: Axes, x: float, p: Parameter, absent: bool, points: bool) ->
     axes.plot([x, x], [0, 1], color=INK, linewidth=0.9, zorder=3)
     box = {"boxstyle": "square,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
     places = [
-        (unit(p, place), label if p.key else f"{100 * place:.3g}{'' if points else ' %'}")
-        for place, label in ticks(p)
+        (axis_share(p, place), label if p.key else f"{100 * place:.3g}{'' if points else ' %'}")
+        for place, label in axis_ticks(p)
     ]
     for y, label in [*places, *([(ABSENT, "- (none)")] if absent else [])]:
         axes.plot([x - 0.012, x + 0.012], [y, y], color=INK, linewidth=0.9, zorder=3)
         axes.text(x + 0.03, y, label, fontsize=8, va="center", color=INK, zorder=5, bbox=box)
 
 
-def importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Figure:
+def draw_importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Figure:
     """Bars: what share of the differences in accuracy each parameter explains, the largest on
     top."""
     keys = list(shares)[::-1]
-    figure, (axes,) = figure_of(7.2, 0.9 + 0.36 * max(len(keys), 2))
-    dress(
+    figure, (axes,) = new_figure(7.2, 0.9 + 0.36 * max(len(keys), 2))
+    style_axes(
         axes,
         "Importance of parameters",
         "share of the differences in accuracy that it explains",
@@ -335,26 +342,26 @@ def importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Figure:
     return figure
 
 
-def slices(search: Search, varied: Sequence[Parameter]) -> Figure:
+def draw_slices(search: Search, varied: Sequence[Parameter]) -> Figure:
     """Accuracy against each parameter by itself."""
     standing, chosen = search.standing(), set(search.chosen().values())
     trials = [t for t in search.trials if t["number"] in standing]
     columns = min(3, len(varied))
     rows = -(-len(varied) // columns)
-    figure, panels = figure_of(
+    figure, panels = new_figure(
         max(4.6, 3.45 * columns), 0.6 + 2.5 * rows, rows, columns, sharey=True
     )
     for index, (axes, p) in enumerate(zip(panels, varied, strict=False)):
-        dress(axes, p.name if len(p.name) <= 34 else "…" + p.name[-33:], grid="both")
-        said = accuracy_axis(axes, search)
+        style_axes(axes, p.name if len(p.name) <= 34 else "…" + p.name[-33:], grid="both")
+        said = format_accuracy_axis(axes, search)
         axes.set_ylabel(said if index % columns == 0 else "", fontsize=9, color=INK)
         at = {
             t["number"]: x
-            for x, t in zip(spread(p, trials, 0.5), trials, strict=True)
+            for x, t in zip(spread_positions(p, trials, 0.5), trials, strict=True)
             if not math.isnan(x)
         }
-        for look, members in alike([t for t in trials if t["number"] in at], chosen):
-            mark(
+        for look, members in group_by_style([t for t in trials if t["number"] in at], chosen):
+            draw_points(
                 axes,
                 [at[t["number"]] for t in members],
                 [standing[t["number"]] for t in members],
@@ -362,29 +369,29 @@ def slices(search: Search, varied: Sequence[Parameter]) -> Figure:
             )
         if p.categories:
             axes.set_xlim(-0.6, len(p.categories) - 0.4)
-            task_ticks(axes, p.categories, "x")
+            label_tasks(axes, p.categories, "x")
             continue
         if p.log:
             axes.set_xscale("log")
             axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xticks([v for v, _ in ticks(p)], [label for _, label in ticks(p)])
+        axes.set_xticks([v for v, _ in axis_ticks(p)], [label for _, label in axis_ticks(p)])
         margin = (p.high / p.low) ** 0.05 if p.log else 0.05 * (p.high - p.low)
         axes.set_xlim(
             *((p.low / margin, p.high * margin) if p.log else (p.low - margin, p.high + margin))
         )
     for axes in panels[len(varied) :]:
         axes.set_visible(False)
-    legend(figure, points_of(search, trials))
+    add_legend(figure, legend_entries(search, trials))
     return figure
 
 
 # ---- the search over time ------------------------------------------------------------------------
-def history(search: Search) -> Figure:
+def draw_history(search: Search) -> Figure:
     """Accuracy by number of the trial, the highest so far among finished ones; failed trials and
     those without accuracy at the bottom."""
     compared, chosen = search.standing(), set(search.chosen().values())
-    figure, (axes,) = figure_of(10.4, 3.6)
-    dress(axes, "", "trial", "validation accuracy")
+    figure, (axes,) = new_figure(10.4, 3.6)
+    style_axes(axes, "", "trial", "validation accuracy")
     scores = [score(t) for t in search.trials if t["number"] in compared] or [0.0, 1.0]
     floor = min(scores) - 0.12 * max(max(scores) - min(scores), 0.02)
     for phase in search.phases:
@@ -395,8 +402,8 @@ def history(search: Search) -> Figure:
             at = [*(t["number"] for t in finished), search.of(phase)[-1]["number"]]
             tops = np.maximum.accumulate([score(t) for t in finished])
             axes.step(at, [*tops, tops[-1]], where="post", color=FINISHED, linewidth=1.6, alpha=0.6)
-    for look, members in alike(search.trials, chosen):
-        mark(
+    for look, members in group_by_style(search.trials, chosen):
+        draw_points(
             axes,
             [t["number"] for t in members],
             [score(t) if t["number"] in compared else floor for t in members],
@@ -408,22 +415,22 @@ def history(search: Search) -> Figure:
         if (numbers := [t["number"] for t in search.of(phase)])
     ]
     if len(parts) > 1:
-        spans(axes, parts)
+        mark_spans(axes, parts)
     axes.set_ylim(floor, max(scores) + 0.14 * max(max(scores) - floor, 0.02))
     axes.set_xlim(search.trials[0]["number"] - 0.6, search.trials[-1]["number"] + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axes.yaxis.set_major_formatter(PER_CENT)
-    legend(
+    add_legend(
         figure,
         [
-            *points_of(search, search.trials),
-            point("highest so far", color=FINISHED, linewidth=1.6, alpha=0.6, linestyle="-"),
+            *legend_entries(search, search.trials),
+            legend_entry("highest so far", color=FINISHED, linewidth=1.6, alpha=0.6, linestyle="-"),
         ],
     )
     return figure
 
 
-def curves(search: Search) -> Figure:
+def draw_curves(search: Search) -> Figure:
     """Average validation accuracy after each task, one line per trial; those that were stopped end
     early."""
     chosen = set(search.chosen().values())
@@ -433,8 +440,8 @@ def curves(search: Search) -> Figure:
         for r in t["results"]
     }
     places = {position: x for x, position in enumerate(sorted(names))}
-    figure, (axes,) = figure_of(10.4, 3.9)
-    dress(axes, "", "after learning", "average validation accuracy so far")
+    figure, (axes,) = new_figure(10.4, 3.9)
+    style_axes(axes, "", "after learning", "average validation accuracy so far")
     shown = [t for t in search.trials if t["results"]]
     faded = 0.7 if len(shown) <= 50 else 0.3
     for t in sorted(shown, key=lambda t: (t["number"] in chosen, t["status"] == "finished")):
@@ -448,13 +455,13 @@ def curves(search: Search) -> Figure:
         else:
             axes.plot(xs, ys, color=look["color"], linewidth=1.3, alpha=faded)
         if t["status"] != "finished":
-            mark(axes, xs[-1], ys[-1], look)
+            draw_points(axes, xs[-1], ys[-1], look)
     axes.yaxis.set_major_formatter(PER_CENT)
     axes.set_xlim(-0.2, max(len(places) - 0.8, 0.2))
-    task_ticks(axes, [names[position] for position in places], "x")
+    label_tasks(axes, [names[position] for position in places], "x")
     met = {t["status"] for t in shown}
     handles = [
-        point(
+        legend_entry(
             **(
                 look
                 | ({"marker": "", "linestyle": "-"} if status == "finished" else {"linestyle": "-"})
@@ -463,15 +470,19 @@ def curves(search: Search) -> Figure:
         for status, look in LOOKS.items()
         if status in met
     ]
-    legend(
+    add_legend(
         figure,
         handles
-        + ([point(title(search), color=WINNER, linewidth=3, linestyle="-")] if chosen else []),
+        + (
+            [legend_entry(chosen_label(search), color=WINNER, linewidth=3, linestyle="-")]
+            if chosen
+            else []
+        ),
     )
     return figure
 
 
-def varies(search: Search) -> bool:
+def sizes_differ(search: Search) -> bool:
     """Whether finished trials keep different numbers of bytes."""
     return (
         len(
@@ -485,16 +496,16 @@ def varies(search: Search) -> bool:
     )
 
 
-def front(search: Search) -> Figure:
+def draw_front(search: Search) -> Figure:
     """Accuracy against bytes of finished trials (log scale); those that nothing beats in both are
     joined, phase by phase."""
-    figure, (axes,) = figure_of(7.2, 4.4)
+    figure, (axes,) = new_figure(7.2, 4.4)
     phases, chosen = search.phases, search.chosen()
-    dress(axes, "", "bytes kept per task (log scale)", "validation accuracy", grid="both")
+    style_axes(axes, "", "bytes kept per task (log scale)", "validation accuracy", grid="both")
     axes.set_xscale("log")
     named, everything = [], []
     for phase, colour in zip(
-        phases, shades(len(phases)) if len(phases) > 1 else [FINISHED], strict=True
+        phases, task_colours(len(phases)) if len(phases) > 1 else [FINISHED], strict=True
     ):
         trials = [
             t
@@ -525,7 +536,7 @@ def front(search: Search) -> Figure:
                 label=phase or "front: nothing is better in both",
             )
         if (best := search.trial(chosen.get(phase))) is not None and size(best) > 0:
-            mark(axes, size(best), score(best), STAR)
+            draw_points(axes, size(best), score(best), STAR)
         named += line
         everything += [(x, y) for x, y, _ in line] + others
     if everything:
@@ -545,15 +556,19 @@ def front(search: Search) -> Figure:
             fontsize=9,
             color=INK,
         )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: bytes_text(v)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format_bytes(v)))
     decades = axes.get_xlim()[1] / axes.get_xlim()[0] > 30
     axes.xaxis.set_minor_formatter(
         NullFormatter()
         if decades
-        else FuncFormatter(lambda v, _: bytes_text(v) if f"{v:.0e}"[0] in "235" else "")
+        else FuncFormatter(lambda v, _: format_bytes(v) if f"{v:.0e}"[0] in "235" else "")
     )
     axes.tick_params(which="minor", labelsize=8, colors=INK, length=2)
     axes.yaxis.set_major_formatter(PER_CENT)
     handles, _ = axes.get_legend_handles_labels()
-    legend(figure, handles + ([point(title(search), **STAR)] if chosen else []), columns=4)
+    add_legend(
+        figure,
+        handles + ([legend_entry(chosen_label(search), **STAR)] if chosen else []),
+        columns=4,
+    )
     return figure

@@ -76,7 +76,7 @@ class MaskView:
                 for block, row in enumerate(self.tokens)
             ]
         return found + [
-            self._row(kind_of(n), block_of(n), self.kept[n], self.sizes[n])
+            self._row(mask_kind(n), mask_block(n), self.kept[n], self.sizes[n])
             for n in self.bits
             if n != "tokens"
         ]
@@ -93,23 +93,28 @@ class MaskView:
         }
 
 
-def kind_of(name: str) -> str:
+def mask_kind(name: str) -> str:
     """`blocks.3.fc1` -> `fc1`; a name without a block is its own kind."""
     return re.sub(r"^blocks\.\d+\.", "", name)
 
 
-def block_of(name: str) -> int | None:
+def mask_block(name: str) -> int | None:
     found = re.match(r"blocks\.(\d+)\.", name)
     return int(found.group(1)) if found else None
 
 
 def _place(name: str) -> tuple[bool, str, int, str]:
     """Order of masks: tokens first, then kind by kind, block by block."""
-    return name != "tokens", kind_of(name), -1 if (block := block_of(name)) is None else block, name
+    return (
+        name != "tokens",
+        mask_kind(name),
+        -1 if (block := mask_block(name)) is None else block,
+        name,
+    )
 
 
 def kinds(views: list[MaskView]) -> list[str]:
-    return list(dict.fromkeys(kind_of(name) for view in views for name in view.bits))
+    return list(dict.fromkeys(mask_kind(name) for view in views for name in view.bits))
 
 
 def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:
@@ -123,7 +128,7 @@ def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:
             names = [
                 n
                 for n in first.bits
-                if kind_of(n) == kind and first.sizes[n] == second.sizes.get(n)
+                if mask_kind(n) == kind and first.sizes[n] == second.sizes.get(n)
             ]
             if names:
                 both = sum(
@@ -162,14 +167,14 @@ def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
     rows, used = [], dict[str, NDArray[np.uint8]]()
     for view in views:
         fresh = again = 0
-        for name in (n for n in view.bits if kind_of(n) == kind):
+        for name in (n for n in view.bits if mask_kind(n) == kind):
             bits, before = view.bits[name], used.get(name, view.bits[name][:0])
             length = max(len(bits), len(before))
             bits, before = (np.pad(b, (0, length - len(b))) for b in (bits, before))
             fresh += int(np.bitwise_count(bits & ~before).sum())
             again += int(np.bitwise_count(bits & before).sum())
             used[name] = bits | before
-        size = sum(n for name, n in view.sizes.items() if kind_of(name) == kind)
+        size = sum(n for name, n in view.sizes.items() if mask_kind(name) == kind)
         if size:
             rows.append(
                 {

@@ -27,7 +27,7 @@ from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
 AVERAGES = ("average_accuracy", "average_incremental_accuracy", "last_accuracy")
-BESIDE = {
+EXTRA_COUNTS = {
     "top5": "correct_top5",
     "task_aware": "correct_task_aware",
 }  # in scenario `class`: right among the first five; the task given
@@ -41,7 +41,7 @@ class Matrix:
 
     source (T, T): `measured`; `follows` (equals the diagonal, because the method cannot change an
     earlier task's answers, so it was not measured again); `missing` (not finished yet); `ahead` (a
-    task that was not learned yet). beside: other counts of the same answers, by name; their
+    task that was not learned yet). extra: other counts of the same answers, by name; their
     averages stand among the metrics as `NAME_average_accuracy` and so on.
     """
 
@@ -50,7 +50,7 @@ class Matrix:
     correct: NDArray[np.float64]
     total: NDArray[np.float64]
     source: NDArray[np.str_]
-    beside: Mapping[str, Matrix] = field(default_factory=dict)
+    extra: Mapping[str, Matrix] = field(default_factory=dict)
 
     @cached_property
     def rates(self) -> NDArray[np.float64]:
@@ -59,7 +59,7 @@ class Matrix:
     @cached_property
     def over_time(self) -> list[dict[str, float]]:
         rows = metrics.over_time(self.correct, self.total)
-        for prefix, other in self.beside.items():
+        for prefix, other in self.extra.items():
             rows = [
                 row | {f"{prefix}_{name}": values[name] for name in AVERAGES}
                 for row, values in zip(rows, other.over_time, strict=True)
@@ -180,10 +180,10 @@ class RunTables:
         try:
             return artifact.read(name)
         except (UserError, OSError) as error:
-            self.note(str(error))
+            self.add_problem(str(error))
             return None
 
-    def note(self, sentence: str) -> None:
+    def add_problem(self, sentence: str) -> None:
         if sentence not in self.problems:
             self.problems.append(sentence)
 
@@ -205,7 +205,7 @@ class RunTables:
                 else TaskState.from_bytes(data, f"task state of {label}/{task}")
             )
         except UserError as error:
-            self.note(str(error))
+            self.add_problem(str(error))
             return None
 
     def carried(self, label: str, task: str) -> Carried:
@@ -218,7 +218,7 @@ class RunTables:
                 else Carried.from_bytes(data, f"carried state of {label}/{task}")
             )
         except UserError as error:
-            self.note(str(error))
+            self.add_problem(str(error))
             return Carried()
 
     # ---- numbers ---------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class RunTables:
         for t, after in enumerate(tasks):
             rows = [
                 r
-                for r in self.measured(label, after)
+                for r in self.evaluation_rows(label, after)
                 if r["task"] in tasks and r.get(correct) is not None
             ]
             for row in rows:
@@ -246,7 +246,7 @@ class RunTables:
                     if source[t, i] == "missing" and source[i, i] == "measured":
                         hits[t, i], totals[t, i], source[t, i] = hits[i, i], totals[i, i], "follows"
         beside = (
-            {name: self.matrix(label, count) for name, count in BESIDE.items()}
+            {name: self.matrix(label, count) for name, count in EXTRA_COUNTS.items()}
             if self.scenario == "class" and correct == "correct"
             else {}
         )
@@ -335,7 +335,7 @@ class RunTables:
                     )
                     or None,
                     "flops_share": _mean([r["flops_share"] for r in tasks]),
-                    "answers": self.verdict(label),
+                    "answers": self.logits_verdict(label),
                     "wall_s": sum(
                         a.manifest.get("wall_s") or 0
                         for i, a in self.artifacts.items()
@@ -345,13 +345,13 @@ class RunTables:
             )
         return rows
 
-    def evidence(self, label: str) -> list[Row]:
+    def logits_rows(self, label: str) -> list[Row]:
         """Per task: how often it was measured, and whether its logits had the same sha256 each
         time. Only what was measured on one kind of device with one number of threads is compared:
         others sum in another order."""
         seen: dict[str, dict[str, list[str]]] = {}
         for after in self.tasks(label):
-            for row in self.measured(label, after):
+            for row in self.evaluation_rows(label, after):
                 places = seen.setdefault(row["task"], {})
                 places.setdefault(self._place(label, after), []).append(
                     row.get("logits_sha256") or ""
@@ -378,7 +378,7 @@ class RunTables:
         provenance = artifact.manifest.get("provenance") or {} if artifact else {}
         return f"{provenance.get('device')} {provenance.get('threads')}"
 
-    def measured(self, label: str, after: str) -> list[Row]:
+    def evaluation_rows(self, label: str, after: str) -> list[Row]:
         """What was measured after learning `after`: the row of the matrix, or of a star the new
         task and its canary, the task before, which is measured again beside the new one."""
         result = self.result(label, after) or {"rows": []}
@@ -390,7 +390,7 @@ class RunTables:
         wrong ones on average. Of other methods nothing."""
         found = []
         for index, after in enumerate(self.tasks(label)):
-            for row in (r for r in self.measured(label, after) if "picks" in r):
+            for row in (r for r in self.evaluation_rows(label, after) if "picks" in r):
                 picks = row["picks"]
                 found.append(
                     {
@@ -407,7 +407,7 @@ class RunTables:
                 )
         return found
 
-    def picked(
+    def pick_counts(
         self, label: str, after: str | None = None
     ) -> tuple[NDArray[np.int64], list[str], list[str]] | None:
         """Counts (task, candidate) of what images were taken for after learning `after`, by default
@@ -415,9 +415,11 @@ class RunTables:
         stages = [
             t
             for t in self.tasks(label)
-            if any("picks" in r for r in self.measured(label, t)) and after in (None, t)
+            if any("picks" in r for r in self.evaluation_rows(label, t)) and after in (None, t)
         ]
-        rows = [r for r in self.measured(label, stages[-1]) if "picks" in r] if stages else []
+        rows = (
+            [r for r in self.evaluation_rows(label, stages[-1]) if "picks" in r] if stages else []
+        )
         if not rows:
             return None
         return (
@@ -426,10 +428,10 @@ class RunTables:
             rows[0]["picks"]["candidates"],
         )
 
-    def verdict(self, label: str) -> str:
+    def logits_verdict(self, label: str) -> str:
         """`identical` or `changed` where earlier tasks were measured again, else `not measured
         again`."""
-        said = [r["logits_equal"] for r in self.evidence(label) if r["logits_equal"] is not None]
+        said = [r["logits_equal"] for r in self.logits_rows(label) if r["logits_equal"] is not None]
         return "not measured again" if not said else "identical" if all(said) else "changed"
 
     def confusion(
@@ -533,7 +535,7 @@ class RunTables:
             "averages": averages,
             "sizes": [r for lb in self.labels for r in self.sizes(lb)],
             "histories": histories,
-            "logits": [r for lb in self.labels for r in self.evidence(lb)],
+            "logits": [r for lb in self.labels for r in self.logits_rows(lb)],
             "picks": [r for lb in self.labels for r in self.picks(lb)],
             "stages": self.stage_rows(),
             "warnings": self.warnings(),

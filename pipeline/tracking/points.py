@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.report import figures, files, mask_plots, plots
 from pipeline.results.masks import MaskView, overlap_rows
-from pipeline.results.tables import AVERAGES, BESIDE, Matrix, Row, RunTables, matrix_rows
+from pipeline.results.tables import AVERAGES, EXTRA_COUNTS, Matrix, Row, RunTables, matrix_rows
 
 SHOWN = (
     "average_accuracy",
@@ -23,7 +23,7 @@ SHOWN = (
     "forgetting",
     "backward_transfer",
     "learning_accuracy",
-    *(f"{prefix}_{name}" for prefix in BESIDE for name in AVERAGES),
+    *(f"{prefix}_{name}" for prefix in EXTRA_COUNTS for name in AVERAGES),
 )
 # kinds of report pictures that belong to one method
 OF_LABEL = (
@@ -174,7 +174,7 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
         "source": matrix.source.tolist(),
     }
     found = {
-        "accuracy_matrix.png": plots.png(plots.matrix(matrix)),
+        "accuracy_matrix.png": plots.to_png(plots.draw_matrix(matrix)),
         "accuracy_matrix.json": json.dumps(body, indent=1).encode(),
         "accuracy_matrix.csv": files.as_csv(square(matrix)),
         "accuracy_matrix.parquet": files.as_parquet(rows),
@@ -187,9 +187,9 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
         found["sizes.csv"] = files.as_csv(sizes)
     if picks := tables.picks(label):
         found["picks.csv"] = files.as_csv(picks)
-    if (picked := tables.picked(label)) is not None:
+    if (picked := tables.pick_counts(label)) is not None:
         counts, tasks, candidates = picked
-        found["picked.png"] = plots.png(figures.picked_figure(label, *picked))
+        found["picked.png"] = plots.to_png(figures.draw_picks(label, *picked))
         found["picked.csv"] = files.as_csv(
             [
                 {"images of": task, **dict(zip(candidates, row, strict=True))}
@@ -237,18 +237,18 @@ def task_files(
         return found
     own = views[-1]
     if own.tokens is not None:
-        found["token_masks.png"] = figures.token_picture(tables, [own], most_blocks=12)
+        found["token_masks.png"] = figures.token_mask_png(tables, [own], most_blocks=12)
     if own.bits:
         found["masks.csv"] = files.as_csv(own.rows())
     for name, figure in (
-        ("density", mask_plots.density([own])),
-        ("mask_layers", mask_plots.layers(own)),
-        ("overlap", mask_plots.overlaps(views)),
-        ("capacity", mask_plots.used(views)),
-        ("tokens", mask_plots.prompts(views)),
+        ("density", mask_plots.draw_density([own])),
+        ("mask_layers", mask_plots.draw_layers(own)),
+        ("overlap", mask_plots.draw_overlaps(views)),
+        ("capacity", mask_plots.draw_capacity(views)),
+        ("tokens", mask_plots.draw_prompts(views)),
     ):
         if figure is not None:
-            found[f"{name}.png"] = plots.png(figure)
+            found[f"{name}.png"] = plots.to_png(figure)
     if shared := overlap_rows(list(views)):
         found["overlap.csv"] = files.as_csv(
             [row for row in shared if task in (row["task"], row["other"])]
@@ -267,7 +267,7 @@ def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes
         for name, line in zip(names, counts.tolist(), strict=True)
     ]
     return {
-        "confusion.png": plots.png(plots.confusion(counts, names, f"{label}: {task}")),
+        "confusion.png": plots.to_png(plots.draw_confusion(counts, names, f"{label}: {task}")),
         "confusion.csv": files.as_csv(rows),
     }
 

@@ -304,7 +304,7 @@ class RunWriter:
 
     def _views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
         """Masks of the tasks up to `task` that are finished, from memory or from the store."""
-        from pipeline.report.figures import view_of
+        from pipeline.report.figures import load_mask_view
 
         tasks = tables.tasks(label)
         found = []
@@ -312,7 +312,7 @@ class RunWriter:
             if tables.state_stage(label, name) is None:
                 continue
             if (label, name) not in self.views or name == task:
-                self.views[label, name] = view_of(tables, label, name)
+                self.views[label, name] = load_mask_view(tables, label, name)
             found.append(self.views[label, name])
         while (
             sum(b.nbytes for v in self.views.values() if v for b in v.bits.values()) > CACHE_BYTES

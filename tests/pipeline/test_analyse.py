@@ -141,9 +141,9 @@ def test_accuracy_stands_beside_entropy_as_it_was_evaluated(
 
 def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]) -> None:
     config, store, graph, tasks = cli.prepare(cli.parser().parse_args(["plan", configs["plain"]]))
-    run = analyse.Analysed(config, graph, store, {})
+    run = analyse.FinishedRun(config, graph, store, {})
     for label in ("finetune", "meat"):
-        assert [(job.id, task) for _, job, task in analyse.finished(run, label)] == [
+        assert [(job.id, task) for _, job, task in analyse.load_methods(run, label)] == [
             (f"{label}/b/evaluate", task) for task in tasks
         ]
 
@@ -367,7 +367,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     assert record is not None
     assert other is not None
     page = {"report.html": "".join(analysis_section.BEFORE).encode()}
-    assert b"data:image" in analysis_section.shown(page, record, store)["report.html"]
+    assert b"data:image" in analysis_section.add_section(page, record, store)["report.html"]
     changed = {
         **record,
         "stages": [
@@ -375,15 +375,17 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
             for s in record["stages"]
         ],
     }
-    without = analysis_section.shown(page, changed, store)["report.html"].decode()
+    without = analysis_section.add_section(page, changed, store)["report.html"].decode()
     assert "data:image" not in without
     assert "is left out, because the results that it looked at have changed since" in without
     renamed = {**record, "name": "moved"}
-    assert analysis_section.shown(page, renamed, store) == page, "there is none in that folder"
+    assert analysis_section.add_section(page, renamed, store) == page, (
+        "there is none in that folder"
+    )
     (out(configs, "scaled").parent / "moved").mkdir()
     for path in out(configs, "scaled").iterdir():
         (out(configs, "scaled").parent / "moved" / path.name).write_bytes(path.read_bytes())
-    assert b"data:image" in analysis_section.shown(page, renamed, store)["report.html"], (
+    assert b"data:image" in analysis_section.add_section(page, renamed, store)["report.html"], (
         "a name is no result"
     )
     grown = {
@@ -393,12 +395,12 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
             {"id": "finetune/c/evaluate", "key": "1" * 32, "step": "evaluate"},
         ],
     }
-    assert b"data:image" not in analysis_section.shown(page, grown, store)["report.html"]
+    assert b"data:image" not in analysis_section.add_section(page, grown, store)["report.html"]
     try:
         store.save_record({**other, "stages": [{**s, "key": "0" * 32} for s in other["stages"]]})
-        assert b"data:image" not in analysis_section.shown(page, record, store)["report.html"], (
-            "one that it is compared with has changed"
-        )
+        assert (
+            b"data:image" not in analysis_section.add_section(page, record, store)["report.html"]
+        ), "one that it is compared with has changed"
     finally:
         store.save_record(other)
 
@@ -411,7 +413,7 @@ def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
     for text in ("", "[]", '{"attention": 1}', '{"attention": {}}'):
         (tmp_path / "runs" / "some").mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / "some" / analysis_section.NAME).write_text(text)
-        assert analysis_section.shown(page, {"name": "some", "stages": []}, store) == page
+        assert analysis_section.add_section(page, {"name": "some", "stages": []}, store) == page
 
 
 # ---- maps ----------------------------------------------------------------------------------------
@@ -419,7 +421,7 @@ def test_a_map_lies_where_its_patches_are() -> None:
     image = np.zeros((maps.CELL, maps.CELL, 3), np.float32)
     look = torch.zeros(4, 4)
     look[0, 3] = 2.0
-    drawn = maps.over(image, look, "viridis", 2.0).sum(-1)
+    drawn = maps.blend_map(image, look, "viridis", 2.0).sum(-1)
     y, x = np.unravel_index(drawn.argmax(), drawn.shape)
     assert y < maps.CELL / 4 <= 3 * maps.CELL / 4 < x
 
@@ -435,7 +437,7 @@ def test_what_is_selected_stands_between_two_looks_and_may_be_absent() -> None:
         ("one", Maps(images, ["a", "b"], ["a", "b"], looks, torch.ones(2, 4, 4))),
     ]
     assert maps._titles(entries) == ["block 3, first look", "selected", "block 3, second look"]
-    words = [text.get_text() for text in maps.maps_figure("toast", entries).texts]
+    words = [text.get_text() for text in maps.draw_maps("toast", entries).texts]
     assert words.count("answered right") == 3
     assert words.count("answered\na") == 1
     assert {

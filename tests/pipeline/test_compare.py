@@ -14,8 +14,8 @@ import pytest
 
 from pipeline import cli
 from pipeline.graph.store import Store
-from pipeline.report.compare import NUMBERS, Spread, compared, grouped
-from pipeline.report.compare_page import page
+from pipeline.report.comparison import NUMBERS, Spread, compare_runs, group_runs
+from pipeline.report.comparison_page import render_page
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
 from workers.storage.artifact import Artifact
@@ -78,12 +78,12 @@ def test_runs_that_differ_in_seed_and_name_alone_are_one_group(storage: Any) -> 
         run_of(storage, "c", 0, train={"lr": 0.5}),
         run_of(storage, "d", 1, cluster={"workers": 4}),
     ]
-    assert [[r.record["name"] for r in g.runs.values()] for g in grouped(runs)] == [
+    assert [[r.record["name"] for r in g.runs.values()] for g in group_runs(runs)] == [
         ["a", "b"],
         ["c"],
         ["d"],
     ]  # d has a seed that is there already
-    assert [g.name for g in grouped(runs)] == ["a (2 seeds)", "c", "d"]
+    assert [g.name for g in group_runs(runs)] == ["a (2 seeds)", "c", "d"]
 
 
 def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
@@ -91,7 +91,7 @@ def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
         run_of(storage, name, seed, shift=shift)
         for name, seed, shift in (("a", 0, 0), ("b", 1, 2), ("c", 2, 6))
     ]
-    found = compared(runs)
+    found = compare_runs(runs)
     values = [accuracy(r) for r in runs]
     spread = found.entries[0].spread("average_accuracy")
     assert (spread.mean, spread.deviation, spread.n) == (
@@ -100,7 +100,7 @@ def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
         3,
     )
     assert math.isnan(
-        compared([runs[0], run_of(storage, "x", 0, train={})])
+        compare_runs([runs[0], run_of(storage, "x", 0, train={})])
         .entries[0]
         .spread("average_accuracy")
         .deviation
@@ -115,7 +115,7 @@ def test_differences_are_paired_by_seed_where_seeds_match(storage: Any) -> None:
         run_of(storage, "d", 0, shift=2, train={}),
         run_of(storage, "e", 5, shift=50, train={}),
     ]
-    found = compared([*first, *second])
+    found = compare_runs([*first, *second])
     pairs = [accuracy(second[1]) - accuracy(first[0]), accuracy(second[0]) - accuracy(first[1])]
     spread = found.entries[1].against(found.entries[0], "average_accuracy")
     assert (spread.n, spread.paired) == (2, True)
@@ -124,7 +124,7 @@ def test_differences_are_paired_by_seed_where_seeds_match(storage: Any) -> None:
 
 
 def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storage: Any) -> None:
-    found = compared(
+    found = compare_runs(
         [
             run_of(storage, "a", 0),
             run_of(storage, "b", 1, shift=4),
@@ -148,7 +148,7 @@ def test_a_mean_is_never_one_over_fewer_runs() -> None:
 
 def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage: Any) -> None:
     both = run_of(storage, "both", labels=("meat", "finetune"))
-    found = compared(
+    found = compare_runs(
         [
             both,
             run_of(storage, "one", labels=("finetune",)),
@@ -162,14 +162,14 @@ def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage:
         "both: finetune",
         None,
     ]
-    found = compared([run_of(storage, "one", labels=("finetune",)), both])
+    found = compare_runs([run_of(storage, "one", labels=("finetune",)), both])
     assert [b.name if (b := found.base(e)) else None for e in found.entries] == [None, "one", "one"]
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
 def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage: Any) -> None:
     whole, part = run_of(storage, "a"), run_of(storage, "b", tasks=["shapes", "birds", "roots"])
-    found = compared([whole, part])
+    found = compare_runs([whole, part])
     assert found.tasks == ["shapes", "birds", "roots"]
     assert "left out: leaves" in found.notes[0]
     rates = [whole.matrix("meat").rates[i, i] for i in (0, 1, 3)]
@@ -188,7 +188,7 @@ def test_runs_without_a_common_task_are_refused_in_one_sentence(storage: Any) ->
         match=r"runs a and b have no task in common \(the first has shapes, birds\); compare runs "
         r"on the same tasks",
     ):
-        compared(
+        compare_runs(
             [
                 run_of(storage, "a", tasks=["shapes", "birds"]),
                 run_of(storage, "b", tasks=["leaves", "roots"]),
@@ -201,14 +201,14 @@ def test_runs_without_a_common_task_are_refused_in_one_sentence(storage: Any) ->
         "swan",
     ]  # of the same name, and another task
     with pytest.raises(UserError, match="no task in common"):
-        compared([run_of(storage, "a", tasks=["birds"]), other])
+        compare_runs([run_of(storage, "a", tasks=["birds"]), other])
 
 
 def test_tasks_in_another_order_are_matched_by_name(storage: Any) -> None:
     turned = run_of(
         storage, "b", labels=("finetune",), tasks=["shapes", "leaves", "birds", "roots"]
     )
-    found = compared([run_of(storage, "a", labels=("finetune",)), turned])
+    found = compare_runs([run_of(storage, "a", labels=("finetune",)), turned])
     assert any("different orders" in note for note in found.notes)
     rows = {(r["entry"], r["after"], r["task"]): r["accuracy"] for r in found.matrix_rows()}
     assert rows["b", "roots", "leaves"] == turned.matrix("finetune").rates[3, 1]
@@ -217,17 +217,17 @@ def test_tasks_in_another_order_are_matched_by_name(storage: Any) -> None:
 def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage: Any) -> None:
     run = run_of(storage, "b", train={})
     del run.artifacts["meat/roots/evaluate"]
-    found = compared([run_of(storage, "a"), run])
+    found = compare_runs([run_of(storage, "a"), run])
     assert math.isnan(found.entries[1].spread("average_accuracy").mean)
     assert any("meat of run b is finished up to 3 of these 4 tasks" in note for note in found.notes)
-    assert "finished up to 3 of these 4" in text_of(page(found))
+    assert "finished up to 3 of these 4" in text_of(render_page(found))
 
 
 # ---- what else differs ---------------------------------------------------------------------------
 def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(
     storage: Any,
 ) -> None:
-    found = compared(
+    found = compare_runs(
         [
             run_of(storage, "a", train={"epochs": 6, "lr": 0.1}),
             run_of(storage, "b", train={"epochs": 6, "lr": 0.2}, commit="feed"),
@@ -244,7 +244,7 @@ def test_shared_stages_are_those_with_the_same_key(storage: Any) -> None:
     for stage in other.record["stages"]:
         if stage["label"]:
             stage["key"] = "x" + stage["key"][1:]
-    found = compared([run_of(storage, "a"), other])
+    found = compare_runs([run_of(storage, "a"), other])
     assert [row["stage"] for row in found.stage_rows()] == [
         "data/shapes",
         "data/birds",
@@ -256,8 +256,8 @@ def test_shared_stages_are_those_with_the_same_key(storage: Any) -> None:
 
 # ---- the page and the command --------------------------------------------------------------------
 def test_the_page_needs_nothing_else_and_says_what_it_shows(storage: Any) -> None:
-    html = page(
-        compared(
+    html = render_page(
+        compare_runs(
             [
                 run_of(storage, "a<b>", 0),
                 run_of(storage, "b", 1, shift=3),
@@ -314,12 +314,12 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(
 
 
 def test_many_names_make_a_folder_that_a_file_system_takes() -> None:
-    from pipeline.report.comparison import folder_of
+    from pipeline.report.compare_command import folder_name
 
     names = [f"a-rather-long-name-{i}" for i in range(40)]
-    assert len(folder_of(names)) < 140
-    assert folder_of(names) != folder_of([*names[:-1], "other"])
-    assert folder_of(["a", "b"]) == "a~b"
+    assert len(folder_name(names)) < 140
+    assert folder_name(names) != folder_name([*names[:-1], "other"])
+    assert folder_name(["a", "b"]) == "a~b"
 
 
 @pytest.mark.parametrize(

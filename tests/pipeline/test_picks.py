@@ -60,32 +60,34 @@ def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables) -> No
 
 
 def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTables) -> None:
-    found = tables.picked("finetune")
+    found = tables.pick_counts("finetune")
     assert found is not None
     counts, tasks, candidates = found
     assert tasks == candidates == NAMES
     assert counts.tolist() == [[200, 0, 0, 0], [30, 90, 0, 0], [38, 0, 112, 0], [16, 0, 0, 45]]
-    earlier = tables.picked("finetune", "birds")
+    earlier = tables.pick_counts("finetune", "birds")
     assert earlier is not None
     assert earlier[0].tolist() == [[200, 0], [30, 90]]
-    assert "picked-finetune.png" in {p.name for p in figures.of_label(tables, "finetune", [])}
+    assert "picked-finetune.png" in {
+        p.name for p in figures.method_pictures(tables, "finetune", [])
+    }
     assert (
         len(
-            plots.png(
-                plots.confusion(
+            plots.to_png(
+                plots.draw_confusion(
                     counts, tasks, "x", ["mask 0", "mask 1", "mask 2", "mask 3", "mask 4"][:4]
                 )
             )
         )
         > 1000
     )
-    assert len(plots.png(figures.picked_figure("x", counts[:2], tasks[:2], candidates))) > 1000, (
+    assert len(plots.to_png(figures.draw_picks("x", counts[:2], tasks[:2], candidates))) > 1000, (
         "as many columns as there are"
     )
 
 
 def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) -> None:
-    text = page.picks(tables, "finetune")
+    text = page.render_picks(tables, "finetune")
     assert "After roots" in text
     assert (
         "<td class=left>leaves</td><td>150</td><td>74.7 %</td><td>90.0 %</td><td>40.0 "
@@ -95,7 +97,9 @@ def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) ->
         "<td class=left>shapes</td><td>200</td><td>100.0 %</td><td>90.0 %</td><td><span "
         "class=soft>-</span></td>" in text
     )
-    assert page.picks(tables, "finetune") in page.page(tables, [], {"finetune": []}, "")
+    assert page.render_picks(tables, "finetune") in page.render_page(
+        tables, [], {"finetune": []}, ""
+    )
 
 
 def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables) -> None:
@@ -118,8 +122,8 @@ def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(
     tables: RunTables,
 ) -> None:
     assert tables.picks("meat") == []
-    assert tables.picked("meat") is None
-    assert page.picks(tables, "meat") == ""
+    assert tables.pick_counts("meat") is None
+    assert page.render_picks(tables, "meat") == ""
     assert "picked.png" not in entries.method_files(tables, "meat")
     assert (
         entries.pick_points([{"task": "x", "images": 0, "share_right": math.nan, "after_index": 0}])

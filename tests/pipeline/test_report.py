@@ -119,7 +119,7 @@ def test_the_second_matrix_of_scenario_class_is_absent_unless_it_was_written(tab
 def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = RunTables.measured
+    measured = RunTables.evaluation_rows
 
     def counted(self: Any, label: Any, after: Any) -> Any:
         return [
@@ -131,9 +131,9 @@ def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(
             for row in measured(self, label, after)
         ]
 
-    monkeypatch.setattr(RunTables, "measured", counted)
+    monkeypatch.setattr(RunTables, "evaluation_rows", counted)
     record = fake_run.record()
-    assert "top-5" not in page.summary(RunTables.load(storage, record))
+    assert "top-5" not in page.render_summary(RunTables.load(storage, record))
     record["config"]["stream"]["scenario"] = "class"
     tables = RunTables.load(storage, record)
     matrix, row = (
@@ -152,7 +152,7 @@ def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(
     assert {"top5_last_accuracy", "task_aware_average_incremental_accuracy"} <= {
         p.name for p in entries.matrix_points(matrix)
     }
-    assert "top-5" in page.summary(tables)
+    assert "top-5" in page.render_summary(tables)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def test_logits_are_compared_over_all_rows_and_canaries_count(tables: Any) -> No
         "hat-small": "identical",
         "finetune": "changed",
     }
-    birds = next(r for r in tables.evidence("finetune") if r["task"] == "birds")
+    birds = next(r for r in tables.logits_rows("finetune") if r["task"] == "birds")
     assert (birds["measured"], birds["distinct_logits"], birds["logits_equal"]) == (3, 3, False)
-    last = next(r for r in tables.evidence("hat-small") if r["task"] == "roots")
+    last = next(r for r in tables.logits_rows("hat-small") if r["task"] == "roots")
     assert last["logits_equal"] is None
 
 
@@ -212,7 +212,7 @@ def test_logits_are_compared_where_they_were_measured_on_as_many_threads(
         if stage:
             place = {"device": "cpu", "threads": 1 + (threads > 2)}
             monkeypatch.setitem(stage.manifest, "provenance", place)
-    rows = {r["task"]: r for r in tables.evidence("finetune")}
+    rows = {r["task"]: r for r in tables.logits_rows("finetune")}
     assert (rows["birds"]["measured"], rows["birds"]["distinct_logits"]) == (3, 2)
     assert rows["birds"]["logits_equal"] is False, "twice on one thread"
     assert rows["leaves"]["logits_equal"] is None, "once on one, once on two"
@@ -292,7 +292,7 @@ def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_doe
     None
 ):
     image = np.full((10, 10, 3), 200, np.uint8)
-    shown = mask_plots.over_image(image, np.array([[True, False, True]] * 3))
+    shown = mask_plots.darken_patches(image, np.array([[True, False, True]] * 3))
     assert (shown[:, 0] == 200).all()
     assert (shown[:, 4] < 60).all()
     assert (shown[:, 9] == 200).all()
@@ -304,10 +304,10 @@ def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(
     tables = half(tmp_path)
     image = figures.sample_image(tables, "birds")
     assert image.shape == (192, 192, 3)
-    with_image = figures.token_picture(tables, figures.mask_views(tables, "meat"))
+    with_image = figures.token_mask_png(tables, figures.load_mask_views(tables, "meat"))
     withdraw(tables.root, tables.artifacts["data/birds"].key)
     assert figures.sample_image(tables, "birds") is None
-    assert figures.token_picture(tables, figures.mask_views(tables, "meat")) != with_image
+    assert figures.token_mask_png(tables, figures.load_mask_views(tables, "meat")) != with_image
 
 
 # ---- files and page ------------------------------------------------------------------------------
@@ -406,11 +406,11 @@ def test_the_same_store_gives_the_same_report(storage: Any, report: Any, tmp_pat
     ],
 )
 def test_bytes_are_written_with_three_digits(value: Any, text: str) -> None:
-    assert plots.bytes_text(value) == text
+    assert plots.format_bytes(value) == text
 
 
 def test_nothing_is_written_as_less_than_nothing() -> None:
-    assert [page.written(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == [
+    assert [page.format_value(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == [
         "0.0 %",
         "0.0 %",
         "-1.6 %",
@@ -489,7 +489,7 @@ def test_a_masks_profile_is_the_kept_share_of_each_output_unit() -> None:
     found = view("a", blocks_0_fc1=mask, blocks_0_ff=torch.tensor([True, False]))
     assert found.profile["blocks.0.fc1"].tolist() == [0.5, 0.25, 0.0]
     assert found.profile["blocks.0.ff"].tolist() == [1.0, 0.0]
-    assert mask_plots.layers(found) is not None
+    assert mask_plots.draw_layers(found) is not None
     assert len(view("b", blocks_0_fc1=torch.ones(5000, 2).bool()).profile["blocks.0.fc1"]) == BINS
 
 
@@ -509,6 +509,6 @@ def test_pictures_show_the_masks_that_the_method_says(
     monkeypatch.setattr(
         tables, "carried", lambda label, task: Carried({"owner": torch.tensor([0, 1, 1, 2])})
     )
-    found = figures.view_of(tables, "owners", "birds")
+    found = figures.load_mask_view(tables, "owners", "birds")
     assert found is not None
     assert found.kept == {"blocks.0.fc1": 2}

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from pipeline.report import plots, search_page, search_plots
-from pipeline.report.parameters import importance, parameters, short_names
+from pipeline.report.parameters import measure_importance, search_parameters, short_names
 from pipeline.results.trials import Search, best, load, pareto, score
 from workers.errors import UserError
 
@@ -62,9 +62,11 @@ def made(
     found = load(str(tmp_path), name)
     if drawn:
         return found, search_page.build(str(tmp_path), name)
-    varied = parameters(found)
+    varied = search_parameters(found)
     return found, {
-        "search.html": search_page.page(found, varied, [], importance(found, varied)[1]).encode()
+        "search.html": search_page.render_page(
+            found, varied, [], measure_importance(found, varied)[1]
+        ).encode()
     }
 
 
@@ -374,7 +376,7 @@ def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Pat
     some = [fake.trial(n, {}, accuracy=0.8 + n / 100) for n in range(3)]
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
     found = load(str(tmp_path), "meat-real")
-    text = words((found, {"search.html": search_page.page(found, [], [], "").encode()}))
+    text = words((found, {"search.html": search_page.render_page(found, [], [], "").encode()}))
     assert "record names trial 0 (80.0 %). By the rule of this page it would be trial 2" in text
 
 
@@ -440,14 +442,14 @@ def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart() -> N
 
 
 def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path: Path) -> None:
-    lr, lam, alpha, blocks, keep = parameters(of(tmp_path, fake.trials(10)))
+    lr, lam, alpha, blocks, keep = search_parameters(of(tmp_path, fake.trials(10)))
     assert (lr.log, lr.low, lr.high, lr.categories) == (True, 0.0025, 0.025, ())
     assert (lam.log, lam.low, lam.high) == (False, 0.5, 1)
     assert alpha.categories == ("0.5", "1", "2", "4")
     assert blocks.categories == ("all", "[3, 6, 9]")
     assert math.isnan(keep.place({"params": {}}))
     assert alpha.place({"params": {"methods.meat.alpha": 2.0}}) == 2
-    assert search_plots.unit(lr, math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
+    assert search_plots.axis_share(lr, math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
     assert [lr.at_end(v) for v in (0.0025, 0.00252, 0.008, 0.025)] == [True, True, False, True]
     assert [alpha.at_end(v) for v in (0.5, 1, 4)] == [True, False, True]
     assert not blocks.at_end("all")
@@ -459,7 +461,7 @@ def test_settings_of_one_of_several_methods_say_so(tmp_path: Path) -> None:
         "methods.meat.lambda": fake.SPACE["methods.meat.lambda"],
         "methods.hat.s_max": {"dist": "int", "low": 100, "high": 400, "when": {}},
     }
-    found = parameters(of(tmp_path, [], space))
+    found = search_parameters(of(tmp_path, [], space))
     assert [(p.name, p.says) for p in found] == [
         ("method", "one of meat, hat"),
         ("meat.lambda", "from 0.5 to 1; only where method is meat"),
@@ -468,7 +470,7 @@ def test_settings_of_one_of_several_methods_say_so(tmp_path: Path) -> None:
 
 
 def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path: Path) -> None:
-    found = parameters(
+    found = search_parameters(
         of(
             tmp_path,
             [
@@ -491,13 +493,13 @@ def test_importance_finds_the_setting_that_made_the_difference(tmp_path: Path) -
             for t in fake.trials(40)
         ],
     )
-    shares, reason = importance(found, parameters(found))
+    shares, reason = measure_importance(found, search_parameters(found))
     assert reason == ""
     assert next(iter(shares)) == "methods.meat.mask_lr"
     assert shares["methods.meat.mask_lr"] > 0.6
     assert sum(shares.values()) == pytest.approx(1)
     assert set(shares) == set(fake.SPACE)  # conditional ones too
-    assert importance(found, parameters(found)) == (shares, "")
+    assert measure_importance(found, search_parameters(found)) == (shares, "")
 
 
 def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
@@ -514,7 +516,9 @@ def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
         for n, status in ((8, "stopped"), (9, "failed"))
     ]
     found = of(tmp_path, some, {})
-    assert next(iter(importance(found, parameters(found))[0])) == "methods.meat.alpha"
+    assert (
+        next(iter(measure_importance(found, search_parameters(found))[0])) == "methods.meat.alpha"
+    )
 
 
 def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path: Path) -> None:
@@ -540,7 +544,7 @@ def test_without_optuna_everything_else_is_there(
 # ---- pictures ------------------------------------------------------------------------------------
 def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any) -> None:
     found: Search = forty[0]
-    axes = search_plots.parallel(found, parameters(found)).axes[0]
+    axes = search_plots.draw_parallel(found, search_parameters(found)).axes[0]
     trials = [line for line in axes.lines if len(line.get_xdata()) >= len(fake.SPACE)]
     assert len(trials) == len(found.trials)
     (winner,) = [line for line in trials if line.get_color() == search_plots.WINNER]
@@ -556,14 +560,14 @@ def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any)
 
 
 def test_curves_end_where_a_trial_was_stopped(forty: Any) -> None:
-    axes = search_plots.curves(forty[0]).axes[0]
+    axes = search_plots.draw_curves(forty[0]).axes[0]
     drawn = sorted(len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "-")
     assert drawn == sorted(len(t["results"]) for t in forty[0].trials if t["results"])
     assert [t.get_text() for t in axes.get_xticklabels()] == fake.TASKS
 
 
 def test_the_line_of_the_history_never_falls_within_a_phase(greedy: Any) -> None:
-    axes = search_plots.history(greedy[0]).axes[0]
+    axes = search_plots.draw_history(greedy[0]).axes[0]
     steps = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert len(steps) == 4
     for line, phase in zip(steps, greedy[0].phases, strict=True):
@@ -572,7 +576,7 @@ def test_the_line_of_the_history_never_falls_within_a_phase(greedy: Any) -> None
 
 
 def test_failed_trials_lie_at_the_bottom_of_the_history(forty: Any) -> None:
-    axes = search_plots.history(forty[0]).axes[0]
+    axes = search_plots.draw_history(forty[0]).axes[0]
     low = [line for line in axes.lines if line.get_marker() == "x"]
     assert [int(n) for line in low for n in line.get_xdata()] == [
         t["number"] for t in forty[0].trials if t["status"] == "failed"
@@ -583,15 +587,15 @@ def test_failed_trials_lie_at_the_bottom_of_the_history(forty: Any) -> None:
 def test_the_front_is_drawn_only_where_sizes_differ(tmp_path: Path) -> None:
     some = [fake.trial(n, accuracy=0.5 + n / 10, bytes=1000.0) for n in range(4)]
     some += [fake.trial(4, None, "stopped", accuracy=0.5, bytes=5.0)]
-    assert not search_plots.varies(of(tmp_path / "equal", some))
-    assert search_plots.varies(
+    assert not search_plots.sizes_differ(of(tmp_path / "equal", some))
+    assert search_plots.sizes_differ(
         of(tmp_path / "other", [*some, fake.trial(5, accuracy=0.5, bytes=5.0)])
     )
     assert "pareto.png" not in made(tmp_path / "drawn", some[:1])[1]
 
 
 def test_the_front_joins_what_pareto_names(forty: Any) -> None:
-    axes = search_plots.front(forty[0]).axes[0]
+    axes = search_plots.draw_front(forty[0]).axes[0]
     (line,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert {int(t.get_text()) for t in axes.texts} == set(pareto(forty[0].trials))
     assert (np.diff(line.get_xdata()) > 0).all()
@@ -600,8 +604,8 @@ def test_the_front_joins_what_pareto_names(forty: Any) -> None:
 
 
 def test_slices_show_each_parameter_on_its_own_scale(forty: Any) -> None:
-    varied = parameters(forty[0])
-    axes = search_plots.slices(forty[0], varied).axes[:5]
+    varied = search_parameters(forty[0])
+    axes = search_plots.draw_slices(forty[0], varied).axes[:5]
     assert [a.get_title(loc="left") for a in axes] == [p.name for p in varied]
     assert [a.get_xscale() for a in axes] == ["log", "linear", "linear", "linear", "linear"]
     shown = [t for t in forty[0].trials if t["number"] in forty[0].standing()]

@@ -13,30 +13,30 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pipeline.report import plots
-from pipeline.report.compare import NUMBERS, Comparison, Entry, Spread
+from pipeline.report.comparison import NUMBERS, Comparison, Entry, Spread
 from pipeline.report.figures import Picture
-from pipeline.report.page import SOFT, STYLE, picture, table_html, written
+from pipeline.report.page import SOFT, STYLE, format_value, render_picture, render_table
 
 SIDE_BY_SIDE = 4  # matrices in one row of a picture
 DIVERGING = "RdBu"  # red: worse than the first, blue: better
 
 
-def page(found: Comparison) -> str:
+def render_page(found: Comparison) -> str:
     """The page as text."""
     names = escape(" ~ ".join(g.name for g in found.groups))
     notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
     sections = [
-        head(found),
+        render_head(found),
         f'<div class="note"><ul>{notes}</ul></div>' if notes else "",
-        summary(found),
-        differences(found),
+        render_summary(found),
+        render_differences(found),
         '<h2 id="tasks">Over the tasks</h2>',
-        picture(curves(found)),
+        render_picture(draw_curves(found)),
         '<h2 id="matrices">Accuracy matrices</h2>',
-        *map(picture, matrices(found)),
-        settings(found),
-        provenance(found),
-        stages(found),
+        *map(render_picture, matrix_pictures(found)),
+        render_settings(found),
+        render_provenance(found),
+        render_stages(found),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
@@ -46,7 +46,7 @@ def page(found: Comparison) -> str:
     )
 
 
-def head(found: Comparison) -> str:
+def render_head(found: Comparison) -> str:
     runs = [run for g in found.groups for run in g.runs.values()]
     links = "".join(
         f'<a href="#{anchor}">{text}</a>'
@@ -82,24 +82,24 @@ def head(found: Comparison) -> str:
         f"{escape(', '.join(found.tasks))}</div><p style='margin-top:14px'>{says} Everything is "
         "read from the results in the store; nothing was trained "
         "for this "
-        f"page.</p>{table_html(['settings of', 'runs', 'seeds', 'methods'], body, 4, safe=True)}<nav>{links}</nav>"
+        f"page.</p>{render_table(['settings of', 'runs', 'seeds', 'methods'], body, 4, safe=True)}<nav>{links}</nav>"
     )
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def heading(name: str) -> str:
+def number_title(name: str) -> str:
     return name.replace("_", " ")
 
 
-def title(name: str) -> str:
+def column_head(name: str) -> str:
     """The head of a column, a word to a line."""
     return (
         "<th "
-        f'title="{escape(NUMBERS[name][0])}">{heading(name).replace(" per ", " per_").replace(" ", "<br>").replace("_", " ")}</th>'
+        f'title="{escape(NUMBERS[name][0])}">{number_title(name).replace(" per ", " per_").replace(" ", "<br>").replace("_", " ")}</th>'
     )
 
 
-def spread_text(spread: Spread, kind: str, sign: bool = False) -> str:
+def format_spread(spread: Spread, kind: str, sign: bool = False) -> str:
     """`61.2 ± 0.4 %` in HTML; with `sign`, a difference, of accuracies in points."""
     if math.isnan(spread.mean):
         return SOFT
@@ -109,20 +109,20 @@ def spread_text(spread: Spread, kind: str, sign: bool = False) -> str:
         return f"{plus}{100 * spread.mean:.1f}{spread_of} {'pp' if sign else '%'}".replace(
             "+-0.0", "+0.0"
         ).replace("-0.0 ", "0.0 ")
-    text = f"{plus}{written(spread.mean, kind)}"
+    text = f"{plus}{format_value(spread.mean, kind)}"
     return (
         text
         if math.isnan(spread.deviation) or spread.deviation == 0
-        else f"{text} ± {written(spread.deviation, kind)}"
+        else f"{text} ± {format_value(spread.deviation, kind)}"
     )
 
 
-def shown(entries: Sequence[Entry]) -> list[str]:
+def measured_numbers(entries: Sequence[Entry]) -> list[str]:
     return [name for name in NUMBERS if any(not math.isnan(e.spread(name).mean) for e in entries)]
 
 
-def summary(found: Comparison) -> str:
-    names = shown(found.entries)
+def render_summary(found: Comparison) -> str:
+    names = measured_numbers(found.entries)
     means = {name: [e.spread(name).mean for e in found.entries] for name in names}
     best = {
         name: pick([v for v in means[name] if not math.isnan(v)])
@@ -132,15 +132,15 @@ def summary(found: Comparison) -> str:
     body = ""
     for e in found.entries:
         cells = "".join(
-            f"<td{' class=best' if best.get(name) == e.spread(name).mean else ''}>{spread_text(e.spread(name), NUMBERS[name][1])}</td>"
+            f"<td{' class=best' if best.get(name) == e.spread(name).mean else ''}>{format_spread(e.spread(name), NUMBERS[name][1])}</td>"
             for name in names
         )
         body += (
             "<tr><td "
             f"class=left><b>{escape(e.name)}</b></td><td>{len(e.group.runs)}</td>{cells}</tr>"
         )
-    titles = "".join(title(name) for name in names)
-    words = "; ".join(f"<b>{heading(name)}</b>: {NUMBERS[name][0]}" for name in names)
+    titles = "".join(column_head(name) for name in names)
+    words = "; ".join(f"<b>{number_title(name)}</b>: {NUMBERS[name][0]}" for name in names)
     return (
         '<h2 id="summary">Summary</h2><p>n: runs with different seeds. The number after ± is '
         "the sample standard deviation over them; where there is "
@@ -152,7 +152,7 @@ def summary(found: Comparison) -> str:
     )
 
 
-def differences(found: Comparison) -> str:
+def render_differences(found: Comparison) -> str:
     pairs = [(e, base) for e in found.entries if (base := found.base(e))]
     if not pairs:
         what = (
@@ -163,14 +163,14 @@ def differences(found: Comparison) -> str:
         return (
             f'<h2 id="differences">Differences</h2><p>{what}, so there is nothing to subtract.</p>'
         )
-    names = shown([e for pair in pairs for e in pair])
+    names = measured_numbers([e for pair in pairs for e in pair])
     body = []
     for e, base in pairs:
         spread = e.against(base, "average_accuracy")
         how = f"{spread.n} pair{'s' * (spread.n != 1)}" if spread.paired else "means"
         cells = [
             how,
-            *(spread_text(e.against(base, name), NUMBERS[name][1], sign=True) for name in names),
+            *(format_spread(e.against(base, name), NUMBERS[name][1], sign=True) for name in names),
         ]
         body.append(
             f"<tr><td class=left><b>{escape(e.name)}</b><br><span class=soft>minus "
@@ -187,19 +187,19 @@ def differences(found: Comparison) -> str:
         "seed is common, so the means were subtracted. A difference that is not clearly larger "
         "than its ± may be chance.</p>"
         '<div class="scroll"><table class="summary"><tr><th '
-        f"class=left>run</th><th>how</th>{''.join(map(title, names))}</tr>{''.join(body)}"
+        f"class=left>run</th><th>how</th>{''.join(map(column_head, names))}</tr>{''.join(body)}"
         "</table></div>"
     )
 
 
 # ---- pictures ------------------------------------------------------------------------------------
-def curves(found: Comparison) -> Picture:
-    figure, (left, right) = plots.figure_of(10.4, 3.9, 1, 2)
+def draw_curves(found: Comparison) -> Picture:
+    figure, (left, right) = plots.new_figure(10.4, 3.9, 1, 2)
     for axes, number, name in (
         (left, "average_accuracy", "Average accuracy so far"),
         (right, "forgetting", "Forgetting so far"),
     ):
-        plots.dress(
+        plots.style_axes(
             axes,
             name,
             "after learning" if found.one_order else "tasks learned, of those that are compared",
@@ -216,19 +216,19 @@ def curves(found: Comparison) -> Picture:
                     label=e.name,
                     linewidth=max(1.3, 3.2 - 0.5 * index),
                     markersize=max(4.5, 8 - index),
-                    **plots.look(index),
+                    **plots.method_style(index),
                 )
                 axes.fill_between(
                     range(steps),
                     values.min(0),
                     values.max(0),
-                    color=plots.look(index)["color"],
+                    color=plots.method_style(index)["color"],
                     alpha=0.15,
                     linewidth=0,
                 )
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(found.tasks) - 0.75, 0.25))
-        plots.task_ticks(
+        plots.label_tasks(
             axes,
             found.tasks if found.one_order else [str(t + 1) for t in range(len(found.tasks))],
             "x",
@@ -252,11 +252,11 @@ def curves(found: Comparison) -> Picture:
         "falls on the "
         "left means that new tasks are harder or old ones are lost; one that rises on the right "
         "means forgetting.",
-        plots.png(figure),
+        plots.to_png(figure),
     )
 
 
-def matrices(found: Comparison) -> list[Picture]:
+def matrix_pictures(found: Comparison) -> list[Picture]:
     """Heat maps of entries that are compared with the same one, and below them their differences
     from it."""
     families: dict[str, list[Entry]] = {}
@@ -281,25 +281,27 @@ def matrices(found: Comparison) -> list[Picture]:
                     f"matrices-{len(pictures)}.png",
                     names,
                     says,
-                    plots.png(matrices_figure(part, found.tasks)),
+                    plots.to_png(draw_matrices(part, found.tasks)),
                 )
             )
     return pictures
 
 
-def matrices_figure(entries: Sequence[Entry], tasks: Sequence[str]) -> Figure:
+def draw_matrices(entries: Sequence[Entry], tasks: Sequence[str]) -> Figure:
     rows = 1 if len(entries) == 1 else 2
     side = min(max(2.6, 0.5 * len(tasks)), 4.2 if len(entries) <= 2 else 3.2)
-    figure, axes = plots.figure_of(
+    figure, axes = plots.new_figure(
         side * len(entries) + 1.2, rows * (side + 0.9), rows, len(entries)
     )
     base = entries[0].rates(tasks)
     less = [e.rates(tasks) - base for e in entries[1:]]
     most = max([0.05, *(float(np.nanmax(np.abs(d))) for d in less if not np.isnan(d).all())])
     for index, e in enumerate(entries):
-        heat(axes[index], e.rates(tasks), tasks, e.name, plots.SEQUENTIAL, 0.0, 1.0, "{:.0f}")
+        draw_heat_map(
+            axes[index], e.rates(tasks), tasks, e.name, plots.SEQUENTIAL, 0.0, 1.0, "{:.0f}"
+        )
         if rows == 2 and index:
-            heat(
+            draw_heat_map(
                 axes[len(entries) + index],
                 less[index - 1],
                 tasks,
@@ -314,7 +316,7 @@ def matrices_figure(entries: Sequence[Entry], tasks: Sequence[str]) -> Figure:
     return figure
 
 
-def heat(
+def draw_heat_map(
     axes: Any,
     values: NDArray[np.float64],
     tasks: Sequence[str],
@@ -324,7 +326,7 @@ def heat(
     high: float,
     text: str,
 ) -> None:
-    plots.cells(axes, values, cmap, low, high)
+    plots.draw_cells(axes, values, cmap, low, high)
     for t, i in np.ndindex(values.shape):
         if not math.isnan(values[t, i]) and len(tasks) <= 12:
             dark = abs(values[t, i]) > 0.65 * max(abs(low), abs(high))
@@ -337,7 +339,7 @@ def heat(
                 fontsize=plots.text_size(len(tasks)) - 1,
                 color="white" if dark else plots.INK,
             )
-    plots.dress(
+    plots.style_axes(
         axes,
         name if len(name) <= 26 else name[:25] + "…",
         "accuracy on task",
@@ -345,12 +347,12 @@ def heat(
         grid=None,
     )
     axes.spines[:].set_visible(False)
-    plots.task_ticks(axes, tasks)
+    plots.label_tasks(axes, tasks)
 
 
 # ---- what else differs ---------------------------------------------------------------------------
-def settings(found: Comparison) -> str:
-    return difference_table(
+def render_settings(found: Comparison) -> str:
+    return render_differing(
         "settings",
         "Settings that differ",
         found.setting_rows(),
@@ -361,8 +363,8 @@ def settings(found: Comparison) -> str:
     )
 
 
-def provenance(found: Comparison) -> str:
-    return difference_table(
+def render_provenance(found: Comparison) -> str:
+    return render_differing(
         "provenance",
         "Made with",
         found.provenance_rows(),
@@ -372,7 +374,7 @@ def provenance(found: Comparison) -> str:
     )
 
 
-def difference_table(
+def render_differing(
     anchor: str, about: str, rows: Sequence[dict[str, Any]], says: str, none: str
 ) -> str:
     if not rows:
@@ -387,11 +389,11 @@ def difference_table(
     ]
     return (
         "<h2 "
-        f'id="{anchor}">{about}</h2><p>{says}</p>{table_html(["", *titles], body, len(titles) + 1, safe=True)}'
+        f'id="{anchor}">{about}</h2><p>{says}</p>{render_table(["", *titles], body, len(titles) + 1, safe=True)}'
     )
 
 
-def stages(found: Comparison) -> str:
+def render_stages(found: Comparison) -> str:
     rows = found.stage_rows()
     total = len(
         {
@@ -421,5 +423,5 @@ def stages(found: Comparison) -> str:
         "and cannot be what makes the runs "
         f"differ.</p><details{' open' if len(rows) <= 12 else ''}><summary>{len(rows)} "
         "stages</summary>"
-        f"{table_html(['stage', 'key', 'runs'], body, 3, safe=True)}</details>"
+        f"{render_table(['stage', 'key', 'runs'], body, 3, safe=True)}</details>"
     )

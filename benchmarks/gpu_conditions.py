@@ -137,7 +137,7 @@ def interrupted_steps() -> Iterator[Interruptions]:
         terms = train_step(method, optimizer, batches, progress, job, group)
         steps.taken[job.id] += 1
         steps.total[job.id] = progress.total
-        if progress.done == progress.total // 2 and job.id not in steps.interrupted:
+        if progress.global_step == progress.total // 2 and job.id not in steps.interrupted:
             steps.interrupted.add(job.id)
             preemption.given.set()
         return terms

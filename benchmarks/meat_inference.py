@@ -45,7 +45,7 @@ def meat(settings: BackboneSettings, keep: float, shared: bool) -> Meat:
     if shared:
         masks["tokens"] = masks["tokens"][:1].expand_as(masks["tokens"])
     head = nn.Linear(method.heads.width, 100).state_dict()
-    method.load(
+    method.load_task(
         TaskState(
             "t",
             tuple(map(str, range(100))),

@@ -113,8 +113,8 @@ class Training:
             TASKS[0],
             TASKS[:1],
         )
-        state, carried, first = None, None, cls.planned(settings, 0)[0].name
-        herds = [step.name for step in cls.planned(settings, 0) if step.name == "herd"]
+        state, carried, first = None, None, cls.steps_for(settings, 0)[0].name
+        herds = [step.name for step in cls.steps_for(settings, 0) if step.name == "herd"]
         for position, step in [(0, step) for step in (first, *herds)] * bool(cls.carries) + [
             (int(bool(cls.carries)), first)
         ]:
@@ -125,7 +125,7 @@ class Training:
                 name: keys_of(task)[i::CLASSES] for i, name in enumerate(task.classes)
             }
             if state is not None and cls.loads_states(scenario):
-                self.method.load(state)
+                self.method.load_task(state)
             memory = self.method.memory(TASKS[position], step, carried)
             tasks = tuple(
                 t
@@ -171,9 +171,9 @@ class Training:
         state, carried = self.method.finish()
         method = type(self.method)(copy.deepcopy(BACKBONE), self.method.settings, seed=0)
         method.stream = self.method.stream
-        method.load(state)
+        method.load_task(state)
         if method.carries or method.trains_on == "seen":
-            method.attach(carried)
+            method.load_carried(carried)
         return method.eval()
 
 

@@ -46,7 +46,7 @@ def meat(tasks: int) -> Meat:
         }
         head = nn.Linear(method.heads.width, CLASSES).state_dict()
         names = tuple(map(str, range(CLASSES)))
-        method.load(
+        method.load_task(
             TaskState(
                 f"t{task}",
                 names,
@@ -105,9 +105,9 @@ def full_models(method: Meat, names: list[str]) -> dict[str, nn.Module]:
     the weights."""
     models: dict[str, nn.Module] = {}
     for name in names:
-        method.serve(name)
+        method.activate_task(name)
         backbone = copy.deepcopy(method.backbone)
-        backbone.load_state_dict(method.effective, strict=False)
+        backbone.load_state_dict(method.weight_overrides, strict=False)
         models[name] = nn.Sequential(backbone, copy.deepcopy(method.heads[name])).eval()
     return models
 

@@ -66,7 +66,7 @@ def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
         method.to(dtype)
         for name in ("w1", "w2"):
             torch.nn.init.normal_(method.own[name], std=method.width**-0.5)
-        method.load(method.finish()[0])
+        method.load_task(method.finish()[0])
     method.to(dtype).eval()
     method.heads[tasks[-1].name].requires_grad_(True)
     return method, [t.name for t in tasks]
@@ -83,7 +83,7 @@ def step(method: Toast, features: Any, batch: Batch) -> Tensor:
 
 
 def shared(method: Toast, batch: Batch) -> Tensor:
-    method.effective = method.training_weights(batch, Progress(0, 0, 1, 1))
+    method.weight_overrides = method.training_weights(batch, Progress(0, 0, 1, 1))
     return method.features(batch.images)
 
 

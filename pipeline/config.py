@@ -425,7 +425,7 @@ def _check_entry(config: Config, label: str, task: str | None, cls: Any, where: 
         config.train_of(label, step, where, task)
     for step in (s.name for s in cls.steps if s.trains):
         try:
-            cls.check(
+            cls.validate(
                 settings,
                 config.train_of(label, step, where, task),
                 config.data_of(label, where),

@@ -1,7 +1,7 @@
 """Promises that every method inherits. Each is a function of a laboratory, a method's name and an
 optimizer.
 
-Whether a promise applies follows from what the class declares (`carries`, `forgets`,
+Whether a promise applies follows from what the class declares (`carries`, `may_forget`,
 `freezes_backbone`, ...), never from its name. A promise is shown on every optimizer where the
 optimizer could break it, else on one.
 """
@@ -79,7 +79,7 @@ def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> No
         assert digest_of(live.backbone) == live.backbone_digest == run.state(task).backbone_digest
 
 
-@promise(lambda cls: not cls.forgets, tuple(OPTIMIZERS))
+@promise(lambda cls: not cls.may_forget, tuple(OPTIMIZERS))
 def check_old_answers_stay(lab: Lab, method: str, optimizer: str) -> None:
     """Bit for bit, with the later task loaded beside the earlier one. The optimizers catch a lock
     that holds gradients back and forgets what weight decay and momentum do."""
@@ -94,14 +94,14 @@ def old_answers_stay(run: Run) -> None:
     )
 
 
-@promise(lambda cls: not cls.forgets)
+@promise(lambda cls: not cls.may_forget)
 def check_old_answers_stay_under_accumulation_and_bf16(
     lab: Lab, method: str, optimizer: str
 ) -> None:
     old_answers_stay(lab.run(method, optimizer, accumulate=2, precision="bf16", epochs=1))
 
 
-@promise(lambda cls: not cls.forgets)
+@promise(lambda cls: not cls.may_forget)
 def check_another_tasks_training_leaves_a_loaded_task_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
@@ -110,7 +110,7 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
     run = lab.run(method, optimizer)
     task, state, images = run.order[FIRST], run.state(FIRST), run.images(FIRST)
     live, job = run.fresh(SECOND), again(run.stages(SECOND)[0], "beside")
-    live.load(state)
+    live.load_task(state)
     loop.fit(job, live, loop.load_carried(job), Group(), lambda event: None)
     if not live.carries:
         assert torch.equal(answers(live, images, task), answers(run.served(FIRST), images, task))
@@ -149,9 +149,9 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
     run = lab.run(method, optimizer)
     name, images, direct = run.order[FIRST], run.images(FIRST), run.fresh()
     state, carried = run.finished(FIRST)
-    direct.load(state)
+    direct.load_task(state)
     if run.evaluate_job(FIRST).previous:
-        direct.attach(carried)
+        direct.load_carried(carried)
     served = answers(run.served(FIRST), images, name)
     assert torch.equal(answers(direct, images, name), served)
     assert torch.allclose(answers(run.live(FIRST), images, name), served, atol=1e-4)
@@ -160,7 +160,7 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
     assert Carried.from_bytes(stored.read(CARRIED)).to_bytes() == stored.read(CARRIED)
 
 
-@promise(lambda cls: cls.trains_on == "task" and not getattr(cls, "by_means", False))
+@promise(lambda cls: cls.trains_on == "task" and not getattr(cls, "uses_class_means", False))
 def check_whatever_is_stored_has_a_part_in_the_answers(
     lab: Lab, method: str, optimizer: str
 ) -> None:
@@ -180,11 +180,11 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
                 + torch.linspace(0, 1, tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
             )
         try:
-            changed.load(state)
+            changed.load_task(state)
         except UserError:
             continue  # what does not go with the rest of the state is refused: it has a part
         if run.evaluate_job(FIRST).previous:
-            changed.attach(run.carried(FIRST))
+            changed.load_carried(run.carried(FIRST))
         assert not stored or not torch.equal(answers(changed, images, name), expected), kind
 
 
@@ -207,9 +207,9 @@ def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimize
     run = lab.run(method, optimizer)
     state, other = run.state(FIRST), run.fresh()
     with pytest.raises(UserError, match="belongs to backbone"):
-        other.load(replace(state, backbone_digest="0" * 64))
+        other.load_task(replace(state, backbone_digest="0" * 64))
     with pytest.raises(UserError, match="written by method"):
-        other.load(replace(state, method="another"))
+        other.load_task(replace(state, method="another"))
 
 
 # ---- how it trains -------------------------------------------------------------------------------

@@ -154,9 +154,9 @@ def serving(
 ) -> AnyMethod:
     """As `evaluate` has it: from bytes."""
     for state in states:
-        method.load(TaskState.from_bytes(state.to_bytes()))
+        method.load_task(TaskState.from_bytes(state.to_bytes()))
     if carried is not None:
-        method.attach(Carried.from_bytes(carried.to_bytes()))
+        method.load_carried(Carried.from_bytes(carried.to_bytes()))
     return method.eval()
 
 

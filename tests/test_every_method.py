@@ -52,7 +52,7 @@ class HoldsGradientsOnly(FineTune):
     """Locks all weights after the first task by their gradients alone: weight decay still moves
     them."""
 
-    forgets = False
+    may_forget = False
 
     def begin(self, *arguments: Any) -> list[dict[str, Any]]:
         self.locked = arguments[2] is not None
@@ -81,8 +81,8 @@ class SoftMask(Linear):
         state.masks["features"] = self.mask
         return state, carried
 
-    def load(self, state: Any) -> None:
-        super().load(state)
+    def load_task(self, state: Any) -> None:
+        super().load_task(state)
         self.mask = state.masks["features"]
 
 
@@ -176,7 +176,7 @@ class SumsInsteadOfMeans(Linear):
 class AnyBackbone(Linear):
     """Loads states of whatever backbone."""
 
-    def load(self, state: Any) -> None:
+    def load_task(self, state: Any) -> None:
         self.heads.restore(state.task, state.head)
 
 

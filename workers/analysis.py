@@ -44,7 +44,7 @@ def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list
     images of `task` and is told so; over both looks of a method that looks twice."""
     with watched(method) as layers:
         for images, _ in spread(job, task, most):
-            told(method, images, task.name)
+            logits_with_task(method, images, task.name)
     return [row for layer in layers for row in layer.rows()]
 
 
@@ -68,7 +68,7 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     batches = [*spread(job, task, most)]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     with gazes(method) as heard:
-        told(method, images, task.name)
+        logits_with_task(method, images, task.name)
     looks = _looks(
         [gaze for gaze in heard if gaze.passes and len(gaze.passes[-1]) == len(images)],
         isinstance(getattr(method, "top_down", None), TopDown),
@@ -118,12 +118,14 @@ def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     top_down = getattr(method, "top_down", None)
     if not isinstance(top_down, TopDown):
         return None
-    method.serve(task)
-    if "prior" not in method.effective:  # the base task, which the backbone answers
+    method.activate_task(task)
+    if "prior" not in method.weight_overrides:  # the base task, which the backbone answers
         return None
     grid = tuple(top_down.backbone.patch_embed.grid_size)
     return (
-        selection(top_down.first_pass(images)[1], method.effective["prior"])[:, -math.prod(grid) :]
+        selection(top_down.first_pass(images)[1], method.weight_overrides["prior"])[
+            :, -math.prod(grid) :
+        ]
         .unflatten(1, grid)
         .cpu()
     )
@@ -134,7 +136,7 @@ def _names(method: Method, job: StageJob, task: Task) -> list[str]:
     if method.scenario != "class":
         return list(task.classes)
     classes = {known.name: known.classes for known in job.tasks}
-    return [name for known in method.columns() for name in classes[known]]
+    return [name for known in method.class_slices() for name in classes[known]]
 
 
 def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
@@ -146,7 +148,7 @@ def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).cpu()
 
 
-def told(method: Method, images: Tensor, task: str) -> Tensor:
+def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
     """Logits among the classes of `task`; a method that finds out the task itself answers as if it
     had found this one."""
     place = next(

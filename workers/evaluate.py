@@ -52,7 +52,7 @@ def answers(method: Method, images: Tensor, task: str) -> Tensor:
 
 def first_column(method: Method, task: str) -> int:
     """Where the classes of `task` begin among those logits."""
-    return method.columns()[task].start if method.scenario == "class" else 0
+    return method.class_slices()[task].start if method.scenario == "class" else 0
 
 
 def evaluate_task(
@@ -63,7 +63,7 @@ def evaluate_task(
     must have the digest that they had."""
     assert job.task is not None
     method = served(job, group)
-    rewrites = method.rewrites(job.scenario)
+    rewrites = method.changes_past_predictions(job.scenario)
     tasks = [t for t in job.tasks if t.name in job.measured]
     before = [] if rewrites else [t for t in tasks if t != job.task]
     rows: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def served(job: StageJob, group: dist.Group) -> Method:
     load_states(job, method)
     carried = load_carried(job)
     if carried is not None:
-        method.attach(carried.to(group.device))
+        method.load_carried(carried.to(group.device))
     return method.to(group.device).eval()
 
 
@@ -154,7 +154,7 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
         "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest(),
     }
     if method.scenario == "class":
-        own = method.columns()[task.name]
+        own = method.class_slices()[task.name]
         row["correct_task_aware"] = int(
             (picks.get("told", logits[:, own].argmax(1)) == labels).sum()
         )

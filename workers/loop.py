@@ -193,7 +193,7 @@ def fit(
     val = feed_of("val", False) if job.data.val_fraction else None
     if feed is None:
         return (
-            [{"epoch": 0, **method.measures(), **validated(method, val, group)}]
+            [{"epoch": 0, **method.metrics(), **validated(method, val, group)}]
             if step is not None and step.measured
             else []
         )
@@ -226,7 +226,7 @@ def _epochs(
     mark = group.share(found) or Checkpoint(0, 0, [], {}, {})
     best = mark.restore(method, optimizer) if mark.tensors else {}
     history, saved = list(mark.history), time.monotonic()
-    clock = Clock(
+    meter = ProgressMeter(
         job, epochs, feed.steps_per_epoch, report if group.rank == 0 else (lambda event: None)
     )
     for epoch in range(mark.epoch, epochs):
@@ -240,7 +240,7 @@ def _epochs(
             sums.add(
                 train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size
             )
-            clock.tick(progress, batches[0].draw.size, sums)
+            meter.tick(progress, batches[0].draw.size, sums)
             if step + 1 < feed.steps_per_epoch and is_due(
                 saved + (job.checkpoint_s or math.inf), step, group
             ):
@@ -260,7 +260,7 @@ def _epochs(
             "epoch": epoch,
             "lr": optimizer.param_groups[0]["lr"],
             **sums.means(job.id),
-            **method.measures(),
+            **method.metrics(),
         }
         row |= validated(method, val, group)
         if job.train.keep == "best" and row.get("val_correct", -1) > mark.best.get(
@@ -269,7 +269,7 @@ def _epochs(
             mark.best = {"epoch": epoch, "val_correct": row["val_correct"]}
             best = {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
         history.append(row)
-        clock.epoch(row)
+        meter.epoch(row)
         if epoch + 1 < epochs and is_due(
             saved + (job.checkpoint_s or math.inf), AGREE_STEPS - 1, group
         ):
@@ -313,7 +313,8 @@ def train_step(
     gradients summed over ranks, gate, clip, step, restore. Returns the loss and its terms, each
     this rank's share of the global mean."""
     optim.set_rate(
-        optimizer, optim.factor(progress.done, progress.total, progress.steps_per_epoch, job.train)
+        optimizer,
+        optim.factor(progress.global_step, progress.total, progress.steps_per_epoch, job.train),
     )
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     terms = gradients(method, optimizer, batches, progress, job, group)
@@ -424,7 +425,7 @@ def check_finite(loss: float, where: str) -> None:
         )
 
 
-class Clock:
+class ProgressMeter:
     """Tells what a stage is doing: epoch, loss, accuracy, images per second, seconds left."""
 
     def __init__(self, job: StageJob, epochs: int, per_epoch: int, report: Report):
@@ -451,7 +452,7 @@ class Clock:
                 "loss": loss,
                 "accuracy": self.accuracy,
                 "images_per_s": self.images / spent,
-                "left_s": (progress.total - progress.done - 1) * spent / self.steps,
+                "left_s": (progress.total - progress.global_step - 1) * spent / self.steps,
             }
         )
 
@@ -507,7 +508,7 @@ def load_states(job: StageJob, method: Method) -> None:
     """Loads the states of the job's finished tasks, in stream order."""
     for task, key in job.states.items():
         artifact = Artifact.need(job.root, key)
-        method.load(
+        method.load_task(
             TaskState.from_bytes(
                 artifact.read("task.safetensors"), f"state of task {task!r} in {key}"
             )

@@ -110,7 +110,7 @@ class Builder:
         own = None if step == "evaluate" else task  # all tasks are served alike
         entry = c.entry_of(label, own.name if own else None) if label else None
         train, data = self.recipe(label, step, own) if label else (c.train, c.data)
-        hidden = METHODS[entry.method].unread(step) if entry else frozenset()
+        hidden = METHODS[entry.method].ignored_settings(step) if entry else frozenset()
         return StageJob(
             id=stage_id,
             key="",
@@ -358,7 +358,9 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     empty = vit.check(c.backbone)
     for label, entry in c.methods.items():
         try:
-            METHODS[entry.method].fits(builder.settings(label), copy.deepcopy(empty), tuple(tasks))
+            METHODS[entry.method].check_backbone(
+                builder.settings(label), copy.deepcopy(empty), tuple(tasks)
+            )
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None
     settings = {
@@ -409,7 +411,7 @@ def add_method(
     ends: dict[str, str] = {}  # step -> stage: those whose carried states the next task starts from
     common: dict[str, str] = {}  # the same for every task of a star
     ahead = (
-        method.planned(builder.settings(label, unlabelled), -1)
+        method.steps_for(builder.settings(label, unlabelled), -1)
         if unlabelled and method.starts_from
         else ()
     )
@@ -418,7 +420,9 @@ def add_method(
     for position, task in enumerate(tasks):
         steps = tuple(
             step
-            for step in method.planned(builder.settings(label, task), position - (base is not None))
+            for step in method.steps_for(
+                builder.settings(label, task), position - (base is not None)
+            )
             if position or not step.later
         )
         if steps and not (ahead and task is base):
@@ -491,7 +495,7 @@ def _add_steps(
             "revision": method.revision,
             "task": task.name,
             "seen": [[t.name, list(t.classes)] for t in reads],
-            "settings": key_inputs(settings, method.unread(step.name)),
+            "settings": key_inputs(settings, method.ignored_settings(step.name)),
             "scenario": c.stream.scenario,
             "seed": c.seed,
             "train": key_inputs(train) if step.trains else {},
@@ -528,7 +532,9 @@ def _add_evaluate(
     """
     method = METHODS[builder.config.methods[label].method]
     task = so_far[-1]
-    served = so_far if method.rewrites(builder.config.stream.scenario) else so_far[-2:]
+    served = (
+        so_far if method.changes_past_predictions(builder.config.stream.scenario) else so_far[-2:]
+    )
     stages = {t: last[t.name] for t in served}
     stage = _evaluate_stage(builder, label, stages, served, start)
     there = tuple(t for t in served if t.card not in builder.gone)

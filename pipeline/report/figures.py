@@ -215,7 +215,7 @@ def load_mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
     state = tables.state(label, task)
     if state is None:
         return None
-    masks = METHODS.get(state.method, Method).masks_for_display(state, tables.carried(label, task))
+    masks = METHODS.get(state.method, Method).display_masks(state, tables.carried(label, task))
     view = MaskView.of(label, state, masks)
     return view if view.bits or view.prompts else None
 

@@ -500,7 +500,7 @@ def test_pictures_show_the_masks_that_the_method_says(
 
     class Owners(Method):
         @classmethod
-        def masks_for_display(cls, state: Any, carried: Any) -> Any:
+        def display_masks(cls, state: Any, carried: Any) -> Any:
             return {"blocks.0.fc1": carried.tensors["owner"] == 1}
 
     monkeypatch.setitem(METHODS, "owners", Owners)

@@ -50,10 +50,10 @@ def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters() -> None:
 def test_answers_stay_when_another_task_is_trained_beside() -> None:
     method = adapter()
     state, before = trained(method), answers(method)
-    method.load(TaskState.from_bytes(state.to_bytes()))
+    method.load_task(TaskState.from_bytes(state.to_bytes()))
     assert torch.equal(answers(method), before)
     other = trained(method, TWO)
-    method.load(other)
+    method.load_task(other)
     for _ in range(2):
         assert answers(method, TWO).shape == (8, 3)
         assert torch.equal(answers(method), before)
@@ -62,8 +62,8 @@ def test_answers_stay_when_another_task_is_trained_beside() -> None:
 def test_a_base_task_is_served_by_the_backbone() -> None:
     method = adapter()
     head = {"weight": torch.ones(2, 32), "bias": torch.zeros(2)}
-    method.load(trained(method))
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head=head))
+    method.load_task(trained(method))
+    method.load_task(TaskState("base", BASE.classes, "base", method.backbone_digest, head=head))
     assert torch.equal(answers(method, BASE), vit()(images()) @ head["weight"].T)
 
 
@@ -154,7 +154,7 @@ def test_each_kind_sits_where_its_paper_has_it(kind: str) -> None:
     features = by_hand(vit(), state.copies, kind)
     assert torch.allclose(served, features @ state.head["weight"].T + state.head["bias"], atol=1e-6)
     with torch.no_grad():
-        method.serve("one")
+        method.activate_task("one")
         assert torch.allclose(method.features(images()), features, atol=1e-5)
     assert not torch.allclose(features, vit()(images()), atol=0.05)
 
@@ -216,9 +216,9 @@ def test_houlsby_says_nothing_new_about_itself() -> None:
 )
 def test_adapters_of_another_kind_are_refused(kind: str, other: str) -> None:
     state = TaskState.from_bytes(trained(adapter(kind=kind), steps=1).to_bytes())
-    adapter(kind=kind).load(state)
+    adapter(kind=kind).load_task(state)
     with pytest.raises(UserError, match="its state has adapters of"):
-        adapter(kind=other).load(state)
+        adapter(kind=other).load_task(state)
 
 
 def test_dropout_is_drawn_for_each_sample_and_only_while_training() -> None:
@@ -256,7 +256,7 @@ def test_dropout_of_other_kinds_is_refused() -> None:
         match=r"dropout is 0.1 with kind 'pfeiffer', which has none; leave it out, or set "
         r"kind=adaptformer",
     ):
-        Adapter.check(
+        Adapter.validate(
             AdapterSettings(kind="pfeiffer", dropout=0.1), TrainSettings(), DataSettings(), "task"
         )
 
@@ -264,13 +264,13 @@ def test_dropout_of_other_kinds_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backbone_that_has_no_such_place_is_refused_before_anything_runs(kind: str) -> None:
     with pytest.raises(UserError, match="to put an adapter behind"):
-        Adapter.fits(AdapterSettings(kind=kind), vit(block_fn=ParallelThingsBlock))
+        Adapter.check_backbone(AdapterSettings(kind=kind), vit(block_fn=ParallelThingsBlock))
 
 
 def test_a_norm_behind_the_ffn_is_no_place_for_adaptformer() -> None:
-    Adapter.fits(AdapterSettings(kind="pfeiffer"), vit(block_fn=ResPostBlock))
+    Adapter.check_backbone(AdapterSettings(kind="pfeiffer"), vit(block_fn=ResPostBlock))
     with pytest.raises(UserError, match="norms behind attention and FFN"):
-        Adapter.fits(AdapterSettings(kind="adaptformer"), vit(block_fn=ResPostBlock))
+        Adapter.check_backbone(AdapterSettings(kind="adaptformer"), vit(block_fn=ResPostBlock))
 
 
 # ---- sizes and work ------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_adapters_of_another_width_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"adapters of shape \(4, 8, 32\), these settings have \(4, 24, 32\)"
     ):
-        adapter().load(state)
+        adapter().load_task(state)
 
 
 def test_the_work_per_image_counts_the_adapters() -> None:

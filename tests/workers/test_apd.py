@@ -66,7 +66,7 @@ def begun(
         before or (([], None) if tasks == 1 else left_by(tasks - 1, **settings)),
     )
     for state in states:
-        method.load(state)
+        method.load_task(state)
     method.begin(TASKS[tasks - 1], "train", carried, RATES, (TASKS[tasks - 1],))
     return method.train()
 
@@ -194,7 +194,7 @@ def test_tau_may_start_from_sigma_as_in_the_released_code() -> None:
 
 def test_sigma_decays_at_the_first_task_only(first: Any) -> None:
     method = apd()
-    method.load(first[0][0])
+    method.load_task(first[0][0])
     decays = [
         {
             g["name"]: g.get("weight_decay", "configured")
@@ -382,7 +382,7 @@ def test_the_terms_add_up_to_the_loss(first: Any) -> None:
 
 def test_measures_are_those_of_what_is_stored(first: Any) -> None:
     method = trained(begun(2, first))
-    found, (state, carried) = method.measures(), method.finish()
+    found, (state, carried) = method.metrics(), method.finish()
     now = served([*first[0], state], carried)
     taus = [now.tau_of("two", site) for site in now.sites]
     assert found["tau_zeros"] == pytest.approx(
@@ -390,7 +390,7 @@ def test_measures_are_those_of_what_is_stored(first: Any) -> None:
     )
     a, b = (torch.cat([t.flatten() for t in theta(m, 0).values()]) for m in (served(*first), now))
     assert found["drift"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
-    assert "drift" not in begun().measures()
+    assert "drift" not in begun().metrics()
 
 
 # ---- zeros ---------------------------------------------------------------------------------------
@@ -431,14 +431,14 @@ def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_st
 
 def test_proximal_training_stores_what_it_trains() -> None:
     method = trained(begun(zeros="proximal", lambda1=1e-4), optimizer="sgd with momentum and decay")
-    assert 0.05 < method.measures()["tau_zeros"] < 0.999
+    assert 0.05 < method.metrics()["tau_zeros"] < 0.999
     assert all(torch.equal(method.tau_of("one", site), tau) for site, tau in method.own_tau.items())
 
 
 @pytest.mark.parametrize("zeros", ["threshold", "proximal"])
 def test_tau_is_the_sparser_the_larger_lambda1(zeros: str) -> None:
     shares = [
-        trained(begun(zeros=zeros, lambda1=price), steps=20).measures()["tau_zeros"]
+        trained(begun(zeros=zeros, lambda1=price), steps=20).metrics()["tau_zeros"]
         for price in (1e-6, 1e-5, 1e-4, 1e-3)
     ]
     assert all(a < b for a, b in itertools.pairwise(shares)), shares
@@ -453,7 +453,7 @@ def test_what_is_trained_is_what_is_served() -> None:
     ):
         method = trained(begun(**settings), steps=5)
         with torch.no_grad():
-            method.effective = method.training_weights(batch(), PROGRESS)
+            method.weight_overrides = method.training_weights(batch(), PROGRESS)
             trained_for = method.heads["one"](method.features(images()))
         state, carried = method.finish()
         found = served([state], carried, **settings).logits(images(), "one")
@@ -519,7 +519,7 @@ def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries(
         == 4 * (5_455_872 - 768 * width)
     )
     assert size_of(carried, "") == size_of(carried, "tau/") + size_of(carried, "sigma/")
-    shown = Apd.masks_for_display(state, carried)
+    shown = Apd.display_masks(state, carried)
     assert all(torch.equal(shown[site], tau != 0) for site, tau in method.own_tau.items())
 
 
@@ -544,16 +544,18 @@ def test_a_state_of_another_width_is_refused(first: Any) -> None:
         UserError,
         match=r"scales blocks.0.attn.qkv.v of shape \(7,\), this backbone has 48 output features",
     ):
-        apd().load(replace(state, copies=state.copies | {"blocks.0.attn.qkv.v": torch.zeros(7)}))
+        apd().load_task(
+            replace(state, copies=state.copies | {"blocks.0.attn.qkv.v": torch.zeros(7)})
+        )
 
 
 def test_an_anchor_that_sgd_would_overshoot_is_refused() -> None:
     settings, train = ApdSettings(retro="frozen_tau"), TrainSettings(optimizer="sgd", lr=0.1)
     with pytest.raises(UserError, match=r"train.lr \* lambda2 = 10"):
-        Apd.check(settings, train, DataSettings(), "task")
+        Apd.validate(settings, train, DataSettings(), "task")
     for fine in (
         (settings, TrainSettings(lr=0.1)),
         (ApdSettings(), train),
         (ApdSettings(retro="frozen_tau", lambda2=10), train),
     ):
-        Apd.check(*fine, DataSettings(), "task")
+        Apd.validate(*fine, DataSettings(), "task")

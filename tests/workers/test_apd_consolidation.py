@@ -31,7 +31,7 @@ from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, mean_size
 def test_every_kth_task_ends_with_a_consolidation() -> None:
     def steps(every: int) -> list[list[str]]:
         return [
-            [s.name for s in Apd.planned(ApdSettings(consolidate_every=every), position)]
+            [s.name for s in Apd.steps_for(ApdSettings(consolidate_every=every), position)]
             for position in range(-1, 4)
         ]
 
@@ -229,7 +229,7 @@ def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only
     method.stream = last.stream = (base, *TASKS[:2])
     state, carried = method.finish()
     assert size_of(carried, "own/") == sum(state.sizes().values())
-    last.load(first[0][0])
+    last.load_task(first[0][0])
     assert last.begin(TASKS[1], "consolidate", carried, RATES, (TASKS[1],)) == []
     again, after = last.finish()
     assert again.to_bytes() == state.to_bytes()

@@ -15,11 +15,11 @@ from workers import analysis
 from workers.analysis import (
     attacked,
     attention_rows,
+    logits_with_task,
     occluded,
     robustness_rows,
     shifted_rows,
     slope,
-    told,
 )
 from workers.job import BackboneSettings, Task
 from workers.methods.base import MethodSettings
@@ -193,7 +193,8 @@ def test_a_method_that_guesses_the_task_is_told_it(lab: Lab) -> None:
     method, x = run.served(1), run.images(1)
     place = next(p for p, tasks in enumerate(method.candidates().values()) if run.order[1] in tasks)
     assert torch.equal(
-        told(method, x, run.order[1]), method.answer(x, torch.full((len(x),), place), run.order[1])
+        logits_with_task(method, x, run.order[1]),
+        method.answer(x, torch.full((len(x),), place), run.order[1]),
     )
 
 

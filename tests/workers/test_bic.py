@@ -400,7 +400,7 @@ def test_a_base_task_gives_images_that_fit_the_bias(lab: Lab) -> None:
 
 def test_a_memory_that_leaves_nothing_to_fit_or_to_train_on_is_refused() -> None:
     with pytest.raises(UserError, match="give it memory 14 or more"):
-        Bic.fits(BicSettings(memory=13), build(SMALL), (A, B, C))
+        Bic.check_backbone(BicSettings(memory=13), build(SMALL), (A, B, C))
     with pytest.raises(UserError, match="per_class 2"):
-        Bic.fits(BicSettings(per_class=1), build(SMALL), (A, B, C))
-    Bic.fits(BicSettings(memory=14), build(SMALL), (A, B, C))
+        Bic.check_backbone(BicSettings(per_class=1), build(SMALL), (A, B, C))
+    Bic.check_backbone(BicSettings(memory=14), build(SMALL), (A, B, C))

@@ -367,7 +367,7 @@ def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]) 
         for name, shape in method.mask_shapes().items()
     }
     head = {"weight": torch.randn(3, 32, generator=generator), "bias": torch.zeros(3)}
-    method.load(
+    method.load_task(
         TaskState(
             "one",
             ("a", "b", "c"),

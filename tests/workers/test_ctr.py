@@ -268,18 +268,20 @@ def test_a_base_task_is_served_by_the_backbone(cls: type[CtrTsm]) -> None:
         served(stream(cls, tasks=(ONE,)), cls),
         {"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
     )
-    method.load(TaskState("base", BASE.classes, "base", method.backbone_digest, head=head))
+    method.load_task(TaskState("base", BASE.classes, "base", method.backbone_digest, head=head))
     assert torch.equal(answers(method, BASE), vit(patch_size=4)(images()) @ head["weight"].T)
 
 
 def test_settings_and_states_that_cannot_work_are_refused() -> None:
     with pytest.raises(UserError, match=r"mask_lr is 'auto' with train.optimizer 'sgd'"):
-        CtrTsm.check(CtrSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "task")
-    CtrTsm.check(CtrSettings(mask_lr=0.1), TrainSettings(optimizer="sgd"), DataSettings(), "task")
+        CtrTsm.validate(CtrSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "task")
+    CtrTsm.validate(
+        CtrSettings(mask_lr=0.1), TrainSettings(optimizer="sgd"), DataSettings(), "task"
+    )
     with pytest.raises(
         UserError, match=r"inner masks of shape \(4, 8\), these settings have \(4, 9\)"
     ):
-        ctr(width=9).load(stream(tasks=(ONE,))[0][0])
+        ctr(width=9).load_task(stream(tasks=(ONE,))[0][0])
     method = ctr()
     started(method, ONE)
     with pytest.raises(UserError, match="one step per epoch"):

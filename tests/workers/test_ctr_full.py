@@ -197,7 +197,7 @@ def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not() ->
         "a task asks the capsules that there were"
     )
     assert not torch.equal(own[0]["similar"], own[1]["similar"])
-    assert CtrFull.forgets
+    assert CtrFull.may_forget
 
 
 def test_gates_draw_noise_in_training_only() -> None:
@@ -212,7 +212,7 @@ def test_gates_draw_noise_in_training_only() -> None:
     started(training, THREE, done[-1][1])
 
     def features(step: int) -> Tensor:
-        training.effective = training.training_weights(batch(step), Progress(0, 1, 1, STEPS))
+        training.weight_overrides = training.training_weights(batch(step), Progress(0, 1, 1, STEPS))
         return training.features(images()).detach()
 
     assert torch.equal(features(1), features(1))
@@ -251,11 +251,11 @@ def test_the_work_per_image_counts_adapters_and_routing() -> None:
 
 def test_a_stream_longer_than_its_capsules_is_refused() -> None:
     settings = CtrFullSettings(max_tasks=2)
-    assert [s.name for s in CtrFull.planned(settings, 1)] == ["train"]
+    assert [s.name for s in CtrFull.steps_for(settings, 1)] == ["train"]
     with pytest.raises(
         UserError, match=r"capsules for max_tasks=2 tasks, and the stream has more; raise max_tasks"
     ):
-        CtrFull.planned(settings, 2)
+        CtrFull.steps_for(settings, 2)
     with pytest.raises(UserError, match="max_tasks=3"):
         ctr(CtrFull).begin(
             ONE,

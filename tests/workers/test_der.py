@@ -83,7 +83,7 @@ def begun(
     )
     states = [task_state(name, task, place, parts) for place, task in enumerate(tasks[:-1])]
     for state in states:
-        method.load(state)
+        method.load_task(state)
     now = len(tasks) - (step == "train")
     heads = {
         f"heads/{task.name}/weight": torch.randn(task.num_classes, D * now) for task in tasks[:now]
@@ -451,7 +451,7 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
             left += weights * D * sums[f"blocks.{i}.{kind}"]
             full += weights * D * len(m[f"blocks.{i}.{kind}"])
     assert float(terms["sparsity"]) == pytest.approx(left / full, rel=1e-5)
-    method.effective = masked_weights(method.backbone, m)
+    method.weight_overrides = masked_weights(method.backbone, m)
     ce = F.cross_entropy(method.features(b.images) @ method.heads["a"].weight.T, b.labels)
     assert loss.item() == pytest.approx(ce.item() + 0.3 * left / full, rel=1e-5)
 
@@ -517,7 +517,7 @@ def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str) -> No
     _, carried = method.finish()
     handed = METHODS[name](backbone(), method.settings, 0)
     handed.scenario, handed.stream = "class", (A,)
-    handed.attach(Carried.from_bytes(carried.to_bytes()))
+    handed.load_carried(Carried.from_bytes(carried.to_bytes()))
     with torch.no_grad():
         assert torch.allclose(
             handed.backbone.eval()(images) @ method.heads["a"].weight.T, expected, atol=1e-5
@@ -562,16 +562,18 @@ def test_a_pruned_state_of_another_shape_is_refused() -> None:
         unpacked(vit, stored, {}, fill=False)
     other: Method = METHODS["der"](backbone(), DerSettings(), 0)
     with pytest.raises(UserError, match="task 'a': the parameters of its extractor"):
-        other.load(task_state("der", A, 0, {"copies": {"norm.weight": torch.ones(3)}}))
+        other.load_task(task_state("der", A, 0, {"copies": {"norm.weight": torch.ones(3)}}))
 
 
 def test_masks_need_units_and_an_epoch_of_several_steps_and_a_rate() -> None:
     with pytest.raises(UserError, match="vision transformer"):
-        METHODS["der_p"].fits(DerPSettings(), build(BackboneSettings(name="resnet18")), (A,))
+        METHODS["der_p"].check_backbone(
+            DerPSettings(), build(BackboneSettings(name="resnet18")), (A,)
+        )
     with pytest.raises(UserError, match="one step per epoch"):
         begun("der_p", A).loss(batch(A), Progress(0, 0, 1, 1))
     with pytest.raises(UserError, match="mask_lr is 'auto'"):
-        METHODS["der_p"].check(
+        METHODS["der_p"].validate(
             DerPSettings(), TrainSettings(optimizer="sgd"), DataSettings(), "class"
         )
 
@@ -658,7 +660,10 @@ def test_magnitudes_of_a_backbone_without_biases_are_those_of_its_weights() -> N
 def test_a_setting_runs_only_the_steps_that_read_it_again(name: str) -> None:
     method = METHODS[name]
     every = {*method.Settings.model_fields}
-    read = {step: every - method.unread(step) for step in ("train", "finetune", "herd", "evaluate")}
+    read = {
+        step: every - method.ignored_settings(step)
+        for step in ("train", "finetune", "herd", "evaluate")
+    }
     assert read["herd"] == {"memory", "per_class", "selection"}
     assert read["finetune"] == {"temperature"}
     own = {
@@ -676,6 +681,6 @@ def test_features_stand_in_stream_order_whoever_was_loaded_first() -> None:
         method = METHODS["der"](backbone(), DerSettings(), 0)
         method.scenario, method.stream = "class", (A, B)
         for place in order:
-            method.load(task_state("der", (A, B)[place], place))
+            method.load_task(task_state("der", (A, B)[place], place))
         found.append(method.eval().features(batch(A).images))
     assert torch.equal(*found)

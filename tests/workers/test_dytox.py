@@ -275,7 +275,7 @@ def test_a_task_leaves_its_token_and_its_head() -> None:
     }
     other = DyTox(build(SMALL), DyToxSettings(), 0)
     other.backbone_digest = method.backbone_digest
-    other.load(state)
+    other.load_task(state)
     assert all(
         torch.equal(t, method.heads.export("two")[name])
         for name, t in other.heads.export("two").items()
@@ -316,12 +316,12 @@ def test_what_it_cannot_work_with_is_refused() -> None:
         UserError,
         match="task 'base' has role `base`, and 'dytox' trains its encoder on the stream itself",
     ):
-        DyTox.fits(DyToxSettings(), build(SMALL), (base, ONE))
+        DyTox.check_backbone(DyToxSettings(), build(SMALL), (base, ONE))
     with pytest.raises(
         UserError,
         match="puts its decoder in the place of the backbone's last block, and there is no other",
     ):
-        DyTox.fits(
+        DyTox.check_backbone(
             DyToxSettings(),
             build(
                 BackboneSettings(
@@ -332,8 +332,8 @@ def test_what_it_cannot_work_with_is_refused() -> None:
             (ONE,),
         )
     with pytest.raises(UserError, match="memory is 4, and the stream has 5 classes"):
-        DyTox.fits(DyToxSettings(memory=4), build(SMALL), (ONE, TWO))
-    DyTox.fits(DyToxSettings(), build(SMALL), (ONE, TWO))
+        DyTox.check_backbone(DyToxSettings(memory=4), build(SMALL), (ONE, TWO))
+    DyTox.check_backbone(DyToxSettings(), build(SMALL), (ONE, TWO))
 
 
 def test_new_tokens_are_drawn_for_the_task_and_not_for_its_place() -> None:

@@ -169,7 +169,7 @@ def test_the_loss_is_the_cross_entropy_over_all_outputs(soft: bool) -> None:
         logits, torch.tensor([2, 3, 4, 4]) if soft else torch.tensor([0, 1, 4, 2])
     )
     assert torch.allclose(method.classification_loss(features, batch), expected)
-    assert method.columns() == {"two": slice(0, 2), "three": slice(2, 5)}
+    assert method.class_slices() == {"two": slice(0, 2), "three": slice(2, 5)}
 
 
 def test_a_method_that_needs_the_task_says_so() -> None:

@@ -100,7 +100,7 @@ def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensat
         assert torch.isclose(loss, terms["ce"] + 0.5 * before * terms["newly_used"])
         loss.backward()
         method.after_backward()
-        method.effective, seen = (
+        method.weight_overrides, seen = (
             method.training_weights(batch(step), progress),
             method.mask.embedding.grad != 0,
         )
@@ -184,14 +184,14 @@ def test_a_dense_start_is_the_backbone_and_a_normal_one_switches_half_of_the_uni
     for start, share in (("dense", 1.0), ("normal", 0.5)):
         method = Hat(vit(), HatSettings(start=start), 1)
         method.begin(ONE, "train", None, RATES, (ONE,))
-        assert math.isclose(method.measures()["density"], share, abs_tol=0.05)
+        assert math.isclose(method.metrics()["density"], share, abs_tol=0.05)
 
 
 def test_a_loaded_task_that_is_trained_anew_is_measured_with_its_new_masks() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
     state = trained(method)[0]
     state.masks = {site: torch.zeros_like(mask) for site, mask in state.masks.items()}
-    method.load(state)
+    method.load_task(state)
     method.begin(ONE, "train", None, RATES, (ONE,))
     assert method.serving_weights("one")["blocks.0.mlp.fc2.weight"].any()
 
@@ -265,7 +265,7 @@ def test_soft_masks_at_test_would_change_the_answers() -> None:
     with torch.no_grad():
         hard = method.eval().logits(images(), "one")
         method.training_weights(batch(), Progress(0, STEPS - 1, 1, STEPS))
-        method.effective, head = (
+        method.weight_overrides, head = (
             method.training_weights(batch(), Progress(0, STEPS - 1, 1, STEPS)),
             method.heads["one"],
         )
@@ -302,10 +302,10 @@ def test_a_state_of_another_width_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"mask blocks.1.ff of shape \(127,\), this backbone has 128 units"
     ):
-        Hat(vit(), HatSettings(), 1).load(state)
+        Hat(vit(), HatSettings(), 1).load_task(state)
     del state.masks["blocks.1.ff"]
     with pytest.raises(UserError, match="of shape None"):
-        Hat(vit(), HatSettings(), 1).load(state)
+        Hat(vit(), HatSettings(), 1).load_task(state)
 
 
 def test_measures_and_the_share_of_work() -> None:
@@ -315,7 +315,7 @@ def test_measures_and_the_share_of_work() -> None:
         # two blocks of 32 + 32 + 128: a half of the first
         method.mask.embedding.copy_(torch.where(torch.arange(384) < 96, 1.0, -1.0))
     method.uses = (torch.arange(384) >= 288).short()
-    assert method.measures() == {"density": 0.25, "capacity": 0.5, "free": 0.5}
+    assert method.metrics() == {"density": 0.25, "capacity": 0.5, "free": 0.5}
     work = [
         method.flops_share(method.state(masks=method.by_site(torch.rand(384) < share)))
         for share in (1.1, 0.5, 0.0)
@@ -326,7 +326,7 @@ def test_measures_and_the_share_of_work() -> None:
 
 # ---- what cannot work, and what a person should know ---------------------------------------------
 def refused(train: dict[str, Any], **settings: Any) -> None:
-    Hat.check(HatSettings(**settings), TrainSettings(**train), DataSettings(), "task")
+    Hat.validate(HatSettings(**settings), TrainSettings(**train), DataSettings(), "task")
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
@@ -421,7 +421,7 @@ def test_adahat_forgets_the_more_the_more_its_intensity(optimizer: str) -> None:
 
 
 def test_adahat_says_that_it_forgets_and_hat_that_it_does_not() -> None:
-    assert AdaHat.forgets
-    assert AdaHat.rewrites("task")
-    assert not Hat.forgets
-    assert not Hat.rewrites("task")
+    assert AdaHat.may_forget
+    assert AdaHat.changes_past_predictions("task")
+    assert not Hat.may_forget
+    assert not Hat.changes_past_predictions("task")

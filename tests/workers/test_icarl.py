@@ -209,5 +209,7 @@ def test_two_ranks_choose_the_same_exemplars_and_means(lab: Lab) -> None:
 
 def test_a_memory_that_leaves_a_class_without_an_exemplar_is_refused() -> None:
     with pytest.raises(UserError, match="memory is 4, and the stream has 5 classes"):
-        METHODS["icarl"].fits(IcarlSettings(memory=4), begun("icarl", A).backbone, (A, B))
-    METHODS["icarl"].fits(IcarlSettings(memory=4, per_class=1), begun("icarl", A).backbone, (A, B))
+        METHODS["icarl"].check_backbone(IcarlSettings(memory=4), begun("icarl", A).backbone, (A, B))
+    METHODS["icarl"].check_backbone(
+        IcarlSettings(memory=4, per_class=1), begun("icarl", A).backbone, (A, B)
+    )

@@ -187,9 +187,9 @@ def test_every_granularity_trains_masks_of_its_shape_and_serves_them(
     method = ksm(mask_travel=20.0, **settings)
     state = trained(method)
     assert {site: tuple(state.masks[site].shape) for site in shapes} == shapes
-    assert 0.05 < method.measures()["density"] < 0.98
+    assert 0.05 < method.metrics()["density"] < 0.98
     server = ksm(**settings)
-    server.load(TaskState.from_bytes(state.to_bytes()))
+    server.load_task(TaskState.from_bytes(state.to_bytes()))
     assert torch.equal(answers(server), answers(method))
 
 
@@ -201,13 +201,13 @@ def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(soft: boo
     assert all(bool((mask.scores == 1e-2).all()) for mask in method.masks.values())
     with torch.no_grad():
         want = method.heads["one"](vit()(images()))
-        method.effective = method.training_weights(batch(), PROGRESS)
+        method.weight_overrides = method.training_weights(batch(), PROGRESS)
         assert torch.equal(method.heads["one"](method.features(images())), want)
     assert torch.equal(answers(method), want)
     state = method.finish()[0]
     assert not any(name.endswith(".soft") for name in state.copies), "what is on has no coefficient"
     fresh = ksm()
-    fresh.load(state)
+    fresh.load_task(state)
     assert torch.equal(answers(fresh), want)
 
 
@@ -228,10 +228,10 @@ def test_masks_copies_of_norms_and_head_are_trained_and_nothing_else() -> None:
 @pytest.mark.parametrize("soft", [True, False])
 def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer: Any, soft: bool) -> None:
     method = ksm(soft=soft, **({"mask_lr": 5.0} if optimizer == "sgd" else {}))
-    method.load(trained(method, ONE, optimizer))
+    method.load_task(trained(method, ONE, optimizer))
     before = answers(method)
     trained(method, TWO, optimizer)
-    assert method.measures()["density"] < 0.98, "an empty training would keep them too"
+    assert method.metrics()["density"] < 0.98, "an empty training would keep them too"
     assert any(
         not torch.equal(t, dict(vit().named_parameters())[name])
         for name, t in method.copies.tensors().items()
@@ -250,7 +250,7 @@ def test_norms_trained_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         method, "begin", lambda *arguments: [*plain(*arguments), {"name": "norms", "params": norms}]
     )
-    method.load(trained(method))
+    method.load_task(trained(method))
     before = answers(method)
     trained(method, TWO)
     assert not torch.equal(answers(method), before)
@@ -274,15 +274,15 @@ def test_the_stored_bits_coefficients_and_norms_give_the_answers_of_training() -
     method = ksm()
     state = trained(method)
     server = ksm(soft=False)  # a state says itself whether it is soft
-    server.load(TaskState.from_bytes(state.to_bytes()))
+    server.load_task(TaskState.from_bytes(state.to_bytes()))
     assert torch.equal(answers(server), answers(method))
     with torch.no_grad():
-        method.effective = method.training_weights(batch(), PROGRESS)
+        method.weight_overrides = method.training_weights(batch(), PROGRESS)
         assert torch.equal(answers(server), method.heads["one"](method.features(images())))
     for name in ("blocks.0.norm1.weight", "blocks.0.mlp.fc1.soft"):
         moved = TaskState.from_bytes(state.to_bytes())
         moved.copies[name] += 0.1
-        server.load(moved)
+        server.load_task(moved)
         assert not torch.equal(answers(server), answers(method)), name
 
 
@@ -294,8 +294,8 @@ def test_a_task_is_the_same_whatever_was_trained_before_it() -> None:
 
 def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones() -> None:
     method = ksm()
-    method.load(trained(method))
-    method.load(
+    method.load_task(trained(method))
+    method.load_task(
         TaskState(
             "base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()
         )
@@ -332,7 +332,7 @@ def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(sh
 
 # ---- people's mistakes ---------------------------------------------------------------------------
 def test_mistakes_get_a_sentence() -> None:
-    check = partial(Ksm.check, data=DataSettings(), scenario="task")
+    check = partial(Ksm.validate, data=DataSettings(), scenario="task")
     check(KsmSettings(), TrainSettings())
     with pytest.raises(UserError, match=r"start is 0\.001 with theta 0\.005"):
         check(KsmSettings(start=1e-3), TrainSettings())
@@ -353,9 +353,9 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"has a mask patch_embed\.proj of shape .*the settings of its run"
     ):
-        ksm(granularity="channel").load(state)
+        ksm(granularity="channel").load_task(state)
     state.masks["blocks.0.mlp.fc1"] = ~state.masks["blocks.0.mlp.fc1"]
     with pytest.raises(
         UserError, match=r"soft values for the .* kernels of blocks\.0\.mlp\.fc1 that are off"
     ):
-        ksm().load(state)
+        ksm().load_task(state)

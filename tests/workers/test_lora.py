@@ -88,7 +88,7 @@ def test_both_ways_have_the_same_gradients(target: str) -> None:
         begun(each)
         spread(each)
     method.loss(batch(), PROGRESS)[0].backward()
-    whole.effective = whole.serving_weights("one")
+    whole.weight_overrides = whole.serving_weights("one")
     whole.classification_loss(whole.features(batch().images), batch()).backward()
     for mine, theirs in zip(method.update.parameters(), whole.update.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
@@ -98,7 +98,7 @@ def test_both_ways_have_the_same_gradients(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_weights_come_back_as_they_were(target: str) -> None:
     method = lora(target=target)
-    method.load(
+    method.load_task(
         TaskState(
             "base",
             BASE.classes,
@@ -111,7 +111,7 @@ def test_weights_come_back_as_they_were(target: str) -> None:
     states = []
     for task in (ONE, TWO):
         states.append(tabletop.trained(method, task))
-        method.load(TaskState.from_bytes(states[-1].to_bytes()))
+        method.load_task(TaskState.from_bytes(states[-1].to_bytes()))
         assert not torch.equal(answers(method, task), before[:, :1].expand(-1, task.num_classes))
     first = answers(method, ONE)
     assert answers(method, TWO).shape == (8, 3)
@@ -153,14 +153,14 @@ def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(
         UserError, match=r"its state has updates of shapes .* with alpha 6.0, these settings have"
     ):
-        lora(**other).load(state)
+        lora(**other).load_task(state)
 
 
 def test_a_backbone_without_a_fused_projection_is_refused() -> None:
     with torch.device("meta"):
         convit = build(BackboneSettings(name="convit_local", img_size=32))
     with pytest.raises(UserError, match=r"block 0 of the backbone has no 'attn.qkv'"):
-        Lora.fits(LoraSettings(), convit)
+        Lora.check_backbone(LoraSettings(), convit)
 
 
 def test_compiled_blocks_turn_too() -> None:

@@ -284,6 +284,6 @@ def test_attaching_changes_nothing_of_what_was_handed_on() -> None:
     carried = Carried.from_bytes(method.finish()[1].to_bytes())
     before = carried.to_bytes()
     other = lwf(A)
-    other.attach(carried)
+    other.load_carried(carried)
     moved(other)
     assert carried.to_bytes() == before

@@ -283,7 +283,7 @@ def test_masks_that_never_flip_are_reported() -> None:
     flipping = meat(mask_travel=30)
     trained(flipping)
     assert flipping.warnings() == []
-    assert flipping.measures()["flipped"] > 0
+    assert flipping.metrics()["flipped"] > 0
     assert meat(token_masks=False, ffn_masks="off").warnings() == []
 
 
@@ -311,7 +311,7 @@ def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn: 
     assert torch.equal(method.logits(images(), "one"), want)
     state = method.finish()[0]
     fresh = meat(ffn_masks=ffn)
-    fresh.load(state)
+    fresh.load_task(state)
     assert torch.equal(fresh.eval().logits(images(), "one"), want)
 
 
@@ -320,8 +320,8 @@ def test_a_base_task_is_served_without_masks_between_masked_ones() -> None:
     base = TaskState(
         "base", ("x", "y"), "base", method.backbone_digest, head=nn.Linear(64, 2).state_dict()
     )
-    method.load(with_random_masks(method))
-    method.load(base)
+    method.load_task(with_random_masks(method))
+    method.load_task(base)
     masked = method.logits(images(), "one")
     with torch.no_grad():
         want = method.heads["base"](vit()(images()))
@@ -331,7 +331,7 @@ def test_a_base_task_is_served_without_masks_between_masked_ones() -> None:
 
 def in_training_form(method: Any, masks: Any) -> Any:
     """Logits of task one by the forward that training differentiates."""
-    method.serving, method.effective = None, method.sites.weights(masks)
+    method.active_task, method.weight_overrides = None, method.sites.weights(masks)
     with torch.no_grad(), method.sites.sampled(masks):
         return method.heads["one"](method.features(images()))
 
@@ -340,12 +340,12 @@ def in_training_form(method: Any, masks: Any) -> Any:
 def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn: str) -> None:
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
-    method.load(state)
+    method.load_task(state)
     served = method.logits(images(), "one")
     ffns = {n: m.float() for n, m in state.masks.items() if n != "tokens"}
     by_ffn = in_training_form(method, ffns)
     without = meat(ffn_masks=ffn, token_masks=False).eval()
-    without.load(
+    without.load_task(
         TaskState(
             "one",
             TASK.classes,
@@ -377,7 +377,7 @@ def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks() -> 
             logits[task.name] = method.eval().logits(images(), task.name)
     server = meat().eval()
     for state in states.values():
-        server.load(TaskState.from_bytes(state.to_bytes()))
+        server.load_task(TaskState.from_bytes(state.to_bytes()))
     for name in ("one", "two", "one"):
         assert torch.equal(server.logits(images(), name), logits[name])
 
@@ -385,7 +385,7 @@ def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks() -> 
 def test_training_another_task_does_not_move_a_loaded_one() -> None:
     method = meat()
     first = trained(method)
-    method.load(first)
+    method.load_task(first)
     before = method.eval().logits(images(), "one")
     trained(method, OTHER)
     assert torch.equal(method.eval().logits(images(), "one"), before)
@@ -407,7 +407,7 @@ def test_validation_sees_masks_that_were_restored_from_a_checkpoint() -> None:
 
 def test_a_copy_of_a_serving_method_serves_the_same() -> None:
     method = meat().eval()
-    method.load(with_random_masks(method))
+    method.load_task(with_random_masks(method))
     want = method.logits(images(), "one")
     assert torch.equal(copy.deepcopy(method).logits(images(), "one"), want)
 
@@ -415,7 +415,7 @@ def test_a_copy_of_a_serving_method_serves_the_same() -> None:
 def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
     method = meat(token_mask_blocks=[2, 0], ffn_masks="off").eval()
     assert method.mask_shapes() == {"tokens": (2, 16)}
-    method.load(with_random_masks(method))
+    method.load_task(with_random_masks(method))
     method.logits(images(), "one")
     assert [a.keys is None for a in method.sites.attention] == [False, True, False]
     assert torch.equal(method.sites.attention[2].keys[0, 1:], method.loaded["one"]["tokens"][1])
@@ -425,7 +425,7 @@ def test_the_class_token_and_registers_are_never_masked() -> None:
     method = meat(vit(reg_tokens=2), ffn_masks="off").eval()
     state = with_random_masks(method)
     state.masks["tokens"][:] = False
-    method.load(state)
+    method.load_task(state)
     assert bool(method.logits(images(), "one").isfinite().all())
     assert all(a.keys[0].tolist() == [True] * 3 + [False] * 16 for a in method.sites.attention)
 
@@ -453,14 +453,14 @@ def test_stored_bits_are_the_papers_formula() -> None:
 )
 def test_compact_inference_equals_the_dense_one(ffn: str, changes: Any) -> None:
     method = meat(vit(**changes), ffn_masks=ffn).eval()
-    method.load(with_random_masks(method))
+    method.load_task(with_random_masks(method))
     dense = method.logits(images(), "one")
     assert torch.allclose(method.compact("one")(images()), dense, atol=1e-5, rtol=1e-5)
 
 
 def test_compact_inference_equals_the_dense_one_with_self_loops() -> None:
     method = meat(self_loop=True, ffn_masks="neuron").eval()
-    method.load(with_random_masks(method, keep=0.3))
+    method.load_task(with_random_masks(method, keep=0.3))
     assert torch.allclose(
         method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5
     )
@@ -470,7 +470,7 @@ def test_neurons_whose_way_out_is_fully_masked_are_cut() -> None:
     method = meat().eval()
     state = with_random_masks(method)
     state.masks["blocks.1.fc2"][:, :200] = False
-    method.load(state)
+    method.load_task(state)
     pruned = method.compact("one")
     assert pruned.blocks[1].fc1_weight.shape == (56, 64)
     assert torch.allclose(pruned(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
@@ -493,7 +493,7 @@ def test_mistakes_get_a_sentence() -> None:
         meat(token_mask_blocks=(1, 9))
     method = meat()
     with pytest.raises(UserError, match="has tokens of shape"):
-        method.load(
+        method.load_task(
             TaskState(
                 "t",
                 ("a",),
@@ -508,9 +508,9 @@ def test_mistakes_get_a_sentence() -> None:
         UserError,
         match=r"has token masks for blocks \[0, 2\], these settings have them in \[0, 1\]",
     ):
-        meat(token_mask_blocks=(0, 1)).load(with_random_masks(meat(token_mask_blocks=(0, 2))))
+        meat(token_mask_blocks=(0, 1)).load_task(with_random_masks(meat(token_mask_blocks=(0, 2))))
     with pytest.raises(UserError, match=r"has blocks\.0\.fc1 of shape None"):
-        meat().load(with_random_masks(meat(ffn_masks="off")))
+        meat().load_task(with_random_masks(meat(ffn_masks="off")))
     with pytest.raises(UserError, match="needs to be told the task"):
         method.logits(images(), None)
     with pytest.raises(ValidationError):

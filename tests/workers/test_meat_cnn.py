@@ -59,7 +59,7 @@ def begun(method: Meat) -> Meat:
 
 
 def served(method: Meat, state: TaskState) -> Tensor:
-    method.load(state)
+    method.load_task(state)
     return method.eval().logits(images(), state.task)
 
 
@@ -126,7 +126,7 @@ def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
     ):
         meat(token_mask_blocks=[4])
     with pytest.raises(UserError, match="has blocks"):
-        meat(token_mask_blocks=[0, 1], ffn_masks="off").load(with_random_masks(method))
+        meat(token_mask_blocks=[0, 1], ffn_masks="off").load_task(with_random_masks(method))
 
 
 # ---- what they do --------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(
         name: mask.float().expand(8, *mask.shape) if name in method.sites.gates else mask.float()
         for name, mask in state.masks.items()
     }
-    method.serving, method.effective = None, method.sites.weights(masks)
+    method.active_task, method.weight_overrides = None, method.sites.weights(masks)
     with method.sites.sampled(masks), torch.no_grad():
         found = method.heads["one"](method.features(images()))
     assert torch.allclose(found, want, atol=1e-5)
@@ -277,7 +277,7 @@ def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statisti
         torch.equal(tensor, before[name]) for name, tensor in method.backbone.state_dict().items()
     )
     shares = {"channels1": "channel_keep", "conv1": "convolution_density"}
-    assert method.measures().keys() == {name for kind, name in shares.items() if kind in kinds} | (
+    assert method.metrics().keys() == {name for kind, name in shares.items() if kind in kinds} | (
         {"flipped"} if kinds else set()
     )
 
@@ -291,7 +291,7 @@ def test_an_old_task_is_answered_bit_for_bit_after_a_later_one_and_from_its_byte
         answers[task.name] = served(method, TaskState.from_bytes(state.to_bytes()))
     fresh = meat()
     for task in (OTHER, TASK):
-        fresh.load(trained(meat(mask_travel=20), task))
+        fresh.load_task(trained(meat(mask_travel=20), task))
     for name in ("one", "two", "one"):
         assert torch.equal(method.eval().logits(images(), name), answers[name])
         assert torch.equal(fresh.eval().logits(images(), name), answers[name])
@@ -431,14 +431,14 @@ def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
         ({"self_loop": True}, "self_loop is true, but a convolutional backbone has no attention"),
     ):
         with pytest.raises(UserError, match=says):
-            Meat.fits(MeatSettings(**settings), resnet())
+            Meat.check_backbone(MeatSettings(**settings), resnet())
     grouped = vit.check(BackboneSettings(name="resnext50_32x4d", weights="hub"))
     with pytest.raises(
         UserError,
         match="residual block 0 of the backbone has a convolution in 32 groups where masks need a "
         "full one",
     ):
-        Meat.fits(MeatSettings(), grouped)
+        Meat.check_backbone(MeatSettings(), grouped)
     method = meat()
     state = with_random_masks(method)
     state.masks["blocks.1.channels1"] = torch.ones(9) > 0
@@ -447,7 +447,7 @@ def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
         match=r"has blocks\.1\.channels1 of shape \(9,\), this backbone and these settings need "
         r"\(8,\)",
     ):
-        method.load(state)
+        method.load_task(state)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -67,10 +67,10 @@ def learn(
     """All steps of a task, each on a method of its own."""
     method = packnet(**settings)
     place = -1 if task is BASE else TASKS.index(task)
-    for step in method.planned(method.settings, place):
+    for step in method.steps_for(method.settings, place):
         method = packnet(**settings)
         if base is not None:
-            method.load(base)
+            method.load_task(base)
         going = begun(method, task, step.name, carried, TRAININGS[optimizer])
         if step.trains:
             train(method, going, task, STEPS)
@@ -275,7 +275,7 @@ def test_serving_an_earlier_task_writes_nothing_into_the_weights() -> None:
     assert digest_of(method.backbone) == before
     assert torch.equal(answers(method, TWO), last)
     whole = {f"{site}.weight": weight for site, weight in method.sites.items()}
-    method.serving, method.effective = None, whole
+    method.active_task, method.weight_overrides = None, whole
     assert not torch.equal(first, method.heads["one"](method.features(images())).detach()), (
         "it is not answered by all weights"
     )
@@ -295,14 +295,14 @@ def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_besid
     method = packnet()
     begun(method, ONE, "train", None)
     assert digest_of(method.backbone) == digest_of(BACKBONE)
-    assert method.measures() == {"own": 1, "used": 1, "free": 0}
+    assert method.metrics() == {"own": 1, "used": 1, "free": 0}
     _, (first,) = stream([ONE], prune=0.5)
     method = packnet()
     begun(method, TWO, "train", first)
     for site, weight in method.sites.items():
         assert torch.equal(weight, under("backbone", first)[f"{site}.weight"])
         assert not bool(weight[method.owners[site] == 2].any())
-    assert method.measures() == pytest.approx({"own": 0.5, "used": 1, "free": 0}, abs=2e-3)
+    assert method.metrics() == pytest.approx({"own": 0.5, "used": 1, "free": 0}, abs=2e-3)
 
 
 def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned() -> None:
@@ -325,14 +325,14 @@ def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned() -> None:
 
 def answers_of_backbone(base: TaskState) -> Tensor:
     method = packnet()
-    method.load(base)
+    method.load_task(base)
     return answers(method, BASE)
 
 
 @OF_ANY
 def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(optimizer: str) -> None:
     settings: dict[str, Any] = {"base_mode": "prune_retrain", "base_prune": 0.5, "prune": 0.75}
-    assert [step.name for step in PackNet.planned(PackNetSettings(**settings), -1)] == [
+    assert [step.name for step in PackNet.steps_for(PackNetSettings(**settings), -1)] == [
         "prune",
         "retrain",
     ]
@@ -405,7 +405,7 @@ def test_the_last_step_hands_weights_and_owners_on_and_nothing_else(prune: Any) 
 
 def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told() -> None:
     settings = PackNetSettings(prune=[0.5, "none", 0.5])
-    assert [[step.name for step in PackNet.planned(settings, at)] for at in range(3)] == [
+    assert [[step.name for step in PackNet.steps_for(settings, at)] for at in range(3)] == [
         ["train", "prune", "retrain"],
         ["train"],
         ["train", "prune", "retrain"],
@@ -413,7 +413,7 @@ def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told() -> None:
     _, carried = stream([ONE, TWO], prune=[0.5, "none", 0.5])
     method = packnet(prune=[0.5, "none", 0.5])
     begun(method, THREE, "train", carried[-1])
-    assert method.measures() == {"own": 0, "used": 1, "free": 0}
+    assert method.metrics() == {"own": 0, "used": 1, "free": 0}
     assert "no weight was free" in method.warnings()[0]
     assert served([], carried[-1]).warnings() == []
 
@@ -422,7 +422,7 @@ def test_a_list_that_is_too_short_says_so() -> None:
     with pytest.raises(
         UserError, match="`prune` has 2 shares and the stream a task 3; list one per task"
     ):
-        PackNet.planned(PackNetSettings(prune=[0.5, 0.5]), 2)
+        PackNet.steps_for(PackNetSettings(prune=[0.5, 0.5]), 2)
 
 
 @pytest.mark.parametrize("prune", [0, 1, 1.5, "none", True, [0.5, 2], ["all"], None])
@@ -447,15 +447,14 @@ def test_the_owner_map_is_never_overrun() -> None:
 def test_masks_for_display_are_what_a_task_is_served_with() -> None:
     states, carried = stream([ONE, TWO], prune=0.5)
     first, second = (
-        PackNet.masks_for_display(state, handed)
-        for state, handed in zip(states, carried, strict=True)
+        PackNet.display_masks(state, handed) for state, handed in zip(states, carried, strict=True)
     )
-    again = PackNet.masks_for_display(states[0], carried[1])
+    again = PackNet.display_masks(states[0], carried[1])
     for site, owner in owners(carried[1]).items():
         assert torch.equal(first[site], owner == 1)
         assert torch.equal(again[site], owner == 1)
         assert torch.equal(second[site], (owner == 1) | (owner == 2))
-    assert PackNet.masks_for_display(TaskState("base", BASE.classes, "base", ""), carried[0]) == {}
+    assert PackNet.display_masks(TaskState("base", BASE.classes, "base", ""), carried[0]) == {}
 
 
 def test_sizes_are_those_of_the_reference() -> None:

@@ -42,11 +42,11 @@ def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of one step, by site: of the masked weights, and of the real values."""
     begun(method)
     loss, _ = method.loss(batch(), PROGRESS)
-    for weight in method.effective.values():
+    for weight in method.weight_overrides.values():
         weight.retain_grad()
     loss.backward()
     return (
-        {site: method.effective[f"{site}.weight"].grad for site in method.masks},
+        {site: method.weight_overrides[f"{site}.weight"].grad for site in method.masks},
         {site: mask.scores.grad.clone() for site, mask in method.masks.items()},
     )
 
@@ -99,12 +99,12 @@ def test_a_new_mask_gives_the_logits_of_the_plain_backbone_bit_for_bit(ternary: 
     begun(method)
     with torch.no_grad():
         want = method.heads["one"](vit()(images()))
-        method.effective = method.training_weights(batch(), PROGRESS)
+        method.weight_overrides = method.training_weights(batch(), PROGRESS)
         assert torch.equal(method.heads["one"](method.features(images())), want)
     assert torch.equal(answers(method), want)
-    assert method.measures() == {"density": 1.0}
+    assert method.metrics() == {"density": 1.0}
     fresh = piggyback()
-    fresh.load(method.finish()[0])
+    fresh.load_task(method.finish()[0])
     assert torch.equal(answers(fresh), want)
 
 
@@ -116,7 +116,7 @@ def test_real_values_start_where_the_settings_say() -> None:
     drawn = torch.cat([m.scores.detach().flatten() for m in uniform.masks.values()])
     assert drawn.abs().max() <= 1e-2
     assert abs(drawn.mean()) < 1e-3
-    assert uniform.measures()["density"] == pytest.approx(0.25, abs=0.01)
+    assert uniform.metrics()["density"] == pytest.approx(0.25, abs=0.01)
     for site, weight in vit().named_parameters():
         mask = weights.masks.get(site.removesuffix(".weight"))
         assert mask is None or torch.allclose(mask.scores, weight.abs().mean().expand_as(weight))
@@ -161,10 +161,10 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(
     optimizer: Any, ternary: bool
 ) -> None:
     method = piggyback(ternary=ternary, mask_lr=60.0 if optimizer == "sgd" else "auto")
-    method.load(trained(method, ONE, optimizer))
+    method.load_task(trained(method, ONE, optimizer))
     before = answers(method)
     trained(method, TWO, optimizer)
-    assert method.measures()["density"] < 0.98, "an empty training would keep them too"
+    assert method.metrics()["density"] < 0.98, "an empty training would keep them too"
     assert torch.equal(answers(method), before)
     assert digest_of(method.backbone) == method.backbone_digest
     assert method.logits(images(), "two").shape == (8, 3)
@@ -178,7 +178,7 @@ def test_masking_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(weight_masks, "masked", in_place)
     method = piggyback()
-    method.load(trained(method))
+    method.load_task(trained(method))
     before = answers(method)
     trained(method, TWO)
     answers(method, TWO)
@@ -237,7 +237,7 @@ def test_masks_that_never_switch_anything_off_are_reported() -> None:
 
 def test_a_task_that_is_trained_anew_is_served_as_training_has_it() -> None:
     method = piggyback()
-    method.load(trained(method))
+    method.load_task(trained(method))
     begun(method)
     with torch.no_grad():
         assert torch.equal(answers(method), method.heads["one"](vit()(images())))
@@ -248,14 +248,14 @@ def test_a_task_that_is_trained_anew_is_served_as_training_has_it() -> None:
 def test_the_stored_bits_give_the_answers_of_the_real_values(ternary: bool) -> None:
     method = piggyback(ternary=ternary, mask_travel=10.0)
     state = trained(method)
-    assert 0.1 < method.measures()["density"] < 0.98
+    assert 0.1 < method.metrics()["density"] < 0.98
     minus = sum(int(m.sum()) for name, m in state.masks.items() if name.endswith(".minus"))
     assert (minus > 100) == ternary
     server = piggyback()  # binary by its settings: a state says itself what it is
-    server.load(TaskState.from_bytes(state.to_bytes()))
+    server.load_task(TaskState.from_bytes(state.to_bytes()))
     assert torch.equal(answers(server), answers(method))
     with torch.no_grad():
-        method.effective = method.training_weights(batch(), PROGRESS)
+        method.weight_overrides = method.training_weights(batch(), PROGRESS)
         trained_form = method.heads["one"](method.features(images()))
     assert torch.equal(answers(server), trained_form)
 
@@ -266,17 +266,17 @@ def test_a_task_is_the_same_whatever_was_trained_before_it() -> None:
     assert trained(alone).to_bytes() == trained(after).to_bytes()
     server = piggyback()
     for state in (trained(piggyback(), TWO), trained(piggyback())):
-        server.load(state)
+        server.load_task(state)
     for task in (ONE, TWO, ONE):
         fresh = piggyback()
-        fresh.load(trained(piggyback(), task))
+        fresh.load_task(trained(piggyback(), task))
         assert torch.equal(answers(server, task), answers(fresh, task))
 
 
 def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones() -> None:
     method = piggyback()
-    method.load(trained(method))
-    method.load(
+    method.load_task(trained(method))
+    method.load_task(
         TaskState(
             "base", BASE.classes, "base", method.backbone_digest, head=nn.Linear(32, 2).state_dict()
         )
@@ -342,7 +342,7 @@ def test_settings_that_cannot_work_together_are_refused_with_the_reason(
     settings: Any, train: Any, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        Piggyback.check(
+        Piggyback.validate(
             PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task"
         )
 
@@ -353,7 +353,7 @@ def test_settings_that_work_are_let_through() -> None:
         ({"mask_lr": 1e-4, "scale_gradients": "layer"}, {"optimizer": "sgd"}),
         ({"init": "weights", "start": 1e-4}, {}),
     ):
-        Piggyback.check(
+        Piggyback.validate(
             PiggybackSettings(**settings), TrainSettings(**train), DataSettings(), "task"
         )
 
@@ -382,4 +382,4 @@ def test_mistakes_get_a_sentence() -> None:
             head=nn.Linear(32, 1).state_dict(),
         )
         with pytest.raises(UserError, match=f"its state has a mask {name} of shape"):
-            method.load(state)
+            method.load_task(state)

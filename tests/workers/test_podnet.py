@@ -250,19 +250,19 @@ def test_imprinted_proxies_have_the_mean_length_of_old_ones(lab: Lab, base: str 
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}, {"smoothing": 0.1}])
 def test_soft_targets_are_refused(data: dict[str, float]) -> None:
     with pytest.raises(UserError, match="set all three to 0"):
-        PodNet.check(PodNetSettings(), TrainSettings(), DataSettings(**data), "class")
+        PodNet.validate(PodNetSettings(), TrainSettings(), DataSettings(**data), "class")
 
 
 def test_a_first_task_of_one_class_and_a_backbone_of_one_block_are_refused() -> None:
     one = Task("one", "card", "", ("x",))
     with pytest.raises(UserError, match="the first task 'one' has one class"):
-        PodNet.fits(PodNetSettings(), build(SMALL), (one, A))
-    PodNet.fits(PodNetSettings(), build(SMALL), (A, one))
+        PodNet.check_backbone(PodNetSettings(), build(SMALL), (one, A))
+    PodNet.check_backbone(PodNetSettings(), build(SMALL), (A, one))
     with pytest.raises(UserError, match="one block"):
-        PodNet.fits(
+        PodNet.check_backbone(
             PodNetSettings(),
             build(SMALL.model_copy(update={"options": {**SMALL.options, "depth": 1}})),
             (A,),
         )
     with pytest.raises(UserError, match="vision transformer"):
-        PodNet.fits(PodNetSettings(), build(BackboneSettings(name="resnet18")), (A,))
+        PodNet.check_backbone(PodNetSettings(), build(BackboneSettings(name="resnet18")), (A,))

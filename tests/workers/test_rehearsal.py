@@ -118,9 +118,11 @@ def test_a_memory_without_room_for_each_class_is_refused() -> None:
         match="memory is 2, and the stream has 3 classes, so that none would keep an exemplar; "
         "give it 3 or more, or set per_class",
     ):
-        METHODS["replay"].fits(RehearsalSettings(memory=2), torch.nn.Identity(), tasks)
-    METHODS["replay"].fits(RehearsalSettings(memory=2, per_class=1), torch.nn.Identity(), tasks)
-    METHODS["replay"].fits(RehearsalSettings(memory=3), torch.nn.Identity(), tasks)
+        METHODS["replay"].check_backbone(RehearsalSettings(memory=2), torch.nn.Identity(), tasks)
+    METHODS["replay"].check_backbone(
+        RehearsalSettings(memory=2, per_class=1), torch.nn.Identity(), tasks
+    )
+    METHODS["replay"].check_backbone(RehearsalSettings(memory=3), torch.nn.Identity(), tasks)
 
 
 # ---- which ---------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, met
 
 
 # ---- what a task starts from and leaves ----------------------------------------------------------
-@pytest.mark.parametrize("method", [name for name in REHEARSAL if METHODS[name].taught])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("method", [name for name in REHEARSAL if METHODS[name].distills])  # type: ignore[attr-defined]
 def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, method: str) -> None:
     """To the last bit, after a whole training beside it (C10)."""
     run = run_of(lab, method, memory=20)

@@ -116,7 +116,7 @@ def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
         method = Rpsnet(build(SMALL), RpsnetSettings(**settings), seed)
         method.scenario, method.stream = "class", tasks[: place + 1]
         for state, _ in left:
-            method.load(TaskState.from_bytes(state.to_bytes()))
+            method.load_task(TaskState.from_bytes(state.to_bytes()))
         carried = Carried.from_bytes(left[-1][1].to_bytes()) if left else None
         method.groups = method.begin(task, "train", carried, RATES, tasks[: place + 1])  # type: ignore[assignment]
         if task != tasks[-1]:
@@ -362,9 +362,9 @@ def test_what_is_kept_of_one_epoch_for_all_is_refused() -> None:
         match="keep is 'best' and candidates is 2: one epoch would be chosen for all of them by "
         "the accuracy of the first; set",
     ):
-        Rpsnet.check(RpsnetSettings(), best, data, "class")
-    Rpsnet.check(RpsnetSettings(candidates=1), best, data, "class")
-    Rpsnet.check(RpsnetSettings(), TrainSettings(), data, "class")
+        Rpsnet.validate(RpsnetSettings(), best, data, "class")
+    Rpsnet.validate(RpsnetSettings(candidates=1), best, data, "class")
+    Rpsnet.validate(RpsnetSettings(), TrainSettings(), data, "class")
 
 
 # ---- through the stages --------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_w
     method = made(start="kaiming")
     begun(method, STRIPES)
     loss, _ = method.loss(batch(STRIPES, 0), PROGRESS)
-    effective = {site: method.effective[f"{site}.weight"] for site in method.sites}
+    effective = {site: method.weight_overrides[f"{site}.weight"] for site in method.sites}
     for weight in effective.values():
         weight.retain_grad()
     loss.backward()
@@ -285,7 +285,7 @@ def test_under_random_weights_nothing_of_the_pretrained_layers_is_left() -> None
             if name not in ("cls_token", "pos_embed"):
                 p.normal_()
         assert torch.equal(answers(method, "stripes", images), before)
-        method.effective = method.training_weights(batch(STRIPES, 0), PROGRESS)
+        method.weight_overrides = method.training_weights(batch(STRIPES, 0), PROGRESS)
         everything = method.features(images)
         assert torch.equal(everything[:, :2], before)
         assert torch.allclose(
@@ -312,7 +312,7 @@ def test_training_pushes_superfluous_outputs_down(states: list[TaskState]) -> No
     method = serving(states)
     images, labels = samples(COLOURS, 30)
     found = answers(method, "colours", images)
-    method.serve("colours")
+    method.activate_task("colours")
     with torch.no_grad():
         everything = method.features(images)
     assert torch.equal(everything[:, :3], found)
@@ -321,16 +321,18 @@ def test_training_pushes_superfluous_outputs_down(states: list[TaskState]) -> No
 
 
 def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs() -> None:
-    SupSup.fits(SupSupSettings(outputs=3, objective="entropy"), vit(), (STRIPES, COLOURS))
+    SupSup.check_backbone(SupSupSettings(outputs=3, objective="entropy"), vit(), (STRIPES, COLOURS))
     with pytest.raises(
         UserError,
         match="task 'colours' has 3 classes, and method 'supsup' has outputs = 2 for them to "
         "share; set outputs to 3 or more",
     ):
-        SupSup.fits(SupSupSettings(outputs=2, objective="entropy"), vit(), (STRIPES, COLOURS))
+        SupSup.check_backbone(
+            SupSupSettings(outputs=2, objective="entropy"), vit(), (STRIPES, COLOURS)
+        )
     with pytest.raises(UserError, match="set outputs to 4 or more"):
-        SupSup.fits(SupSupSettings(outputs=3), vit(), (STRIPES, COLOURS))
-    SupSup.fits(SupSupSettings(outputs=0), vit(), (STRIPES, COLOURS))
+        SupSup.check_backbone(SupSupSettings(outputs=3), vit(), (STRIPES, COLOURS))
+    SupSup.check_backbone(SupSupSettings(outputs=0), vit(), (STRIPES, COLOURS))
 
 
 @pytest.mark.parametrize(
@@ -351,8 +353,10 @@ def test_settings_that_do_not_go_together_are_refused(
     settings: dict[str, Any], train: dict[str, Any], scenario: str, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        SupSup.check(SupSupSettings(**settings), TrainSettings(**train), DataSettings(), scenario)
-    SupSup.check(SupSupSettings(), TrainSettings(), DataSettings(), "class")
+        SupSup.validate(
+            SupSupSettings(**settings), TrainSettings(**train), DataSettings(), scenario
+        )
+    SupSup.validate(SupSupSettings(), TrainSettings(), DataSettings(), "class")
 
 
 def test_random_weights_beside_batch_norms_are_refused() -> None:
@@ -363,11 +367,11 @@ def test_random_weights_beside_batch_norms_are_refused() -> None:
 
 def test_a_base_task_gets_a_mask_where_it_shares_the_outputs() -> None:
     assert (
-        SupSup.planned(SupSupSettings(), -1)
-        == SupSup.planned(SupSupSettings(outputs=0), 0)
+        SupSup.steps_for(SupSupSettings(), -1)
+        == SupSup.steps_for(SupSupSettings(outputs=0), 0)
         == SupSup.steps
     )
-    assert SupSup.planned(SupSupSettings(outputs=0), -1) == ()
+    assert SupSup.steps_for(SupSupSettings(outputs=0), -1) == ()
 
 
 # ---- what is kept --------------------------------------------------------------------------------
@@ -394,7 +398,7 @@ def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tu
     """Those on the first task, before and after the second, which has more classes, is trained
     beside it."""
     images = samples(STRIPES, 8)[0]
-    method.load(learned(made(**settings), STRIPES, 6, optimizer=KEPT[optimizer])[0])
+    method.load_task(learned(made(**settings), STRIPES, 6, optimizer=KEPT[optimizer])[0])
     before = answers(method, "stripes", images)
     learned(method, COLOURS, 6, optimizer=KEPT[optimizer])
     assert answers(method, "colours", images).shape == (8, 3)
@@ -493,7 +497,7 @@ def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_again
     for alive in ((0, 1), (1, 0), (1,)):
         found = method.judge(masks, alive, images[:, None])
         for column, place in enumerate(alive):
-            method.serve(("stripes", "colours")[place])
+            method.activate_task(("stripes", "colours")[place])
             with torch.no_grad():
                 superfluous = method.features(images).softmax(1)[:, (2, 3)[place] :].sum(1)
             assert torch.allclose(found[:, column], superfluous.log(), atol=1e-5)
@@ -520,7 +524,7 @@ def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]) -> Non
 
 def test_heads_of_their_own_need_the_task() -> None:
     method = made(outputs=0)
-    method.load(learned(made(outputs=0), STRIPES, 1)[0])
+    method.load_task(learned(made(outputs=0), STRIPES, 1)[0])
     with pytest.raises(
         UserError,
         match=r"'supsup' needs to be told the task where each has a head of its own \(outputs is "
@@ -594,5 +598,5 @@ def test_other_methods_are_measured_as_before(lab: Lab) -> None:
 def test_a_task_with_the_most_classes_may_come_first(states: list[TaskState]) -> None:
     method = serving(states[::-1])
     method.stream = (COLOURS, STRIPES)
-    assert method.columns() == {"colours": slice(0, 3), "stripes": slice(3, 5)}
+    assert method.class_slices() == {"colours": slice(0, 3), "stripes": slice(3, 5)}
     assert answers(method, None, samples(STRIPES, 4)[0]).argmax(1).tolist() == [3, 4, 3, 4]

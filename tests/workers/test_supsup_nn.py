@@ -154,7 +154,7 @@ def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(
     monkeypatch.setattr(method, "choice", lambda images: 1)
     method.after_step(Progress(0, 3, 1, 8))
     assert method.counter.tolist() == [2, 1]
-    assert method.measures() | {"density": 0} == {"density": 0, "masks": 2, "mask": 1}
+    assert method.metrics() | {"density": 0} == {"density": 0, "masks": 2, "mask": 1}
     assert all(torch.equal(mask, learned_bits[site]) for site, mask in method.bits(0).items())
     assert not torch.equal(method.hard()[OUTPUTS], learned_bits[OUTPUTS])
 
@@ -181,7 +181,7 @@ def test_an_untrained_mask_is_what_a_new_one_starts_from(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = made(start="kaiming")
-    method.attach(chain[0][1])
+    method.load_carried(chain[0][1])
     untrained = method.bits(1)
     monkeypatch.setattr(method, "choice", lambda images: 1)
     begun(method, COLOURS, STEPS, chain[0][1])
@@ -245,7 +245,7 @@ def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain) -> No
 
 def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain) -> None:
     state, carried = chain[1]
-    shown = SupSupNN.masks_for_display(state, carried)
+    shown = SupSupNN.display_masks(state, carried)
     stored = serving([state], carried).bits(1)
     assert shown.keys() == stored.keys()
     assert all(torch.equal(mask, stored[site]) for site, mask in shown.items())
@@ -315,4 +315,4 @@ def test_thresholds_alone_can_be_carried_as_bits() -> None:
     for wrong in ({"scores": "topk"}, {"outputs": 0}, {"infer": "binary"}):
         with pytest.raises(ValidationError):
             SupSupNNSettings(**wrong)
-    SupSupNN.check(SupSupNNSettings(), TrainSettings(), None, "task")  # type: ignore[arg-type]
+    SupSupNN.validate(SupSupNNSettings(), TrainSettings(), None, "task")  # type: ignore[arg-type]

@@ -338,7 +338,7 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
             optimizer.zero_grad()
             method.loss(large(), PROGRESS)[0].backward()
             optimizer.step()
-        method.load(TaskState.from_bytes(method.finish()[0].to_bytes()))
+        method.load_task(TaskState.from_bytes(method.finish()[0].to_bytes()))
         answers[task.name] = method.eval().logits(images(), task.name)
     assert all(torch.equal(method.logits(images(), name), kept) for name, kept in answers.items())
     assert vit.digest_of(method.backbone) == method.backbone_digest
@@ -364,7 +364,7 @@ def test_tfm_counts_the_operations_of_the_tokens_to_token_module() -> None:
 def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None:
     method = meat(ffn_masks=ffn).eval()
     state = with_random_masks(method)
-    method.load(state)
+    method.load_task(state)
     assert torch.allclose(
         method.compact("one")(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5
     )

@@ -122,8 +122,8 @@ def test_old_answers_stay_bit_for_bit_when_the_network_grows(
 class OneNormalisation(Tfm):
     """The normalisation of a new task is written over that of the old ones."""
 
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         for task, other in self.loaded.items():
             self.loaded[task] = replace(
                 other, copies={n: state.copies[n][: len(t)] for n, t in other.copies.items()}
@@ -329,7 +329,7 @@ def test_operations_grow_with_the_widths() -> None:
 
 def test_pictures_show_the_units_that_a_task_uses() -> None:
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
-    shown = Tfm.masks_for_display(state, carried)
+    shown = Tfm.display_masks(state, carried)
     assert {
         name: int(mask.sum()) for name, mask in shown.items() if name.startswith("blocks.1")
     } == {"blocks.1.qk": WIDTH + 16, "blocks.1.v": WIDTH + 16, "blocks.1.ff": HIDDEN + 16}
@@ -444,10 +444,10 @@ def test_a_task_starts_from_what_there_is(options: dict[str, Any]) -> None:
         method = Tfm(copy.deepcopy(backbone), TfmSettings(growth=1.0, heads_every=1), 0)
         begun(method, TASKS[1], before)
         with torch.no_grad():
-            method.serve("two")
+            method.activate_task("two")
             assert torch.allclose(method.features(images()), expected(images()), atol=1e-5)
-    assert method.effective["blocks.0.attn.proj.weight"].shape == (WIDTH, WIDTH + 2 * 16)
-    assert method.effective["blocks.0.mlp.fc1.weight"].shape == (HIDDEN + 16 + HIDDEN, WIDTH)
+    assert method.weight_overrides["blocks.0.attn.proj.weight"].shape == (WIDTH, WIDTH + 2 * 16)
+    assert method.weight_overrides["blocks.0.mlp.fc1.weight"].shape == (HIDDEN + 16 + HIDDEN, WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -482,9 +482,9 @@ def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, 
 def test_keys_are_never_renormalised() -> None:
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
     method = served([(state, carried)])
-    method.serve("one")
+    method.activate_task("one")
     inside, plain = (
-        method.effective["blocks.0.attn.qkv.weight"].split(WIDTH + 16),
+        method.weight_overrides["blocks.0.attn.qkv.weight"].split(WIDTH + 16),
         dict(vit().named_parameters())["blocks.0.attn.qkv.weight"].split(WIDTH),
     )
     assert [torch.equal(a[:WIDTH], b) for a, b in zip(inside, plain, strict=True)] == [
@@ -502,7 +502,7 @@ def test_timms_attention_is_left_as_it_was_also_after_an_error() -> None:
     with pytest.raises(AssertionError):
         method.logits(torch.zeros(1, 3, 8, 8), "three")
     assert (attention.num_heads, attention.attn_dim) == (HEADS, WIDTH)
-    assert method.effective["blocks.0.attn.proj.weight"].shape == (WIDTH, WIDTH + 32)
+    assert method.weight_overrides["blocks.0.attn.proj.weight"].shape == (WIDTH, WIDTH + 32)
 
 
 @pytest.mark.parametrize("first", ["adapted", "trained"])

@@ -96,7 +96,7 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
 
 
 def steered(method: Any, pictures: Tensor) -> Tensor:
-    method.effective = method.training_weights(None, PROGRESS)
+    method.weight_overrides = method.training_weights(None, PROGRESS)
     return method.features(pictures)
 
 
@@ -204,7 +204,7 @@ def test_without_feedback_it_is_the_backbone_to_the_last_bit() -> None:
     assert not torch.allclose(steered(method, images()), plain, atol=1e-2)
     entered, _ = method.top_down.first_pass(images())
     away = -method.own["prior"].expand(8, 5, 32)  # no token looks the prior's way
-    assert torch.equal(method.top_down.second_pass(entered, away, method.effective), plain)
+    assert torch.equal(method.top_down.second_pass(entered, away, method.weight_overrides), plain)
     method.own["transform"].zero_()
     assert torch.equal(steered(method, images()), plain)
 
@@ -380,8 +380,8 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
     learner, method = method_of(name), method_of(name)
     for task in (ONE, TWO):
         with torch.enable_grad():
-            method.load(TaskState.from_bytes(tabletop.trained(learner, task).to_bytes()))
-    method.load(
+            method.load_task(TaskState.from_bytes(tabletop.trained(learner, task).to_bytes()))
+    method.load_task(
         TaskState(
             "base",
             BASE.classes,
@@ -441,9 +441,9 @@ def test_feedback_of_another_shape_is_refused() -> None:
         match=r"its state has feedback .*'w1_down': \(2, 2, 32\).*, these settings have "
         r".*'w1_down': \(2, 4, 32\)",
     ):
-        method_of("toast_lite").load(state)
+        method_of("toast_lite").load_task(state)
     with pytest.raises(UserError, match="use the backbone and the method's settings of its run"):
-        method_of(train_P=False).load(tabletop.trained(method_of()))
+        method_of(train_P=False).load_task(tabletop.trained(method_of()))
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_feedback_of_another_shape_is_refused() -> None:
 )
 def test_feedback_that_goes_nowhere_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Toast.fits(Toast.Settings(**settings), vit())
+        Toast.check_backbone(Toast.Settings(**settings), vit())
 
 
 def test_backbones_that_cannot_be_steered_are_refused() -> None:
@@ -469,13 +469,13 @@ def test_backbones_that_cannot_be_steered_are_refused() -> None:
         build(BackboneSettings(name="convit_local", img_size=32)),
     ):
         with pytest.raises(UserError, match=r"block 0 of the backbone has no 'attn\.qkv'"):
-            Toast.fits(Toast.Settings(), backbone)
+            Toast.check_backbone(Toast.Settings(), backbone)
     with pytest.raises(
         UserError,
         match="works on the blocks of a vision transformer or the stages of a ConvNeXt, and the "
         "backbone is a ResNet",
     ):
-        Toast.fits(Toast.Settings(), build(BackboneSettings(name="resnet18")))
+        Toast.check_backbone(Toast.Settings(), build(BackboneSettings(name="resnet18")))
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -713,7 +713,7 @@ def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab) -
         for settings in ({}, {"variational": 0.2})
     ]
     assert without[0] == without[1]
-    assert [METHODS["toast"].planned(Toast.Settings(), p)[0].name for p in (-1, 0, 5)] == [
+    assert [METHODS["toast"].steps_for(Toast.Settings(), p)[0].name for p in (-1, 0, 5)] == [
         "pretune",
         "train",
         "train",

@@ -99,7 +99,7 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
 
 
 def steered(method: Any, pictures: Tensor) -> Tensor:
-    method.effective = method.training_weights(None, PROGRESS)
+    method.weight_overrides = method.training_weights(None, PROGRESS)
     return method.features(pictures)
 
 
@@ -365,8 +365,8 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
         direct[task.name] = tabletop.answers(learner, task)
         assert state.tokens.keys() == {"prior"}
         assert state.copies.keys() == {*method.shapes(), "transform"}
-        method.load(TaskState.from_bytes(state.to_bytes()))
-    method.load(
+        method.load_task(TaskState.from_bytes(state.to_bytes()))
+    method.load_task(
         TaskState(
             "base",
             BASE.classes,
@@ -396,7 +396,7 @@ def test_feedback_of_another_shape_is_refused() -> None:
         match=r"its state has feedback .*'w1_1': \(32, 16\).*, these settings have .*'w1_0': \(8, "
         r"8\)",
     ):
-        method_of().load(state)
+        method_of().load_task(state)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_what_a_convnext_cannot_do_is_refused(
     name: str, settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        METHODS[name].fits(METHODS[name].Settings(**settings), convnext())
+        METHODS[name].check_backbone(METHODS[name].Settings(**settings), convnext())
 
 
 @pytest.mark.parametrize(("to", "top"), [(0, 4), (1, 3)])

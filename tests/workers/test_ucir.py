@@ -304,13 +304,13 @@ def test_the_classes_of_a_base_task_get_vectors_from_the_backbones_features(lab:
 @pytest.mark.parametrize("data", [{"mixup": 0.8}, {"cutmix": 1.0}])
 def test_images_of_two_classes_are_refused(data: dict[str, float]) -> None:
     with pytest.raises(UserError, match="set both to 0"):
-        Ucir.check(UcirSettings(), TrainSettings(), DataSettings(**data), "class")
-    Ucir.check(UcirSettings(), TrainSettings(), DataSettings(smoothing=0.1), "class")
+        Ucir.validate(UcirSettings(), TrainSettings(), DataSettings(**data), "class")
+    Ucir.validate(UcirSettings(), TrainSettings(), DataSettings(smoothing=0.1), "class")
 
 
 def test_a_task_with_fewer_classes_than_the_margin_looks_at_is_refused() -> None:
     small = Task("small", "card", "", ("x",))
     with pytest.raises(UserError, match="top_k is 2, and task 'small' has 1 new classes"):
-        Ucir.fits(UcirSettings(), build(SMALL), (A, small))
-    Ucir.fits(UcirSettings(), build(SMALL), (small, A))
-    Ucir.fits(UcirSettings(top_k=1), build(SMALL), (A, small))
+        Ucir.check_backbone(UcirSettings(), build(SMALL), (A, small))
+    Ucir.check_backbone(UcirSettings(), build(SMALL), (small, A))
+    Ucir.check_backbone(UcirSettings(top_k=1), build(SMALL), (A, small))

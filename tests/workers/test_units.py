@@ -172,10 +172,10 @@ def test_a_fused_block_is_refused_before_anything_runs() -> None:
     from timm.models.vision_transformer import ParallelScalingBlock
 
     with pytest.raises(UserError, match="use a plain timm ViT"):
-        Hat.fits(HatSettings(), vit(block_fn=ParallelScalingBlock))
+        Hat.check_backbone(HatSettings(), vit(block_fn=ParallelScalingBlock))
     with pytest.raises(UserError, match="backbone is a Sequential"):
-        Hat.fits(HatSettings(), nn.Sequential())
-    Hat.fits(HatSettings(), vit())
+        Hat.check_backbone(HatSettings(), nn.Sequential())
+    Hat.check_backbone(HatSettings(), vit())
 
 
 # ---- the annealed sigmoid ------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_the_work_per_image_counts_the_prompts() -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_turning_from_task_to_task_is_exact(depth: Any) -> None:
     method = vpt(depth=depth)
-    method.load(
+    method.load_task(
         TaskState(
             "base",
             BASE.classes,
@@ -183,7 +183,7 @@ def test_turning_from_task_to_task_is_exact(depth: Any) -> None:
     plain = answers(method, BASE)
     assert torch.allclose(plain, vit()(images()) @ torch.ones(32, 2), atol=1e-5)
     for task in (ONE, TWO):
-        method.load(TaskState.from_bytes(tabletop.trained(method, task).to_bytes()))
+        method.load_task(TaskState.from_bytes(tabletop.trained(method, task).to_bytes()))
     first, second = answers(method, ONE), answers(method, TWO)
     for _ in range(2):
         assert torch.equal(answers(method, TWO), second)
@@ -197,14 +197,14 @@ def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(
         UserError, match=r"its state has prompts of shapes .*\(5, 32\).*, these settings have"
     ):
-        vpt(**other).load(state)
+        vpt(**other).load_task(state)
 
 
 def test_a_backbone_whose_attention_knows_patches_alone_is_refused() -> None:
     with torch.device("meta"):
         convit = build(BackboneSettings(name="convit_local", img_size=32))
     with pytest.raises(UserError, match="block 0 of the backbone has no plain attention"):
-        Vpt.fits(VptSettings(), convit)
+        Vpt.check_backbone(VptSettings(), convit)
 
 
 def test_a_copy_of_the_backbone_has_no_prompts_of_the_original() -> None:

@@ -56,7 +56,7 @@ def test_after_alignment_the_mean_lengths_are_equal_and_nothing_else_has_changed
     assert torch.allclose(
         F.normalize(after["c.weight"], dim=1), F.normalize(before["c.weight"], dim=1), atol=1e-6
     )
-    assert method.measures()["gamma"] == pytest.approx(
+    assert method.metrics()["gamma"] == pytest.approx(
         float(after["c.weight"].norm() / before["c.weight"].norm()), rel=1e-6
     )
     features = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))

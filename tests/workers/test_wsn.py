@@ -110,7 +110,7 @@ def test_weights_and_scores_have_the_gradients_of_their_product(start: str) -> N
     method = wsn(start=start)
     for _ in training(method, ONE, None):
         break
-    effective = {site: method.effective[f"{site}.weight"] for site in method.sites}
+    effective = {site: method.weight_overrides[f"{site}.weight"] for site in method.sites}
     for site, weight in method.sites.items():
         mask, scores = method.masks[site].hard(), method.masks[site].scores  # type: ignore[operator]
         assert torch.equal(effective[site], weight * mask)
@@ -196,7 +196,7 @@ def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_
             old, mask = first.tensors[f"weights/{site}"], one.masks[site]
             assert torch.equal(weight[mask], old[mask])
             assert not torch.equal(weight, old)
-    found = method.measures()
+    found = method.metrics()
     assert found["density"] == pytest.approx(0.5, abs=2e-3)
     assert 0 < found["reused"] < found["density"] < found["used"] < 1
     assert found["used"] == pytest.approx(0.5 + found["density"] - found["reused"], abs=2e-3)
@@ -235,7 +235,7 @@ def test_the_union_grows_by_what_each_task_selects() -> None:
 def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone() -> None:
     (one,), (first,) = stream([ONE])
     before, method = first.to_bytes(), wsn()
-    method.load(one)
+    method.load_task(one)
     for _ in training(method, TWO, first):
         pass
     assert first.to_bytes() == before

@@ -62,7 +62,7 @@ class Adapter(Method):
     settings: AdapterSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, AdapterSettings)
@@ -73,11 +73,11 @@ class Adapter(Method):
             )
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         assert isinstance(settings, AdapterSettings)
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         sites_of(backbone, settings.kind)
 
     def __init__(self, backbone: nn.Module, settings: AdapterSettings, seed: int):
@@ -118,7 +118,7 @@ class Adapter(Method):
         }
 
     def features(self, images: Tensor) -> Tensor:
-        with self.sites.using(self.effective):
+        with self.sites.using(self.weight_overrides):
             return self.backbone(images)
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -126,9 +126,9 @@ class Adapter(Method):
         kind = key_inputs(self.settings).get("kind")
         return self.state(copies=copies, meta={"kind": kind} if kind else {}), Carried()
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps the task's adapters beside those of other tasks. A base task has none."""
-        super().load(state)
+        super().load_task(state)
         found, sites = (
             state.copies.get("down"),
             (len(self.sites), self.settings.width, self.sites.width),

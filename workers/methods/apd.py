@@ -162,7 +162,7 @@ class Apd(Method):
     carries = ("sigma", "tau")
     steps = (Step("train"), Step("consolidate", trains=False, measured=True))
     needs_states = True  # the v of earlier tasks
-    forgets = True
+    may_forget = True
     Settings = ApdSettings
     per_task = frozenset(
         {
@@ -180,7 +180,7 @@ class Apd(Method):
     settings: ApdSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, ApdSettings)
@@ -197,7 +197,7 @@ class Apd(Method):
             )
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         """Every K-th task ends with a consolidation; the base task stays with the backbone as it
         is."""
         assert isinstance(settings, ApdSettings)
@@ -207,7 +207,7 @@ class Apd(Method):
         )
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         return frozenset({"clusters", "gap"}) if step == "train" else frozenset()
 
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
@@ -242,12 +242,14 @@ class Apd(Method):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         if step == "consolidate":
             assert carried is not None
             self.task = task
             own = {kind: _below(carried.tensors, f"own/{kind}/") for kind in ("head", "copies")}
-            self.load(TaskState(task.name, task.classes, self.name, self.backbone_digest, **own))
+            self.load_task(
+                TaskState(task.name, task.classes, self.name, self.backbone_digest, **own)
+            )
             self.consolidate()
             return []
         groups = super().begin(task, step, carried, rates, tasks)
@@ -400,7 +402,7 @@ class Apd(Method):
         return None if self.task is None else self.task.name
 
     @torch.no_grad()
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The share of zeros in tau. While training, how far all earlier tasks' weights have moved
         in this task, relative to their size; after a consolidation, the share of all tasks' entries
         that shared values replaced."""
@@ -432,7 +434,7 @@ class Apd(Method):
     def warnings(self) -> list[str]:
         if not self.step:
             return self.losses_of_consolidation()
-        if self.measures()["tau_zeros"] == 1:
+        if self.metrics()["tau_zeros"] == 1:
             return [
                 f"task {self.task_name!r}: its tau is zero everywhere, so that it has only "
                 "scales and copies of its own; lower lambda1, or train "
@@ -468,7 +470,7 @@ class Apd(Method):
             self.state(copies={name: t.clone() for name, t in self.own_parts().items()}),
             self.carried(),
         )
-        if len(self.planned(self.settings, sum(t.role != "base" for t in self.stream) - 1)) > 1:
+        if len(self.steps_for(self.settings, sum(t.role != "base" for t in self.stream) - 1)) > 1:
             carried.tensors |= {
                 f"own/{kind}/{name}": t.clone()
                 for kind in ("head", "copies")
@@ -545,8 +547,8 @@ class Apd(Method):
         return next(parts, torch.zeros_like(self.sites[site]))
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         self.step, self.sigma = "", _below(carried.tensors, "sigma/")
         self.tau = {task: {} for task in carried.meta["tasks"]}
         for task, site, tau in sparse_parts(carried.tensors, "tau"):
@@ -560,9 +562,9 @@ class Apd(Method):
             for site, clusters in carried.meta["clusters"].items()
         }
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps v and copies of the task. A base task has none: it is served by the backbone."""
-        super().load(state)
+        super().load_task(state)
         for site, weight in self.sites.items() if state.copies else ():
             found = tuple(state.copies[f"{site}.v"].shape) if f"{site}.v" in state.copies else None
             if found != (len(weight),):
@@ -587,7 +589,7 @@ class Apd(Method):
         return copies
 
     @classmethod
-    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+    def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """Where the task's own tau is not zero."""
         return {
             site: tau.support(tuple(carried.tensors[f"sigma/{site}"].shape))

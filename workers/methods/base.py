@@ -5,13 +5,13 @@
         ...
 The life of a method during one step of one task (`workers/loop.py` drives it):
 
-    Mine.check(settings, train, data, scenario)      # when the config is read, before anything runs
-    Mine.fits(settings, backbone, tasks)             # when the graph is built, before anything runs
+    Mine.validate(settings, train, data, scenario)  # when the config is read, before anything runs
+    Mine.check_backbone(settings, backbone, tasks)  # when the graph is built, before anything runs
     method = Mine(backbone, settings, seed)          # backbone: a fresh copy, never shared with
         another task
     method.scenario, method.stream = "task", tasks   # the loop says where the method is
-    for state in earlier_states: method.load(state)  # a chain with `needs_states`, or in scenario
-        `class`
+    for state in earlier_states:  # a chain with `needs_states`, or in scenario `class`
+        method.load_task(state)
     memory = method.memory(task, step, carried)      # the earlier samples that the feed gives
         beside the task's own
     groups = method.begin(task, step, carried, rates, tasks)
@@ -22,10 +22,11 @@ The life of a method during one step of one task (`workers/loop.py` drives it):
         loss.backward(); method.after_backward(); optimizer.step(); method.after_step(progress)
     state, carried = method.finish()
 
-and while it serves: `method.load(state)` for each task, `method.attach(carried)` for a chain, then
-`method.logits(images, task)`. The process's own generator is seeded from (seed, task, step) before
-`Mine(...)`, so that a module may start from PyTorch's defaults and is the same on all ranks and in
-every retry. Noise while training comes from `Batch.draw`, and from nowhere else.
+and while it serves: `method.load_task(state)` for each task, `method.load_carried(carried)` for a
+chain, then `method.logits(images, task)`. The process's own generator is seeded from
+(seed, task, step) before `Mine(...)`, so that a module may start from PyTorch's defaults and is the
+same on all ranks and in every retry. Noise while training comes from `Batch.draw`, and from nowhere
+else.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Progress:
         return self.epochs * self.steps_per_epoch
 
     @property
-    def done(self) -> int:
+    def global_step(self) -> int:
         return self.epoch * self.steps_per_epoch + self.step
 
 
@@ -166,23 +167,23 @@ class Method(nn.Module):
         False
     )
     freezes_backbone: ClassVar[bool] = True
-    forgets: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
+    may_forget: ClassVar[bool] = False  # False is a promise: bit-exact logits for ever
     # before its first step a task's features are those of the backbone
     starts_as_backbone: ClassVar[bool] = True
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
     # settings, by their names in a config, that a task may have of its own: no other task's steps,
-    # no serving and no `fits` needs to know with which value a state was trained
+    # no serving and no `check_backbone` needs to know with which value a state was trained
     per_task: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         """Raises UserError where these settings cannot work together; asked before anything
         runs."""
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         """Raises UserError where the method cannot work on this backbone, which has shapes but no
@@ -195,7 +196,7 @@ class Method(nn.Module):
             )
 
     @classmethod
-    def rewrites(cls, scenario: str) -> bool:
+    def changes_past_predictions(cls, scenario: str) -> bool:
         """True where a later stage can change the answers on earlier tasks, so that each row of the
         matrix is measured. In scenario `class` a new task's outputs compete with the old ones,
         whatever the method."""
@@ -208,13 +209,13 @@ class Method(nn.Module):
         return bool(cls.carries) and (cls.needs_states or scenario == "class")
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         """Which of `steps` the task at `position` goes through: tasks count from 0; -1 is the base
         task, which the backbone was trained on, and which most methods leave as it is."""
         return cls.steps if position >= 0 else ()
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         """Settings that a training step does not read: it is told their defaults, and no change of
         them runs it again."""
         return frozenset()
@@ -231,13 +232,13 @@ class Method(nn.Module):
         self.seed = seed
         self.backbone_digest = digest_of(backbone)
         self.heads = Heads(backbone.num_features)  # type: ignore[arg-type]
-        self.effective: dict[
+        self.weight_overrides: dict[
             str, Tensor
         ] = {}  # parameter of the backbone -> the tensor that stands in for it
         # whose `serving_weights` are in effect
-        self.serving: tuple[str, torch.device] | None = None
+        self.active_task: tuple[str, torch.device] | None = None
         # set by whoever serves many tasks: a cache of `serving_weights`
-        self.folded: Callable[[str], dict[str, Tensor]] | None = None
+        self.override_cache: Callable[[str], dict[str, Tensor]] | None = None
         self.task: Task | None = None
         self.scenario = "task"  # set by the loop, before anything else is called
         self.stream: tuple[
@@ -277,11 +278,17 @@ class Method(nn.Module):
         optional `lr`, `weight_decay`, `name`). `tasks`: all whose samples the feed will give, in
         the order of `Batch.tasks`. In scenario `class` all heads are trained, since they answer
         together."""
-        self.task, self.training_tasks, self.serving, self.effective = task, tasks, None, {}
+        self.task, self.training_tasks, self.active_task, self.weight_overrides = (
+            task,
+            tasks,
+            None,
+            {},
+        )
         for each in tasks:
             self.heads.add(each.name, each.num_classes, self.seed)
         return self.head_groups(
-            rates, list(self.columns()) if self.scenario == "class" else [t.name for t in tasks]
+            rates,
+            list(self.class_slices()) if self.scenario == "class" else [t.name for t in tasks],
         )
 
     def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
@@ -302,7 +309,7 @@ class Method(nn.Module):
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar to minimise (a mean over the batch) and its named terms, detached."""
-        self.serving, self.effective = None, self.training_weights(batch, progress)
+        self.active_task, self.weight_overrides = None, self.training_weights(batch, progress)
         loss = self.classification_loss(self.features(batch.images), batch)
         return loss, {"ce": loss.detach()}
 
@@ -314,10 +321,10 @@ class Method(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """images (b, 3, H, W) -> the backbone's features (b, d) (of a ViT those of the class token
-        after the final norm), with `effective` in place."""
+        after the final norm), with `weight_overrides` in place."""
         return (
-            functional_call(self.backbone, self.effective, (images,))
-            if self.effective
+            functional_call(self.backbone, self.weight_overrides, (images,))
+            if self.weight_overrides
             else self.backbone(images)
         )
 
@@ -342,25 +349,25 @@ class Method(nn.Module):
     def _cross_entropy_over_all(self, features: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(
             self.all_logits(features).float(),
-            self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch),
+            self.global_labels(batch) if batch.targets is None else self.global_targets(batch),
         )
 
-    def wide_labels(self, batch: Batch) -> Tensor:
+    def global_labels(self, batch: Batch) -> Tensor:
         """(b,) scenario `class`: each sample's class among all so far, in the order of
-        `columns`."""
-        columns = self.columns()
+        `class_slices`."""
+        columns = self.class_slices()
         first = torch.tensor(
             [columns[t.name].start for t in self.training_tasks], device=batch.tasks.device
         )
         return batch.labels + first[batch.tasks]
 
-    def wide_targets(self, batch: Batch) -> Tensor:
+    def global_targets(self, batch: Batch) -> Tensor:
         """(b, classes so far) scenario `class`: what each sample should be, one-hot or soft, in the
-        order of `columns`."""
-        columns = self.columns()
+        order of `class_slices`."""
+        columns = self.class_slices()
         classes = max(own.stop for own in columns.values())
         if batch.targets is None:
-            return F.one_hot(self.wide_labels(batch), classes).float()
+            return F.one_hot(self.global_labels(batch), classes).float()
         own = columns[
             self.training_tasks[0].name
         ]  # targets over one task's classes leave the others at 0
@@ -381,7 +388,7 @@ class Method(nn.Module):
     def after_step(self, progress: Progress) -> None:
         """After the optimizer's step: restore locked entries, clamp, anneal."""
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Named numbers worth a curve per epoch (mask densities, capacity)."""
         return {}
 
@@ -406,12 +413,12 @@ class Method(nn.Module):
         )
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         """Makes the carried state of a chain, or what a star `starts_from`, the one that `logits`
         uses."""
-        self.serving = None
+        self.active_task = None
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Makes a finished task servable. Raises UserError where the state belongs to another
         method or backbone."""
         if state.method not in (self.name, "base"):
@@ -428,30 +435,30 @@ class Method(nn.Module):
                 "backbone of its run"
             )
         self.heads.restore(state.task, state.head)
-        self.serving = None
+        self.active_task = None
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         """What stands in for parameters of the backbone while `task` is served: a loaded one, or
         the one in training as it stands, with the hard masks that will be stored."""
         return {}
 
-    def serve(self, task: str) -> None:
+    def activate_task(self, task: str) -> None:
         """Puts the weights of `task` in effect: folded once per switch, but each time for the task
         in training."""
         wanted = task, self.device
-        if self.serving != wanted:
+        if self.active_task != wanted:
             with torch.no_grad():
-                self.effective = (self.folded or self.serving_weights)(task)
-            self.serving = None if self.task is not None and self.task.name == task else wanted
+                self.weight_overrides = (self.override_cache or self.serving_weights)(task)
+            self.active_task = None if self.task is not None and self.task.name == task else wanted
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """images (b, 3, H, W) -> logits (b, classes of `task`). With task None (scenario `class`):
-        over all classes seen, in the order of `columns`. Also serves the task that is being
+        over all classes seen, in the order of `class_slices`. Also serves the task that is being
         trained, as it stands (the loop validates after every epoch). Raises UserError where the
         method cannot do without the task."""
         if task is not None:
             head = self.heads[task]
-            self.serve(task)
+            self.activate_task(task)
             return head(self.features(images))
         if "class" not in self.scenarios:
             raise UserError(
@@ -474,10 +481,10 @@ class Method(nn.Module):
         return {task: self.logits(images[mine], task) for task, mine in rows.items()}
 
     def all_logits(self, features: Tensor) -> Tensor:
-        """features (b, d) -> (b, classes so far), in the order of `columns`."""
-        return torch.cat([self.heads[name](features) for name in self.columns()], 1)
+        """features (b, d) -> (b, classes so far), in the order of `class_slices`."""
+        return torch.cat([self.heads[name](features) for name in self.class_slices()], 1)
 
-    def columns(self) -> dict[str, slice]:
+    def class_slices(self) -> dict[str, slice]:
         """Where each task's classes stand in the one output space of scenario `class`: tasks in
         stream order, those that are loaded or in training."""
         names = [t.name for t in self.stream if t.name in self.heads.names] or self.heads.names
@@ -488,7 +495,7 @@ class Method(nn.Module):
         }
 
     @classmethod
-    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+    def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """Boolean masks by name for pictures, overlaps and used capacity: True where the task uses
         an entry. A chain whose masks follow from what it carries on (an owner map) derives them
         here; `carried` is what the task's own last step left."""

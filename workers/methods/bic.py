@@ -72,16 +72,16 @@ class Bic(Rehearsal):
         Step("calibrate", trains=False, measured=True, after=("train",), later=True),
         Step("herd", trains=False, after=("train",)),
     )
-    taught = True
+    distills = True
     Settings = BicSettings
     per_task = Rehearsal.per_task | {"tau", "val_share", "beta_decay"}
     settings: BicSettings
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         assert isinstance(settings, BicSettings)
         classes = sum(task.num_classes for task in tasks)
         if classes and quota(settings.memory, settings.per_class, classes) < 2:
@@ -92,7 +92,7 @@ class Bic(Rehearsal):
             )
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         """None: how many are held out of training follows from the memory."""
         return frozenset()
 
@@ -166,8 +166,8 @@ class Bic(Rehearsal):
     @torch.no_grad()
     def calibrate(self, task: Task) -> None:
         """Every rank looks at its share of the images, all fit the bias on all."""
-        features, labels, tasks, _ = self.looked_at()
-        columns = self.columns()
+        features, labels, tasks, _ = self.extract_features()
+        columns = self.class_slices()
         first = torch.tensor([columns[t.name].start for t in self.training_tasks])
         logits = self.all_logits(features.to(self.heads[task.name].weight.device)).cpu()
         self.biases[task.name] = fit_bias(
@@ -177,14 +177,14 @@ class Bic(Rehearsal):
     def herd(self, task: Task, sharers: int = 0) -> None:
         super().herd(task, sharers)
         count = self.reserved(
-            super().share(sharers or max(own.stop for own in self.columns().values()))
+            super().share(sharers or max(own.stop for own in self.class_slices().values()))
         )
         held = self.validation | {task.name: self.held_out(task, self.keys_of(task))}
         self.validation = {
             name: {c: keys[:count] for c, keys in classes.items()} for name, classes in held.items()
         }
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """alpha, beta: below 1 and 0, outputs of the new classes had grown above those of old
         ones."""
         found = (
@@ -207,7 +207,7 @@ class Bic(Rehearsal):
     def corrected(self, logits: Tensor, names: list[str]) -> Tensor:
         """Logits (b, classes) of so many tasks in order, with the biases that are in effect: that
         of the last task, or of all. A task that is in training has none yet."""
-        columns = self.columns()
+        columns = self.class_slices()
         for name in names if self.settings.bias_mode == "all" else names[-1:]:
             if name in self.biases:
                 logits = biased(
@@ -218,11 +218,11 @@ class Bic(Rehearsal):
         return logits
 
     def all_logits(self, features: Tensor) -> Tensor:
-        return self.corrected(super().all_logits(features), [*self.columns()])
+        return self.corrected(super().all_logits(features), [*self.class_slices()])
 
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         tensors = {name: t for name, t in carried.tensors.items() if not name.startswith(BIAS)}
-        super().attach(Carried(tensors, carried.meta))
+        super().load_carried(Carried(tensors, carried.meta))
         self.biases = {
             name.removeprefix(BIAS): t
             for name, t in carried.tensors.items()

@@ -86,15 +86,15 @@ class CtrTsm(Method):
     settings: CtrSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, CtrSettings)
         needs_adamw(settings.mask_lr, train)
 
     @classmethod
-    def rewrites(cls, scenario: str) -> bool:
-        return cls.forgets
+    def changes_past_predictions(cls, scenario: str) -> bool:
+        return cls.may_forget
 
     def __init__(self, backbone: nn.Module, settings: CtrSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -130,7 +130,7 @@ class CtrTsm(Method):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device, s = self.device, self.settings
@@ -190,7 +190,7 @@ class CtrTsm(Method):
         return self.masked(*self.split(self.soft))
 
     def features(self, images: Tensor) -> Tensor:
-        with self.sites.using(self.effective):
+        with self.sites.using(self.weight_overrides):
             return self.backbone(images)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -206,7 +206,7 @@ class CtrTsm(Method):
         self.protector.restore()
         self.mask.clamp()
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Shares of units: this task's, and those that no task uses so far."""
         own = self.mask.hard()
         return {
@@ -216,7 +216,7 @@ class CtrTsm(Method):
 
     def warnings(self) -> list[str]:
         assert self.task is not None
-        free, left = 1 - float(self.used.float().mean()), self.measures()["free"]
+        free, left = 1 - float(self.used.float().mean()), self.metrics()["free"]
         if free < FEW:
             return [
                 f"task {self.task.name!r}: only {free:.2%} of the adapters' units were free, so "
@@ -239,18 +239,18 @@ class CtrTsm(Method):
         )
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         self.shared.load_state_dict(
             {name: t for name, t in carried.tensors.items() if name != "used"}
         )
         self.used = carried.tensors["used"].to(self.used.device, copy=True)
         self.position = carried.meta["tasks"]
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps the task's masks beside those of other tasks. A base task has none: the backbone
         alone serves it."""
-        super().load(state)
+        super().load_task(state)
         for name, size in (("inner", self.settings.width), ("outer", self.sites.width)):
             found, fits = state.masks.get(name), (len(self.sites), size)
             if state.masks and (found is None or tuple(found.shape) != fits):

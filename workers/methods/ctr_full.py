@@ -190,13 +190,13 @@ class CtrFull(CtrTsm):
 
     name = "ctr_full"
     carries = ("adapters", "capsules", "used")
-    forgets = True
+    may_forget = True
     form: ClassVar[Callable[..., Tensor]] = staticmethod(capsule_bottleneck)
     Settings = CtrFullSettings
     settings: CtrFullSettings
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         assert isinstance(settings, CtrFullSettings)
         if position >= settings.max_tasks:
             raise UserError(
@@ -204,7 +204,7 @@ class CtrFull(CtrTsm):
                 "and the stream has more; raise max_tasks, "
                 "which trains the stream anew"
             )
-        return super().planned(settings, position)
+        return super().steps_for(settings, position)
 
     def __init__(self, backbone: nn.Module, settings: CtrFullSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -235,7 +235,7 @@ class CtrFull(CtrTsm):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
-        self.planned(self.settings, self.position)  # raises where there is no capsule left
+        self.steps_for(self.settings, self.position)  # raises where there is no capsule left
         self.positions[task.name] = self.position
         return groups
 
@@ -270,8 +270,8 @@ class CtrFull(CtrTsm):
     def state(self, **parts: Any) -> TaskState:
         return super().state(**parts, meta={"position": self.position})
 
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         if state.masks:
             self.positions[state.task] = state.meta["position"]
 

@@ -83,7 +83,7 @@ class Der(Rehearsal):
     step = ""
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         return (
             frozenset(name for settings in READ.values() for name in settings) - READ[step]
             if step in READ
@@ -129,7 +129,7 @@ class Der(Rehearsal):
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "herd":
             return groups
-        self.heads.renew(len(self.columns()) * self.dim)
+        self.heads.renew(len(self.class_slices()) * self.dim)
         groups = []
         if step == "train":
             self.inherit()
@@ -144,7 +144,7 @@ class Der(Rehearsal):
                 )
             groups += weight_groups(self.backbone, rates)
         self.start_classifier(step)
-        return [*self.head_groups(rates, list(self.columns())), *groups]
+        return [*self.head_groups(rates, list(self.class_slices())), *groups]
 
     def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
         return [
@@ -163,7 +163,7 @@ class Der(Rehearsal):
         """Values of W and of the auxiliary head, the same on all ranks."""
         assert self.task is not None
         for layer, name in [
-            *((self.heads[name], name) for name in self.columns()),
+            *((self.heads[name], name) for name in self.class_slices()),
             *([(self.auxiliary, "")] if self.auxiliary else []),
         ]:
             self.heads.start(
@@ -181,28 +181,28 @@ class Der(Rehearsal):
         return self
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> u (b, (t + 1) D), extractors in the order of `columns`."""
+        """images (b, 3, H, W) -> u (b, (t + 1) D), extractors in the order of `class_slices`."""
         with torch.no_grad():
             parts = [extractor(images) for extractor in self.finished()]
         return torch.cat(parts if self.task is None else [*parts, super().features(images)], 1)
 
     def finished(self) -> list[nn.Module]:
-        """Extractors of all tasks but the one in training, in the order of `columns`."""
+        """Extractors of all tasks but the one in training, in the order of `class_slices`."""
         training = None if self.task is None else self.task.name
         return [
             self.extractors[self.extracted.index(name)]
-            for name in self.columns()
+            for name in self.class_slices()
             if name != training
         ]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        self.serving, self.effective = None, self.training_weights(batch, progress)
+        self.active_task, self.weight_overrides = None, self.training_weights(batch, progress)
         u = self.features(batch.images)
         z = self.all_logits(u).float() / (
             self.settings.temperature if self.step == "finetune" else 1.0
         )
         ce = F.cross_entropy(
-            z, self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch)
+            z, self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
         )
         terms = self.terms(u, z, batch) if self.step == "train" else {}
         return sum((weight * term for weight, term in terms.values()), ce), {
@@ -216,7 +216,9 @@ class Der(Rehearsal):
         if self.auxiliary is None:
             return {}
         assert self.task is not None
-        targets = one_for_all_old(self.wide_targets(batch), self.columns()[self.task.name].start)
+        targets = one_for_all_old(
+            self.global_targets(batch), self.class_slices()[self.task.name].start
+        )
         return {
             "auxiliary": (
                 self.settings.auxiliary,
@@ -225,7 +227,7 @@ class Der(Rehearsal):
         }
 
     def after_step(self, progress: Progress) -> None:
-        if self.step == "train" and progress.done + 1 == int(
+        if self.step == "train" and progress.global_step + 1 == int(
             self.settings.restart * progress.total
         ):
             self.start_classifier("again")
@@ -261,7 +263,7 @@ class Der(Rehearsal):
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         return heads_of(self, heads)
 
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         handed = {
             kind: {
                 n.removeprefix(f"{kind}/"): t
@@ -273,16 +275,16 @@ class Der(Rehearsal):
         if handed["copies"]:
             self.stored = handed
             self.backbone = self.extractor("in training", handed).to(self.device)
-        super().attach(
+        super().load_carried(
             Carried(
                 {n: t for n, t in carried.tensors.items() if n.startswith("heads/")}, carried.meta
             )
         )
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Also the task's extractor. Loaded before anything is trained: a base task's is the
         backbone as it is."""
-        super().load(state)
+        super().load_task(state)
         self.stored = {"copies": state.copies, "masks": state.masks}
         extractor = self.extractor(state.task, self.stored).eval().requires_grad_(False)
         if state.task in self.extracted:
@@ -310,4 +312,4 @@ class Der(Rehearsal):
 
     def flops_share(self, state: TaskState) -> float:
         """Every image passes through all extractors."""
-        return float(len(self.columns()))
+        return float(len(self.class_slices()))

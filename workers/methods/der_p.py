@@ -35,8 +35,10 @@ class PrunedDer(Der):
     needs_vit = True
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
-        super().fits(settings, backbone, tasks)
+    def check_backbone(
+        cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()
+    ) -> None:
+        super().check_backbone(settings, backbone, tasks)
         unit_sites(backbone)
 
     def __init__(self, backbone: Any, settings: DerSettings, seed: int):
@@ -56,7 +58,7 @@ class PrunedDer(Der):
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         if self.task is not None:
-            self.serve(self.task.name)
+            self.activate_task(self.task.name)
         return super().logits(images, task)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
@@ -66,7 +68,7 @@ class PrunedDer(Der):
             masked_weights(self.backbone, self.by_site(self.hard())) if self.step == "train" else {}
         )
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Share of units that are kept."""
         return {"density": float(self.hard().float().mean())} if self.step == "train" else {}
 
@@ -151,16 +153,18 @@ class DerP(PrunedDer):
     mask: AnnealedSigmoid
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, DerPSettings)
         needs_adamw(settings.mask_lr, train)
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         own = frozenset({"s_max", "sparsity", "mask_lr", "mask_travel"})
-        return super().unread(step) | (own if step in ("finetune", "herd") else frozenset())
+        return super().ignored_settings(step) | (
+            own if step in ("finetune", "herd") else frozenset()
+        )
 
     # ---- training --------------------------------------------------------------------------------
     def begin(

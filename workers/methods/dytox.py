@@ -88,10 +88,10 @@ class DyTox(Rehearsal):
     heads: TokenHeads
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         base = next((task.name for task in tasks if task.role == "base"), None)
         if base is not None:
             raise UserError(
@@ -133,8 +133,8 @@ class DyTox(Rehearsal):
         return self.settings.rho if self.before else 0.0
 
     def network(self) -> TokenNetwork:
-        """What there is by now, tasks in the order of `columns`; shares all tensors."""
-        heads = [self.heads[name] for name in self.columns()]
+        """What there is by now, tasks in the order of `class_slices`; shares all tensors."""
+        heads = [self.heads[name] for name in self.class_slices()]
         return TokenNetwork(self.backbone, self.decoder, heads)  # type: ignore[arg-type]
 
     # ---- training --------------------------------------------------------------------------------
@@ -147,16 +147,19 @@ class DyTox(Rehearsal):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
-        old = [name for name in self.columns() if name != task.name]
+            self.load_carried(carried)
+        old = [name for name in self.class_slices() if name != task.name]
         if step == "train" and old:
             self.before = (copy.deepcopy(self.network()).eval().requires_grad_(False),)
         super().begin(task, step, carried, rates, tasks)
-        self.decoder.expect(len(self.columns()))
+        self.decoder.expect(len(self.class_slices()))
         self.encoder_rests = step == "finetune"
         learning: list[nn.Module] = [
             self.decoder,
-            *(self.heads[name] for name in (self.columns() if self.encoder_rests else [task.name])),
+            *(
+                self.heads[name]
+                for name in (self.class_slices() if self.encoder_rests else [task.name])
+            ),
         ]
         if not self.encoder_rests:
             learning.append(self.backbone)
@@ -193,11 +196,11 @@ class DyTox(Rehearsal):
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         logits = self.all_logits(self.features(images))
-        return logits if task is None else logits[:, self.columns()[task]]
+        return logits if task is None else logits[:, self.class_slices()[task]]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         e = self.features(batch.images)
-        z, y = self.all_logits(e).float(), self.wide_targets(batch)
+        z, y = self.all_logits(e).float(), self.global_targets(batch)
         clf = F.binary_cross_entropy_with_logits(z, y)
         if not self.before:
             return clf, {"bce": clf.detach()}
@@ -228,22 +231,22 @@ class DyTox(Rehearsal):
             carried.meta,
         )
 
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         decoder = {
             name.removeprefix(DECODER): t
             for name, t in carried.tensors.items()
             if name.startswith(DECODER)
         }
         self.decoder.load_state_dict(decoder)
-        super().attach(
+        super().load_carried(
             Carried(
                 {name: t for name, t in carried.tensors.items() if not name.startswith(DECODER)},
                 carried.meta,
             )
         )
 
-    def load(self, state: TaskState) -> None:
-        super().load(
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(
             TaskState(
                 state.task,
                 state.classes,

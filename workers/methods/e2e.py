@@ -62,7 +62,7 @@ class E2e(Rehearsal):
         Step("finetune", later=True),
         Step("herd", trains=False),
     )
-    taught = True
+    distills = True
     Settings = E2eSettings
     per_task = Rehearsal.per_task | {"tau", "kd", "noise"}
     settings: E2eSettings
@@ -80,15 +80,15 @@ class E2e(Rehearsal):
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         if step == "balance":
-            self.herd(task, sharers=self.columns()[task.name].start)
+            self.herd(task, sharers=self.class_slices()[task.name].start)
         if step == "finetune":
             self.teacher = Teacher(
-                self.backbone, {name: self.heads[name] for name in self.columns()}
+                self.backbone, {name: self.heads[name] for name in self.class_slices()}
             )
         return groups
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        self.now = batch.draw, progress.done
+        self.now = batch.draw, progress.global_step
         features = self.features(batch.images)
         ce = self.classification_loss(features, batch)
         if self.teacher is None:

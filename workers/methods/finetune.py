@@ -19,7 +19,7 @@ class FineTune(Method):
     name = "finetune"
     carries = ("weights",)
     freezes_backbone = False
-    forgets = True
+    may_forget = True
     scenarios = frozenset({"task", "class"})
 
     def begin(
@@ -31,19 +31,19 @@ class FineTune(Method):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         return super().begin(task, step, carried, rates, tasks) + weight_groups(
             self.backbone, rates
         )
 
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(), Carried(
-            network_of(self, list(self.columns()))
+            network_of(self, list(self.class_slices()))
             if self.scenario == "class"
             else tensors_of(self.backbone)
         )
 
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         if self.scenario == "class":
             restore_network(self, carried.tensors)
         elif carried.tensors:

@@ -128,7 +128,7 @@ class Hat(Method):
     price: Tensor
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, HatSettings)
@@ -140,16 +140,18 @@ class Hat(Method):
             )
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
-        super().fits(settings, backbone, tasks)
+    def check_backbone(
+        cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()
+    ) -> None:
+        super().check_backbone(settings, backbone, tasks)
         unit_sites(backbone)
 
     @classmethod
-    def rewrites(cls, scenario: str) -> bool:
-        return cls.forgets
+    def changes_past_predictions(cls, scenario: str) -> bool:
+        return cls.may_forget
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         return cls.steps
 
     def __init__(self, backbone: Any, settings: HatSettings, seed: int):
@@ -177,7 +179,7 @@ class Hat(Method):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         device = self.device
@@ -259,7 +261,7 @@ class Hat(Method):
         self.protector.restore()
         self.mask.clamp()
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Shares of units: this task's, those of all tasks with it, those that stay free."""
         own, earlier = self.mask.hard(), self.uses > 0
         capacity = float((own | earlier).float().mean())
@@ -267,7 +269,7 @@ class Hat(Method):
 
     def warnings(self) -> list[str]:
         assert self.task is not None
-        free, left = float((self.uses == 0).float().mean()), self.measures()["free"]
+        free, left = float((self.uses == 0).float().mean()), self.metrics()["free"]
         said = []
         if free < FEW:
             said.append(
@@ -295,17 +297,17 @@ class Hat(Method):
         return state, Carried(weights | {"uses": (self.uses + own).cpu()})
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         with torch.no_grad():
             for name, tensor in carried.tensors.items():
                 if name in self.shared:
                     self.shared[name].copy_(tensor)
         self.uses = carried.tensors["uses"].to(self.uses.device, copy=True)
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps the task's masks and copies beside those of other tasks."""
-        super().load(state)
+        super().load_task(state)
         for site, size in self.sites.items():
             found = tuple(state.masks[site].shape) if site in state.masks else None
             if found != (size,):
@@ -356,7 +358,7 @@ class AdaHat(Hat):
     paper = (
         "AdaHAT: Adaptive Hard Attention to the Task in Task-Incremental Learning, ECML PKDD 2024"
     )
-    forgets: ClassVar[bool] = True
+    may_forget: ClassVar[bool] = True
     Settings = AdaHatSettings
     per_task = Hat.per_task | {"intensity", "eps"}
     settings: AdaHatSettings

@@ -48,23 +48,23 @@ class Icarl(Rehearsal):
 
     name = "icarl"
     paper = "iCaRL: Incremental Classifier and Representation Learning, CVPR 2017"
-    taught = True
-    by_means = True
+    distills = True
+    uses_class_means = True
     Settings = IcarlSettings
     per_task = Rehearsal.per_task | {"loss", "tau"}
     settings: IcarlSettings
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
-        return super().unread(step) | (frozenset() if step == "evaluate" else {"infer"})
+    def ignored_settings(cls, step: str) -> frozenset[str]:
+        return super().ignored_settings(step) | (frozenset() if step == "evaluate" else {"infer"})
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.task is not None
         features, sigmoids = self.features(batch.images), self.settings.loss == "bce"
-        logits, first = self.all_logits(features).float(), self.columns()[self.task.name].start
+        logits, first = self.all_logits(features).float(), self.class_slices()[self.task.name].start
         if sigmoids:
             ce = F.binary_cross_entropy_with_logits(
-                logits[:, first:], self.wide_targets(batch)[:, first:]
+                logits[:, first:], self.global_targets(batch)[:, first:]
             )
         else:
             ce = self.classification_loss(features, batch)
@@ -85,4 +85,4 @@ class Icarl(Rehearsal):
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)
         found = nearest_mean(self.features(images), self.means.to(images.device))
-        return found if task is None else found[:, self.columns()[task]]
+        return found if task is None else found[:, self.class_slices()[task]]

@@ -39,8 +39,8 @@ class Individual(Method):
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(copies=tensors_of(self.backbone)), Carried()
 
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         # none for the base task, which was trained into the common backbone
         self.weights[state.task] = state.copies
 

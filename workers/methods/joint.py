@@ -20,7 +20,7 @@ class Joint(Method):
     freezes_backbone = False
     revision = 2  # mixes and smooths in scenario `class`
     scenarios = frozenset({"task", "class"})
-    forgets = True  # a later stage is another network: nothing binds its answers on old tasks
+    may_forget = True  # a later stage is another network: nothing binds its answers on old tasks
 
     def begin(
         self,
@@ -37,5 +37,5 @@ class Joint(Method):
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(), Carried(network_of(self, [t.name for t in self.training_tasks]))
 
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         restore_network(self, carried.tensors)

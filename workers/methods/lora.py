@@ -58,10 +58,10 @@ class Lora(Method):
     settings: LoraSettings
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         assert isinstance(settings, LoraSettings)
         sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
         if settings.rank > sites.width:
@@ -111,9 +111,9 @@ class Lora(Method):
             meta={"alpha": self.settings.alpha},
         ), Carried()
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps the task's update beside those of other tasks. A base task has none."""
-        super().load(state)
+        super().load_task(state)
         found = {name: tuple(t.shape) for name, t in state.copies.items()}, state.meta.get("alpha")
         wanted = self.shapes, self.settings.alpha
         if state.method == self.name and found != wanted:

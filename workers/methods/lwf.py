@@ -53,7 +53,7 @@ class Lwf(Method):
     carries = ("weights", "heads")
     needs_states = True  # the head of the task before comes from its state
     freezes_backbone = False
-    forgets = True
+    may_forget = True
     scenarios = frozenset({"task", "class"})
     Settings = LwfSettings
     per_task = frozenset({"lambda", "tau", "head_first"})
@@ -69,19 +69,21 @@ class Lwf(Method):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
-        self.old = [name for name in self.columns() if name != task.name]
+            self.load_carried(carried)
+        self.old = [name for name in self.class_slices() if name != task.name]
         self.teacher = (
             Teacher(self.backbone, {name: self.heads[name] for name in self.old})
             if self.old
             else None
         )
         super().begin(task, step, carried, rates, tasks)
-        return self.head_groups(rates, list(self.columns())) + weight_groups(self.backbone, rates)
+        return self.head_groups(rates, list(self.class_slices())) + weight_groups(
+            self.backbone, rates
+        )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.task is not None
-        self.head_alone = progress.done < self.settings.head_first * progress.total
+        self.head_alone = progress.global_step < self.settings.head_first * progress.total
         with torch.set_grad_enabled(not self.head_alone):
             features = self.features(batch.images)
         logits = self.heads[self.task.name](features).float()
@@ -115,6 +117,6 @@ class Lwf(Method):
         return self.state(), Carried(network_of(self, self.old))
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         """The weights, and the older heads in place of those that the tasks' states have."""
         restore_network(self, carried.tensors)

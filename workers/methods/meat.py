@@ -95,7 +95,7 @@ class Meat(Method):
     settings: MeatSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the
@@ -106,7 +106,7 @@ class Meat(Method):
             needs_adamw(settings.mask_lr, train)
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         assert isinstance(settings, MeatSettings)
@@ -178,7 +178,7 @@ class Meat(Method):
             name: self.masks[name].sample(batch.draw.shared(f"meat.{name}", *shape))
             for name, shape in self.sites.entries.items()
         }
-        self.serving, self.effective = None, self.sites.weights(masks)
+        self.active_task, self.weight_overrides = None, self.sites.weights(masks)
         with self.sites.sampled(masks):
             ce = self.classification_loss(self.features(batch.images), batch)
         if not gates:
@@ -203,7 +203,7 @@ class Meat(Method):
         """The boolean masks of the task in training, by name (Eq. 7)."""
         return {name: mask.hard() for name, mask in self.masks.items()}
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Shares of kept entries of either kind (`token_keep`, `ffn_density`; on a ResNet
         `channel_keep`, `convolution_density`), and of entries that left their initial state
         `keep`."""
@@ -238,9 +238,9 @@ class Meat(Method):
         ), Carried()
 
     # ---- serving ---------------------------------------------------------------------------------
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps the task's masks beside those of other tasks. A base task has none: all ones."""
-        super().load(state)
+        super().load_task(state)
         shapes = self.mask_shapes() if state.method == self.name else {}
         for name in {**shapes, **state.masks}:
             found = tuple(state.masks[name].shape) if name in state.masks else None

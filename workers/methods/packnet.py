@@ -117,7 +117,7 @@ class PackNet(Method):
     settings: PackNetSettings
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         assert isinstance(settings, PackNetSettings)
         if position < 0:
             return cls.steps[1:] if settings.base_mode == "prune_retrain" else ()
@@ -154,7 +154,7 @@ class PackNet(Method):
         if carried is None:
             self.start(task)
         else:
-            self.attach(carried)
+            self.load_carried(carried)
         self.step, self.copies = step, None
         self.numbers.pop(task.name, None)
         self.loaded.pop(task.name, None)
@@ -245,7 +245,7 @@ class PackNet(Method):
     def after_step(self, progress: Progress) -> None:
         self.protector.restore()
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Shares of all weights: the task's own, those in use by it and the tasks before it, and
         the free ones."""
         total = sum(owner.numel() for owner in self.owners.values())
@@ -256,7 +256,7 @@ class PackNet(Method):
         return {"own": own, "used": 1 - free, "free": free}
 
     def warnings(self) -> list[str]:
-        if not self.owners or self.measures()["own"]:
+        if not self.owners or self.metrics()["own"]:
             return []
         return [
             f"task {self.latest_name!r}: no weight was free for it, so that only its head was "
@@ -273,7 +273,7 @@ class PackNet(Method):
         tensors = {f"backbone/{name}": t for name, t in tensors_of(self.backbone).items()}
         tensors |= {f"owners/{site}": owner.clone() for site, owner in self.owners.items()}
         if (
-            self.step != self.planned(self.settings, self.position)[-1].name
+            self.step != self.steps_for(self.settings, self.position)[-1].name
         ):  # the next step of the same task goes on from these
             tensors |= {
                 f"{kind}/{name}": t.clone()
@@ -283,8 +283,8 @@ class PackNet(Method):
         return state, Carried(tensors, {"owner": self.latest, "task": self.latest_name})
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         self.backbone.load_state_dict(under("backbone", carried))
         self.owners = {
             site: owner.to(self.sites[site].device, copy=True)
@@ -292,8 +292,8 @@ class PackNet(Method):
         }
         self.latest, self.latest_name = carried.meta["owner"], carried.meta["task"]
 
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         if state.method == self.name:
             self.numbers[state.task] = state.meta["owner"]
         elif self.settings.base_mode != "own_nothing":
@@ -317,7 +317,7 @@ class PackNet(Method):
         }
 
     @classmethod
-    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+    def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         return (
             {
                 site: in_effect(owner, state.meta["owner"])

@@ -62,11 +62,11 @@ class Piggyback(ThresholdMasks):
     settings: PiggybackSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, PiggybackSettings)
-        super().check(settings, train, data, scenario)
+        super().validate(settings, train, data, scenario)
         if settings.scale_gradients != "none" and train.optimizer == "adamw":
             raise UserError(
                 f"scale_gradients is {settings.scale_gradients!r} with train.optimizer 'adamw': "

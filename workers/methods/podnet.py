@@ -62,7 +62,7 @@ class PodNet(CosineRehearsal):
     settings: PodNetSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         if data.mixup or data.cutmix or data.smoothing:
@@ -73,10 +73,10 @@ class PodNet(CosineRehearsal):
             )
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         if len(backbone.blocks) < 2:  # type: ignore[arg-type]
             raise UserError(
                 "podnet distils the maps of all blocks but the last, and the backbone has one "
@@ -97,7 +97,7 @@ class PodNet(CosineRehearsal):
             loss = self.classification_loss(self.features(batch.images), batch)
             return loss, {"nca": loss.detach()}
         assert self.task is not None
-        own = self.columns()[self.task.name]
+        own = self.class_slices()[self.task.name]
         features, maps = features_and_maps(self.backbone, batch.images)
         with torch.no_grad():
             taught, taught_maps = features_and_maps(self.teacher.backbone, batch.images)
@@ -115,7 +115,7 @@ class PodNet(CosineRehearsal):
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
         return nca(
             self.similarity(features),
-            self.wide_labels(batch),
+            self.global_labels(batch),
             self.heads.scale,
             self.settings.delta,
             self.settings.hinge,

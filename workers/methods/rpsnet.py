@@ -105,7 +105,7 @@ class Rpsnet(Rehearsal):
     trunk_learns = False
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, RpsnetSettings)
@@ -199,7 +199,7 @@ class Rpsnet(Rehearsal):
         """(CE, KD) of a candidate, (2,). target: labels (b,) or soft targets (b, classes). taught:
         old logits (b, old classes)."""
         features = self.network(rival.path)(images)
-        logits = torch.cat([rival.heads[name](features) for name in self.columns()], 1).float()
+        logits = torch.cat([rival.heads[name](features) for name in self.class_slices()], 1).float()
         ce = F.cross_entropy(logits, target)
         return torch.stack(
             [
@@ -212,7 +212,7 @@ class Rpsnet(Rehearsal):
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum over candidates of L = CE + phi KD; its terms are means over them."""
-        target = self.wide_labels(batch) if batch.targets is None else self.wide_targets(batch)
+        target = self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
         taught = None if self.teacher is None else self.teacher.joined(batch.images)
         ce, kd = torch.stack(
             [self.terms(rival, batch.images, target, taught) for rival in self.rivals]
@@ -226,7 +226,7 @@ class Rpsnet(Rehearsal):
         of the images, all decide alike."""
         self.eval()
         feed = self.feed_of("val" if self.holds_out else "train", False)
-        first = torch.tensor([self.columns()[t.name].start for t in feed.tasks])
+        first = torch.tensor([self.class_slices()[t.name].start for t in feed.tasks])
         mine: list[list[float]] = []
         for batch in feed.evaluate():
             target = batch.labels + first.to(batch.labels.device)[batch.tasks]
@@ -282,13 +282,13 @@ class Rpsnet(Rehearsal):
             [t.name for t in self.stream if t.role != "base"].index(self.task.name) + 1
         ) % self.settings.every == 0
 
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         path = {
             name.removeprefix(PATH): t
             for name, t in carried.tensors.items()
             if name.startswith(PATH)
         }
-        super().attach(
+        super().load_carried(
             Carried(
                 {name: t for name, t in carried.tensors.items() if not name.startswith(PATH)},
                 carried.meta,
@@ -296,8 +296,8 @@ class Rpsnet(Rehearsal):
         )
         self.path = self.restored(carried.meta["path"], path) if path else None
 
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         if state.copies:
             self.frozen[str(self.heads.names.index(state.task))] = self.restored(
                 state.meta["path"], state.copies

@@ -68,9 +68,11 @@ class SimpleDer(PrunedDer):
     kept: Tensor
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         own = frozenset({"keep", "prune_after", "distillation", "tau"})
-        return super().unread(step) | (own if step in ("finetune", "herd") else frozenset())
+        return super().ignored_settings(step) | (
+            own if step in ("finetune", "herd") else frozenset()
+        )
 
     def __init__(self, backbone: Any, settings: SimpleDerSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -90,10 +92,10 @@ class SimpleDer(PrunedDer):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if step == "train" and carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
             self.before = tuple(
                 copy.deepcopy(self.heads[name]).requires_grad_(False)
-                for name in self.columns()
+                for name in self.class_slices()
                 if name != task.name
             )
         return super().begin(task, step, carried, rates, tasks)
@@ -103,9 +105,9 @@ class SimpleDer(PrunedDer):
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         first = int(self.settings.prune_after * progress.total)
-        if self.step != "train" or progress.done < first:
+        if self.step != "train" or progress.global_step < first:
             return {}
-        if progress.done == first:
+        if progress.global_step == first:
             self.kept.copy_(
                 torch.cat(
                     [self.largest(site, size) for site, size in magnitudes(self.backbone).items()]

@@ -136,7 +136,7 @@ class SupSup(WeightMasks):
     settings: SupSupSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, SupSupSettings)
@@ -159,10 +159,10 @@ class SupSup(WeightMasks):
             )
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         assert isinstance(settings, SupSupSettings)
         for task in tasks:
             needed = task.num_classes + (settings.objective == "superfluous")
@@ -174,11 +174,11 @@ class SupSup(WeightMasks):
                 )
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         return frozenset({"infer", "objective", "infer_images"}) if step == "train" else frozenset()
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         """A base task goes through the same where it has to share the output layer."""
         assert isinstance(settings, SupSupSettings)
         return cls.steps if position >= 0 or settings.outputs else ()
@@ -293,8 +293,8 @@ class SupSup(WeightMasks):
         return F.cross_entropy(features.float(), targets)
 
     # ---- serving ---------------------------------------------------------------------------------
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         # where its outputs are shared, nothing is stored of a head
         self.heads.add(state.task, len(state.classes), self.seed)
 
@@ -306,7 +306,7 @@ class SupSup(WeightMasks):
     def features(self, images: Tensor) -> Tensor:
         """images (b, 3, H, W) -> what heads see: class-token features (b, d), or the shared outputs
         (b, s)."""
-        return self.network(self.effective, images)
+        return self.network(self.weight_overrides, images)
 
     def network(self, weights: Weights, images: Tensor) -> Tensor:
         """The network with these weights by parameter name, up to the shared outputs where there
@@ -330,15 +330,16 @@ class SupSup(WeightMasks):
 
     # ---- which task an image is of ---------------------------------------------------------------
     def candidates(self) -> dict[str, tuple[str, ...]]:
-        """In scenario `class` the tasks, in the order of `columns`."""
-        return {name: (name,) for name in self.columns()} if self.scenario == "class" else {}
+        """In scenario `class` the tasks, in the order of `class_slices`."""
+        return {name: (name,) for name in self.class_slices()} if self.scenario == "class" else {}
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force the
         softmax of what is compared; of binary search the product over its rounds of what the kept
         half had of nu."""
         masks = [
-            self.loaded[name] if name in self.loaded else self.hard() for name in self.columns()
+            self.loaded[name] if name in self.loaded else self.hard()
+            for name in self.class_slices()
         ]
         return self.by_group(
             images, masks, by_halves if self.settings.infer == "binary" else at_once
@@ -377,7 +378,7 @@ class SupSup(WeightMasks):
 
         by_entropy = self.settings.objective == "entropy"
         if self.settings.infer == "brute_force":
-            classes = [own.stop - own.start for own in self.columns().values()]
+            classes = [own.stop - own.start for own in self.class_slices().values()]
             return values(
                 network,
                 weights,
@@ -399,7 +400,7 @@ class SupSup(WeightMasks):
     def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
         """Each image's logits under the task it was given to, in that task's columns; all others
         stand lower."""
-        columns = self.columns()
+        columns = self.class_slices()
         logits = images.new_empty((len(images), max(own.stop for own in columns.values())))
         for place, (name, own) in enumerate(columns.items()):
             rows = (places == place).nonzero().squeeze(1)

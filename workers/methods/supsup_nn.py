@@ -76,7 +76,7 @@ class SupSupNN(SupSup):
     name = "supsup_nn"
     carries = ("masks",)
     scenarios = frozenset({"task"})
-    forgets = True
+    may_forget = True
     Settings = SupSupNNSettings
     # untrained masks, by density and start, serve too
     per_task = frozenset({"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"})
@@ -86,7 +86,7 @@ class SupSupNN(SupSup):
     trained: Tensor
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         """None: its training decides by all of them."""
         return frozenset()
 
@@ -155,7 +155,7 @@ class SupSupNN(SupSup):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.feed = self.feed_of("train", False)
         # Every rank looks at the whole batch, however many share it, and the first one's word
@@ -172,7 +172,7 @@ class SupSupNN(SupSup):
         self.trained.index_add_(
             0, self.counter[CURRENT : CURRENT + 1], torch.ones_like(self.trained[:1])
         )
-        done = progress.done + 1
+        done = progress.global_step + 1
         if done % self.settings.every == 0 and done < progress.total:
             self.decide(*divmod(done, progress.steps_per_epoch))
 
@@ -206,10 +206,10 @@ class SupSupNN(SupSup):
         fits = best < known and len(masks) * float(nu[best]) >= 1 + self.settings.eps
         return known if not fits and known < self.settings.most else int(nu[:known].argmax())
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Also how many masks there are, and which of them is in training."""
         known, current = self.counter.tolist()
-        return super().measures() | {"masks": known, "mask": current}
+        return super().metrics() | {"masks": known, "mask": current}
 
     def warnings(self) -> list[str]:
         taken = int(self.counter[KNOWN]) == self.settings.most
@@ -236,18 +236,18 @@ class SupSupNN(SupSup):
         return self.state(meta=meta), Carried({"masks": self.bank[:known].cpu().clone()})
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         masks = carried.tensors["masks"]
         self.bank[: len(masks)] = masks.to(self.bank.device)
         self.counter.copy_(torch.tensor([len(masks), -1]))
 
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         self.used[state.task] = state.meta["mask"]
 
     @classmethod
-    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+    def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """The mask that the task ended with, as it was then."""
         return by_site(
             carried.tensors["masks"][state.meta["mask"]],
@@ -289,7 +289,7 @@ class SupSupNN(SupSup):
             rows = (places == mask).nonzero().squeeze(1)
             with torch.no_grad():
                 kept = {site: bits.to(images.device) for site, bits in self.bits(mask).items()}
-                self.serving, self.effective = (
+                self.active_task, self.weight_overrides = (
                     None,
                     {f"{site}.weight": weight * kept[site] for site, weight in self.sites.items()}
                     | self.fixed,

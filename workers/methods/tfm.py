@@ -120,7 +120,7 @@ class Tfm(Method):
     ) -> list[dict[str, Any]]:
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
-        self.attach(carried or Carried())
+        self.load_carried(carried or Carried())
         self.position = carried.meta["tasks"] if carried else 0
         whole = self.settings.first == "trained" and carried is None
         start = (
@@ -186,7 +186,7 @@ class Tfm(Method):
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         return self.in_effect(self.masks, self.new)
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """How far the normalisation is from doing nothing: mean |gamma - 1| over all forward-only
         units."""
         scales = [p.detach() for name, p in self.new.items() if name.endswith(".gamma")]
@@ -272,7 +272,7 @@ class Tfm(Method):
         return found
 
     def features(self, images: Tensor) -> Tensor:
-        self.split_heads(self.effective)
+        self.split_heads(self.weight_overrides)
         try:
             return super().features(images)
         finally:
@@ -290,15 +290,15 @@ class Tfm(Method):
                 attention.num_heads = attention.attn_dim // attention.head_dim
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
+    def load_carried(self, carried: Carried) -> None:
         """From here on nothing is in training: what a task in training added is a part of what it
         handed on."""
-        super().attach(carried)
+        super().load_carried(carried)
         self.shared, self.new, self.masks = dict(carried.tensors), {}, {}
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """A base task has no masks: it is served by the backbone itself."""
-        super().load(state)
+        super().load_task(state)
         self.loaded[state.task] = state
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
@@ -330,7 +330,7 @@ class Tfm(Method):
         return grown / plain
 
     @classmethod
-    def masks_for_display(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
+    def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """The units that a task uses, by site."""
         return {
             name.removesuffix(".used"): mask

@@ -94,12 +94,14 @@ class Toast(Method):
     revision = 2
     steps = (Step("pretune"), Step("train"))
     starts_from = ("pretune",)
-    needs_vit = True  # or a ConvNeXt: see `fits`
+    needs_vit = True  # or a ConvNeXt: see `check_backbone`
     Settings = ToastSettings
     settings: ToastSettings
 
     @classmethod
-    def fits(cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
+    def check_backbone(
+        cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()
+    ) -> None:
         assert isinstance(settings, ToastSettings)
         convolutional = isinstance(backbone, ConvNeXt)
         if not convolutional and not isinstance(backbone, VisionTransformer):
@@ -122,12 +124,12 @@ class Toast(Method):
         top_down_of(backbone, settings)
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         assert isinstance(settings, ToastSettings)
         return cls.steps[1:] if position >= 0 else cls.steps[:1] if settings.pretune else ()
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         return frozenset(
             {"pretune", "train_P"} if step == "pretune" else {"pretune", "variational"}
         )
@@ -162,7 +164,7 @@ class Toast(Method):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         self.loaded.pop(task.name, None)
         self.step, device = step, self.device
@@ -199,12 +201,12 @@ class Toast(Method):
         if self.step != "pretune":
             return super().loss(batch, progress)
         assert self.task is not None
-        self.serving, self.effective = None, self.training_weights(batch, progress)
+        self.active_task, self.weight_overrides = None, self.training_weights(batch, progress)
         stream: list[Any] = []
         labelled = self.task.role != "unlabelled"
         with torch.set_grad_enabled(labelled):  # what layers should undo is detached
             features = self.top_down.second_pass(
-                *self.top_down.first_pass(batch.images), self.effective, stream
+                *self.top_down.first_pass(batch.images), self.weight_overrides, stream
             )
         inversion = self.top_down.inversion(stream, dict(self.own.items()))
         if not labelled:
@@ -223,12 +225,12 @@ class Toast(Method):
         return self.state(tokens={"prior": own.pop("prior")}, copies=own), Carried()
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         self.start = dict(carried.tensors)
 
-    def load(self, state: TaskState) -> None:
-        super().load(state)
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
         found: dict[str, tuple[int, ...]] = {
             name: tuple(t.shape) for name, t in state.copies.items()
         }
@@ -265,8 +267,8 @@ class Toast(Method):
 
     def features(self, images: Tensor) -> Tensor:
         return (
-            self.top_down.second_pass(*self.top_down.first_pass(images), self.effective)
-            if self.effective
+            self.top_down.second_pass(*self.top_down.first_pass(images), self.weight_overrides)
+            if self.weight_overrides
             else self.backbone(images)
         )
 
@@ -277,10 +279,10 @@ class Toast(Method):
         entered, seen = self.top_down.first_pass(images)
         found = dict[str, Tensor]()
         for task, mine in rows.items():
-            self.serve(task)
+            self.activate_task(task)
             features = (
-                self.top_down.second_pass(entered[mine], seen[mine], self.effective)
-                if self.effective
+                self.top_down.second_pass(entered[mine], seen[mine], self.weight_overrides)
+                if self.weight_overrides
                 else self.backbone(images[mine])
             )
             found[task] = self.heads[task](features)
@@ -315,8 +317,8 @@ class ToastLite(Toast):
     settings: ToastLiteSettings
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
-        return super().unread(step) | (
+    def ignored_settings(cls, step: str) -> frozenset[str]:
+        return super().ignored_settings(step) | (
             frozenset({"rank", "alpha"}) if step == "pretune" else frozenset()
         )
 

@@ -55,7 +55,7 @@ class Ucir(CosineRehearsal):
     settings: UcirSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         if data.mixup or data.cutmix:
@@ -66,10 +66,10 @@ class Ucir(CosineRehearsal):
             )
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         assert isinstance(settings, UcirSettings)
         small = next((task for task in tasks[1:] if task.num_classes < settings.top_k), None)
         if small is not None:
@@ -83,14 +83,14 @@ class Ucir(CosineRehearsal):
         if self.teacher is None:
             return super().loss(batch, progress)
         assert self.task is not None
-        own = self.columns()[self.task.name]
+        own = self.class_slices()[self.task.name]
         features = self.features(batch.images)
         with torch.no_grad():
             taught = self.teacher.backbone(batch.images)
         ce, distance = self.classification_loss(features, batch), cosine_distance(features, taught)
         each = margin_rank(
             self.similarity(features),
-            self.wide_labels(batch),
+            self.global_labels(batch),
             own.start,
             self.settings.top_k,
             self.settings.margin,

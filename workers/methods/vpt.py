@@ -50,11 +50,11 @@ class Vpt(Method):
     settings: VptSettings
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         assert isinstance(settings, VptSettings)
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         PromptSites(backbone, settings.depth)
 
     def __init__(self, backbone: nn.Module, settings: VptSettings, seed: int):
@@ -88,7 +88,7 @@ class Vpt(Method):
         return {PROMPTS: self.prompts}
 
     def features(self, images: Tensor) -> Tensor:
-        with self.sites.using(self.effective.get(PROMPTS)):
+        with self.sites.using(self.weight_overrides.get(PROMPTS)):
             return self.backbone(images)
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -96,9 +96,9 @@ class Vpt(Method):
             tokens={f"blocks.{i}": t.clone() for i, t in enumerate(self.prompts.detach())}
         ), Carried()
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps the task's prompts beside those of other tasks."""
-        super().load(state)
+        super().load_task(state)
         found = {name: tuple(t.shape) for name, t in state.tokens.items()}
         wanted = {
             f"blocks.{i}": (self.settings.prompts, self.sites.width) for i in range(len(self.sites))

@@ -50,7 +50,7 @@ class Wa(Rehearsal):
         Step("align", trains=False, measured=True, later=True),
         Step("herd", trains=False),
     )
-    taught = True
+    distills = True
     Settings = WaSettings
     per_task = Rehearsal.per_task | {"tau", "nonnegative"}
     settings: WaSettings
@@ -88,10 +88,10 @@ class Wa(Rehearsal):
     def after_step(self, progress: Progress) -> None:
         if self.settings.nonnegative:
             with torch.no_grad():
-                for name in self.columns():
+                for name in self.class_slices():
                     self.heads[name].weight.clamp_(min=0)
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """gamma: below 1, the task's classes had grown above the old ones."""
         return {} if self.gamma is None else {"gamma": self.gamma}
 

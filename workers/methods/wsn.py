@@ -82,7 +82,7 @@ class Wsn(WeightMasks):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         groups = super().begin(task, step, carried, rates, tasks)
         weights: dict[str, Any] = self.sites
         self.protector = Protector(
@@ -99,7 +99,7 @@ class Wsn(WeightMasks):
     def after_step(self, progress: Progress) -> None:
         self.protector.restore()
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Shares of all weights: those that the task uses, those of them that an earlier one uses
         too, and what any task uses."""
         pairs = [(mask, self.union[site].to(mask.device)) for site, mask in self.hard().items()]
@@ -120,7 +120,7 @@ class Wsn(WeightMasks):
         }
 
     def warnings(self) -> list[str]:
-        if self.task is None or (found := self.measures())["reused"] < found["density"]:
+        if self.task is None or (found := self.metrics())["reused"] < found["density"]:
             return []
         return [
             f"task {self.task.name!r}: all weights that it uses belong to earlier tasks, so "
@@ -143,8 +143,8 @@ class Wsn(WeightMasks):
 
     # ---- serving ---------------------------------------------------------------------------------
     @torch.no_grad()
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         for site, weight in self.sites.items():
             weight.copy_(carried.tensors[f"weights/{site}"])
             self.union[site] = unpack(carried.tensors[f"union/{site}"], tuple(weight.shape)).to(

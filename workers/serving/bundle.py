@@ -343,14 +343,14 @@ class Bundle:
                     "`python -m pipeline bundle`"
                 )
             with self._loading(f"the state of task {task.name!r}"):
-                method.load(state)
+                method.load_task(state)
         if body["carried"]:
             parts = {
                 step: Carried.from_bytes(self.read(file), f"{file} of {self.where}")
                 for step, file in body["carried"].items()
             }
             with self._loading("what its tasks carry"):
-                method.attach(merged(self.where, body["method"], parts).to(device))
+                method.load_carried(merged(self.where, body["method"], parts).to(device))
         return method.to(device).requires_grad_(False).eval()
 
     @contextmanager

@@ -124,7 +124,9 @@ class Predictor:
         )
         self.compact: Callable[[str], nn.Module] | None = getattr(self.method, "compact", None)
         if self.compact is None:
-            self.method.folded = lambda task: self.kept.get(task, self.method.serving_weights)
+            self.method.override_cache = lambda task: self.kept.get(
+                task, self.method.serving_weights
+            )
         self.lock = threading.Lock()
 
     @classmethod
@@ -261,7 +263,7 @@ class Predictor:
         if candidates := self.method.candidates():
             return self.inferred(rows, images, [*candidates.values()])
         if self.method.scenario == "class":
-            classes = [pair for name in self.method.columns() for pair in self.classes[name]]
+            classes = [pair for name in self.method.class_slices() for pair in self.classes[name]]
             return [Group(rows, self.method.logits(images, None), classes, by_task=True)]
         every = self.told(images, dict.fromkeys(self.classes, torch.arange(len(rows))))
         best = (
@@ -288,7 +290,7 @@ class Predictor:
         for place in places.unique().tolist():
             mine, name = places == place, owners[place][-1] if owners[place] else ""
             own = (
-                self.method.columns()[name]
+                self.method.class_slices()[name]
                 if wide
                 else slice(len(self.classes.get(name, [])) or None)
             )

@@ -47,7 +47,7 @@ class CosineRehearsal(Rehearsal):
     """
 
     steps = (Step("train"), Step("herd", trains=False), Step("finetune", later=True))
-    taught = True
+    distills = True
     Settings = CosineSettings
     per_task = Rehearsal.per_task | {"finetune"}
     settings: CosineSettings
@@ -55,11 +55,11 @@ class CosineRehearsal(Rehearsal):
     step = ""
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         assert isinstance(settings, CosineSettings)
         return tuple(
             step
-            for step in super().planned(settings, position)
+            for step in super().steps_for(settings, position)
             if step.name != "finetune" or settings.finetune
         )
 
@@ -100,7 +100,7 @@ class CosineRehearsal(Rehearsal):
     def imprint(self, task: Task) -> None:
         """Class vectors from the features of the task's images under the evaluation transform;
         every rank looks at its share."""
-        features, labels, tasks, _ = self.looked_at()
+        features, labels, tasks, _ = self.extract_features()
         mine = tasks == [t.name for t in self.training_tasks].index(task.name)
         lengths = [self.heads[name].weight.norm(dim=2).flatten() for name in self.old]
         length = float(torch.cat(lengths).mean()) if lengths else 1.0
@@ -113,7 +113,7 @@ class CosineRehearsal(Rehearsal):
 
     def similarity(self, features: Tensor) -> Tensor:
         """features (b, d) -> s (b, classes so far), without eta."""
-        return torch.cat([self.heads[name].similarity(features) for name in self.columns()], 1)  # type: ignore[operator]
+        return torch.cat([self.heads[name].similarity(features) for name in self.class_slices()], 1)  # type: ignore[operator]
 
     def train(self, mode: bool = True) -> CosineRehearsal:
         super().train(mode)

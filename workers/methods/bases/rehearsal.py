@@ -53,19 +53,19 @@ class Rehearsal(Method):
     steps: ClassVar[tuple[Step, ...]] = (Step("train"), Step("herd", trains=False))
     scenarios = frozenset({"class"})
     freezes_backbone = False
-    forgets = True
-    taught: ClassVar[bool] = False  # `train` looks at the network before the task
+    may_forget = True
+    distills: ClassVar[bool] = False  # `train` looks at the network before the task
     # `herd` also hands on the mean feature of each class's exemplars
-    by_means: ClassVar[bool] = False
+    uses_class_means: ClassVar[bool] = False
     Settings = RehearsalSettings
     per_task = frozenset({"selection"})
     settings: RehearsalSettings
 
     @classmethod
-    def fits(
+    def check_backbone(
         cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        super().fits(settings, backbone, tasks)
+        super().check_backbone(settings, backbone, tasks)
         assert isinstance(settings, RehearsalSettings)
         classes = sum(task.num_classes for task in tasks)
         if not settings.per_class and settings.memory < classes:
@@ -76,11 +76,11 @@ class Rehearsal(Method):
             )
 
     @classmethod
-    def unread(cls, step: str) -> frozenset[str]:
+    def ignored_settings(cls, step: str) -> frozenset[str]:
         return frozenset({"memory", "per_class", "selection"}) if step == "train" else frozenset()
 
     @classmethod
-    def planned(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
         return (
             cls.steps
             if position >= 0
@@ -96,7 +96,7 @@ class Rehearsal(Method):
     # ---- training --------------------------------------------------------------------------------
     def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
         """All exemplars of the classes that `step` has no other data of."""
-        if step == "herd" and not self.by_means:
+        if step == "herd" and not self.uses_class_means:
             return {}
         kept: Memory = carried.meta.get(MEMORY, {}) if carried is not None else {}
         whole = task.name if step in ("train", "herd") else None
@@ -115,10 +115,10 @@ class Rehearsal(Method):
         tasks: tuple[Task, ...],
     ) -> list[dict[str, Any]]:
         if carried is not None:
-            self.attach(carried)
+            self.load_carried(carried)
         self.step, self.means = step, None  # means were of the network before
-        self.old = [name for name in self.columns() if name != task.name]
-        if step == "train" and self.taught and self.old:
+        self.old = [name for name in self.class_slices() if name != task.name]
+        if step == "train" and self.distills and self.old:
             self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old})
         groups = super().begin(task, step, carried, rates, tasks) + weight_groups(
             self.backbone, rates
@@ -130,7 +130,7 @@ class Rehearsal(Method):
     @property
     def old_share(self) -> float:
         """a = O_t / A_t: old classes among all."""
-        columns = self.columns()
+        columns = self.class_slices()
         return sum(columns[name].stop - columns[name].start for name in self.old) / max(
             own.stop for own in columns.values()
         )
@@ -145,8 +145,8 @@ class Rehearsal(Method):
         """Chooses the exemplars of `task`, and shortens the lists of older classes to what is
         theirs from now on. Every rank looks at its share of the images, all choose from all.
         sharers: how many classes share the memory; 0: all so far."""
-        count = self.share(sharers or max(own.stop for own in self.columns().values()))
-        features, labels, tasks, keys = self.looked_at()
+        count = self.share(sharers or max(own.stop for own in self.class_slices().values()))
+        features, labels, tasks, keys = self.extract_features()
         chosen: Memory = {
             name: {c: kept[:count] for c, kept in classes.items()}
             for name, classes in self.exemplars.items()
@@ -160,8 +160,8 @@ class Rehearsal(Method):
             picked = SELECTIONS[self.settings.selection](features[rows], count, noise)
             chosen.setdefault(task.name, {})[name] = [keys[rows[place]] for place in picked]
         self.exemplars = chosen
-        if self.by_means:
-            columns, names = self.columns(), [t.name for t in self.training_tasks]
+        if self.uses_class_means:
+            columns, names = self.class_slices(), [t.name for t in self.training_tasks]
             kept = {
                 (name, key)
                 for name, classes in chosen.items()
@@ -182,7 +182,7 @@ class Rehearsal(Method):
                 max(own.stop for own in columns.values()),
             )
 
-    def looked_at(self) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+    def extract_features(self) -> tuple[Tensor, Tensor, Tensor, list[str]]:
         """Of all images of this step's feed, under the evaluation transform: features (n, d),
         labels (n,), places of their tasks (n,) and keys, on the CPU, by task and key in order, the
         same on every rank."""
@@ -211,15 +211,15 @@ class Rehearsal(Method):
         """Whether this is the task's last step."""
         return (
             self.step
-            == [step.name for step in self.planned(self.settings, 0) if self.old or not step.later][
-                -1
-            ]
+            == [
+                step.name for step in self.steps_for(self.settings, 0) if self.old or not step.later
+            ][-1]
         )
 
     def finish(self) -> tuple[TaskState, Carried]:
         """After the last step the task's own head is in its state alone."""
         assert self.task is not None
-        heads = [name for name in self.columns() if name != self.task.name or not self.ends]
+        heads = [name for name in self.class_slices() if name != self.task.name or not self.ends]
         means = {} if self.means is None else {MEANS: self.means}
         return self.state(), Carried(
             self.network_tensors(heads) | means, {MEMORY: self.exemplars} if self.exemplars else {}
@@ -231,8 +231,8 @@ class Rehearsal(Method):
         return network_of(self, heads)
 
     # ---- serving ---------------------------------------------------------------------------------
-    def attach(self, carried: Carried) -> None:
-        super().attach(carried)
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
         tensors = dict(carried.tensors)
         self.means = tensors.pop(MEANS, None)
         self.exemplars = carried.meta.get(MEMORY, {})

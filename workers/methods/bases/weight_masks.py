@@ -104,7 +104,7 @@ class WeightMasks(Method):
         """The masks of the task in training, by site."""
         return {site: mask.hard() for site, mask in self.masks.items()}  # type: ignore[operator]
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The share of mask entries that are switched on."""
         return {"density": _share([self.in_use(mask) for mask in self.hard().values()])}
 
@@ -134,10 +134,10 @@ class WeightMasks(Method):
         """The inverse of `packed`: masks by site, of the shapes that `mask_shape` says."""
         return dict(state.masks)
 
-    def load(self, state: TaskState) -> None:
+    def load_task(self, state: TaskState) -> None:
         """Keeps the task's masks and copies beside those of other tasks. A base task has none: it
         is served by W."""
-        super().load(state)
+        super().load_task(state)
         own = dict(self.backbone.named_parameters())
         for name, mask in state.masks.items():
             site = name if name in self.sites else name.rpartition(".")[0]
@@ -196,7 +196,7 @@ class ThresholdMasks(WeightMasks):
     settings: ThresholdSettings
 
     @classmethod
-    def check(
+    def validate(
         cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         assert isinstance(settings, ThresholdSettings)

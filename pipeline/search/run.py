@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import config as configs
-from pipeline.console import SearchScreen
+from pipeline.console import Console, SearchScreen, summary
 from pipeline.results.trials import best, pareto
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
@@ -111,7 +111,7 @@ def phases(search: Search, settled: Mapping[str, Params]) -> Iterator[tuple[int,
 
 def ingest(search: Search, command: str) -> None:
     """The data of the tasks, once, by all of the cluster."""
-    from pipeline import cli
+    from pipeline import app
     from pipeline.graph import build
     from pipeline.graph.stage import Graph
     from pipeline.graph.store import Store
@@ -122,12 +122,8 @@ def ingest(search: Search, command: str) -> None:
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance, "val")
     cards = {f"data/{task.card}" for task in tasks if task.name in search.tasks}
-    cli.bring(
-        Graph.of(graph.name, [stage for stage in graph if stage.id in cards]),
-        config,
-        store,
-        command,
-    )
+    part = Graph.of(graph.name, [stage for stage in graph if stage.id in cards])
+    app.bring(part, config, store, Console, command)
 
 
 def record_of(search: Search, number: int) -> dict[str, Any]:
@@ -193,15 +189,16 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, 
 # ---- the command ---------------------------------------------------------------------------------
 def command(args: argparse.Namespace) -> int:
     """Searches, writes the winner's config, and measures it on test data."""
-    from pipeline import cli
+    from pipeline import app
 
-    said = cli.command_of(args, "search")
-    search = prepare(args.config, args.overrides, cli.provenance())
+    said = app.command_text("search", args.config, args.overrides)
+    remedy = app.command_text("report", args.config, args.overrides)
+    search = prepare(args.config, args.overrides, app.provenance())
     screen = SearchScreen(search)
     print(screen.head(), flush=True)
     try:
         with stage_lock(join(search.storage, "searches"), f"search-{search.name}", wait=False):
-            return searched(search, screen, said, cli.command_of(args, "report"))
+            return searched(search, screen, said, remedy)
     except BlockingIOError:
         raise UserError(
             f"search {search.name!r} is being run by another process; wait for it, or give this "
@@ -253,9 +250,9 @@ def is_search(path: str) -> bool:
 
 def report(args: argparse.Namespace) -> int:
     """The report of a search from its records, also of an unfinished one."""
-    from pipeline import cli
+    from pipeline import app
 
-    search = prepare(args.config, args.overrides, cli.provenance())
+    search = prepare(args.config, args.overrides, app.provenance())
     export(search)
     recorder = SearchRecorder.rebuild(search.storage, search.name, search.tracking)
     print("\n".join([*recorder.warnings, f"report: {page_of(search)}", *recorder.links()]))
@@ -279,7 +276,7 @@ def page_of(search: Search) -> str:
 def tested(search: Search, outcome: Outcome, seed: int, said: str) -> dict[str, Any]:
     """The winner with one seed, trained (as far as the store has it not) and measured on test
     data."""
-    from pipeline import cli
+    from pipeline import app
     from pipeline.graph import build
     from pipeline.graph.store import Store
 
@@ -287,7 +284,10 @@ def tested(search: Search, outcome: Outcome, seed: int, said: str) -> dict[str, 
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance)
-    row = cli.execute(config, store, graph, tasks, said, said).summary()[0]
+    run = app.PreparedRun(config, store, graph, tasks)
+    result = app.execute(run, Console, said, said)
+    print(summary(result.tables, result.outcome, result.published.lines))
+    row = result.tables.summary()[0]
     return {
         "seed": seed,
         "run": name,

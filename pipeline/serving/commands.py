@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data.csv_text import to_csv
@@ -19,8 +18,6 @@ from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 
 if TYPE_CHECKING:
-    from pipeline.graph.stage import Graph
-    from pipeline.graph.store import Store
     from workers.serving.bundle import Bundle
     from workers.serving.server import Answer
 
@@ -106,35 +103,6 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
             sub.add_argument(argument, metavar=argument.upper())
 
 
-# ---- from a run to a bundle ----------------------------------------------------------------------
-def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
-    """What serves all tasks of a method: what the evaluation of the last task loads, with the
-    states of every task. Raises UserError where the run is not finished."""
-    from workers.data.shards import MAX_PIXELS
-    from workers.job import StageJob
-    from workers.serving.bundle import Bundle
-    from workers.storage.artifact import Artifact
-
-    stages = [s for s in graph if s.step == "evaluate" and s.method == label]
-    jobs = [s.job for s in stages if isinstance(s.job, StageJob)]
-    missing = next((s.id for s in stages if Artifact.open(store.root, s.key) is None), None)
-    if missing:
-        raise UserError(
-            f"run {graph.name!r}: stage {missing} has no result yet; finish the run with "
-            "`python -m pipeline run` first"
-        )
-    tasks = tuple(dict.fromkeys(t for job in jobs for t in job.tasks))
-    states = {name: key for job in jobs for name, key in job.states.items()}
-    shards = [Artifact.open(store.root, key) for key in dict.fromkeys(t.data for t in tasks)]
-    largest = max(
-        (int(a.manifest.get("max_pixels", MAX_PIXELS)) for a in shards if a), default=MAX_PIXELS
-    )
-    return replace(
-        Bundle.of_job(replace(jobs[-1], tasks=tasks, states=states), largest),
-        where=f"run {graph.name!r}, method {label!r}",
-    )
-
-
 def chosen(args: argparse.Namespace) -> Bundle:
     """Of a model folder, or of a method of a config's run."""
     from workers.serving.bundle import MODEL, Bundle
@@ -147,22 +115,21 @@ def chosen(args: argparse.Namespace) -> Bundle:
                 "--method and --set"
             )
         return Bundle.open(args.config)
-    from pipeline.cli import prepare
+    from pipeline import app
+    from pipeline.results.bundles import bundle_of
 
-    config, store, graph, _ = prepare(args)
-    labels = [*config.methods]
+    run = app.prepare(args.config, args.overrides)
+    name, labels = run.config.name, [*run.config.methods]
     if args.method is None and len(labels) > 1:
         raise UserError(
-            f"run {config.name!r} has several methods; choose one with --method: "
-            f"{', '.join(labels)}"
+            f"run {name!r} has several methods; choose one with --method: {', '.join(labels)}"
         )
     label = args.method or labels[0]
     if label not in labels:
         raise UserError(
-            f"--method is {label!r}, which run {config.name!r} does not have; it has "
-            f"{', '.join(labels)}"
+            f"--method is {label!r}, which run {name!r} does not have; it has {', '.join(labels)}"
         )
-    return bundle_of(graph, store, label)
+    return bundle_of(run.graph, run.store, label)
 
 
 # ---- commands ------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.tracking.points import Point
 
 Say = Callable[[str], None]
+WriteBundle = Callable[[str, str], None]  # (label of a method, folder to write into)
 
 
 def to_stderr(text: str) -> None:
@@ -95,26 +96,27 @@ class Recorder:
         if self.writer.record:
             self._put(partial(self.writer.analysed, files, points))
 
-    def models(self, graph: Graph) -> None:
+    def models(self, graph: Graph, write_bundle: WriteBundle) -> None:
         """Logs each method of a finished run as a model that serves all of its tasks, and registers
-        it as RUN, or as RUN-LABEL where there are several."""
+        it as RUN, or as RUN-LABEL where there are several.
+
+        write_bundle: writes what serves the method of a label into a folder.
+        """
         if self.settings.models and self.writer.record:
             for label in dict.fromkeys(
                 stage.method for stage in graph if stage.step == "evaluate" and stage.method
             ):
-                self._put(partial(self._model, graph, label))
+                self._put(partial(self._model, graph, label, write_bundle))
 
-    def _model(self, graph: Graph, label: str) -> None:
+    def _model(self, graph: Graph, label: str, write_bundle: WriteBundle) -> None:
         import tempfile
 
-        from pipeline.graph.store import Store
-        from pipeline.serving import commands
         from pipeline.tracking import publish
 
         calls, several = self.writer.ready(), len(self.writer.methods) > 1
         with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
             place = join(folder, "bundle")
-            commands.bundle_of(graph, Store(self.storage), label).write(place)
+            write_bundle(label, place)
             found = publish.log(
                 calls.uri,
                 self.writer.methods[label],

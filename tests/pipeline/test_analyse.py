@@ -3,7 +3,6 @@ sentence where there is nothing to look at."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 
-from pipeline import cli
+from pipeline import app, cli
 from pipeline.graph.store import Store
 from pipeline.report import analyse, analysis_section, maps
 from pipeline.results.tables import RunTables
@@ -72,7 +71,7 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         page, "build", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
     )
-    monkeypatch.setattr(cli, "report_of", lambda *_: page.build())
+    monkeypatch.setattr(app, "report_files_or_build", lambda *_: page.build())
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
@@ -140,11 +139,11 @@ def test_accuracy_stands_beside_entropy_as_it_was_evaluated(
 
 
 def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]) -> None:
-    config, store, graph, tasks = cli.prepare(cli.parser().parse_args(["plan", configs["plain"]]))
-    run = analyse.FinishedRun(config, graph, store, {})
+    prepared = app.prepare(configs["plain"])
+    run = analyse.FinishedRun(prepared.config, prepared.graph, prepared.store, {})
     for label in ("finetune", "meat"):
         assert [(job.id, task) for _, job, task in analyse.load_methods(run, label)] == [
-            (f"{label}/b/evaluate", task) for task in tasks
+            (f"{label}/b/evaluate", task) for task in prepared.tasks
         ]
 
 
@@ -219,8 +218,8 @@ def test_nothing_is_measured_before_all_runs_are_known_to_be_finished(
 def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
     configs: dict[str, str], say: Say
 ) -> None:
-    _, store, graph, _ = cli.prepare(argparse.Namespace(config=configs["one-head"], overrides=[]))
-    files = [*(Path(store.root) / graph["finetune/b/train"].key).rglob("task.safetensors")]
+    run = app.prepare(configs["one-head"])
+    files = [*(Path(run.store.root) / run.graph["finetune/b/train"].key).rglob("task.safetensors")]
     kept = files[0].read_bytes()
     try:
         for harm in (lambda: files[0].write_bytes(kept[:-1]), lambda: files[0].unlink()):
@@ -352,7 +351,7 @@ def test_the_page_keeps_it_when_the_run_is_started_once_more(
     say("analyse", "plain", "--images", "8", "--maps", "1")
     shown = page_of(configs, "plain")
     monkeypatch.setattr(
-        cli, "report_files", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
+        app, "report_files", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
     )
     code, said = say("run", "plain")
     assert code == 0

@@ -18,14 +18,13 @@ from typing import Any
 
 import pytest
 
-from pipeline import cli, console
-from pipeline.graph import run, store
+from pipeline import app, cli, console
+from pipeline.graph import store
 from pipeline.graph.run import Event, Walk
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.report import page
 from tests import small_run
-from workers.storage import artifact
 from workers.storage.lock import stage_lock
 
 STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
@@ -161,7 +160,7 @@ def test_plan_writes_the_picture(
     assert {t.split()[0] for t in titles} == set(table(said))
     assert all(t.endswith(" hit") for t in titles)
     assert cli.main(["plan", own.config(), "--svg", str(tmp_path / "nowhere" / "graph.svg")]) == 2
-    assert "name a file in a folder that is there" in capsys.readouterr().err
+    assert "name a file in an existing folder" in capsys.readouterr().err
 
 
 # ---- ingest, report ------------------------------------------------------------------------------
@@ -426,7 +425,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
     """Else it would find results that are deleted a moment later."""
     order: list[str] = []
     here = store.Store(str(littered.storage))
-    look_up_all, delete_dir = run.look_up_all, artifact.delete_dir
+    look_up_all, delete_dir = app.look_up_all, app.delete_dir
     begun = threading.Thread(target=lambda: cli.main(["run", littered.config()]))
 
     def delete(path: str) -> None:
@@ -436,13 +435,13 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
         order.append("delete")
         delete_dir(path)
 
-    monkeypatch.setattr(artifact, "delete_dir", delete)
+    monkeypatch.setattr(app, "delete_dir", delete)
     monkeypatch.setattr(
-        run,
+        app,
         "look_up_all",
         lambda *rest, **more: order.append("look up") or look_up_all(*rest, **more),
     )
-    cli.delete_garbage(here, [path for path, _ in here.garbage()], False)
+    app.delete_garbage(here, [path for path, _ in here.garbage()], False)
     assert order == ["delete"] * 5
     begun.join(120)
     assert order[5] == "look up"
@@ -517,9 +516,9 @@ def test_plan_says_which_results_other_versions_made_and_that_they_stay(
     own: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "other versions" not in output(capsys, "plan", own.config())
-    now = cli.provenance()
+    now = app.provenance()
     newer = {**now, "packages": {**now["packages"], "torch": "99.0"}}
-    monkeypatch.setattr(cli, "provenance", lambda: newer)
+    monkeypatch.setattr(app, "provenance", lambda: newer)
     said = output(capsys, "plan", own.config())
     change = f"torch {now['packages']['torch']} -> 99.0"
     assert f"5 of {STAGES} results that stand were made by other versions ({change})" in said

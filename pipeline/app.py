@@ -1,0 +1,524 @@
+"""The Python face of the driver: typed functions that return values and print nothing.
+
+`prepare` turns a config file into a `PreparedRun`; `execute` runs it and records it. The command
+line parses arguments, calls these functions and prints what they return.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline import config as configs
+from pipeline.config import Config
+from pipeline.graph import diagram
+from pipeline.graph.run import (
+    Outcome,
+    Watcher,
+    look_up_all,
+    needed,
+    raise_failures,
+    run_graph,
+)
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Lookup, Store, record_of, version_notes
+from pipeline.launch.cluster import is_submitted_job
+from pipeline.tracking.ui import this_python
+from pipeline.yaml_files import absolute
+from workers.errors import UserError
+from workers.job import Task
+from workers.storage.artifact import (
+    Artifact,
+    Attempt,
+    cached_artifacts,
+    delete_dir,
+    join,
+    write_bytes,
+)
+from workers.storage.lock import stage_lock
+
+if TYPE_CHECKING:
+    from pipeline.graph.run import Event, Executor
+    from pipeline.report.analyse import Analysis, FinishedRun
+    from pipeline.results.tables import RunTables
+
+LOG = logging.getLogger("accrete.app")
+MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "ray",
+    "mlflow",
+    "webdataset",
+    "pyarrow",
+    "numpy",
+    "pillow",
+)  # whose versions are noted beside a result
+
+
+class Screen(Watcher, Protocol):
+    """Shows a run to a person while it goes on; `pipeline.console.Console` does on a terminal."""
+
+    def progress(self, event: Event) -> None:
+        """Show the progress of a stage."""
+
+    def say(self, text: str) -> None:
+        """Show one line of text."""
+
+
+OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A checked config with its store and its graph of stages; nothing has been run yet."""
+
+    config: Config
+    store: Store
+    graph: Graph
+    tasks: list[Task]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do.
+
+    stages_to_run: ids. notes: sentences on what an upgrade means for the results that stand.
+    """
+
+    run: PreparedRun
+    lookups: dict[str, Lookup]
+    stages_to_run: set[str]
+    notes: list[str]
+
+    @property
+    def status(self) -> dict[str, str]:
+        """Stage id -> `hit` or `miss`."""
+        status = dict.fromkeys(self.run.graph.stages, "hit")
+        for stage_id in self.stages_to_run:
+            status[stage_id] = "miss"
+        return status
+
+
+@dataclass(frozen=True)
+class Published:
+    """A report that was written, and what was said while it was recorded in MLflow.
+
+    page: path or URI of the page. links: lines that name where the record is.
+    """
+
+    page: str
+    warnings: list[str]
+    links: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines for a person: warnings, the page, and where the record is."""
+        return [*self.warnings, f"report: {self.page}", *self.links]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that finished: its tables, how its stages ended, and its report."""
+
+    tables: RunTables
+    outcome: Outcome
+    published: Published
+
+
+@dataclass(frozen=True)
+class AnalysisResult:
+    """What `analyse` measured. pictures: name of a part -> path of its first picture."""
+
+    analysis: Analysis
+    pictures: dict[str, str]
+    published: Published
+
+
+# ---- from a config to a graph --------------------------------------------------------------------
+def prepare(
+    config_path: str,
+    overrides: Sequence[str] = (),
+    to_run: bool = False,
+    say: Callable[[str], None] = LOG.info,
+) -> PreparedRun:
+    """Read a config, open its storage and build its graph.
+
+    to_run: raw data that was written again in place is read first; without it, a source on another
+    machine whose ingested result stands is not asked. say: is given a line about such raw data.
+    Raise `UserError` when the config or its storage cannot be used.
+    """
+    config = configs.load(config_path, list(overrides))
+    if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
+        raise UserError(
+            f"storage {config.storage!r} is a relative path, and the folder of a submitted job is "
+            "deleted when the job ends; name a folder that all nodes share, with "
+            "--set storage=FOLDER"
+        )
+    store = Store(absolute(config.storage))
+    store.check_writable()
+    store.sweep()
+    from pipeline.graph import build  # imports torch and timm
+
+    if to_run:
+        build.read_sources_again(config, store, say)
+    graph, tasks = build.graph_of(config, store, provenance(), ask_sources=to_run)
+    return PreparedRun(config, store, graph, tasks)
+
+
+def provenance() -> dict[str, Any]:
+    """Return what results are made with: git commit, versions of packages and Python, the time."""
+    import importlib.metadata
+    import platform
+    import subprocess
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        commit = process.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "git_commit": commit,
+        "packages": packages,
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def command_text(command: str, config_path: str, overrides: Sequence[str]) -> str:
+    """Return the line that a person types to run a command on a config."""
+    words = [command, config_path]
+    for override in overrides:
+        words += ["--set", override]
+    return f"{this_python()} -m pipeline {shlex.join(words)}"
+
+
+def plan(run: PreparedRun) -> RunPlan:
+    """Look up every stage without reading its files, and return what a run would do."""
+    previous = previous_record(run.store, run.config)
+    lookups = look_up_all(run.graph, run.store, previous, verify=False)
+    return RunPlan(
+        run,
+        lookups,
+        needed(run.graph, lookups),
+        version_notes(lookups, previous, provenance()),
+    )
+
+
+def previous_record(store: Store, config: Config) -> dict[str, Any] | None:
+    """Return the record that explains misses: of this run, else of its config without `--set`."""
+    return store.record(config.name) or store.record(config.base_name)
+
+
+# ---- running -------------------------------------------------------------------------------------
+def execute(
+    run: PreparedRun, open_screen: OpenScreen, resume_command: str, report_command: str
+) -> RunResult:
+    """Run the stages that are missing, write the report, and record the run in MLflow.
+
+    resume_command, report_command: what a person types to go on with the run, or to write its
+    record again; error messages name them. Raise `UserError` when a stage fails.
+    """
+    # They import torch, timm and matplotlib.
+    from pipeline.launch import executor as launch
+    from pipeline.report import analysis_section
+    from pipeline.results.tables import RunTables
+    from pipeline.tracking.recorder import Recorder, RecordingObserver
+
+    config = run.config
+    store = run.store
+    graph = run.graph
+    previous = previous_record(run.store, run.config)
+    record = record_of(graph, config, run.tasks, provenance())
+    store.save_record(record)  # before the look-up: from now on `gc` keeps what this run needs
+    lookups = look_up_all(graph, store, previous)
+    screen = open_screen(graph, lookups)
+    recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
+    recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
+
+    def make_executor(stages_to_run: set[str]) -> Executor:
+        return launch.executor(
+            store,
+            config.cluster,
+            graph,
+            stages_to_run,
+            screen.progress,
+            lambda stage: make_report(run, record, stage),
+        )
+
+    files: dict[str, bytes] = {}
+    status = "KILLED"
+    try:
+        outcome = run_graph(
+            graph, store, make_executor, config.cluster.retries, [screen, recording], lookups
+        )
+        status = "FAILED" if outcome.failures else "FINISHED"
+        raise_failures(outcome, resume_command)
+        files = analysis_section.add_section(report_files(run), record, store)
+        recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
+    finally:
+        recording.finish(files, status)
+        if status != "FINISHED":
+            for warning in recorder.warnings:
+                LOG.warning(warning)
+    page = export(store, config.name, files)
+    tables = RunTables.load(store.storage, record)
+    published = Published(page, recorder.warnings, recorder.links())
+    return RunResult(tables, outcome, published)
+
+
+def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> Graph:
+    """Run the ingest stages of a graph that are missing; return the graph of all of them."""
+    stages = [stage for stage in run.graph if stage.step == "ingest"]
+    ingest_graph = Graph.of(run.graph.name, stages)
+    bring(ingest_graph, run.config, run.store, open_screen, resume_command)
+    return ingest_graph
+
+
+def bring(
+    ingest_graph: Graph,
+    config: Config,
+    store: Store,
+    open_screen: OpenScreen,
+    resume_command: str,
+) -> None:
+    """Run the stages of `ingest_graph` that are missing. Raise `UserError` when one fails."""
+    from pipeline.launch import executor as launch  # imports torch
+
+    previous = previous_record(store, config)
+    lookups = look_up_all(ingest_graph, store, previous)
+    screen = open_screen(ingest_graph, lookups)
+
+    def make_executor(stages_to_run: set[str]) -> Executor:
+        return launch.executor(
+            store, config.cluster, ingest_graph, stages_to_run, screen.progress, lambda stage: {}
+        )
+
+    outcome = run_graph(
+        ingest_graph, store, make_executor, config.cluster.retries, [screen], lookups
+    )
+    raise_failures(outcome, resume_command)
+
+
+# ---- reports -------------------------------------------------------------------------------------
+def make_report(run: PreparedRun, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """Run the report stage: write pages, pictures and tables of the run; return its manifest."""
+    from pipeline.report import page  # imports matplotlib
+
+    started = time.monotonic()
+    store = run.store
+    attempt = Attempt(store.root, stage.key)
+    parent_keys = [run.graph[parent].key for parent in stage.parents]
+    with cached_artifacts(store.root, parent_keys) as made_of:
+        files = page.build(store.storage, record, diagram.to_svg(run.graph, {}))
+    for name, data in files.items():
+        attempt.write(name, data)
+    manifest = {
+        "kind": "report",
+        "stage": stage.id,
+        "step": "report",
+        "wall_s": round(time.monotonic() - started, 3),
+        "made_of": made_of,
+    }
+    attempt.commit(manifest)
+    return manifest
+
+
+def report_files(run: PreparedRun) -> dict[str, bytes]:
+    """Return the files of the report stage by name. Raise `UserError` when it has no result."""
+    artifact = Artifact.need(run.store.root, run.graph["report"].key)
+    return {name: artifact.read(name) for name in artifact.manifest["files"]}
+
+
+def report_files_or_build(
+    run: PreparedRun, record: Mapping[str, Any], picture: str
+) -> dict[str, bytes]:
+    """Return the files of the report stage; build them when the stage has no result."""
+    from pipeline.report import page  # imports matplotlib
+
+    if Artifact.open(run.store.root, run.graph["report"].key):
+        return report_files(run)
+    return page.build(run.store.storage, record, picture)
+
+
+def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
+    """Copy the files of a report to `<storage>/runs/NAME/`; return the path of the page."""
+    folder = join(store.storage, "runs", name)
+    for file, data in files.items():
+        write_bytes(join(folder, file), data)
+    return join(folder, "report.html")
+
+
+def report(run: PreparedRun, report_command: str) -> Published:
+    """Write the report and the MLflow record again from the store, also of an unfinished run."""
+    # They import torch and matplotlib.
+    from pipeline.report import analysis_section, page
+    from pipeline.tracking.recorder import Recorder
+
+    store = run.store
+    record = store.record(run.config.name)
+    if record is None:
+        record = record_of(run.graph, run.config, run.tasks, provenance())
+    picture = diagram.to_svg(run.graph, {})
+    files = page.build(store.storage, record, picture)
+    files = analysis_section.add_section(files, record, store)
+    recorder = Recorder(run.config.tracking, store.storage, remedy=report_command)
+    recorder.start(record, picture)
+    evaluations = [stage for stage in run.graph if stage.step == "evaluate"]
+    if all(Artifact.open(store.root, stage.key) for stage in evaluations):
+        recorder.models(run.graph, lambda label, folder: write_bundle(run, label, folder))
+    recorder.finish(files)
+    page_path = export(store, run.config.name, files)
+    return Published(page_path, recorder.warnings, recorder.links())
+
+
+def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
+    """Write what serves all tasks of one method of a finished run into a folder."""
+    from pipeline.results.bundles import bundle_of  # imports torch
+
+    bundle_of(run.graph, run.store, label).write(folder)
+
+
+def current_record(run: PreparedRun) -> dict[str, Any]:
+    """Return the stored record of a run; a new one when its graph has changed since."""
+    record = run.store.record(run.config.name)
+    keys = {stage.id: stage.key for stage in run.graph}
+    if record is not None and {s["id"]: s["key"] for s in record["stages"]} == keys:
+        return record
+    return record_of(run.graph, run.config, run.tasks, provenance())
+
+
+def analyse(
+    config_paths: Sequence[str],
+    overrides: Sequence[str],
+    open_screen: OpenScreen,
+    command: str,
+    images: int = 256,
+    map_images: int = 4,
+    robustness: bool = False,
+    other_cards: Sequence[str] = (),
+) -> AnalysisResult:
+    """Measure the attention of finished runs, and add the result to their reports and records.
+
+    The tables and pictures go to the first run; the numbers of a method go to its own record.
+
+    images: about how many test images of each task are measured. map_images: over how many maps are
+    drawn. robustness: whether images are also occluded and attacked. other_cards: cards that are
+    tested on too. command: what a person types to repeat this.
+    """
+    # They import torch and matplotlib.
+    from pipeline.graph import build
+    from pipeline.report import analyse as analysis
+    from pipeline.report import analysis_section
+
+    check_image_count("images", images, 1, math.inf)
+    check_image_count("maps", map_images, 0, MAX_MAP_IMAGES)
+    prepared: list[PreparedRun] = []
+    runs: list[FinishedRun] = []
+    other_tasks: list[Task] = []
+    for config_path in config_paths:
+        run = prepare(config_path, overrides)
+        if run.config.name in {other.config.name for other in prepared}:
+            raise UserError(
+                f"analyse: two of these configs are runs called {run.config.name!r}, so that their "
+                "numbers could not be told apart; name each config once, and give each a `name` "
+                "of its own (--set changes all of them)"
+            )
+        prepared.append(run)
+        runs.append(analysis.FinishedRun(run.config, run.graph, run.store, current_record(run)))
+        analysis.check_finished(runs[-1])
+        card_graph, other_tasks = build.cards_graph(run.config, run.store, other_cards)
+        analysis.check_covered(runs[-1:], other_tasks)
+        bring(card_graph, run.config, run.store, open_screen, command)
+    measured = analysis.analyse_runs(runs, images, map_images, robustness, other_tasks)
+    first = prepared[0]
+    records = [run.record for run in runs]
+    files = analysis_section.analysis_files(measured.parts, records, first.store)
+    folder = os.path.dirname(export(first.store, first.config.name, files))
+    pages = []
+    warnings: list[str] = []
+    links: list[str] = []
+    for run, analysed_run in zip(prepared, runs, strict=True):
+        run_files = files if run is first else {}
+        published = _record_analysis(run, analysed_run.record, measured, run_files, images)
+        pages.append(published.page)
+        warnings += published.warnings
+        links += published.links if run is first else []
+    pictures = {name: f"{folder}/{part.pictures[0].name}" for name, part in measured.parts.items()}
+    return AnalysisResult(measured, pictures, Published(pages[0], warnings, links))
+
+
+def check_image_count(option: str, count: int, least: int, most: float) -> None:
+    """Raise `UserError` when a number of test images is out of bounds."""
+    if not least <= count <= most:
+        bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
+        raise UserError(
+            f"--{option} is {count}; give the number of test images of a task, {bounds}"
+        )
+
+
+def _record_analysis(
+    run: PreparedRun,
+    record: Mapping[str, Any],
+    analysis: Analysis,
+    analysis_files: Mapping[str, bytes],
+    images: int,
+) -> Published:
+    """Add an analysis to the report of one run and to its record in MLflow."""
+    # They import torch and matplotlib.
+    from pipeline.report import analysis_section
+    from pipeline.tracking import points
+    from pipeline.tracking.recorder import Recorder
+
+    picture = diagram.to_svg(run.graph, {})
+    files = report_files_or_build(run, record, picture)
+    files = analysis_section.add_section(files, record, run.store)
+    recorder = Recorder(run.config.tracking, run.store.storage, remedy="the same command")
+    recorder.start(record, picture)
+    recorder.analysed(
+        analysis_files,
+        points.analysis_points(run.config.name, analysis.attention, analysis.robustness, images),
+    )
+    recorder.finish(files)
+    page_path = export(run.store, run.config.name, files)
+    return Published(page_path, recorder.warnings, recorder.links())
+
+
+# ---- garbage collection --------------------------------------------------------------------------
+def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
+    """Delete the garbage in `paths` that is garbage still.
+
+    Return the paths that a run needs by now, and those that a process is computing.
+    """
+    needed_again: list[str] = []
+    busy: list[str] = []
+    with store.claimed_by_gc():
+        garbage = {path for path, _ in store.garbage(earlier)}
+        for path in paths:
+            if path not in garbage:
+                needed_again.append(path)
+                continue
+            try:
+                with stage_lock(store.root, path.split("/")[1], wait=False):
+                    delete_dir(join(store.storage, path))
+            except BlockingIOError:
+                busy.append(path)
+        if earlier:
+            store.forget_earlier()
+    return needed_again, busy

@@ -219,7 +219,7 @@ def until_checkpoint(place: Path, stage_id: str, process: Any, out: str = "kille
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["ray::Watching", "raylet/raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", ["ray::QueueActor", "raylet/raylet", "gcs_server"])
 def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_command(
     victim: str, reference: Any, tmp_path: Path
 ) -> None:

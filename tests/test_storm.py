@@ -22,7 +22,7 @@ KINDS = {
     "worker": "TrainWorker",
     "controller": "TrainController",
     "segment": "run_segment",
-    "queue": "Watching",
+    "queue": "QueueActor",
     "driver": "",
     "node": "",
 }

@@ -68,7 +68,9 @@ PACKAGES = (
     "safetensors",
     "pydantic",
 )
-LEFT_AT_HOME = [".venv", ".git", "storage", "tests", "benchmarks", "__pycache__"]
+# Not sent to the nodes. Patterns as in .gitignore: one that starts with / is of the root alone, as
+# `workers/storage` holds code.
+LEFT_AT_HOME = ["/.venv", "/.git", "/storage", "/tests", "/benchmarks", "__pycache__"]
 
 
 # ---- joined or started ---------------------------------------------------------------------------
@@ -310,7 +312,7 @@ class DriverRegistration:
         return get_cluster_state()
 
 
-def name_in(ray: Any, search: bool = False) -> str:
+def actor_name(ray: Any, search: bool = False) -> str:
     """A name to register an actor by: others see that this driver is there, and leave it its share.
     search: its trials register too."""
     return (
@@ -318,7 +320,7 @@ def name_in(ray: Any, search: bool = False) -> str:
     )
 
 
-def registered(ray: Any, actor: type, name: str) -> Any:
+def register_actor(ray: Any, actor: type, name: str) -> Any:
     """A handle of a new actor, which others find by its name. It lives on the head node, and ends
     with this driver."""
     return ray.remote(
@@ -334,7 +336,7 @@ def where_ray_writes(uri: str) -> dict[str, Any]:
 
 
 # ---- how much of it is ours ----------------------------------------------------------------------
-def needs(cluster: ClusterSettings) -> dict[str, float]:
+def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
     """What one worker takes, in Ray's words."""
     wanted = {
         "CPU": cluster.cpus_per_worker,
@@ -345,9 +347,9 @@ def needs(cluster: ClusterSettings) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount}
 
 
-def positions(around: ClusterState, cluster: ClusterSettings) -> int:
+def worker_slots(around: ClusterState, cluster: ClusterSettings) -> int:
     """How many workers the nodes hold that are there and stay."""
-    wanted, least = needs(cluster), cluster.min_workers or cluster.workers
+    wanted, least = resources_per_worker(cluster), cluster.min_workers or cluster.workers
     each = [
         int(min(node.resources.get(name, 0.0) / amount + 1e-9 for name, amount in wanted.items()))
         for node in around.nodes.values()
@@ -360,7 +362,7 @@ def positions(around: ClusterState, cluster: ClusterSettings) -> int:
     return sum(each)
 
 
-def slice_of(total: int, mine: str, all_: tuple[str, ...]) -> int:
+def fair_share(total: int, mine: str, all_: tuple[str, ...]) -> int:
     """An equal part of `total`; what is left over goes to those whose names come first."""
     names = sorted({*all_, mine})
     return total // len(names) + (names.index(mine) < total % len(names))
@@ -373,8 +375,8 @@ def sizes_of_groups(
     same share of it, and has a group even where that is none. name: what this one has registered.
     width: most stages that can run side by side."""
     job = name.partition("-")[0]
-    mine = slice_of(positions(around, cluster), job, tuple(around.drivers))
-    mine = slice_of(
+    mine = fair_share(worker_slots(around, cluster), job, tuple(around.drivers))
+    mine = fair_share(
         mine,
         name,
         tuple(other for other in around.drivers.get(job, ()) if not other.endswith("-search")),
@@ -388,14 +390,15 @@ def check_fits(around: ClusterState, cluster: ClusterSettings) -> None:
     """Raises UserError where the cluster has no room for a group, unless it was said that nodes
     come when they are asked for."""
     least = cluster.min_workers or cluster.workers
-    if positions(around, cluster) >= least or cluster.groups:
+    if worker_slots(around, cluster) >= least or cluster.groups:
         return
     total: dict[str, float] = {}
     for node in around.nodes.values():
-        for name in needs(cluster) if node.alive else ():
+        for name in resources_per_worker(cluster) if node.alive else ():
             total[name] = total.get(name, 0.0) + node.resources.get(name, 0.0)
+    per_worker = in_words(resources_per_worker(cluster))
     raise UserError(
-        f"{least} workers that take {in_words(needs(cluster))} each do not fit into this "
+        f"{least} workers that take {per_worker} each do not fit into this "
         f"cluster ({in_words(total) or 'no node'}); lower "
         "cluster.workers or what each takes, add nodes, or, where nodes are started on demand, "
         "say how many groups to ask for "

@@ -17,7 +17,7 @@ from pipeline.graph.build import IngestJob
 from pipeline.graph.run import Event, Executor
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
-from pipeline.launch.cluster import needs, where_ray_writes
+from pipeline.launch.cluster import resources_per_worker, where_ray_writes
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
 from workers.errors import DamagedArtifact, UserError
@@ -270,7 +270,7 @@ def run_segment(
             scaling_config=ScalingConfig(
                 num_workers=workers,
                 use_gpu=gpu,
-                resources_per_worker=needs(cluster),
+                resources_per_worker=resources_per_worker(cluster),
                 placement_strategy=cluster.placement,
             ),
             run_config=RunConfig(

@@ -23,14 +23,14 @@ from pipeline.graph.store import Store
 from pipeline.launch.cluster import (
     ClusterState,
     DriverRegistration,
+    actor_name,
     address_of,
     check_fits,
     check_nodes,
     connect,
     in_words,
-    name_in,
-    needs,
-    registered,
+    register_actor,
+    resources_per_worker,
     sizes_of_groups,
 )
 from pipeline.launch.executor import NO_ROOM, Local, attempt, run_ingest, run_segment
@@ -107,8 +107,8 @@ class RayExecutor:
             progress,
         )
         self.width = width  # most stages that can run side by side
-        self.name, self.own, self.books = name_in(ray), temporary_name(), 0
-        self.queue = registered(ray, QueueActor, self.name)
+        self.name, self.own, self.books = actor_name(ray), temporary_name(), 0
+        self.queue = register_actor(ray, QueueActor, self.name)
         try:
             self.around: ClusterState = ray.get(self.queue.get_cluster_state.remote())
         except (ray.exceptions.RayError, ConnectionError) as error:
@@ -247,10 +247,11 @@ class RayExecutor:
         ]
         if late:
             free = self.ray.available_resources()
+            per_worker = resources_per_worker(self.cluster)
             self._say(
                 f"waiting for {len(late)} groups of {late[0].workers} workers that take "
-                f"{in_words(needs(self.cluster))} each; free now: "
-                f"{in_words({name: free.get(name, 0.0) for name in needs(self.cluster)})}"
+                f"{in_words(per_worker)} each; free now: "
+                f"{in_words({name: free.get(name, 0.0) for name in per_worker})}"
             )
         for group in late:
             group.since = None  # told once
@@ -293,10 +294,8 @@ class RayExecutor:
                 if node.id in nodes and index in self.groups
             ]
             if node.alive and old is None:
-                self._say(
-                    f"node {node} joined "
-                    f"({in_words({n: node.resources[n] for n in ('CPU', 'GPU') if n in node.resources})})"
-                )
+                devices = {n: node.resources[n] for n in ("CPU", "GPU") if n in node.resources}
+                self._say(f"node {node} joined ({in_words(devices)})")
                 if address_of(self.cluster) != "local":
                     check_nodes(self.ray, {node.id: node}, self.store.storage)
             elif not node.alive and old is not None and old.alive:

@@ -15,10 +15,10 @@ from pipeline.config import ClusterSettings
 from pipeline.launch.cluster import (
     ClusterState,
     DriverRegistration,
+    actor_name,
     check_fits,
-    name_in,
-    needs,
-    registered,
+    register_actor,
+    resources_per_worker,
     sizes_of_groups,
     where_ray_writes,
 )
@@ -195,8 +195,8 @@ def run_phase(
                 write_record(search.storage, search.name, record)
             told.held(record)
 
-    name = name_in(ray, search=True)
-    presence = registered(ray, DriverRegistration, name)
+    name = actor_name(ray, search=True)
+    presence = register_actor(ray, DriverRegistration, name)
     room = room_for(ray.get(presence.get_cluster_state.remote()), cluster, name)
     side_by_side = min(settings.concurrent or room, room)
     budget_s = (
@@ -289,7 +289,7 @@ def scheduler_of(search: Search) -> Any:
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     """Of one trial: with several workers they are its own groups', and the trial only waits."""
     # of some kind it must ask for
-    return {"memory": 1 << 20} if cluster.workers > 1 else needs(cluster)
+    return {"memory": 1 << 20} if cluster.workers > 1 else resources_per_worker(cluster)
 
 
 def room_for(around: ClusterState, cluster: ClusterSettings, name: str) -> int:

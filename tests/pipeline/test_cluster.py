@@ -301,6 +301,8 @@ def connected(monkeypatch: pytest.MonkeyPatch, ray: FakeRay, **own: Any) -> Any:
 def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from ray._private.runtime_env.packaging import _get_excludes  # what decides it
+
     (how,) = connected(monkeypatch, FakeRay(), address=listening)
     assert how["address"] == listening
     assert how["log_to_driver"] is False
@@ -311,19 +313,18 @@ def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
         == {name: os.environ[name] for name in cluster.ENVIRONMENT}
     )
     root = Path(brought["working_dir"])
-    assert root == Path(cluster.__file__).parent.parent
-    assert {".git", ".venv", "storage"} <= {*brought["excludes"]}
-    needed = [
-        path.relative_to(root)
-        for folder in ("pipeline", "workers", "configs", "datasets")
-        for path in (root / folder).rglob("*.*")
-    ]
-    assert not [
+    assert root == Path(cluster.__file__).parents[2]
+    is_excluded = _get_excludes(root, brought["excludes"])
+    for name in (".git", ".venv", "storage", "tests"):
+        assert is_excluded(root / name), name
+    code = [
         path
-        for path in needed
-        if not {*brought["excludes"], "__pycache__"}.isdisjoint(path.parts)
-        and path.suffix != ".pyc"
+        for folder in ("pipeline", "workers", "configs", "datasets")
+        for path in [root / folder, *(root / folder).rglob("*")]
+        if "__pycache__" not in path.parts
     ]
+    assert root / "workers" / "storage" in code
+    assert [path for path in code if is_excluded(path)] == []
 
 
 def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(
@@ -543,12 +544,13 @@ def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
             made.append(how)
             return lambda actor: SimpleNamespace(remote=actor)
 
-    assert cluster.name_in(Registry(), search=True) == "01-search"
-    name, other = (cluster.name_in(Registry()) for _ in range(2))
+    assert cluster.actor_name(Registry(), search=True) == "01-search"
+    name, other = (cluster.actor_name(Registry()) for _ in range(2))
     assert name != other, "trials of a search are drivers of one job"
     assert name.startswith("01-")
     assert isinstance(
-        cluster.registered(Registry(), cluster.DriverRegistration, name), cluster.DriverRegistration
+        cluster.register_actor(Registry(), cluster.DriverRegistration, name),
+        cluster.DriverRegistration,
     )
     assert made == [
         {

@@ -35,7 +35,7 @@ class Remote:
         self.queue, self.around = Queue(), around
 
     def __getattr__(self, name: str) -> Any:
-        call = (lambda: self.around) if name == "look_around" else getattr(self.queue, name)
+        call = (lambda: self.around) if name == "get_cluster_state" else getattr(self.queue, name)
         return SimpleNamespace(remote=call)
 
 

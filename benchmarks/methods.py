@@ -18,9 +18,10 @@ from torch import Tensor
 
 from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
+from workers.data.batch import Batch
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress
 from workers.model import vit
 from workers.rng import StepRng
 

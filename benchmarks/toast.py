@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import Report, interleave, start
+from workers.data.batch import Batch
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, OptimPlan, Progress
+from workers.methods.base import OptimPlan, Progress
 from workers.methods.toast import Toast, ToastSettings
 from workers.model.top_down import selected
 from workers.model.vit import build

@@ -25,10 +25,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
+from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.job import StageJob, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress
 
 DEMAND = 1.05  # train loop / hand-written loop, CPU time
 SIDE, BATCH, BATCHES = 96, 16, 8

@@ -9,11 +9,12 @@ import torch
 from laboratory import TASKS, Lab, Run
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress
 from workers.model.vit import build
 from workers.rng import StepRng
 

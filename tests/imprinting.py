@@ -9,10 +9,11 @@ import torch
 from growing import RATES, SMALL, batch
 
 from workers import loop, optim
+from workers.data.batch import Batch
 from workers.dist import Group
 from workers.job import Task, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Batch, Progress
+from workers.methods.base import Progress
 from workers.model.vit import build
 
 TRAIN = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)

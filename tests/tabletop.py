@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Batch, Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress
 from workers.model.vit import build
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState

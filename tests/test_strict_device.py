@@ -25,9 +25,10 @@ from tests.on_strict_device import (
     with_rows,
 )
 from tests.strict_device import NAME, DeviceError, strict_device
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.methods import METHODS
-from workers.methods.base import Batch, Progress
+from workers.methods.base import Progress
 from workers.methods.finetune import FineTune
 
 EVERY = [

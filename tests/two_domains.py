@@ -10,9 +10,10 @@ import tabletop
 import torch
 from torch import Tensor
 
+from workers.data.batch import Batch
 from workers.dist import Group
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, Method, OptimPlan
+from workers.methods.base import Method, OptimPlan
 from workers.model.vit import build
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState

@@ -20,13 +20,14 @@ import pyarrow.parquet as pq
 import torch
 
 from workers import dist, optim, preemption
+from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.data.rows import keys_of
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
 from workers.job import BackboneSettings, StageJob
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress
 from workers.model import noise, vit
 from workers.rng import derive_seed
 from workers.storage import checkpoint

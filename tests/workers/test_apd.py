@@ -16,10 +16,10 @@ from tabletop import PROGRESS, images, rates, serving
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.apd import Apd, ApdSettings, Decomposed, Sparse
-from workers.methods.base import Batch
 from workers.model.vit import build
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState

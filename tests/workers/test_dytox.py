@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers import loop, optim
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, OptimPlan, Progress
+from workers.methods.base import OptimPlan, Progress
 from workers.methods.dytox import DyTox, DyToxSettings
 from workers.model.distill import kd_kl
 from workers.model.heads import one_for_all_old

@@ -15,13 +15,14 @@ from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, history
 from torch import Tensor
 
 from workers import loop
+from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
 from workers.evaluate import accuracy, canary, result, served
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
-from workers.methods.base import Batch, Method, Step
+from workers.methods.base import Method, Step
 from workers.methods.finetune import FineTune
 from workers.methods.linear import Linear
 from workers.model import vit

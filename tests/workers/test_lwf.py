@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers import loop, optim
+from workers.data.batch import Batch
 from workers.dist import Group
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Batch, Progress
+from workers.methods.base import Progress
 from workers.methods.lwf import Lwf, LwfSettings
 from workers.model.vit import build
 from workers.rng import StepRng

@@ -14,9 +14,10 @@ from pydantic import ValidationError
 from tabletop import PROGRESS, rates
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
-from workers.methods.base import Batch, OptimPlan
+from workers.methods.base import OptimPlan
 from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model.masked import MaskedAttention, MaskedSoftmax
 from workers.model.masks import GumbelHard

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.augment import Augment, partner_of
+from workers.data.batch import Batch
 from workers.data.cache import Cache
 from workers.data.rows import select
 from workers.data.sources import Pixels, Resident, Source, Streamed
 from workers.dist import Group, in_turn
 from workers.job import StageJob, Task
-from workers.methods.base import Batch
 from workers.rng import StepRng, derive_seed
 
 AT_ONCE = 128  # images of a batch that is measured

@@ -14,9 +14,10 @@ from pydantic import Field, PositiveInt
 from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Neutral, Task, TrainSettings, key_inputs
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks

@@ -16,9 +16,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step
 from workers.model.weights import Copies, norm_names, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 

@@ -42,11 +42,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Frozen, Task, TrainSettings
 from workers.model.heads import Heads
 from workers.model.vit import digest_of
-from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
 
@@ -64,33 +64,6 @@ class Step:
     measured: bool = False
     after: tuple[str, ...] | None = None
     later: bool = False
-
-
-@dataclass
-class Batch:
-    """What a rank holds of one global batch.
-
-    images: float (b, 3, H, W), augmented and normalised, or what the feed holds in their place.
-    labels: (b,) positions in the class list of each sample's task. tasks: (b,) indices into the
-    tasks being trained on. targets: soft targets under mixup, cutmix or smoothing: over the classes
-    (b, num_classes) of the one task that all samples belong to, else in scenario `class` over those
-    of all tasks so far; or None. draw: the noise of this step. weight: this rank's (micro-batch's)
-    share of the global batch; 0 where a rank got a stand-in sample in a ragged last batch. The loop
-    multiplies the loss by it and sums gradients over micro-batches and ranks. counts: how many
-    samples of each task the whole global batch holds, for a mean over some of them.
-    """
-
-    images: Tensor
-    labels: Tensor
-    tasks: Tensor
-    draw: StepRng
-    targets: Tensor | None = None
-    keys: list[str] | None = None
-    weight: float = 1.0
-    counts: tuple[int, ...] | None = None
-
-    def __len__(self) -> int:
-        return self.images.shape[0]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import MethodSettings, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Memory, Rehearsal, RehearsalSettings
 from workers.model.bias import biased, fit_bias
 from workers.model.distill import kd_ce

@@ -16,10 +16,11 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.model.adapters import AdapterSites, Bottlenecks
 from workers.model.masks import AnnealedSigmoid, Start, annealed, start_of
 from workers.model.penalties import newly_used

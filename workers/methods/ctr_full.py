@@ -18,10 +18,11 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.adapter import added_share
-from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import MethodSettings, OptimPlan, Progress, Step
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.model.masks import HardSample
 from workers.model.vit import geometry

@@ -14,9 +14,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, OptimPlan, Progress, Step
+from workers.methods.base import OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, weight_groups
 from workers.model.heads import JointHeads, one_for_all_old

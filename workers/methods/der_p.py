@@ -12,9 +12,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.methods.base import MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.methods.der import Der, DerSettings, Parts
 from workers.model.compact import multiply_adds
 from workers.model.masks import AnnealedSigmoid, annealed, start_of

@@ -15,9 +15,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import MethodSettings, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import weight_groups
 from workers.model.convit import ConViT

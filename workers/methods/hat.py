@@ -13,17 +13,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import (
-    Batch,
-    Method,
-    MethodSettings,
-    OptimPlan,
-    Progress,
-    Step,
-    needs_adamw,
-)
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step, needs_adamw
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
 from workers.model.masks import AnnealedSigmoid, Start, annealed, start_of

@@ -13,7 +13,8 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.methods.base import Batch, Progress
+from workers.data.batch import Batch
+from workers.methods.base import Progress
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.distill import kd_ce, kd_sig
 from workers.model.exemplars import nearest_mean

@@ -11,9 +11,10 @@ from typing import Any
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
 from workers.model.adapters import AdapterSites
 from workers.model.lowrank import (
     PROJECTION,

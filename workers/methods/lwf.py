@@ -13,8 +13,9 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.model.distill import Teacher, kd_ce
 from workers.storage.taskstate import Carried, TaskState

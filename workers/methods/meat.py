@@ -14,9 +14,10 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings, key_inputs
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.model.masks import GumbelHard
 from workers.model.sites import Sites, sites_of
 from workers.rng import StepRng

@@ -13,9 +13,10 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step
 from workers.methods.finetune import tensors_of
 from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites

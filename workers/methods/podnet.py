@@ -12,9 +12,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, MethodSettings, Progress
+from workers.methods.base import MethodSettings, Progress
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.model.cosine import nca
 from workers.model.pod import cosine_distance, features_and_maps, pod

@@ -17,10 +17,11 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
-from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress
+from workers.methods.base import MethodSettings, OptimPlan, Progress
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, tensors_of, weight_groups
 from workers.model.adapters import AdapterSites, houlsby

@@ -14,8 +14,9 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.job import Task
-from workers.methods.base import Batch, OptimPlan, Progress
+from workers.methods.base import OptimPlan, Progress
 from workers.methods.der import DerSettings
 from workers.methods.der_p import PrunedDer
 from workers.model.distill import kd_ce

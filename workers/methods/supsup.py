@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, MethodSettings, OptimPlan, Progress, Step, needs_adamw
+from workers.methods.base import MethodSettings, OptimPlan, Progress, Step, needs_adamw
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK

@@ -21,9 +21,10 @@ from timm.layers import Attention, Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
 from workers.model.compact import multiply_adds
 from workers.model.context import uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState

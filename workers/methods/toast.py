@@ -16,9 +16,10 @@ from timm.models.convnext import ConvNeXt
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step
 from workers.model.top_down import TopDown
 from workers.model.top_down_conv import StageTopDown
 from workers.rng import derive_seed

@@ -12,9 +12,10 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Batch, MethodSettings, Progress
+from workers.methods.base import MethodSettings, Progress
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.model.cosine import margin_rank
 from workers.model.pod import cosine_distance

@@ -13,9 +13,10 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
 from workers.model.compact import flops, plan
 from workers.model.masked import BlockMasks
 from workers.model.prompts import Depth, PromptSites, start_of

@@ -13,8 +13,9 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
+from workers.data.batch import Batch
 from workers.job import Task
-from workers.methods.base import Batch, OptimPlan, Progress, Step
+from workers.methods.base import OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.align import weight_ratio
 from workers.model.distill import kd_ce

@@ -9,9 +9,10 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
+from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings, key_inputs
-from workers.methods.base import Batch, Method, MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
 

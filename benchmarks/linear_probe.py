@@ -39,7 +39,7 @@ class Probe:
         self.history = loop.fit(self.job, self.method, None, GROUP, lambda event: None)
 
     def every_epoch(self) -> None:
-        with mock.patch.object(Linear, "look_ahead", Method.look_ahead):
+        with mock.patch.object(Linear, "precompute", Method.precompute):
             self.once()
 
     def numbers(self) -> dict[str, Tensor]:

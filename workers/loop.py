@@ -206,9 +206,9 @@ def fit(
     optimizer = optim.build(groups, job.train)
     method.train()
     with precision_of(job, group):
-        method.look_ahead(feed)
+        method.precompute(feed)
     if val is not None:
-        method.look_ahead(val)
+        method.precompute(val)
     return _epochs(job, method, optimizer, feed, val, epochs, group, report)
 
 

@@ -182,8 +182,8 @@ def looked_at(run: Run, task: int) -> dict[str, list[tuple[str, str]]]:
         tables = {
             tuple(
                 zip(
-                    feed.rows.table["class"].to_pylist(),
-                    feed.rows.table["key"].to_pylist(),
+                    feed.samples.table["class"].to_pylist(),
+                    feed.samples.table["key"].to_pylist(),
                     strict=True,
                 )
             )

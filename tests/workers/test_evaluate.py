@@ -331,10 +331,10 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     assert live.rates.mean_rate_steps == loop.optim.mean_rate_steps(
         train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train
     )
-    first = feed.rows.tasks == 0
-    assert sorted(feed.rows.keys(first.nonzero().squeeze(1).numpy())) == live.kept["two"]
+    first = feed.samples.tasks == 0
+    assert sorted(feed.samples.keys(first.nonzero().squeeze(1).numpy())) == live.kept["two"]
     assert len(live.kept["two"]) == Rehearses.KEPT
-    assert set(feed.rows.labels[first].tolist()) == {0}
+    assert set(feed.samples.labels[first].tolist()) == {0}
 
 
 def test_a_remembered_sample_that_is_not_there_is_named(lab: Lab) -> None:

@@ -164,10 +164,10 @@ def plain(feed: Feed, epoch: int = 0) -> Counter:
 @pytest.mark.parametrize("place", PLACES)
 def test_every_sample_comes_exactly_once_per_epoch(root: Any, place: Any) -> None:
     feed = feed_of(root, place, training=False)
-    table = feed.rows.table
+    table = feed.samples.table
     expected = Counter()
-    for row in range(len(feed.rows)):
-        pixels = torch.from_numpy(decode(feed.rows.bytes_of(row), SIDE).copy()).permute(2, 0, 1)
+    for row in range(len(feed.samples)):
+        pixels = torch.from_numpy(decode(feed.samples.bytes_of(row), SIDE).copy()).permute(2, 0, 1)
         expected[feed.augment.normalise(pixels).numpy().tobytes()] += 1
     assert len(expected) == table.num_rows == feed.num_samples == 23 - 6
     assert plain(feed, 0) == plain(feed, 1) == expected
@@ -353,7 +353,7 @@ def test_measuring_deals_whole_batches_in_a_fixed_order(root: Any, world: int) -
     kept = feed_of(root, "resident", split="test", training=False)
     expected = [(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in kept.evaluate(4)]
     assert [len(keys) for keys, _, _ in expected] == [4, 4, 4, 3]
-    assert [key for keys, _, _ in expected for key in keys] == kept.rows.table["key"].to_pylist()
+    assert [key for keys, _, _ in expected for key in keys] == kept.samples.table["key"].to_pylist()
     for place in PLACES:
         feeds = [
             feed_of(root, place, rank, world, split="test", training=False) for rank in range(world)
@@ -369,7 +369,7 @@ def test_measuring_deals_whole_batches_in_a_fixed_order(root: Any, world: int) -
 
 # ---- validation ----------------------------------------------------------------------------------
 def keys_of(feed: Feed) -> set[str]:
-    return set(feed.rows.table["key"].to_pylist())
+    return set(feed.samples.table["key"].to_pylist())
 
 
 def test_validation_is_stratified_disjoint_and_apart_from_test(root: Any) -> None:
@@ -527,7 +527,7 @@ def use(root: Path, place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_flipped_bit_names_the_damaged_image(root: Any, place: Any) -> None:
     shards = Shards.open(str(root), "colours")
-    row = feed_of(root, "resident").rows.table.slice(3, 1).to_pylist()[0]
+    row = feed_of(root, "resident").samples.table.slice(3, 1).to_pylist()[0]
     path = Path(shards.uri(row["shard"]))
     data = bytearray(path.read_bytes())
     data[row["offset"] + row["bytes"] - 20] ^= 1

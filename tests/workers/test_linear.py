@@ -39,7 +39,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def recomputed() -> Any:
-    return mock.patch.object(Linear, "look_ahead", Method.look_ahead)
+    return mock.patch.object(Linear, "precompute", Method.precompute)
 
 
 def probe(lab: Lab, **data: Any) -> Run:
@@ -150,9 +150,9 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, place: str, wo
     shares = [[made_of(b.images) for b in feed.evaluate(3)] for feed in feeds]
     for feed in feeds:
         with small_batches(), mock.patch.object(Group, "gather", return_value=shares):
-            feed.hold(made_of)
-        assert feed.held is not None
-        assert len(feed.held) == feed.num_samples
+            feed.cache_features(made_of)
+        assert feed.cached is not None
+        assert len(feed.cached) == feed.num_samples
     for epoch in (0, 1):
         want = {
             (step, row): (made_of(b.images)[i], b.labels[i], b.targets[i])
@@ -180,10 +180,10 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, place: str, wo
 @pytest.mark.parametrize("place", PLACES)
 def test_a_feed_that_holds_something_decodes_nothing_more(root: Any, place: str) -> None:  # noqa: F811
     feed = feed_of(root, place, data=PLAIN)
-    feed.hold(made_of)
+    feed.cache_features(made_of)
     with mock.patch.object(feed.source, "_gather" if place == "resident" else "_decode") as look:
         assert sum(len(b) for batches in feed.epoch(0) for b in batches) == feed.num_samples
-        assert [key for b in feed.evaluate() for key in b.keys or []] == feed.rows.table[
+        assert [key for b in feed.evaluate() for key in b.keys or []] == feed.samples.table[
             "key"
         ].to_pylist()
     look.assert_not_called()

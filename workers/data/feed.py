@@ -20,7 +20,7 @@ from workers.dist import Group, in_turn
 from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
 
-AT_ONCE = 128  # images of a batch that is measured
+EVAL_BATCH = 128  # images of a batch that is measured
 
 
 class Feed:
@@ -55,7 +55,7 @@ class Feed:
         self.seed = derive_seed(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
         # (n, ...): what batches hold in place of images, in table order
-        self.held: Tensor | None = None
+        self.cached: Tensor | None = None
         # Several tasks share an output space in scenario `class` alone, that of all tasks so far;
         # else nothing is mixed or smoothed.
         space = tasks if len(tasks) == 1 else job.tasks
@@ -68,13 +68,13 @@ class Feed:
             [sum(t.num_classes for t in space[: space.index(task)]) for task in tasks]
         )
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
-        self.rows = select(job.root, tasks, split, job.data.val_fraction, memory or {}, cache)
+        self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {}, cache)
         side = self.augment.size_in
-        self.resident = len(self.rows) * side * side * 3 <= job.data.resident_mb << 20
+        self.resident = len(self.samples) * side * side * 3 <= job.data.resident_mb << 20
         self.source: Source
         if self.resident:
             self.source = Resident(
-                self.rows,
+                self.samples,
                 side,
                 self.seed,
                 job.loader_workers,
@@ -84,35 +84,35 @@ class Feed:
             )
         else:
             self.source = Streamed(
-                self.rows, side, self.seed, job.loader_workers, group.device, job.data.repeats
+                self.samples, side, self.seed, job.loader_workers, group.device, job.data.repeats
             )
 
     @property
     def num_samples(self) -> int:
-        return len(self.rows)
+        return len(self.samples)
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.batch_size)
 
     @torch.no_grad()
-    def hold(self, made_of: Callable[[Tensor], Tensor]) -> None:
+    def cache_features(self, made_of: Callable[[Tensor], Tensor]) -> None:
         """From now on batches hold what `made_of` makes of images (b, 3, H, W), computed here once,
         each rank its share; no image is looked at again. Does nothing where augmentation makes each
         time another image. The same to the last bit for any number of ranks."""
         if self.augment.repeats_itself:
             mine = [
                 made_of(batch.images).cpu()
-                for batch in self.evaluate(min(self.batch_size, AT_ONCE))
+                for batch in self.evaluate(min(self.batch_size, EVAL_BATCH))
             ]
-            self.held = torch.cat(in_turn(self.group.gather(mine))).to(self.group.device)
+            self.cached = torch.cat(in_turn(self.group.gather(mine))).to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
         """From `start_step` on, the micro-batches of each optimizer step: as many on every rank.
         Those that got no sample of a ragged last batch hold a stand-in of weight 0."""
 
         def wanted(step: int, size: int) -> Iterable[int]:
-            if self.held is not None:
+            if self.cached is not None:
                 return ()
             draws = [self._draw(epoch, step, positions, size) for positions, _ in self._deal(size)]
             return torch.cat(
@@ -126,7 +126,7 @@ class Feed:
                 for positions, share in self._deal(len(rows))
             ]
 
-    def evaluate(self, batch: int = AT_ONCE) -> Iterator[Batch]:
+    def evaluate(self, batch: int = EVAL_BATCH) -> Iterator[Batch]:
         """This rank's share of all samples in table order: batch j goes whole to rank j % world, so
         that a sample meets the same neighbours, and gets the same logits to the last bit, for any
         number of ranks."""
@@ -141,12 +141,12 @@ class Feed:
             None,
             batch,
             0,
-            lambda step, size: range(size) if self.held is None and mine(step) else (),
+            lambda step, size: range(size) if self.cached is None and mine(step) else (),
         )
         for step, (rows, pixels) in enumerate(steps):
             if mine(step):
                 draw = self._draw(0, step, torch.arange(len(rows)), len(rows))
-                yield replace(self._batch(draw, rows, pixels, 1.0), keys=self.rows.keys(rows))
+                yield replace(self._batch(draw, rows, pixels, 1.0), keys=self.samples.keys(rows))
 
     def _deal(self, size: int) -> list[tuple[Tensor, float]]:
         """What of a global batch each of this rank's micro-batches holds: positions, and their
@@ -177,13 +177,13 @@ class Feed:
     ) -> Batch:
         device = self.group.device
         here = torch.from_numpy(rows)
-        places = self.rows.labels + self.first[self.rows.tasks]  # in the common output space
+        places = self.samples.labels + self.first[self.samples.tasks]  # in the common output space
         mine, others = here[draw.rows], self._partners(draw)
         # one copy
-        columns = torch.stack([self.rows.labels[mine], self.rows.tasks[mine], places[mine]]).to(
-            device
-        )
-        if self.held is None:
+        columns = torch.stack(
+            [self.samples.labels[mine], self.samples.tasks[mine], places[mine]]
+        ).to(device)
+        if self.cached is None:
             partner = (
                 (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
             )
@@ -192,9 +192,9 @@ class Feed:
             )
         else:
             images, targets = (
-                self.held[mine.to(device)],
+                self.cached[mine.to(device)],
                 self.augment.targets(columns[2], self.num_classes),
             )
         labels, tasks = columns[0], columns[1]
-        counts = self.rows.tasks[here].bincount(minlength=len(self.tasks)).tolist()
+        counts = self.samples.tasks[here].bincount(minlength=len(self.tasks)).tolist()
         return Batch(images, labels, tasks, draw, targets, weight=weight, counts=tuple(counts))

@@ -15,7 +15,7 @@ The life of a method during one step of one task (`workers/loop.py` drives it):
     memory = method.memory(task, step, carried)      # the earlier samples that the feed gives
         beside the task's own
     groups = method.begin(task, step, carried, rates, tasks)
-    method.look_ahead(feed)                          # this and what follows not where the step does
+    method.precompute(feed)                          # this and what follows not where the step does
         not train
     for batch in feed:
         loss, terms = method.loss(batch, progress)
@@ -275,10 +275,10 @@ class Method(nn.Module):
             {"name": "head.bias", "params": [h.bias for h in heads], "weight_decay": 0.0},
         ]
 
-    def look_ahead(self, feed: Any) -> None:
+    def precompute(self, feed: Any) -> None:
         """Before the first step, also of a resumed stage, when it is settled what is trained: of
         the feed of the epochs, and of the one that they are validated on, what can be computed once
-        instead of in every epoch (`Feed.hold`)."""
+        instead of in every epoch (`Feed.cache_features`)."""
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar to minimise (a mean over the batch) and its named terms, detached."""

@@ -21,9 +21,9 @@ class Linear(Method):
     name = "linear"
     revision = 2
 
-    def look_ahead(self, feed: Any) -> None:
+    def precompute(self, feed: Any) -> None:
         if not any(p.requires_grad for p in self.backbone.parameters()):
-            feed.hold(super().features)
+            feed.cache_features(super().features)
 
     def features(self, images: Tensor) -> Tensor:
         """images (b, 3, H, W), or what a feed holds in their place (b, d), -> (b, d)."""

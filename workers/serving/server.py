@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from workers.data.augment import Augment
-from workers.data.feed import AT_ONCE
+from workers.data.feed import EVAL_BATCH
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng
@@ -215,8 +215,8 @@ class Predictor:
     ) -> list[Answer]:
         """pixels: uint8 (n, 3, S, S) as evaluation decodes them. tasks: as `checked` gives them."""
         found: list[Answer | None] = [None] * len(tasks)
-        for start in range(0, len(tasks), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
+        for start in range(0, len(tasks), EVAL_BATCH):
+            part = slice(start, start + EVAL_BATCH)
             with self.lock:
                 groups = self.groups(self.images_of(pixels[part]), tasks[part], rule)
             for group in groups:

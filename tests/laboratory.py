@@ -326,7 +326,7 @@ def _rank(
         if len(done[-1].rows) == stop_after.get(rest[1].key):
             raise InterruptedError
         done[-1].rows.append(
-            [row for batch in batches if batch.weight for row in batch.draw.rows.tolist()]
+            [row for batch in batches if batch.weight for row in batch.draw.positions.tolist()]
         )
         done[-1].weights.append(sum(batch.weight for batch in batches))
         done[-1].trainable = sum(p.numel() for p in method.parameters() if p.requires_grad)

@@ -27,21 +27,21 @@ class StepRng:
     """The noise of one optimizer step.
 
     seed, epoch, step: where we are; step counts inside the epoch.
-    rows: positions in the global batch that this rank (and micro-batch) holds, shape (b,).
+    positions: those in the global batch that this rank (and micro-batch) holds, shape (b,).
     size: number of samples in the global batch.
     """
 
     seed: int
     epoch: int
     step: int
-    rows: Tensor
+    positions: Tensor
     size: int
     device: torch.device
 
     @cached_property
-    def rows_there(self) -> Tensor:
-        """`rows` on the device, copied once."""
-        return self.rows.to(self.device)
+    def positions_on_device(self) -> Tensor:
+        """`positions` on the device, copied once."""
+        return self.positions.to(self.device)
 
     def generator(self, tag: str, device: torch.device | None = None) -> torch.Generator:
         device = device or self.device
@@ -54,7 +54,9 @@ class StepRng:
         it."""
         device = device or self.device
         full = torch.rand((self.size, *shape), generator=self.generator(tag, device), device=device)
-        return full[self.rows_there if device == self.device else self.rows.to(device)]
+        return full[
+            self.positions_on_device if device == self.device else self.positions.to(device)
+        ]
 
     def shared(self, tag: str, *shape: int) -> Tensor:
         """Uniform [0, 1) numbers of the given shape, equal on all ranks and micro-batches of the

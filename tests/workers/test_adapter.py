@@ -237,7 +237,7 @@ def test_dropout_is_drawn_for_each_sample_and_only_while_training() -> None:
         images=whole.images[rows],
         labels=whole.labels[rows],
         tasks=whole.tasks[rows],
-        draw=replace(whole.draw, rows=rows),
+        draw=replace(whole.draw, positions=rows),
     )
     assert torch.equal(method.dropped(part)["kept"], kept[:, rows])
     served, loss = answers(method), method.loss(whole, tabletop.PROGRESS)[0]

@@ -145,7 +145,7 @@ def samples(
                 if b.weight:
                     assert b.weight == len(b) / b.draw.size
                     for row, image, label, task in zip(
-                        b.draw.rows.tolist(),
+                        b.draw.positions.tolist(),
                         b.images,
                         b.labels.tolist(),
                         b.tasks.tolist(),

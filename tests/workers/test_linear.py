@@ -159,7 +159,7 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, place: str, wo
             for step, batches in enumerate(plain.epoch(epoch))
             for b in batches
             if b.weight
-            for i, row in enumerate(b.draw.rows.tolist())
+            for i, row in enumerate(b.draw.positions.tolist())
         }
         got = {
             (step, row): (b.images[i], b.labels[i], b.targets[i])
@@ -167,7 +167,7 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, place: str, wo
             for step, batches in enumerate(feed.epoch(epoch))
             for b in batches
             if b.weight
-            for i, row in enumerate(b.draw.rows.tolist())
+            for i, row in enumerate(b.draw.positions.tolist())
         }
         assert got.keys() == want.keys()
         assert all(

@@ -161,9 +161,9 @@ class Augment:
         """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or
         None if labels do.
 
-        `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.rows]`. They are
-        not needed (and not looked at) where this rank holds its partners itself, as a single rank
-        does. With num_classes None (a batch over several tasks without a common output space)
+        `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.positions]`. They
+        are not needed (and not looked at) where this rank holds its partners itself, as a single
+        rank does. With num_classes None (a batch over several tasks without a common output space)
         samples are neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
@@ -178,7 +178,7 @@ class Augment:
             others, other_labels = self._partners(
                 images, labels, draw, partner_pixels, partner_labels
             )
-            mix = self._plan_mix(draw).of(draw.rows.cpu())
+            mix = self._plan_mix(draw).of(draw.positions.cpu())
             images = self._mix(images, others, mix)
             share = mix.share.to(targets).unsqueeze(1)
             targets = share * targets + (1 - share) * self._targets(other_labels, num_classes)
@@ -200,7 +200,7 @@ class Augment:
     # ---- one sample ------------------------------------------------------------------------------
     def _augment(self, pixels: Tensor, draw: StepRng) -> Tensor:
         """All that happens to a sample alone; partners meet it too, under their own rows."""
-        rows = draw.rows.cpu()
+        rows = draw.positions.cpu()
         pixels = self._crop(pixels, draw, rows)
         if self.data.randaugment:
             policy = randaugment.plan(draw, self.data.randaugment, self.data.magnitude)
@@ -289,7 +289,7 @@ class Augment:
         pixel_labels: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Each sample's partner, augmented as it is where it is a sample itself."""
-        rows = draw.rows.cpu()
+        rows = draw.positions.cpu()
         partner = partner_of(draw)[rows]
         place = torch.full((draw.size,), -1)
         place[rows] = torch.arange(len(rows))
@@ -302,7 +302,7 @@ class Augment:
                 "mixing needs partner_pixels and partner_labels where a rank holds a part of "
                 "the batch"
             )
-        return self._augment(pixels, replace(draw, rows=partner)), pixel_labels
+        return self._augment(pixels, replace(draw, positions=partner)), pixel_labels
 
     def _targets(self, labels: Tensor, num_classes: int) -> Tensor:
         smoothing = self.data.smoothing

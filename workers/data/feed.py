@@ -116,7 +116,7 @@ class Feed:
                 return ()
             draws = [self._draw(epoch, step, positions, size) for positions, _ in self._deal(size)]
             return torch.cat(
-                [part for draw in draws for part in (draw.rows, self._partners(draw))]
+                [part for draw in draws for part in (draw.positions, self._partners(draw))]
             ).tolist()
 
         steps = self.source.steps(epoch, self.batch_size, start_step, wanted)
@@ -167,9 +167,9 @@ class Feed:
     def _partners(self, draw: StepRng) -> Tensor:
         """The positions that the samples of `draw` are mixed with; none where nothing is mixed."""
         return (
-            partner_of(draw)[draw.rows]
+            partner_of(draw)[draw.positions]
             if self.augment.needs_partner and self.num_classes
-            else draw.rows[:0]
+            else draw.positions[:0]
         )
 
     def _batch(
@@ -178,7 +178,7 @@ class Feed:
         device = self.group.device
         here = torch.from_numpy(rows)
         places = self.samples.labels + self.first[self.samples.tasks]  # in the common output space
-        mine, others = here[draw.rows], self._partners(draw)
+        mine, others = here[draw.positions], self._partners(draw)
         # one copy
         columns = torch.stack(
             [self.samples.labels[mine], self.samples.tasks[mine], places[mine]]
@@ -188,7 +188,7 @@ class Feed:
                 (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
             )
             images, targets = self.augment(
-                pixels(draw.rows), columns[2], self.num_classes, draw, *partner
+                pixels(draw.positions), columns[2], self.num_classes, draw, *partner
             )
         else:
             images, targets = (

@@ -174,7 +174,7 @@ class Meat(Method):
         """CE + alpha * L_dc (Eq. 9). Masks of tokens or channels are sampled per image, those of
         weights and neurons once per forward."""
         gates = self.sample_gates(batch.draw)
-        masks = {name: gate[batch.draw.rows_there] for name, gate in gates.items()}
+        masks = {name: gate[batch.draw.positions_on_device] for name, gate in gates.items()}
         masks |= {
             name: self.masks[name].sample(batch.draw.shared(f"meat.{name}", *shape))
             for name, shape in self.sites.entries.items()
@@ -194,7 +194,7 @@ class Meat(Method):
         """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows
         everybody's noise, so the keep ratio over the global batch needs no message and does not
         depend on ranks or accumulation."""
-        everybody = replace(draw, rows=torch.arange(draw.size))
+        everybody = replace(draw, positions=torch.arange(draw.size))
         return {
             name: self.masks[name].sample(everybody.per_sample(f"meat.{name}", *shape))
             for name, shape in self.sites.gates.items()

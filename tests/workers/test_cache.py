@@ -19,7 +19,7 @@ from pipeline.graph.build import cache_folder
 from tests import s3, small_run
 from tests.s3 import Fault
 from workers.data import cache
-from workers.data.cache import Cache, Kept
+from workers.data.cache import Cache, CachedFile
 from workers.data.shards import Shards
 from workers.errors import DamagedArtifact, UserError
 from workers.storage import filesystem
@@ -34,7 +34,7 @@ def written(data: bytes) -> Any:
 
 
 def keep(cache: Cache, name: str, size: int = 100) -> None:
-    cache.kept(name, size, written(b"x" * size)).close()
+    cache.open_file(name, size, written(b"x" * size)).close()
 
 
 def names(cache: Cache) -> set[str]:
@@ -65,7 +65,7 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
 def test_what_is_in_use_is_not_deleted(tmp_path: Path) -> None:
     cache = Cache(str(tmp_path), 100)
     for name in ("b", "c"):  # when it was just made, and when it was found
-        first = cache.kept("a", 100, written(b"x" * 100))
+        first = cache.open_file("a", 100, written(b"x" * 100))
         keep(cache, name)
         assert names(cache) == {"a", name}
         assert first.read_at(5, 95) == b"xxxxx"
@@ -80,10 +80,10 @@ def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(
     cache = Cache(str(tmp_path), 1000)
     keep(cache, "a", 4)
     keep(cache, "a", 4)
-    with cache.kept("a", 4, written(b"1234")) as found:
+    with cache.open_file("a", 4, written(b"1234")) as found:
         assert found.read() == b"xxxx"
     (tmp_path / "a").write_bytes(b"xx")
-    with cache.kept("a", 4, written(b"1234")) as found:
+    with cache.open_file("a", 4, written(b"1234")) as found:
         assert found.read() == b"1234"
 
 
@@ -97,9 +97,9 @@ def test_what_could_not_be_made_leaves_nothing(error: Any, tmp_path: Path) -> No
         raise error
 
     with pytest.raises(type(error)):
-        Cache(str(tmp_path), 1000).kept("a", 4, fails)
+        Cache(str(tmp_path), 1000).open_file("a", 4, fails)
     with pytest.raises(OSError, match="2 bytes were made of 4"):
-        Cache(str(tmp_path), 1000).kept("a", 4, written(b"12"))
+        Cache(str(tmp_path), 1000).open_file("a", 4, written(b"12"))
     assert not names(Cache(str(tmp_path), 1000))
 
 
@@ -107,24 +107,24 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = hashlib.sha256(b"1234").hexdigest()
-    with Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right) as found:
+    with Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right) as found:
         assert found.read() == b"1234", "it is read from its start"
     monkeypatch.setattr(cache, "_checked", set())
-    monkeypatch.setattr(Kept, "read_at", lambda file, size, offset: b"5678"[offset:])
+    monkeypatch.setattr(CachedFile, "read_at", lambda file, size, offset: b"5678"[offset:])
     with pytest.raises(
         UserError, match=r"gives back other bytes .*; name another folder in cluster\.cache"
     ):
-        Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right)
+        Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right)
 
 
 def test_a_file_is_checked_once_in_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, read = hashlib.sha256(b"1234").hexdigest(), []
-    read_at = Kept.read_at
-    monkeypatch.setattr(Kept, "read_at", lambda *args: (read.append(1), read_at(*args))[1])
+    read_at = CachedFile.read_at
+    monkeypatch.setattr(CachedFile, "read_at", lambda *args: (read.append(1), read_at(*args))[1])
     for _ in range(3):
-        Cache(str(tmp_path), 1000).kept("a", 4, written(b"1234"), right).close()
+        Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right).close()
     assert len(read) == 2, "the bytes, and the end"
 
 
@@ -133,7 +133,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(UserError, match=r"cannot be kept in .*No space left.*cluster\.cache"):
-        Cache(str(tmp_path), 1000).kept("a", 4, full)
+        Cache(str(tmp_path), 1000).open_file("a", 4, full)
 
 
 def dies(folder: str) -> None:
@@ -142,7 +142,7 @@ def dies(folder: str) -> None:
         stream.flush()
         os._exit(9)
 
-    Cache(folder, 1000).kept("a", 4, write)
+    Cache(folder, 1000).open_file("a", 4, write)
 
 
 def test_what_a_process_left_behind_that_died_is_deleted(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path: Path) -> None:
 
     found: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: found.append(cache.kept("a", 4, write).read()))
+        threading.Thread(target=lambda: found.append(cache.open_file("a", 4, write).read()))
         for _ in range(3)
     ]
     for thread in threads:
@@ -192,7 +192,7 @@ def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(
         )
         stream.write(b"x" * 100)
 
-    cache.kept("first", 100, write).close()
+    cache.open_file("first", 100, write).close()
     assert names(cache) == {"first", "second"}
 
 
@@ -213,13 +213,15 @@ def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_th
         made.append(1)
         stream.write(b"5678")
 
-    process = multiprocessing.get_context("fork").Process(target=cache.kept, args=("a", 4, first))
+    process = multiprocessing.get_context("fork").Process(
+        target=cache.open_file, args=("a", 4, first)
+    )
     process.start()
     begun.wait()
     flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lambda file, how: (waiting.set(), flock(file, how)))
     found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(cache.kept("a", 4, second).read()))
+    thread = threading.Thread(target=lambda: found.append(cache.open_file("a", 4, second).read()))
     thread.start()
     waiting.wait()
     go.set() if end == "done" else process.kill()
@@ -241,7 +243,7 @@ def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with cache.kept("a", 100, written(b"y" * 100)) as found:
+    with cache.open_file("a", 100, written(b"y" * 100)) as found:
         assert found.read() == b"y" * 100
     assert names(cache) == {"a"}
 

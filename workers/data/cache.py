@@ -1,9 +1,9 @@
-"""What a node keeps of the storage: shards and decoded images in one folder, each made once, shared
-by its processes, below a size.
+"""Files that a node copies from storage: shards and decoded images in one folder below a size
+limit, each made once and shared by the node's processes.
 
-A disk may give back other bytes than were written, without a word. So what is kept has digests, and
-is checked when a process first reads it: a shard as a whole (`Cache.kept`), decoded images one by
-one (`Blocks`). What is damaged is made again.
+A disk may silently return other bytes than were written. Therefore files have digests, which a
+process checks when it first reads them: a shard as a whole (`Cache.open_file`), decoded images one
+by one (`Blocks`). What is damaged is made again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIGEST = hashlib.sha256().digest_size
 _checked: set[tuple[int, int, int]] = set()
 
 
-class Kept(io.FileIO):
+class CachedFile(io.FileIO):
     """A file of the cache, open for reading. As long as it is open it is in use, and is not deleted
     to make room."""
 
@@ -52,20 +52,20 @@ class Cache:
     folder: str
     limit: int
 
-    def kept(self, name: str, size: int, write: Write, sha256: str = "") -> Kept:
+    def open_file(self, name: str, size: int, write: Write, sha256: str = "") -> CachedFile:
         """The file `name` of `size` bytes, which `write` fills where it is not there whole: one
         process of the node does, the others wait. sha256: what the file must hold; one that holds
         anything else is made again. Raises UserError where the disk has no room, or gives back
         other bytes than were written, and whatever `write` raises; then there is no file."""
         path = os.path.join(self.folder, name)
         for _ in range(3):
-            with self._sentence(size):
+            with self._explain_disk_errors(size):
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with _locked(f"{path}.lock"):
-                    found = _in_use(path, size) or self._made(path, size, write)
+                    found = _open_in_use(path, size) or self._create(path, size, write)
                 # from now on it is the one that was used last
                 os.utime(found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns))
-                if not sha256 or _is(found, sha256):
+                if not sha256 or _has_digest(found, sha256):
                     return found
             found.close()
             filesystem.notify(
@@ -89,7 +89,7 @@ class Cache:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, name))
 
-    def _made(self, path: str, size: int, write: Write) -> Kept:
+    def _create(self, path: str, size: int, write: Write) -> CachedFile:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         with _locked(os.path.join(self.folder, "room.lock")):
             self._make_room(size)
@@ -97,7 +97,7 @@ class Cache:
             # held until it is closed: also under its later name
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             os.truncate(descriptor, size)  # counted as a whole from now on
-        found = Kept(descriptor)
+        found = CachedFile(descriptor)
         try:
             # Written as a file, not through a map: a full disk is then an error and not a SIGBUS.
             with open(part, "r+b") as stream:
@@ -121,7 +121,7 @@ class Cache:
         files = sorted(self._files())
         total = sum(part for _, _, part in files) + size
         for _, path, part in sorted(files, key=lambda file: not file[1].endswith(".part")):
-            if (total > self.limit or path.endswith(".part")) and _deleted(path):
+            if (total > self.limit or path.endswith(".part")) and _delete_unused(path):
                 total -= part
 
     def _files(self) -> Iterator[tuple[int, str, int]]:
@@ -134,7 +134,7 @@ class Cache:
                         yield info.st_atime_ns, os.path.join(folder, name), info.st_size
 
     @contextmanager
-    def _sentence(self, size: int) -> Iterator[None]:
+    def _explain_disk_errors(self, size: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -155,7 +155,7 @@ class Blocks:
     def __init__(
         self,
         cache: Cache,
-        file: Kept,
+        file: CachedFile,
         start: int,
         shape: tuple[int, ...],
         make: Callable[[int], NDArray[np.uint8]],
@@ -220,7 +220,7 @@ class Blocks:
             raise self.cache.bad_disk()
 
 
-def _is(file: Kept, sha256: str) -> bool:
+def _has_digest(file: CachedFile, sha256: str) -> bool:
     """Whether a file holds what it should; each is read once in a process."""
     info = os.fstat(file.fileno())
     identity = (info.st_dev, info.st_ino, info.st_mtime_ns)
@@ -242,10 +242,10 @@ def _locked(path: str) -> Iterator[None]:
         yield
 
 
-def _in_use(path: str, size: int) -> Kept | None:
+def _open_in_use(path: str, size: int) -> CachedFile | None:
     """The file, open; None where it is not there, or cut short by a machine that went down."""
     try:
-        found = Kept(path, "r+")
+        found = CachedFile(path, "r+")
     except FileNotFoundError:
         return None
     fcntl.flock(found.fileno(), fcntl.LOCK_SH)
@@ -256,7 +256,7 @@ def _in_use(path: str, size: int) -> Kept | None:
     return None
 
 
-def _deleted(path: str) -> bool:
+def _delete_unused(path: str) -> bool:
     """Deletes a file unless somebody uses it."""
     with (
         suppress(FileNotFoundError, BlockingIOError),

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from workers.data.cache import Cache, Kept
+from workers.data.cache import Cache, CachedFile
 from workers.errors import DamagedArtifact, UserError
 from workers.storage import filesystem
 from workers.storage.artifact import Artifact, resolve
@@ -141,13 +141,13 @@ class Shards:
             with self._open(source["url"]) as stream:
                 yield {"url": source["url"], "stream": stream}
 
-    def _open(self, shard: str) -> pa.NativeFile | Kept:
+    def _open(self, shard: str) -> pa.NativeFile | CachedFile:
         """A shard where it lies, or the copy that this node keeps of one that lies on no disk."""
         try:
             if self.cache is not None:
                 info = self.artifact.manifest["files"][shard]
-                return self.cache.kept(
-                    _kept_as(info),
+                return self.cache.open_file(
+                    _cache_name(info),
                     info["bytes"],
                     lambda stream: self._download(shard, info, stream),
                     info["sha256"],
@@ -197,12 +197,12 @@ class Shards:
             "its shard is fetched "
             "again"
         )
-        self.cache.forget(_kept_as(self.artifact.manifest["files"][row["shard"]]))
+        self.cache.forget(_cache_name(self.artifact.manifest["files"][row["shard"]]))
         self._file.cache_clear()
         return self.read(row["shard"], row["offset"], row["bytes"])
 
 
-def _kept_as(info: dict[str, Any]) -> str:
+def _cache_name(info: dict[str, Any]) -> str:
     return f"shards/{info['sha256']}"
 
 

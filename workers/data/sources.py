@@ -136,7 +136,7 @@ class Resident:
             Blocks.write(stream, self._decoded())
 
         # in use for as long as this source is
-        file = cache.kept(name, header.tell() + Blocks.size(self.shape), write)
+        file = cache.open_file(name, header.tell() + Blocks.size(self.shape), write)
         return Blocks(cache, file, header.tell(), self.shape, self._decode)
 
 

@@ -139,7 +139,7 @@ def interrupted_steps() -> Iterator[Interruptions]:
         steps.total[job.id] = progress.total
         if progress.global_step == progress.total // 2 and job.id not in steps.interrupted:
             steps.interrupted.add(job.id)
-            preemption.given.set()
+            preemption.requested.set()
         return terms
 
     with mock.patch.object(loop, "train_step", interrupt):

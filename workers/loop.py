@@ -367,12 +367,12 @@ def is_due(when: float, step: int, group: dist.Group) -> bool:
     and several ask each other only now and then."""
     if group.world > 1 and (step + 1) % AGREE_STEPS:
         return False
-    return bool(group.share(time.monotonic() > when or preemption.given.is_set()))
+    return bool(group.share(time.monotonic() > when or preemption.requested.is_set()))
 
 
 def exit_if_preempted(job: StageJob, group: dist.Group) -> None:
     """Right after a checkpoint. Raises Leaving, on all ranks, where rank 0 was told to go."""
-    if group.share(preemption.given.is_set()):
+    if group.share(preemption.requested.is_set()):
         raise preemption.Preempted(f"{job.id} is saved")
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-given = threading.Event()  # of this process; the ranks of a group hear of it from rank 0
+requested = threading.Event()  # of this process; the ranks of a group hear of it from rank 0
 
 
 class Preempted(Exception):
@@ -23,15 +23,15 @@ def listen() -> Callable[[], None]:
         return lambda: None
 
     def note(number: int, frame: FrameType | None) -> None:
-        if given.is_set():
+        if requested.is_set():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        given.set()
+        requested.set()
 
     before = signal.signal(signal.SIGTERM, note)
 
     def end() -> None:
         signal.signal(signal.SIGTERM, before)
-        given.clear()
+        requested.clear()
 
     return end

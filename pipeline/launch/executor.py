@@ -58,10 +58,10 @@ class LocalExecutor:
         self.waiting.append(ReadyStage(depth, stage))
 
     def poll(self) -> list[Event]:
-        stage = None if preemption.given.is_set() else self.waiting.take()
+        stage = None if preemption.requested.is_set() else self.waiting.take()
         if stage is not None:
             self.events.append(attempt(stage, lambda: self._run(stage), self.store.storage))
-        elif preemption.given.is_set():
+        elif preemption.requested.is_set():
             raise preemption.Preempted
         events, self.events = self.events, []
         return events
@@ -214,7 +214,7 @@ class ProgressReporter:
             and self.ray.wait([self.answer], timeout=0)[0]
             and self.ray.get(self.answer)
         ):
-            preemption.given.set()
+            preemption.requested.set()
         self.answer = self.queue.post.remote(
             self.index, Event("progress", self.stage.id, body=body)
         )

@@ -163,7 +163,7 @@ class RayExecutor:
 
     def _poll(self) -> list[Event]:
         events = self._ingested()
-        if self.outbox and not self.groups and not preemption.given.is_set():
+        if self.outbox and not self.groups and not preemption.requested.is_set():
             check_fits(self.around, self.cluster)
             self._adjust()
         if self.groups:
@@ -176,7 +176,7 @@ class RayExecutor:
             ):
                 self._look_around()
             events += [self._explained(event) for event in news]
-        if preemption.given.is_set():
+        if preemption.requested.is_set():
             self._leave()
         if self.local_waiting and not events:
             stage = self.local_waiting.popleft()

@@ -248,7 +248,7 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
 ) -> None:
     driver = Driver(tmp_path, [1.0, 1.0])
     driver.holding(0, "0")
-    preemption.given.set()
+    preemption.requested.set()
     try:
         driver.poll()
         assert driver.queue.queue.going == {0: True, 1: True}
@@ -261,7 +261,7 @@ def test_who_is_told_to_leave_dismisses_its_groups_and_goes_when_they_have_gone(
             driver.poll()
         assert driver.groups == {}, "none is started again"
     finally:
-        preemption.given.clear()
+        preemption.requested.clear()
 
 
 def test_the_books_of_drivers_that_were_killed_are_swept_and_those_of_others_stay(

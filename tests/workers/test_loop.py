@@ -130,13 +130,13 @@ def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_f
     def told(*args: Any) -> Any:
         made.append(1)
         if len(made) == steps:
-            preemption.given.set()
+            preemption.requested.set()
         return step(*args)
 
     monkeypatch.setattr(loop, "train_step", told)
     with pytest.raises(preemption.Preempted, match=job.id):
         lab.stage(job)
-    preemption.given.clear()
+    preemption.requested.clear()
     assert len(made) == steps, "it goes at the next step that it can"
     mark = checkpoint.load(job.root, job.key)
     assert mark is not None
@@ -404,15 +404,15 @@ def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_ag
     end = preemption.listen()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.given.is_set()
+        assert preemption.requested.is_set()
         assert heard == []
         end()
-        assert not preemption.given.is_set(), "the next run in this process was told nothing"
+        assert not preemption.requested.is_set(), "the next run in this process was told nothing"
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]
-        assert not preemption.given.is_set()
+        assert not preemption.requested.is_set()
     finally:
-        preemption.given.clear()
+        preemption.requested.clear()
         signal.signal(signal.SIGTERM, usual)
 
 
@@ -421,7 +421,7 @@ def test_a_second_sigterm_ends_the_process_at_once() -> None:
     if not child:
         preemption.listen()
         os.kill(os.getpid(), signal.SIGTERM)
-        if preemption.given.is_set():  # else it has died of the first
+        if preemption.requested.is_set():  # else it has died of the first
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
@@ -442,9 +442,9 @@ def test_beside_the_main_thread_nobody_listens() -> None:
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == before
-    preemption.given.set()  # heard by who listens in the main thread
+    preemption.requested.set()  # heard by who listens in the main thread
     try:
         notes[0]()
-        assert preemption.given.is_set()
+        assert preemption.requested.is_set()
     finally:
-        preemption.given.clear()
+        preemption.requested.clear()

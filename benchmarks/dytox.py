@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks.harness import Report, interleave, start
 from workers.job import BackboneSettings
 from workers.model.convit import GatedAttention
-from workers.model.exemplars import herding, normalised
+from workers.model.exemplars import herding, normalise
 from workers.model.task_attention import TaskAttention, TokenHead, TokenNetwork
 from workers.model.vit import build
 
@@ -93,7 +93,7 @@ def backward(function: Any, x: Tensor) -> None:
 
 def naive_herding(features: Tensor, count: int) -> list[int]:
     """Each pick tries every unused image and measures the distance of the new mean."""
-    unit = normalised(features)
+    unit = normalise(features)
     mean, chosen = unit.mean(0), list[int]()
     for _ in range(count):
         rest = [i for i in range(len(unit)) if i not in chosen]

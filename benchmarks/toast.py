@@ -19,7 +19,7 @@ from workers.data.batch import Batch
 from workers.job import BackboneSettings, Task
 from workers.methods.base import OptimPlan, Progress
 from workers.methods.toast import Toast, ToastSettings
-from workers.model.top_down import selected
+from workers.model.top_down import select_tokens
 from workers.model.vit import build
 from workers.rng import StepRng
 
@@ -43,7 +43,7 @@ class TwoFullPasses:
             qkv[..., 2 * width :] += F.linear(self.fed_back[index], layer.weight)[..., 2 * width :]
 
     def features(self, images: Tensor, own: dict[str, Tensor]) -> Tensor:
-        x = selected(self.backbone.forward_features(images), own["prior"]) @ own["transform"]
+        x = select_tokens(self.backbone.forward_features(images), own["prior"]) @ own["transform"]
         fed_back: list[Tensor] = []
         for w1, w2 in zip(reversed(own["w1"].unbind()), reversed(own["w2"].unbind()), strict=True):
             x = F.linear(x, w1)

@@ -18,7 +18,7 @@ from workers.dist import Group
 from workers.evaluate import answers, first_column
 from workers.job import BackboneSettings, StageJob, Task
 from workers.methods.base import Method
-from workers.model.attention import Gaze, gazes, watched
+from workers.model.attention import ClassAttention, record_attention, record_class_attention
 from workers.model.top_down import TopDown, selection
 
 Row = dict[str, Any]
@@ -40,9 +40,12 @@ def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tenso
 
 @torch.no_grad()
 def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
-    """Entropy, distance and scale of each head (see `Layer.rows`) while the method answers on
-    images of `task` and is told so; over both looks of a method that looks twice."""
-    with watched(method) as layers:
+    """Return rows of entropy, distance and scale per head (see `AttentionStatistics.rows`).
+
+    They are measured while the method classifies images of `task` and knows the task; for methods
+    with two passes over both.
+    """
+    with record_attention(method) as layers:
         for images, _ in spread(job, task, most):
             logits_with_task(method, images, task.name)
     return [row for layer in layers for row in layer.rows()]
@@ -67,7 +70,7 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     class token among patches."""
     batches = [*spread(job, task, most)]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    with gazes(method) as heard:
+    with record_class_attention(method) as heard:
         logits_with_task(method, images, task.name)
     looks = _looks(
         [gaze for gaze in heard if gaze.passes and len(gaze.passes[-1]) == len(images)],
@@ -86,7 +89,7 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     )
 
 
-def _looks(heard: Sequence[Gaze], twice: bool) -> dict[str, Tensor]:
+def _looks(heard: Sequence[ClassAttention], twice: bool) -> dict[str, Tensor]:
     """By title: of one network a block in the middle and the last one, of several networks the last
     block of each. twice: a method that looks two times; both looks of the last block that ran
     twice, and the last block where that is another."""

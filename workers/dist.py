@@ -76,7 +76,7 @@ class Group:
         return box
 
 
-def in_turn(shares: list[list[Any]]) -> list[Any]:
+def interleave(shares: list[list[Any]]) -> list[Any]:
     """Every rank's share of what went round the ranks in turn, as one list in the order that it
     had."""
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]

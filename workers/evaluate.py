@@ -133,7 +133,7 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
 
 def in_order(shares: list[list[Answers]]) -> Answers:
     """The answers of all ranks in test order: whole batches went round the ranks in turn."""
-    batches = dist.in_turn(shares)
+    batches = dist.interleave(shares)
     keys, labels = [k for b in batches for k in b[0]], [label for b in batches for label in b[1]]
     return (
         keys,

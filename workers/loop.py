@@ -320,7 +320,7 @@ def train_step(
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     terms = gradients(method, optimizer, batches, progress, job, group)
     if method.sharpness():
-        with optim.ascended(parameters, method.sharpness()):
+        with optim.ascend(parameters, method.sharpness()):
             gradients(method, optimizer, batches, progress, job, group)
     method.after_backward()
     if job.train.clip:

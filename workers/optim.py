@@ -59,7 +59,7 @@ def set_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 
 @contextlib.contextmanager
-def ascended(parameters: list[Tensor], rho: float) -> Iterator[None]:
+def ascend(parameters: list[Tensor], rho: float) -> Iterator[None]:
     """Inside, each w stands at w + rho w^2 g / || |w| g ||, g its gradient on entry, the norm over
     all of them: the step uphill of ASAM (Kwon et al., ICML 2021), which no rescaling of weights
     changes. Afterwards all are back to the last bit."""

@@ -33,7 +33,7 @@ from pipeline.data.formats import (
     units,
 )
 from workers.data.rows import hold_out
-from workers.data.shards import INDEX, SCHEMA, open_image, rgb
+from workers.data.shards import INDEX, SCHEMA, open_image, to_rgb
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Attempt, delete_dir, join, write_bytes
 
@@ -264,7 +264,7 @@ def to_stored(data: bytes, max_pixels: int) -> tuple[bytes, str]:
     programs read them."""
     image = open_image(data, max_pixels)
     ext = KEPT.get(image.format or "")
-    return (data, ext) if ext else (png(rgb(image)), "png")
+    return (data, ext) if ext else (png(to_rgb(image)), "png")
 
 
 # ---- judgement: what is kept, under which key, in which split ------------------------------------

@@ -25,15 +25,24 @@ from workers.job import BackboneSettings, Task
 from workers.methods.base import MethodSettings
 from workers.methods.linear import Linear
 from workers.model import top_down
-from workers.model.attention import Layer, distance, distances, entropy, gazes, watched
+from workers.model.attention import (
+    AttentionStatistics,
+    distance,
+    entropy,
+    patch_distances,
+    record_attention,
+    record_class_attention,
+)
 from workers.model.sites import TokenSites
 
 
 def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The attention of each block (B, H, N, N)."""
     found: list[Tensor] = []
-    monkeypatch.setattr(Layer, "add", lambda layer, attention: found.append(attention))
-    with watched(model), torch.no_grad():
+    monkeypatch.setattr(
+        AttentionStatistics, "add", lambda layer, attention: found.append(attention)
+    )
+    with record_attention(model), torch.no_grad():
         model(x)
     return found
 
@@ -41,7 +50,7 @@ def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[T
 # ---- measures ------------------------------------------------------------------------------------
 def test_entropy_and_distance_of_known_attention() -> None:
     uniform, own = torch.full((1, 1, 4, 4), 0.25), torch.eye(4)[None, None]
-    apart = distances((2, 2))
+    apart = patch_distances((2, 2))
     assert apart.tolist()[0] == pytest.approx([0, 1, 1, math.sqrt(2)])
     assert entropy(uniform).item() == pytest.approx(math.log(4))
     assert entropy(own).item() == 0
@@ -51,17 +60,17 @@ def test_entropy_and_distance_of_known_attention() -> None:
     assert entropy(some).item() == pytest.approx(
         (-0.25 * math.log(0.25) - 0.75 * math.log(0.75) + math.log(2)) / 2
     )
-    assert distance(some, distances((1, 2))).item() == pytest.approx(1.25)
-    assert distance(some * 0.3, distances((1, 2))).item() == pytest.approx(1.25), (
+    assert distance(some, patch_distances((1, 2))).item() == pytest.approx(1.25)
+    assert distance(some * 0.3, patch_distances((1, 2))).item() == pytest.approx(1.25), (
         "what goes to the class token has no place"
     )
-    assert distance(torch.zeros(1, 1, 2, 2), distances((1, 2))).item() == 0
+    assert distance(torch.zeros(1, 1, 2, 2), patch_distances((1, 2))).item() == 0
 
 
 def test_the_class_token_has_entropy_and_no_place() -> None:
     own = torch.eye(5)[None, None]
     own[..., 0, :] = 0.2
-    layer = Layer("", 0, distances((2, 2)))
+    layer = AttentionStatistics("", 0, patch_distances((2, 2)))
     layer.add(own)
     assert layer.rows()[0]["distance"] == 0
     assert layer.rows()[0]["entropy"] == pytest.approx(math.log(5) / 5)
@@ -108,7 +117,7 @@ def test_gated_attention_is_what_it_multiplies_values_with(monkeypatch: pytest.M
 
 def test_a_uniform_head_has_the_largest_entropy_and_distance_one() -> None:
     model = built("replace")
-    with watched(model) as layers:
+    with record_attention(model) as layers:
         model(images())
         model(images() + 1)
     for layer in layers:
@@ -121,9 +130,9 @@ def test_a_uniform_head_has_the_largest_entropy_and_distance_one() -> None:
 
 def test_means_are_over_all_images_whatever_the_batches() -> None:
     model, x = built(None), images()
-    with watched(model) as whole:
+    with record_attention(model) as whole:
         model(x)
-    with watched(model) as parts:
+    with record_attention(model) as parts:
         model(x[:1])
         model(x[1:])
     for one, other in zip(
@@ -140,7 +149,7 @@ def test_means_are_over_all_images_whatever_the_batches() -> None:
 def test_looking_changes_nothing_and_leaves_nothing() -> None:
     model, x = built("cbs"), images()
     want, hooks = model(x), [len(m._forward_hooks) for m in model.modules()]
-    with watched(model) as layers:
+    with record_attention(model) as layers:
         assert torch.equal(model(x), want)
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
     assert [layer.scale for layer in layers] == [
@@ -204,7 +213,7 @@ def test_a_gaze_is_the_class_tokens_row_of_attention(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = built(None, options=options)
-    with gazes(model) as found, torch.no_grad():
+    with record_class_attention(model) as found, torch.no_grad():
         model(images())
         model(images()[:2])
     whole = maps(model, images(), monkeypatch)
@@ -223,7 +232,7 @@ def test_a_gaze_is_the_class_tokens_row_of_attention(
 
 def test_without_a_class_token_there_is_no_gaze() -> None:
     model = built(None, LOCAL)
-    with gazes(model) as found:
+    with record_class_attention(model) as found:
         model(images())
     assert found == []
 
@@ -243,7 +252,7 @@ def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab) -> None:
     assert torch.allclose(found.images.permute(0, 3, 1, 2) * 2 - 1, shown, atol=1e-6), (
         "mean and std are 1/2"
     )
-    with gazes(method) as heard, torch.no_grad():
+    with record_class_attention(method) as heard, torch.no_grad():
         method.logits(shown, task.name)
     assert torch.equal(found.looks["block 1"], heard[1].passes[0])
     assert found.selected is None
@@ -256,9 +265,11 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
     run = lab.run(name)
     job, method = run.evaluate_job(1), run.served(1)
     used: list[tuple[Tensor, Tensor]] = []
-    selected = top_down.selected
+    selected = top_down.select_tokens
     monkeypatch.setattr(
-        top_down, "selected", lambda x, prior: used.append((x, selected(x, prior))) or used[-1][1]
+        top_down,
+        "select_tokens",
+        lambda x, prior: used.append((x, selected(x, prior))) or used[-1][1],
     )
     found = analysis.maps(method, job, job.tasks[1], 6)
     assert found is not None
@@ -271,7 +282,7 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
         found.selected.flatten(1)[..., None] * x[:, 1:], kept[:, 1:], atol=1e-6
     ), "what the second look is steered by"
     ((shown, _),) = analysis.spread(job, job.tasks[1], 6)
-    with gazes(method.backbone) as plain, torch.no_grad():
+    with record_class_attention(method.backbone) as plain, torch.no_grad():
         method.backbone(shown)
     assert torch.allclose(first, plain[1].passes[0], atol=1e-5), (
         "the first look is the plain backbone's"

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from workers.data import randaugment
-from workers.data.augment import Augment, crop, crop_at_once, draw_boxes, partner_of
+from workers.data.augment import Augment, crop, crop_by_gather, draw_boxes, partner_positions
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng
@@ -107,7 +107,7 @@ def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image() -> Non
         cut = as_pil(image).crop((x, y, x + side, y + side))
         expected.append(from_pil(ImageOps.mirror(cut) if mirrored else cut))
     assert torch.equal(crop(pixels, top, left, flip, side), torch.stack(expected))
-    assert torch.equal(crop_at_once(pixels, top, left, flip, side), torch.stack(expected))
+    assert torch.equal(crop_by_gather(pixels, top, left, flip, side), torch.stack(expected))
 
 
 @pytest.mark.parametrize("crop_pct", [1.0, 0.75])
@@ -276,9 +276,9 @@ def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise() -> None:
 
 # ---- mixing --------------------------------------------------------------------------------------
 def test_partners_are_a_permutation_that_changes_with_the_step() -> None:
-    assert sorted(partner_of(draw(50)).tolist()) == list(range(50))
-    assert torch.equal(partner_of(draw(50)), partner_of(draw(50, [3])))
-    assert not torch.equal(partner_of(draw(50)), partner_of(draw(50, step=1)))
+    assert sorted(partner_positions(draw(50)).tolist()) == list(range(50))
+    assert torch.equal(partner_positions(draw(50)), partner_positions(draw(50, [3])))
+    assert not torch.equal(partner_positions(draw(50)), partner_positions(draw(50, step=1)))
 
 
 def flat(size: int, side: int) -> torch.Tensor:
@@ -298,7 +298,7 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight() -> None:
         pixels, labels, size, draw(size)
     )
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
-    clean, other = plain(pixels, settings), partner_of(draw(size))
+    clean, other = plain(pixels, settings), partner_positions(draw(size))
     own = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
     own[other == labels] = 1
     torch.testing.assert_close(images, own * clean + (1 - own) * clean[other], atol=1e-5, rtol=0)
@@ -313,7 +313,7 @@ def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch: pytest.M
         "_beta",
         lambda draw, tag, alpha: torch.full((draw.size,), 0.3 if tag == "mixup" else 1.0),
     )
-    step = next(i for i in range(50) if partner_of(draw(2, step=i)).tolist() == [1, 0])
+    step = next(i for i in range(50) if partner_positions(draw(2, step=i)).tolist() == [1, 0])
     _, targets = augment(pictures(2, 16), torch.tensor([1, 3]), 4, draw(2, step=step))
     torch.testing.assert_close(
         targets, torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
@@ -326,7 +326,7 @@ def test_cutmix_targets_count_the_pixels() -> None:
     images, targets = Augment(DataSettings(cutmix=1.0), settings, True)(
         pixels, labels, size, draw(size)
     )
-    clean, other = plain(pixels, settings), partner_of(draw(size))
+    clean, other = plain(pixels, settings), partner_positions(draw(size))
     mine, theirs = ((images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other))
     assert (mine | theirs).all()
     strangers = other != labels
@@ -373,7 +373,7 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
     augment = Augment(settings, backbone(24, 0.8), True)
     pixels, labels = pictures(21, 30), torch.arange(21) % CLASSES
     images, targets = augment(pixels, labels, CLASSES, draw(21))
-    partner = partner_of(draw(21))
+    partner = partner_positions(draw(21))
     for rank in range(ranks):
         rows = list(range(rank, 21, ranks))
         part, part_targets = augment(

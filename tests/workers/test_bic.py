@@ -18,7 +18,7 @@ from workers import loop
 from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.methods.bic import Bic, BicSettings
-from workers.model.bias import biased, fit_bias
+from workers.model.bias import apply_bias, fit_bias
 from workers.model.distill import kd_ce
 from workers.model.vit import build
 from workers.storage.artifact import Artifact
@@ -33,12 +33,14 @@ def logits(n: int = 40, seed: int = 0) -> Tensor:
 
 
 def test_one_and_zero_change_nothing() -> None:
-    assert torch.equal(biased(logits(), NEW, torch.tensor([1.0, 0.0])), logits())
-    assert torch.equal(biased(logits().float(), NEW, torch.tensor([1.0, 0.0])), logits().float())
+    assert torch.equal(apply_bias(logits(), NEW, torch.tensor([1.0, 0.0])), logits())
+    assert torch.equal(
+        apply_bias(logits().float(), NEW, torch.tensor([1.0, 0.0])), logits().float()
+    )
 
 
 def test_other_classes_are_left_alone_bit_for_bit() -> None:
-    found = biased(logits(), slice(1, 3), torch.tensor([2.0, -0.5], dtype=torch.float64))
+    found = apply_bias(logits(), slice(1, 3), torch.tensor([2.0, -0.5], dtype=torch.float64))
     assert torch.equal(found[:, [0, 3, 4]], logits()[:, [0, 3, 4]])
     assert torch.allclose(found[:, 1:3], 2 * logits()[:, 1:3] - 0.5)
 
@@ -86,7 +88,7 @@ def test_it_takes_back_what_was_done_to_the_new_outputs() -> None:
     # as many of each
     of_class = torch.cat([(labels == c).nonzero()[:30_000] for c in range(5)]).squeeze(1)
     z, labels = z[of_class], labels[of_class]
-    alpha, beta = fit_bias(biased(z, NEW, torch.tensor([2.0, 1.0])), labels, NEW, 0.0).tolist()
+    alpha, beta = fit_bias(apply_bias(z, NEW, torch.tensor([2.0, 1.0])), labels, NEW, 0.0).tolist()
     assert (alpha, beta) == (pytest.approx(0.5, abs=0.01), pytest.approx(-0.5, abs=0.02))
 
 
@@ -104,7 +106,7 @@ def test_where_all_are_told_apart_already_the_fit_still_ends() -> None:
     z[:, 3:] -= 1
     found = fit_bias(z, labels, NEW, 0.1)
     assert torch.isfinite(found).all()
-    assert (biased(z.double(), NEW, found).argmax(1) == labels).all()
+    assert (apply_bias(z.double(), NEW, found).argmax(1) == labels).all()
 
 
 # ---- the loss ------------------------------------------------------------------------------------

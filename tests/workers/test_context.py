@@ -25,7 +25,7 @@ from workers.methods.hat import affine_names
 from workers.methods.meat import Meat, MeatSettings
 from workers.methods.tfm import Tfm, TfmSettings
 from workers.model import context, vit
-from workers.model.compact import flops, plan
+from workers.model.compact import flops, plan_blocks
 from workers.model.context import Context, ScaledContext
 from workers.model.masked import BlockMasks
 from workers.storage.taskstate import TaskState
@@ -181,7 +181,7 @@ def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
     plain, x = built(None, settings), images(side)
     assert torch.equal(built("cb", settings, blocks=[])(x), plain(x))
     none = built("cbs", settings)
-    for _, module in context.added(none):
+    for _, module in context.context_modules(none):
         nn.init.zeros_(module.scale)
     assert torch.equal(none(x), plain(x))
     assert not torch.allclose(built("cb", settings)(x), plain(x), atol=1e-3)
@@ -192,11 +192,11 @@ def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
 
 def test_only_the_chosen_blocks_have_it() -> None:
     model = built(blocks=[0, 2])
-    assert [name for name, _ in context.added(model)] == [
+    assert [name for name, _ in context.context_modules(model)] == [
         "blocks.0.mlp.context",
         "blocks.2.mlp.context",
     ]
-    assert [context.reads_all(block) for block in model.blocks] == [True, False, True]
+    assert [context.mixes_all_tokens(block) for block in model.blocks] == [True, False, True]
 
 
 def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block() -> None:
@@ -210,9 +210,9 @@ def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block() -> Non
         small = vit.build(
             BackboneSettings(name="vit_small_patch16_224", context=ContextSettings(kind="cbs"))
         )
-    assert sum(p.numel() for _, m in context.added(small) for p in m.parameters()) == 4608, (
-        "the paper's number for ViT-S"
-    )
+    assert (
+        sum(p.numel() for _, m in context.context_modules(small) for p in m.parameters()) == 4608
+    ), "the paper's number for ViT-S"
     assert count(built("compensate")) - plain == 3 * 2 * 32 * 8, (
         "as many as the weights of the queries and keys that are not used"
     )
@@ -277,7 +277,9 @@ def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
         update={"weights": str(path), "context": ContextSettings(kind=kind)}
     )  # type: ignore[arg-type]
     model: Any = vit.build(settings).eval()
-    start = {name: model.get_parameter(name).clone() for name in context.added_names(model)}
+    start = {
+        name: model.get_parameter(name).clone() for name in context.context_parameter_names(model)
+    }
     vit.load_weights(model, settings)
     assert all(torch.equal(model.state_dict()[name], t) for name, t in plain.state_dict().items())
     assert all(torch.equal(model.get_parameter(name), t) for name, t in start.items())
@@ -303,7 +305,7 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
         {id(p) for p in group["params"]}
         for group in weight_groups(model, OptimPlan(1.0, 0.1, 1, 1.0))
     )
-    scales = {id(m.scale) for _, m in context.added(model)}
+    scales = {id(m.scale) for _, m in context.context_modules(model)}
     assert scales <= exempt
     assert not scales & decayed
     assert {f"blocks.{i}.mlp.context.scale" for i in range(3)} <= set(affine_names(model))
@@ -322,7 +324,7 @@ def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_uniform_head_costs_one_token() -> None:
     pooled = {"global_pool": "avg"}  # so that the last block needs all its tokens in each
     cost = {
-        kind: flops(model, plan(model, [BlockMasks()] * 3))
+        kind: flops(model, plan_blocks(model, [BlockMasks()] * 3))
         for kind in (None, *KINDS)
         for model in [built(kind, options=pooled)]
     }
@@ -385,7 +387,9 @@ def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]) 
 
 def test_a_token_that_context_reads_is_computed() -> None:
     masks = [BlockMasks(tokens=torch.zeros(1, 4, dtype=torch.bool))] * 3
-    plain, cb, last = (plan(model, masks) for model in (built(None), built(), built(blocks=[1])))
+    plain, cb, last = (
+        plan_blocks(model, masks) for model in (built(None), built(), built(blocks=[1]))
+    )
     assert [len(p.queries) for p in plain] == [1, 1, 1]
     assert [len(p.queries) for p in cb] == [5, 5, 5]
     assert [(len(p.inputs), len(p.queries)) for p in last] == [(5, 5), (5, 5), (5, 1)]

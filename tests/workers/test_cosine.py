@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model.cosine import CosineHeads, imprinted, k_means, margin_rank, nca
-from workers.model.exemplars import normalised
+from workers.model.cosine import CosineHeads, imprint, k_means, margin_rank, nca
+from workers.model.exemplars import normalise
 
 D = 8
 
@@ -125,7 +125,7 @@ def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_lengt
     None
 ):
     h, labels = features(12) * torch.arange(1.0, 13)[:, None], torch.arange(12) % 3
-    found = imprinted(h, labels, 3, 1, 0.7, 0)
+    found = imprint(h, labels, 3, 1, 0.7, 0)
     assert found.shape == (3, 1, D)
     assert torch.allclose(found.norm(dim=2), torch.full((3, 1), 0.7), atol=1e-6)
     for label in range(3):
@@ -140,7 +140,7 @@ def test_proxies_point_along_the_clusters_of_their_class() -> None:
     noise = 0.01 * torch.randn(40, D, generator=torch.Generator().manual_seed(1))
     h = (axes[torch.arange(40) % 4] + noise) * torch.linspace(1, 9, 40)[:, None]
     labels = (torch.arange(40) % 4) // 2  # class 0: axes 0 and 1; class 1: axes 2 and 3
-    found = imprinted(h, labels, 2, 2, 2.0, 0)
+    found = imprint(h, labels, 2, 2, 2.0, 0)
     for label in range(2):
         near = found[label] @ axes[2 * label : 2 * label + 2].T / 2.0
         assert sorted(near.argmax(1).tolist()) == [0, 1]
@@ -151,7 +151,7 @@ def test_proxies_point_along_the_clusters_of_their_class() -> None:
 def test_clusters_are_those_of_lloyds_algorithm() -> None:
     """At the end each centre is the mean of the points that are nearest to it; the same again from
     the same seed."""
-    points = normalised(features(60))
+    points = normalise(features(60))
     centres = k_means(points, 5, torch.Generator().manual_seed(3))
     nearest = torch.cdist(points, centres).argmin(1)
     assert nearest.unique().tolist() == [0, 1, 2, 3, 4]
@@ -163,7 +163,7 @@ def test_clusters_are_those_of_lloyds_algorithm() -> None:
 
 
 def test_one_cluster_is_the_mean() -> None:
-    points = normalised(features(7))
+    points = normalise(features(7))
     assert torch.allclose(
         k_means(points, 1, torch.Generator().manual_seed(0)),
         points.mean(0, keepdim=True),
@@ -173,12 +173,12 @@ def test_one_cluster_is_the_mean() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_too_few_points_or_equal_ones_still_give_every_centre(n: int) -> None:
-    points = normalised(features(1)).expand(n, D) if n > 2 else normalised(features(n))
+    points = normalise(features(1)).expand(n, D) if n > 2 else normalise(features(n))
     centres = k_means(points, 4, torch.Generator().manual_seed(0))
     assert centres.shape == (4, D)
     assert torch.cdist(centres, points).amin(1).max() < 1e-6
     assert torch.isfinite(
-        imprinted(features(n), torch.zeros(n, dtype=torch.long), 1, 4, 1.0, 0)
+        imprint(features(n), torch.zeros(n, dtype=torch.long), 1, 4, 1.0, 0)
     ).all()
 
 

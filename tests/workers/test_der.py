@@ -24,9 +24,9 @@ from workers.methods.der import DerSettings
 from workers.methods.der_p import DerPSettings
 from workers.methods.simple_der import SimpleDerSettings
 from workers.model.distill import kd_ce
-from workers.model.heads import one_for_all_old
-from workers.model.masks import annealed
-from workers.model.units import magnitudes, masked_weights, packed, thin, unit_sites, unpacked
+from workers.model.heads import sum_old_targets
+from workers.model.masks import annealed_scale
+from workers.model.units import cut_units, magnitudes, masked_weights, pack, unit_sites, unpack
 from workers.model.vit import build, digest_of
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
@@ -77,7 +77,7 @@ def begun(
     method = METHODS[name](backbone(), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
     parts = (
-        {"copies": packed(backbone(seed=5), kept or all_on()), "masks": kept or all_on()}
+        {"copies": pack(backbone(seed=5), kept or all_on()), "masks": kept or all_on()}
         if name != "der"
         else None
     )
@@ -161,9 +161,9 @@ def test_the_loss_is_that_of_the_classifier_and_of_the_auxiliary_head(soft: bool
 def test_the_auxiliary_targets_have_one_class_for_all_old_ones() -> None:
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
     assert torch.allclose(
-        one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
+        sum_old_targets(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
     )
-    hard = one_for_all_old(F.one_hot(torch.arange(5), 5), 3).argmax(1)
+    hard = sum_old_targets(F.one_hot(torch.arange(5), 5), 3).argmax(1)
     assert hard.tolist() == [0, 0, 0, 1, 2], "c < O_t -> 0, else c - O_t + 1"
 
 
@@ -248,7 +248,7 @@ def test_after_a_pruned_extractor_the_next_has_all_its_units_again_those_of_the_
 ) -> None:
     method, expected = (
         begun(name, A, B, kept=some()),
-        unpacked(backbone(), packed(backbone(seed=5), some()), some(), fill=True),
+        unpack(backbone(), pack(backbone(seed=5), some()), some(), fill=True),
     )
     assert all(torch.equal(p, expected[n]) for n, p in method.backbone.named_parameters())
     assert sum(p.numel() for p in method.extractors.parameters()) < sum(
@@ -417,7 +417,7 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str) -> None:
 
 # ---- pruning -------------------------------------------------------------------------------------
 def test_the_scale_of_masks_has_the_worked_values() -> None:
-    assert [annealed(step, 5, 10.0) for step in range(5)] == pytest.approx(
+    assert [annealed_scale(step, 5, 10.0) for step in range(5)] == pytest.approx(
         [0.1, 2.575, 5.05, 7.525, 10.0]
     )
 
@@ -426,7 +426,7 @@ def test_the_gradient_of_an_embedding_is_compensated() -> None:
     """What reaches e, over what plain sigmoid(s e) would give, is sigmoid(e)(1 - sigmoid(e)) / (s
     sigmoid(s e)(1 - sigmoid(s e))), times s_max."""
     method = begun("der_p", A, s_max=10.0)
-    e, s = method.mask.embedding, annealed(2, 5, 10.0)
+    e, s = method.mask.embedding, annealed_scale(2, 5, 10.0)
     (found,) = torch.autograd.grad(method.mask.sample(s).sum(), e)
     sigmoid, hard = torch.sigmoid(e.detach().double()), torch.sigmoid(s * e.detach().double())
     plain = s * hard * (1 - hard)
@@ -443,7 +443,7 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
     method = begun("der_p", A, s_max=10.0, sparsity=0.3)
     b = batch(A)
     loss, terms = method.loss(b, Progress(0, 1, 1, 5))
-    m = method.by_site(torch.sigmoid(annealed(1, 5, 10.0) * method.mask.embedding.detach()))
+    m = method.by_site(torch.sigmoid(annealed_scale(1, 5, 10.0) * method.mask.embedding.detach()))
     sums = {site: float(own.sum()) for site, own in m.items()}
     left = full = 0.0
     for i in range(2):
@@ -459,13 +459,13 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])
 def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float) -> None:
     vit, masks, images = backbone().eval(), some(share), batch(A).images
-    stored = packed(vit, masks)
+    stored = pack(vit, masks)
     with torch.no_grad():
         expected = torch.func.functional_call(vit, masked_weights(vit, masks), (images,))
         zeroed = copy.deepcopy(vit)
-        zeroed.load_state_dict(unpacked(vit, stored, masks, fill=False), strict=False)
+        zeroed.load_state_dict(unpack(vit, stored, masks, fill=False), strict=False)
         assert torch.allclose(zeroed(images), expected, atol=1e-5)
-        thin(zeroed, masks)
+        cut_units(zeroed, masks)
         assert torch.allclose(zeroed(images), expected, atol=1e-5)
         for block in zeroed.blocks:
             block.attn.fused_attn = False
@@ -489,7 +489,7 @@ def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float) -> N
 
 def test_units_that_come_back_are_the_backbones() -> None:
     vit, other, masks = backbone(), backbone(seed=1), some()
-    whole = unpacked(other, packed(vit, masks), masks, fill=True)
+    whole = unpack(other, pack(vit, masks), masks, fill=True)
     ff, name = masks["blocks.1.ff"], "blocks.1.mlp.fc2.weight"
     assert torch.equal(whole[name][:, ff], vit.get_parameter(name)[:, ff])
     assert torch.equal(whole[name][:, ~ff], other.get_parameter(name)[:, ~ff])
@@ -555,11 +555,11 @@ def test_pruned_extractors_are_counted_after_training_with_stochastic_depth(
 
 def test_a_pruned_state_of_another_shape_is_refused() -> None:
     vit, masks = backbone(), some()
-    stored = packed(vit, masks)
+    stored = pack(vit, masks)
     with pytest.raises(UserError, match=r"blocks.0.*has shape .* leave"):
-        unpacked(vit, stored, some(0.2), fill=False)
+        unpack(vit, stored, some(0.2), fill=False)
     with pytest.raises(UserError, match="not those of this backbone"):
-        unpacked(vit, stored, {}, fill=False)
+        unpack(vit, stored, {}, fill=False)
     other: Method = METHODS["der"](backbone(), DerSettings(), 0)
     with pytest.raises(UserError, match="task 'a': the parameters of its extractor"):
         other.load_task(task_state("der", A, 0, {"copies": {"norm.weight": torch.ones(3)}}))

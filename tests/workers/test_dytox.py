@@ -19,7 +19,7 @@ from workers.job import BackboneSettings, Task
 from workers.methods.base import OptimPlan, Progress
 from workers.methods.dytox import DyTox, DyToxSettings
 from workers.model.distill import kd_kl
-from workers.model.heads import one_for_all_old
+from workers.model.heads import sum_old_targets
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
 from workers.model.vit import build
 from workers.rng import StepRng
@@ -112,7 +112,7 @@ def test_the_distillation_has_its_worked_numbers() -> None:
 def test_old_classes_are_one_target_also_where_targets_are_soft() -> None:
     soft = torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
     assert torch.allclose(
-        one_for_all_old(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
+        sum_old_targets(soft, 2), torch.tensor([[0.32, 0.025, 0.655], [0.68, 0.025, 0.295]])
     )
 
 
@@ -130,7 +130,7 @@ def test_the_loss_is_put_together_as_published(soft: bool) -> None:
     want = {
         "bce": F.binary_cross_entropy_with_logits(z, y),
         "kd": kd_kl(z[:, :2], taught),
-        "div": F.binary_cross_entropy_with_logits(method.auxiliary(e[:, 1]), one_for_all_old(y, 2)),
+        "div": F.binary_cross_entropy_with_logits(method.auxiliary(e[:, 1]), sum_old_targets(y, 2)),
     }
     assert {name: value.item() for name, value in terms.items()} == pytest.approx(
         {name: value.item() for name, value in want.items()}, abs=1e-6
@@ -369,7 +369,7 @@ def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were() 
         )
         ** 0.5
     )
-    with optim.ascended(weights, 3.0):
+    with optim.ascend(weights, 3.0):
         for w, old, g in zip(weights, before, gradients, strict=True):
             assert torch.allclose(w, old if g is None else old + 3.0 * old**2 * g / norm, atol=1e-6)
     assert all(torch.equal(w, old) for w, old in zip(weights, before, strict=True))
@@ -386,10 +386,10 @@ def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[float] = []
-    ascended = optim.ascended
+    ascended = optim.ascend
     monkeypatch.setattr(
         loop.optim,
-        "ascended",
+        "ascend",
         lambda parameters, rho: (calls.append(rho), ascended(parameters, rho))[1],
     )
     run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"rho": 3.0}})

@@ -18,7 +18,7 @@ from workers.model.exemplars import (
     closest,
     herding,
     nearest_mean,
-    normalised,
+    normalise,
     quota,
     rebuffi_herding,
 )
@@ -227,5 +227,5 @@ def test_the_length_of_a_feature_has_no_part_in_answers() -> None:
 
 
 def test_a_feature_of_zeros_has_no_direction_and_is_still_a_number() -> None:
-    assert torch.equal(normalised(torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.float64))
+    assert torch.equal(normalise(torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.float64))
     assert torch.isfinite(nearest_mean(torch.zeros(2, 8), class_means(FEATURES, LABELS, 4))).all()

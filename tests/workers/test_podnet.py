@@ -18,7 +18,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.podnet import PodNet, PodNetSettings
 from workers.model.cosine import nca
-from workers.model.pod import features_and_maps, pod, pooled
+from workers.model.pod import features_and_maps, pod, pool_axes
 from workers.model.vit import build, digest_of
 
 
@@ -56,11 +56,11 @@ def test_equal_maps_are_at_no_distance_and_get_a_gradient_of_zero() -> None:
 
 def test_sums_over_rows_do_not_see_their_order() -> None:
     a = some_maps(0, 3, 5)
-    turned, here, there = a[:, :, [2, 0, 1]], pooled(a), pooled(a[:, :, [2, 0, 1]])
+    turned, here, there = a[:, :, [2, 0, 1]], pool_axes(a), pool_axes(a[:, :, [2, 0, 1]])
     assert here.shape == (2, 4 * (3 + 5))
     assert torch.allclose(here[:, :20], there[:, :20], atol=1e-7), "of each column"
     assert not torch.allclose(here[:, 20:], there[:, 20:], atol=1e-2)
-    assert torch.allclose(pooled(-turned), there, atol=1e-7), "squares"
+    assert torch.allclose(pool_axes(-turned), there, atol=1e-7), "squares"
 
 
 POOLED = SMALL.model_copy(update={"options": {**SMALL.options, "global_pool": "avg", "depth": 3}})

@@ -22,16 +22,16 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
 from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
-from workers.model.masks import TopK, largest_at_once
+from workers.model.masks import TopK, keep_largest
 from workers.model.superposition import (
-    at_once,
-    by_halves,
     entropy,
-    left_over,
+    infer_at_once,
+    infer_by_halves,
     shares,
     slopes,
     superfluous,
-    superposed,
+    superfluous_share,
+    superpose,
     values,
 )
 from workers.model.vit import build
@@ -86,14 +86,14 @@ def judged(alive: Any, groups: Tensor) -> Tensor:
 
 
 def test_the_worked_example_has_its_numbers() -> None:
-    mixed = superposed(WORKED, MASKS, HALF)
+    mixed = superpose(WORKED, MASKS, HALF)
     assert linear(mixed, X[0]).tolist() == [[1.5, -1.5]]
     assert entropy(linear(mixed, X[0])).item() == pytest.approx(0.190865, abs=1e-6)
     found = judged(range(2), X)
     assert found.tolist() == pytest.approx(
         [pytest.approx([-0.8132, 0], abs=1e-4), pytest.approx([0, -0.8132], abs=1e-4)]
     )
-    assert at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
+    assert infer_at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
 
 
 def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha_is_uneven() -> (
@@ -111,7 +111,7 @@ def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha
         alpha = torch.tensor([0.5, 0.2, 0.3], requires_grad=True)
         want = [
             torch.autograd.grad(
-                objective(network(superposed(weights, masks, alpha), group)).mean(), alpha
+                objective(network(superpose(weights, masks, alpha), group)).mean(), alpha
             )[0]
             for group in groups
         ]
@@ -139,7 +139,7 @@ def test_a_superposition_of_one_mask_alone_is_that_mask() -> None:
     weights = {f"{site}.weight": weight.detach() for site, weight in method.sites.items()}
     images = samples(STRIPES, 4)[0]
     with torch.no_grad():
-        alone = method.network(superposed(weights, masks, torch.tensor([1.0, 0.0])), images)[:, :2]
+        alone = method.network(superpose(weights, masks, torch.tensor([1.0, 0.0])), images)[:, :2]
     assert torch.equal(alone, answers(method, "stripes", images))
 
 
@@ -148,7 +148,7 @@ def test_at_once_agrees_with_trying_every_mask_on_the_worked_example() -> None:
     assert tried.shape == (2, 2)
     assert tried[0, 0].item() == pytest.approx(entropy(torch.tensor([[3.0, -3.0]])).item())
     assert tried[0, 1].item() == pytest.approx(math.log(2))
-    assert tried.argmin(1).tolist() == at_once(judged, X, 2)[0].tolist()
+    assert tried.argmin(1).tolist() == infer_at_once(judged, X, 2)[0].tolist()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
@@ -166,7 +166,7 @@ def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bo
             rounds[row].append(len(alive))
         return scores[rows[:, 0].long()][:, list(alive)]
 
-    places, sure = by_halves(judge, torch.arange(6.0)[:, None], count)
+    places, sure = infer_by_halves(judge, torch.arange(6.0)[:, None], count)
     assert places.tolist() == scores.argmin(1).tolist()
     assert all(len(asked) == math.ceil(math.log2(count)) for asked in rounds)
     assert all(asked == [math.ceil(count / 2**i) for i in range(len(asked))] for asked in rounds), (
@@ -182,7 +182,7 @@ def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked() -> None:
     assert nu.tolist() == pytest.approx(
         [math.exp(0.8132) / (1 + math.exp(0.8132)), 1 / (1 + math.exp(0.8132))]
     )
-    for rule in (at_once, by_halves):  # of two masks there is one round
+    for rule in (infer_at_once, infer_by_halves):  # of two masks there is one round
         assert rule(judged, X, 2)[1].tolist() == pytest.approx([nu[0].item()] * 2, abs=1e-4)
 
 
@@ -203,7 +203,7 @@ def test_topk_keeps_exactly_the_wanted_number_also_among_equals(density: float) 
         assert scores.abs()[mask].min() >= scores.abs()[~mask].max() if not mask.all() else True
         dropped = 91 - int(mask.sum())
         assert not dropped or torch.equal(
-            largest_at_once(scores.abs().flatten(), dropped), mask.flatten()
+            keep_largest(scores.abs().flatten(), dropped), mask.flatten()
         ), "as a GPU finds it"
 
 
@@ -490,7 +490,7 @@ def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_again
     """By default: the log of the share that all outputs but those of the task's classes have of the
     softmax, however many it has."""
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
-    assert left_over(outputs, 2).exp().tolist() == pytest.approx([0.119203, 0.5], abs=1e-6)
+    assert superfluous_share(outputs, 2).exp().tolist() == pytest.approx([0.119203, 0.5], abs=1e-6)
     method, images = serving(states), samples(COLOURS, 3)[0]
     assert (method.settings.infer, method.settings.objective) == ("brute_force", "superfluous")
     masks = [method.loaded[name] for name in ("stripes", "colours")]

@@ -25,7 +25,7 @@ from workers.methods.meat import Meat, MeatSettings
 from workers.methods.piggyback import Piggyback
 from workers.methods.tfm import Tfm, TfmSettings
 from workers.model import vit
-from workers.model.compact import flops, multiply_adds, plan
+from workers.model.compact import flops, multiply_adds, plan_blocks
 from workers.model.t2t import Performer, TokensToToken, as_image, sinusoids, windows
 from workers.model.weights import weight_sites
 from workers.storage.taskstate import TaskState
@@ -381,7 +381,7 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None
     # the class token is the only query of the last block
     last = 16 * (2 * 32 * 32 + 17 * 32 * 2 + 4 * 32 * 32)
     assert (
-        flops(method.backbone, plan(method.backbone, method.sites.by_block({})))
+        flops(method.backbone, plan_blocks(method.backbone, method.sites.by_block({})))
         == embedding + features + 3 * block - last
     )
     assert method.flops_share(state) < 1

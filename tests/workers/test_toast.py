@@ -21,7 +21,7 @@ from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.methods.toast import Toast, ToastLite
-from workers.model.top_down import TopDown, selected, selection, variational
+from workers.model.top_down import TopDown, select_tokens, selection, variational
 from workers.model.vit import build, digest_of
 from workers.storage.taskstate import Carried, TaskState
 
@@ -103,7 +103,9 @@ def steered(method: Any, pictures: Tensor) -> Tensor:
 # ---- the two passes ------------------------------------------------------------------------------
 def test_the_golden_mask() -> None:
     x, prior = torch.tensor([[[3.0, 4.0], [-1.0, 0.0], [0.0, 2.0]]]), torch.tensor([1.0, 0.0])
-    assert torch.allclose(selected(x, prior), torch.tensor([[[1.8, 2.4], [0.0, 0.0], [0.0, 0.0]]]))
+    assert torch.allclose(
+        select_tokens(x, prior), torch.tensor([[[1.8, 2.4], [0.0, 0.0], [0.0, 0.0]]])
+    )
 
 
 def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_sign() -> None:
@@ -113,7 +115,7 @@ def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_
     )
 
     def mask(prior: Tensor) -> Tensor:
-        return (selected(x, prior) / x)[..., 0]
+        return (select_tokens(x, prior) / x)[..., 0]
 
     assert ((mask(prior) >= 0) & (mask(prior) <= 1)).all()
     assert torch.allclose(mask(7.5 * prior), mask(prior))

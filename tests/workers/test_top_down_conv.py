@@ -23,7 +23,7 @@ from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.methods.toast import Toast
 from workers.model.compact import multiply_adds
-from workers.model.top_down_conv import StageTopDown, widened
+from workers.model.top_down_conv import StageTopDown, upsample
 from workers.model.vit import build, compile_blocks, digest_of
 from workers.storage.taskstate import Carried, TaskState
 
@@ -144,7 +144,7 @@ def test_a_feedback_layer_is_a_transposed_convolution(kernel: int) -> None:
     layer = nn.ConvTranspose2d(6, 4, kernel, kernel, bias=False).double()
     x = torch.randn(2, 6, 3, 5, generator=generator, dtype=torch.float64)
     assert torch.allclose(
-        widened(x, layer.weight.flatten(1).T, kernel), layer(x), rtol=0, atol=1e-12
+        upsample(x, layer.weight.flatten(1).T, kernel), layer(x), rtol=0, atol=1e-12
     )
 
 
@@ -297,7 +297,7 @@ def test_a_fresh_one_repeats_channels_and_lets_nothing_in() -> None:
     assert not any(t.any() for name, t in method.start.items() if name.startswith("w2"))
     x = torch.randn(2, 32, 3, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(
-        widened(x, method.start["w1_3"], 2),
+        upsample(x, method.start["w1_3"], 2),
         x[:, :16].repeat_interleave(2, 2).repeat_interleave(2, 3),
     )
     assert all(torch.equal(t, method_of().start[name]) for name, t in method.start.items())

@@ -16,7 +16,7 @@ from torch import Tensor
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods.vpt import Vpt, VptSettings
-from workers.model.prompts import PromptSites, start_of
+from workers.model.prompts import PromptSites, initial_prompts
 from workers.model.vit import build, compile_blocks, digest_of
 from workers.storage.taskstate import TaskState
 
@@ -128,7 +128,7 @@ def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding() -> None:
     """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn anew."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings())
-    found, reach = start_of(12, 100, model), math.sqrt(6 / 960)
+    found, reach = initial_prompts(12, 100, model), math.sqrt(6 / 960)
     assert 0.99 * reach < found.max() <= reach
     assert -reach <= found.min() < -0.99 * reach
     assert float(found.std()) == pytest.approx(reach / math.sqrt(3), rel=0.01)
@@ -140,7 +140,7 @@ def test_the_size_is_the_published_one(depth: Any, count: int) -> None:
     """p = 100 on a ViT-B."""
     with torch.device("meta"):
         model = build(BackboneSettings(name="vit_base_patch16_224"))
-        assert start_of(len(PromptSites(model, depth)), 100, model).numel() == count
+        assert initial_prompts(len(PromptSites(model, depth)), 100, model).numel() == count
 
 
 @pytest.mark.parametrize(("depth", "blocks"), [("shallow", 1), ("deep", 2)])

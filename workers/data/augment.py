@@ -32,7 +32,7 @@ ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 CROP_RATIO = (3 / 4, 4 / 3)
 
 
-def partner_of(draw: StepRng) -> Tensor:
+def partner_positions(draw: StepRng) -> Tensor:
     """(size,) on the CPU, a permutation: the position in the global batch of the one that each
     sample is mixed with."""
     return torch.randperm(draw.size, generator=draw.generator("partner", CPU))
@@ -49,10 +49,10 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
             window = source[i, :, y : y + side, x : x + side]
             out[i] = window[:, :, ::-1] if mirrored else window
         return torch.from_numpy(out)
-    return crop_at_once(pixels, top, left, flip, side)
+    return crop_by_gather(pixels, top, left, flip, side)
 
 
-def crop_at_once(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
+def crop_by_gather(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
     """`crop` by one gather, for devices where a loop over images would cost a kernel each."""
     # a view (b, C, S-side+1, S-side+1, side, side)
     windows = pixels.unfold(2, side, 1).unfold(3, side, 1)
@@ -161,10 +161,10 @@ class Augment:
         """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or
         None if labels do.
 
-        `partner_pixels`, `partner_labels`: the samples at `partner_of(draw)[draw.positions]`. They
-        are not needed (and not looked at) where this rank holds its partners itself, as a single
-        rank does. With num_classes None (a batch over several tasks without a common output space)
-        samples are neither mixed nor smoothed.
+        `partner_pixels`, `partner_labels`: the samples at
+        `partner_positions(draw)[draw.positions]`. They are needed only where another rank holds a
+        partner; a single rank has all of them. With num_classes None (a batch over several tasks
+        without a common output space) samples are neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
             raise ValueError(
@@ -290,7 +290,7 @@ class Augment:
     ) -> tuple[Tensor, Tensor]:
         """Each sample's partner, augmented as it is where it is a sample itself."""
         rows = draw.positions.cpu()
-        partner = partner_of(draw)[rows]
+        partner = partner_positions(draw)[rows]
         place = torch.full((draw.size,), -1)
         place[rows] = torch.arange(len(rows))
         own = place[partner]

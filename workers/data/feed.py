@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.data.augment import Augment, partner_of
+from workers.data.augment import Augment, partner_positions
 from workers.data.batch import Batch
 from workers.data.cache import Cache
 from workers.data.rows import select
 from workers.data.sources import Pixels, Resident, Source, Streamed
-from workers.dist import Group, in_turn
+from workers.dist import Group, interleave
 from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
 
@@ -105,7 +105,7 @@ class Feed:
                 made_of(batch.images).cpu()
                 for batch in self.evaluate(min(self.batch_size, EVAL_BATCH))
             ]
-            self.cached = torch.cat(in_turn(self.group.gather(mine))).to(self.group.device)
+            self.cached = torch.cat(interleave(self.group.gather(mine))).to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
         """From `start_step` on, the micro-batches of each optimizer step: as many on every rank.
@@ -167,7 +167,7 @@ class Feed:
     def _partners(self, draw: StepRng) -> Tensor:
         """The positions that the samples of `draw` are mixed with; none where nothing is mixed."""
         return (
-            partner_of(draw)[draw.positions]
+            partner_positions(draw)[draw.positions]
             if self.augment.needs_partner and self.num_classes
             else draw.positions[:0]
         )

@@ -26,7 +26,7 @@ from workers.storage.artifact import Artifact, resolve
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
 # of all that Pillow knows: PostScript is a program, and others are seldom looked after
-READ = (
+IMAGE_FORMATS = (
     "BMP",
     "GIF",
     "JPEG",
@@ -71,7 +71,7 @@ class Shards:
         piece from where they lie. Raises DamagedArtifact where the stage result is missing or its
         index is not what was written."""
         artifact = Artifact.need(root, key)
-        return cls(artifact, sound(artifact), cache)
+        return cls(artifact, read_index(artifact), cache)
 
     @property
     def key(self) -> str:
@@ -206,7 +206,7 @@ def _cache_name(info: dict[str, Any]) -> str:
     return f"shards/{info['sha256']}"
 
 
-def sound(artifact: Artifact) -> pa.Table:
+def read_index(artifact: Artifact) -> pa.Table:
     """The index of an ingest stage. Raises DamagedArtifact where it is none, or points to bytes
     that its shards do not have."""
     try:
@@ -245,7 +245,7 @@ def sound(artifact: Artifact) -> pa.Table:
 
 
 def open_image(
-    data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = READ
+    data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = IMAGE_FORMATS
 ) -> Image.Image:
     """An image whose header was read and whose pixels were not. Raises ValueError or OSError
     where it is none, or too big. A small TIFF may be a corner of one huge tile, which is decoded
@@ -258,7 +258,7 @@ def open_image(
     return image
 
 
-def rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     """Any mode -> RGB, upright: 16 bits are scaled to 8, what is transparent lies on white."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
@@ -275,16 +275,16 @@ def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.u
     """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic,
     antialiased), the middle kept. Raises UserError where the bytes cannot be decoded."""
     try:
-        image = rgb(open_image(data, max_pixels))
+        image = to_rgb(open_image(data, max_pixels))
     except (OSError, ValueError, SyntaxError) as error:
         raise UserError(
             f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
             "use the same version of Pillow on all machines"
         ) from None
-    return squared(image, side)
+    return resize_square(image, side)
 
 
-def squared(image: Image.Image, side: int) -> NDArray[np.uint8]:
+def resize_square(image: Image.Image, side: int) -> NDArray[np.uint8]:
     """What `decode` makes of an image in RGB."""
     square = min(image.size)
     left, top = (image.width - square) / 2, (image.height - square) / 2

@@ -19,7 +19,7 @@ from workers.errors import UserError
 from workers.job import DataSettings, Neutral, Task, TrainSettings, key_inputs
 from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
-from workers.model.compact import flops, plan
+from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.storage.taskstate import Carried, TaskState
 
@@ -187,5 +187,5 @@ def added_share(backbone: Any, weights: int) -> float:
     return (
         tokens_of(backbone)
         * weights
-        / flops(backbone, plan(backbone, [BlockMasks()] * len(backbone.blocks)))
+        / flops(backbone, plan_blocks(backbone, [BlockMasks()] * len(backbone.blocks)))
     )

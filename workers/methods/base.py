@@ -351,7 +351,7 @@ class Method(nn.Module):
         )
 
     def sharpness(self) -> float:
-        """rho of adaptive sharpness-aware steps (`optim.ascended`): the gradient is taken a way
+        """rho of adaptive sharpness-aware steps (`optim.ascend`): the gradient is taken a way
         uphill of where a step starts. 0: none."""
         return 0.0
 

@@ -18,7 +18,7 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import MethodSettings, OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import Memory, Rehearsal, RehearsalSettings
-from workers.model.bias import biased, fit_bias
+from workers.model.bias import apply_bias, fit_bias
 from workers.model.distill import kd_ce
 from workers.model.exemplars import quota
 from workers.rng import derive_seed
@@ -211,7 +211,7 @@ class Bic(Rehearsal):
         columns = self.class_slices()
         for name in names if self.settings.bias_mode == "all" else names[-1:]:
             if name in self.biases:
-                logits = biased(
+                logits = apply_bias(
                     logits.float(),
                     columns[name],
                     self.biases[name].to(logits.device, torch.float32),

@@ -22,7 +22,7 @@ from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.adapter import added_share
 from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.model.adapters import AdapterSites, Bottlenecks
-from workers.model.masks import AnnealedSigmoid, Start, annealed, start_of
+from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
 from workers.rng import derive_seed
@@ -137,7 +137,9 @@ class CtrTsm(Method):
         device, s = self.device, self.settings
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "ctr", task.name))
         self.mask = AnnealedSigmoid(
-            start_of(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(device),
+            initial_embedding(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(
+                device
+            ),
             s.s_max,
         )
         self.shared.to(device)
@@ -186,7 +188,7 @@ class CtrTsm(Method):
                 "train.batch_size until an epoch has several"
             )
         self.soft = self.mask.sample(
-            annealed(progress.step, progress.steps_per_epoch, self.settings.s_max)
+            annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
         )
         return self.masked(*self.split(self.soft))
 

@@ -20,7 +20,7 @@ from workers.job import Task
 from workers.methods.base import OptimPlan, Progress, Step
 from workers.methods.bases.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, weight_groups
-from workers.model.heads import JointHeads, one_for_all_old
+from workers.model.heads import JointHeads, sum_old_targets
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
@@ -217,7 +217,7 @@ class Der(Rehearsal):
         if self.auxiliary is None:
             return {}
         assert self.task is not None
-        targets = one_for_all_old(
+        targets = sum_old_targets(
             self.global_targets(batch), self.class_slices()[self.task.name].start
         )
         return {

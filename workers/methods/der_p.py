@@ -18,8 +18,8 @@ from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import MethodSettings, OptimPlan, Progress, needs_adamw
 from workers.methods.der import Der, DerSettings, Parts
 from workers.model.compact import multiply_adds
-from workers.model.masks import AnnealedSigmoid, annealed, start_of
-from workers.model.units import masked_weights, packed, thin, unit_sites, unpacked
+from workers.model.masks import AnnealedSigmoid, annealed_scale, initial_embedding
+from workers.model.units import cut_units, masked_weights, pack, unit_sites, unpack
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
@@ -77,13 +77,13 @@ class PrunedDer(Der):
     def inherit(self) -> None:
         if self.stored.get("copies"):
             self.backbone.load_state_dict(
-                unpacked(self.backbone, self.stored["copies"], self.stored["masks"], fill=True),
+                unpack(self.backbone, self.stored["copies"], self.stored["masks"], fill=True),
                 strict=False,
             )
 
     def trained(self) -> Parts:
         masks = self.by_site(self.hard())
-        return {"copies": packed(self.backbone, masks), "masks": masks}
+        return {"copies": pack(self.backbone, masks), "masks": masks}
 
     def extractor(self, task: str, parts: Parts) -> Any:
         if not parts["copies"]:
@@ -91,11 +91,11 @@ class PrunedDer(Der):
         network = super().extractor(task, {"copies": {}, "masks": {}})
         try:
             network.load_state_dict(
-                unpacked(network, parts["copies"], parts["masks"], fill=False), strict=False
+                unpack(network, parts["copies"], parts["masks"], fill=False), strict=False
             )
         except UserError as error:
             raise UserError(f"task {task!r}: {error}") from None
-        thin(network, parts["masks"])
+        cut_units(network, parts["masks"])
         return network
 
     def flops_share(self, state: TaskState) -> float:
@@ -179,7 +179,7 @@ class DerP(PrunedDer):
         groups = super().begin(task, step, carried, rates, tasks)
         if step != "train":
             return groups
-        start = start_of(
+        start = initial_embedding(
             (sum(self.sites.values()),),
             "uniform",
             torch.Generator().manual_seed(derive_seed(self.seed, "der", task.name)),
@@ -208,7 +208,7 @@ class DerP(PrunedDer):
                 "train.batch_size until an epoch has several"
             )
         self.soft = self.mask.sample(
-            annealed(progress.step, progress.steps_per_epoch, self.settings.s_max)
+            annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
         )
         return masked_weights(self.backbone, self.by_site(self.soft))
 

@@ -23,7 +23,7 @@ from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import weight_groups
 from workers.model.convit import ConViT
 from workers.model.distill import kd_kl
-from workers.model.heads import one_for_all_old
+from workers.model.heads import sum_old_targets
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
@@ -211,7 +211,7 @@ class DyTox(Rehearsal):
         old, a = taught.shape[1], self.old_share
         kd = kd_kl(z[:, :old], taught, self.settings.tau)
         auxiliary = self.auxiliary(e[:, -self.heads.width :]).float()
-        div = F.binary_cross_entropy_with_logits(auxiliary, one_for_all_old(y, old))
+        div = F.binary_cross_entropy_with_logits(auxiliary, sum_old_targets(y, old))
         return (1 - a) * clf + a * kd + self.settings.divergence * div, {
             "bce": clf.detach(),
             "kd": kd.detach(),

@@ -17,12 +17,12 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step, needs_adamw
-from workers.model.compact import flops, plan
+from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
-from workers.model.masks import AnnealedSigmoid, Start, annealed, start_of
+from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
-from workers.model.units import masked_weights, owned, unit_sites
+from workers.model.units import masked_weights, unit_sites, unit_values
 from workers.model.weights import Copies, norm_names
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
@@ -49,7 +49,7 @@ class HatSettings(MethodSettings):
         "paper",
     )
     schedule: Literal["linear", "official", "cosine"] = Field(
-        "cosine", description="of the scale within an epoch; see `annealed`"
+        "cosine", description="of the scale within an epoch; see `annealed_scale`"
     )
     s_min: PositiveFloat | None = Field(
         1.0,
@@ -177,7 +177,7 @@ class Hat(Method):
         self.loaded.pop(task.name, None)
         device = self.device
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "hat", task.name))
-        start = start_of(
+        start = initial_embedding(
             tuple(self.uses.shape), self.settings.start, generator, self.settings.expected_tasks
         )
         self.mask = AnnealedSigmoid(
@@ -188,7 +188,7 @@ class Hat(Method):
         self.copies = Copies(
             self.backbone, affine_names(self.backbone) if self.settings.per_task_affine else []
         )
-        units = owned(self.backbone, self.by_site(self.uses))
+        units = unit_values(self.backbone, self.by_site(self.uses))
         self.protector = Protector(
             {name: (self.shared[name], n > 0) for name, n in units.items() if bool(n.any())}
         )
@@ -221,7 +221,9 @@ class Hat(Method):
                 "its masks from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several"
             )
-        self.scale = annealed(progress.step, progress.steps_per_epoch, s.s_max, s.schedule, s.s_min)
+        self.scale = annealed_scale(
+            progress.step, progress.steps_per_epoch, s.s_max, s.schedule, s.s_min
+        )
         self.soft = self.mask.sample(self.scale)
         return self.copies.tensors() | masked_weights(self.backbone, self.by_site(self.soft))
 
@@ -281,7 +283,7 @@ class Hat(Method):
         own = self.mask.hard()
         weights = {
             name: self.shared[name].detach().clone()
-            for name in owned(self.backbone, self.by_site(own))
+            for name in unit_values(self.backbone, self.by_site(own))
         }
         state = self.state(
             masks={site: m.clone() for site, m in self.by_site(own.cpu()).items()},
@@ -329,8 +331,8 @@ class Hat(Method):
             BlockMasks(neurons=state.masks[f"blocks.{i}.ff"])
             for i in range(len(self.backbone.blocks))  # type: ignore[arg-type]
         ]
-        return flops(self.backbone, plan(self.backbone, masks)) / flops(
-            self.backbone, plan(self.backbone, [BlockMasks()] * len(masks))
+        return flops(self.backbone, plan_blocks(self.backbone, masks)) / flops(
+            self.backbone, plan_blocks(self.backbone, [BlockMasks()] * len(masks))
         )
 
 
@@ -363,7 +365,10 @@ class AdaHat(Hat):
             rate = self.settings.intensity / (self.settings.eps + newly_used([soft[site]], [n > 0]))
             held[site] = n / (n + rate)
         self.protector = Protector(
-            {name: (self.shared[name], lock) for name, lock in owned(self.backbone, held).items()}
+            {
+                name: (self.shared[name], lock)
+                for name, lock in unit_values(self.backbone, held).items()
+            }
         )
         super().after_backward()
 

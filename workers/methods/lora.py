@@ -22,7 +22,7 @@ from workers.model.lowrank import (
     Target,
     branch,
     factors,
-    merged,
+    merged_weights,
     shapes,
     weight_of,
 )
@@ -129,7 +129,7 @@ class Lora(Method):
         update = self.loaded[task] if task in self.loaded else self.update.tensors()
         device = self.device
         return (
-            merged(
+            merged_weights(
                 self.backbone, **self.factors({name: t.to(device) for name, t in update.items()})
             )
             if update

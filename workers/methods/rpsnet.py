@@ -27,7 +27,7 @@ from workers.methods.finetune import heads_of, tensors_of, weight_groups
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import Teacher, kd_ce
 from workers.model.heads import Heads
-from workers.model.paths import Path, PathNetwork, RunIdentity, random_path
+from workers.model.paths import ModuleIndex, Path, PathNetwork, random_path
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
@@ -304,7 +304,7 @@ class Rpsnet(Rehearsal):
                 state.meta["path"], state.copies
             )
 
-    def restored(self, places: list[RunIdentity], tensors: dict[str, Tensor]) -> Path:
+    def restored(self, places: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
         """A path from what `finish` kept of it; the first one brings the trunk."""
         trunk = {
             name.removeprefix(TRUNK): t for name, t in tensors.items() if name.startswith(TRUNK)

@@ -28,12 +28,12 @@ from workers.model.masks import Threshold, TopK
 from workers.model.superposition import (
     Rule,
     Weights,
-    at_once,
-    by_halves,
     entropy,
-    left_over,
+    infer_at_once,
+    infer_by_halves,
     slopes,
     superfluous,
+    superfluous_share,
     values,
 )
 from workers.model.weights import norm_names
@@ -343,7 +343,7 @@ class SupSup(WeightMasks):
             for name in self.class_slices()
         ]
         return self.by_group(
-            images, masks, by_halves if self.settings.infer == "binary" else at_once
+            images, masks, infer_by_halves if self.settings.infer == "binary" else infer_at_once
         )
 
     def by_group(
@@ -385,7 +385,10 @@ class SupSup(WeightMasks):
                 weights,
                 some,
                 groups,
-                [entropy if by_entropy else partial(left_over, real=classes[i]) for i in alive],
+                [
+                    entropy if by_entropy else partial(superfluous_share, real=classes[i])
+                    for i in alive
+                ],
             )
         objective = (
             entropy

@@ -17,9 +17,9 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
-from workers.model.compact import flops, plan
+from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
-from workers.model.prompts import Depth, PromptSites, start_of
+from workers.model.prompts import Depth, PromptSites, initial_prompts
 from workers.storage.taskstate import Carried, TaskState
 
 PROMPTS = "prompts"
@@ -77,7 +77,7 @@ class Vpt(Method):
         self.loaded.pop(task.name, None)
         device = self.device
         self.prompts = nn.Parameter(
-            start_of(len(self.sites), self.settings.prompts, self.backbone).to(device)
+            initial_prompts(len(self.sites), self.settings.prompts, self.backbone).to(device)
         )
         return [
             *groups,
@@ -124,7 +124,10 @@ class Vpt(Method):
         """Prompts are p keys more in every block, and p queries more in every block but the
         last."""
         vit: Any = self.backbone
-        plans, p = plan(vit, [BlockMasks()] * len(vit.blocks)), torch.arange(self.settings.prompts)
+        plans, p = (
+            plan_blocks(vit, [BlockMasks()] * len(vit.blocks)),
+            torch.arange(self.settings.prompts),
+        )
         more = [
             replace(
                 b,

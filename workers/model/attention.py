@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from workers.model.context import ScaledContext
 from workers.model.convit import GatedAttention
 
-L = TypeVar("L", "Layer", "Gaze")
+L = TypeVar("L", "AttentionStatistics", "ClassAttention")
 
 
 @dataclass
-class Layer:
+class AttentionStatistics:
     """One attention of one network. entropy, distance: sums over images, (H,). scale: mean |Lambda|
     of the block's context, or None."""
 
@@ -75,7 +75,7 @@ class Layer:
 
 
 @dataclass
-class Gaze:
+class ClassAttention:
     """What the class token of one network looks at in one block: for each forward (B, h, w) over
     the grid of patches, a mean over heads. Values are relative to uniform attention, which has 1
     everywhere; what goes to other tokens than patches is not shown."""
@@ -109,32 +109,34 @@ def distance(attention: Tensor, apart: Tensor) -> Tensor:
     return far.mean(-1) / apart.mean().to(attention)
 
 
-def distances(grid: tuple[int, int]) -> Tensor:
+def patch_distances(grid: tuple[int, int]) -> Tensor:
     """(n, n): Euclidean, in patches."""
     places = torch.cartesian_prod(*(torch.arange(float(side)) for side in grid))
     return torch.cdist(places, places)
 
 
-def watched(model: nn.Module) -> AbstractContextManager[list[Layer]]:
+def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionStatistics]]:
     """Inside, every forward of a ViT that is `model` or a part of it is measured, with the weights
     and masks that are then in effect."""
     return _heard(
         model,
-        lambda name, index, vit: Layer(
+        lambda name, index, vit: AttentionStatistics(
             name,
             index,
-            distances(tuple(vit.patch_embed.grid_size)),
+            patch_distances(tuple(vit.patch_embed.grid_size)),
             getattr(vit.blocks[index].mlp, "context", None),
         ),
     )
 
 
-def gazes(model: nn.Module) -> AbstractContextManager[list[Gaze]]:
+def record_class_attention(model: nn.Module) -> AbstractContextManager[list[ClassAttention]]:
     """The same for what class tokens look at; a ViT without one has none."""
     return _heard(
         model,
         lambda name, index, vit: (
-            Gaze(name, index, tuple(vit.patch_embed.grid_size)) if vit.has_class_token else None
+            ClassAttention(name, index, tuple(vit.patch_embed.grid_size))
+            if vit.has_class_token
+            else None
         ),
     )
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 IDENTITY = (1.0, 0.0)
 
 
-def biased(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
+def apply_bias(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
     """z (b, classes), bias (alpha, beta) -> the same with alpha z + beta in `columns`; the others
     stay as they are."""
     return torch.cat(
@@ -39,7 +39,7 @@ def fit_bias(logits: Tensor, labels: Tensor, columns: slice, decay: float) -> Te
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        losses = F.cross_entropy(biased(logits, columns, bias), labels, reduction="none")
+        losses = F.cross_entropy(apply_bias(logits, columns, bias), labels, reduction="none")
         loss = (weight * losses).sum() / weight.sum() + decay * bias[1].square() / 2
         loss.backward()
         return loss

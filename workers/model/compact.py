@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from workers.model.context import reads_all, uniform_multiply_adds
+from workers.model.context import mixes_all_tokens, uniform_multiply_adds
 from workers.model.masked import BlockMasks
 
 
@@ -39,7 +39,7 @@ class BlockPlan:
     neurons: Tensor
 
 
-def plan(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
+def plan_blocks(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
     """Liveness, from the last block to the first; then who enters each block is who left the one
     before."""
     prefix, total = vit.num_prefix_tokens, vit.num_prefix_tokens + vit.patch_embed.num_patches
@@ -50,7 +50,7 @@ def plan(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
         kept = torch.ones(total, dtype=torch.bool)
         if mask.tokens is not None:
             kept[prefix:] = mask.tokens[0].cpu()
-        if reads_all(block):
+        if mixes_all_tokens(block):
             live = torch.ones_like(live)
         keys = kept | live if getattr(block.attn, "self_loop", False) else kept
         needed.append((keys, kept, live))
@@ -150,7 +150,7 @@ class CompactBlock(nn.Module):
         for name in ("q_norm", "k_norm", "norm", "gate", "proj"):
             self.add_module(name, getattr(attn, name))
         self.act, self.mlp_norm = mlp.act, mlp.norm
-        self.context = mlp.context if reads_all(block) else nn.Identity()
+        self.context = mlp.context if mixes_all_tokens(block) else nn.Identity()
         rows = attn.attn_dim
         bias = attn.qkv.bias
         self._buffer("q_weight", attn.qkv.weight[:rows])
@@ -203,7 +203,7 @@ class CompactVit(nn.Module):
 
     def __init__(self, vit: Any, masks: list[BlockMasks], head: nn.Module):
         super().__init__()
-        plans = plan(vit, masks)
+        plans = plan_blocks(vit, masks)
         self.vit, self.head = vit, head
         everyone = torch.arange(vit.num_prefix_tokens + vit.patch_embed.num_patches)
         self.register_buffer("entering", _positions(plans[0].inputs, everyone), persistent=False)
@@ -223,7 +223,7 @@ class CompactVit(nn.Module):
 
 
 @torch.no_grad()
-def thin(cnn: nn.Module) -> None:
+def cut_channels(cnn: nn.Module) -> None:
     """Cuts, in place, the inner channels of residual blocks that no weight leaves, from the last
     convolution to the first. Where something between two convolutions is not made channel by
     channel (group norm, anti-aliasing), all channels stay."""

@@ -163,19 +163,23 @@ def identity_of(backbone: nn.Module) -> bytes:
     return b"" if settings is None else settings.model_dump_json().encode()
 
 
-def added(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def context_modules(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Context and uniform heads of a backbone, by name."""
     return (
         (name, m) for name, m in backbone.named_modules() if isinstance(m, (Context, UniformHead))
     )
 
 
-def added_names(backbone: nn.Module) -> list[str]:
+def context_parameter_names(backbone: nn.Module) -> list[str]:
     """Parameters that context brings, which weights from elsewhere lack."""
-    return [f"{name}.{p}" for name, module in added(backbone) for p, _ in module.named_parameters()]
+    return [
+        f"{name}.{p}"
+        for name, module in context_modules(backbone)
+        for p, _ in module.named_parameters()
+    ]
 
 
-def reads_all(block: Any) -> bool:
+def mixes_all_tokens(block: Any) -> bool:
     """Whether every token that leaves a block depends on all that its MLP is given, so that none
     can be left out."""
     return isinstance(getattr(block.mlp, "context", None), Context)
@@ -185,7 +189,7 @@ def uniform_multiply_adds(backbone: nn.Module) -> int:
     """Of uniform heads beside the others: one token is projected, whatever the number of tokens."""
     return sum(
         p.numel()
-        for _, module in added(backbone)
+        for _, module in context_modules(backbone)
         if isinstance(module, UniformHead)
         for p in module.parameters()
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.model.exemplars import normalised
+from workers.model.exemplars import normalise
 from workers.model.heads import Heads
 from workers.rng import derive_seed
 
@@ -66,20 +66,19 @@ class CosineHeads(Heads):
 
 
 # ---- where new class vectors start ---------------------------------------------------------------
-def imprinted(
+def imprint(
     features: Tensor, labels: Tensor, classes: int, proxies: int, length: float, seed: int
 ) -> Tensor:
     """features (n, d), labels (n,) -> class vectors (classes, P, d), each of the given length,
     along the means of P clusters of the unit vectors of that class; of one cluster this is the
     class mean."""
-    unit = normalised(features)
+    unit = normalise(features)
     noise = [
         torch.Generator().manual_seed(derive_seed(seed, "proxies", label))
         for label in range(classes)
     ]
     centres = [
-        normalised(k_means(unit[labels == label], proxies, noise[label]))
-        for label in range(classes)
+        normalise(k_means(unit[labels == label], proxies, noise[label])) for label in range(classes)
     ]
     return length * torch.stack(centres).to(features.dtype)
 

@@ -22,7 +22,7 @@ def quota(memory: int, per_class: int, classes: int) -> int:
     return per_class or memory // classes
 
 
-def normalised(features: Tensor) -> Tensor:
+def normalise(features: Tensor) -> Tensor:
     """Rows of (n, d) as unit vectors, in fp64: which one is nearest must not hang on the order of a
     sum."""
     features = features.double()
@@ -34,7 +34,7 @@ def herding(features: Tensor, count: int, generator: torch.Generator) -> list[in
     nearest to the class mean. Of unit vectors that is the largest d_i . (k mu - S) among the
     unused, one product per pick. What is chosen for a smaller count is the start of what is chosen
     for a larger one."""
-    unit = normalised(features)
+    unit = normalise(features)
     mean, total, free = (
         unit.mean(0),
         torch.zeros_like(unit[0]),
@@ -54,7 +54,7 @@ def rebuffi_herding(features: Tensor, count: int, generator: torch.Generator) ->
     """The same as the authors' code does it (and DyTox, UCIR, PODNet, DER): an image can win
     again, which chooses nothing and turns the direction; after 1000 rounds the first unused ones
     fill up."""
-    unit = normalised(features)
+    unit = normalise(features)
     mean = unit.mean(0)
     direction, chosen = mean.clone(), dict[int, None]()
     for _ in range(REBUFFI_ROUNDS):
@@ -88,11 +88,11 @@ SELECTIONS: dict[str, Selection] = {
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
     """nu: of each class the unit vector along the mean of its exemplars' unit vectors, (classes,
     d)."""
-    unit = normalised(features)
+    unit = normalise(features)
     sums = torch.zeros(classes, unit.shape[1], dtype=unit.dtype, device=unit.device).index_add_(
         0, labels, unit
     )
-    return normalised(sums).to(features.dtype)
+    return normalise(sums).to(features.dtype)
 
 
 def nearest_mean(features: Tensor, means: Tensor) -> Tensor:

@@ -101,6 +101,6 @@ class JointHeads(Heads):
         self._append(task, layer)
 
 
-def one_for_all_old(targets: Tensor, old: int) -> Tensor:
+def sum_old_targets(targets: Tensor, old: int) -> Tensor:
     """Targets (b, classes so far) -> (b, 1 + new): the old ones' sum, then the new ones."""
     return torch.cat([targets[:, :old].sum(1, keepdim=True), targets[:, old:]], 1)

@@ -58,7 +58,7 @@ def factors(a: Tensor, b: Tensor, rows: int, scale: float) -> dict[str, Tensor]:
     }
 
 
-def merged(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+def merged_weights(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """W + s B A of each block, by parameter name. a: (L, R, d); b: (L, O, R)."""
     return {
         f"blocks.{i}.{PROJECTION}.weight": torch.addmm(weight_of(block), b[i], a[i])

@@ -1,9 +1,9 @@
 """Masked attention, gated neurons and gated channels: timm's own modules, given another forward
 from outside; nothing is copied.
 
-`become` changes the class of a module of a built backbone. Parameters, names, hooks and digest stay
-as they are, and with no mask set the forward is timm's. Axes: B images, H heads, N tokens (prefix
-first), D head width, C channels.
+`make_maskable` changes the class of a module of a built backbone. Parameters, names, hooks and
+digest stay as they are, and with no mask set the forward is timm's. Axes: B images, H heads, N
+tokens (prefix first), D head width, C channels.
 """
 
 from __future__ import annotations
@@ -133,16 +133,18 @@ class BlockMasks:
         """For serving: masks of weights alone, those of neurons as columns of fc2; none where
         everything is kept."""
         fc2 = self.fc2 if self.neurons is None else self.neurons[None]
-        return BlockMasks(fc1=masking(self.fc1), fc2=masking(fc2))
+        return BlockMasks(fc1=effective_mask(self.fc1), fc2=effective_mask(fc2))
 
 
-def masking(mask: Tensor | None) -> Tensor | None:
+def effective_mask(mask: Tensor | None) -> Tensor | None:
     """The mask, or None where it keeps everything: what masks nothing takes timm's plain path, bit
     for bit."""
     return None if mask is None or bool(mask.all()) else mask
 
 
-def become(masked: type[Any], plain: type[nn.Module], module: Any, where: str, instead: str) -> Any:
+def make_maskable(
+    masked: type[Any], plain: type[nn.Module], module: Any, where: str, instead: str
+) -> Any:
     """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked`
     restates. Raises UserError elsewhere, which says `where` it is and what to choose `instead`."""
     if type(module) not in (plain, masked):

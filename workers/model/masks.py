@@ -67,7 +67,7 @@ class HardSample(torch.autograd.Function):
         return slope.sum_to_size(ctx.shape), None, None
 
 
-class Straight(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """Forward: `hard` exactly, the tensor itself, which may be changed in place. Backward: its
     gradient goes to `scores` as it is."""
 
@@ -91,7 +91,7 @@ class Threshold(nn.Module):
         self.theta, self.ternary, self.inclusive = theta, ternary, inclusive
 
     def sample(self) -> Tensor:
-        return Straight.apply(self.scores, self._floats())
+        return StraightThrough.apply(self.scores, self._floats())
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -129,7 +129,7 @@ class SoftBinary(nn.Module):
         self.theta, self.steepness, self.soft = theta, beta / temperature, soft
 
     def sample(self) -> Tensor:
-        return Straight.apply(
+        return StraightThrough.apply(
             torch.sigmoid((self.scores - self.theta) * self.steepness), self._floats()
         )
 
@@ -163,7 +163,7 @@ class TopK(nn.Module):
         self.density = density
 
     def sample(self) -> Tensor:
-        return Straight.apply(self.scores.abs(), self.hard().to(self.scores.dtype))
+        return StraightThrough.apply(self.scores.abs(), self.hard().to(self.scores.dtype))
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -174,7 +174,7 @@ class TopK(nn.Module):
         if dropped == size.numel():
             return torch.zeros_like(self.scores, dtype=torch.bool)
         if size.device.type != "cpu":
-            return largest_at_once(size, dropped).view_as(self.scores)
+            return keep_largest(size, dropped).view_as(self.scores)
         # 20 times as fast as kthvalue
         cut = torch.from_numpy(np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped])
         kept = size > cut
@@ -184,7 +184,7 @@ class TopK(nn.Module):
         return kept.view_as(self.scores)
 
 
-def largest_at_once(size: Tensor, dropped: int) -> Tensor:
+def keep_largest(size: Tensor, dropped: int) -> Tensor:
     """size (n,) -> (n,) bool, all but the `dropped` smallest entries, the first among equals. The
     host waits for nothing."""
     cut = size.kthvalue(dropped).values
@@ -198,7 +198,7 @@ Start = Literal["normal", "dense", "sparse", "uniform"]
 
 class AnnealedSigmoid(nn.Module):
     """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large one. See
-    `annealed` for s.
+    `annealed_scale` for s.
 
     The gradient of a becomes that of e as s_max sigmoid(e) sigmoid(-e) da, whatever s is, and 0
     where |s e| > 50: what HAT's compensation amounts to (Sec. 2.5). `official` does it in two steps
@@ -230,7 +230,9 @@ class AnnealedSigmoid(nn.Module):
     @torch.no_grad()
     def slope(self, scale: float) -> Tensor:
         """What a gradient of the mask is multiplied by on its way to the embedding."""
-        return compensated(self.embedding, scale, self.s_max, self.largest_exponent, self.official)
+        return compensated_slope(
+            self.embedding, scale, self.s_max, self.largest_exponent, self.official
+        )
 
     @torch.no_grad()
     def clamp(self) -> None:
@@ -257,10 +259,12 @@ class AnnealedGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (e,) = ctx.saved_tensors
-        return gradient * compensated(e, *ctx.how), None, None, None, None
+        return gradient * compensated_slope(e, *ctx.how), None, None, None, None
 
 
-def compensated(e: Tensor, scale: float, s_max: float, bound: float, official: bool) -> Tensor:
+def compensated_slope(
+    e: Tensor, scale: float, s_max: float, bound: float, official: bool
+) -> Tensor:
     """da / de as HAT has it: that of sigmoid(e), times s_max; 0 where |s e| is beyond the bound."""
     if official:
         mask = torch.sigmoid(scale * e)
@@ -274,7 +278,7 @@ def compensated(e: Tensor, scale: float, s_max: float, bound: float, official: b
     return s_max * torch.sigmoid(e) * torch.sigmoid(-e) * ((scale * e).abs() <= bound)
 
 
-def annealed(
+def annealed_scale(
     step: int,
     steps: int,
     s_max: float,
@@ -292,7 +296,7 @@ def annealed(
     return low + (s_max - low) * share
 
 
-def start_of(
+def initial_embedding(
     shape: tuple[int, ...], how: Start, generator: torch.Generator, tasks: int = 10
 ) -> Tensor:
     """Where embeddings start. normal: N(0, 1), half of the units on (HAT, Sec. 4). dense: all at 1.

@@ -36,7 +36,7 @@ class TokenDropPath(DrawnDropPath):
     tokens: int = 1  # how many there are from the next draw on
 
 
-def own_drop_paths(model: nn.Module) -> None:
+def replace_drop_paths(model: nn.Module) -> None:
     """Gives every DropPath of a model the class above, in place."""
     for module in model.modules():
         if type(module) is DropPath:

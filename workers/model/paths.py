@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from workers.model.adapters import AdapterSites, Bottlenecks
 
-RunIdentity = tuple[int, int]  # a block, and one of the modules in its bank
+ModuleIndex = tuple[int, int]  # a block, and one of the modules in its bank
 
 
-def random_path(blocks: int, modules: int, seed: int) -> list[RunIdentity]:
+def random_path(blocks: int, modules: int, seed: int) -> list[ModuleIndex]:
     """One module of each block's bank of so many, each as likely as any other."""
     return list(
         enumerate(
@@ -31,12 +31,12 @@ class Path(Bottlenecks):
     """The modules up(gelu(down x)) that a path adds at `places`, stacked. Where a path drew what an
     earlier one has, it adds nothing."""
 
-    def __init__(self, places: list[RunIdentity], width: int, bottleneck: int):
+    def __init__(self, places: list[ModuleIndex], width: int, bottleneck: int):
         super().__init__(len(places), width, bottleneck)
         self.places = places
 
     @classmethod
-    def restored(cls, places: list[RunIdentity], tensors: dict[str, Tensor]) -> Path:
+    def restored(cls, places: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
         _, bottleneck, width = tensors["down"].shape
         path = cls([(block, module) for block, module in places], width, bottleneck)
         path.load_state_dict(tensors)
@@ -56,11 +56,11 @@ class PathNetwork(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images (b, 3, H, W) -> features (b, d)."""
-        with self.sites.using(side_by_side(self.paths, len(self.sites))):  # type: ignore[arg-type]
+        with self.sites.using(stack_paths(self.paths, len(self.sites))):  # type: ignore[arg-type]
             return self.backbone(images)
 
 
-def side_by_side(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
+def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
     """The modules at each block as one bottleneck that has the units of all: name -> a tensor for
     each block. Nothing where no path is."""
     parts: dict[str, list[list[Tensor]]] = {}

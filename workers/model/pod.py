@@ -19,7 +19,7 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=1).mean()
 
 
-def pooled(maps: Tensor) -> Tensor:
+def pool_axes(maps: Tensor) -> Tensor:
     """(b, d, h, w) -> unit vectors (b, d (w + h)): squares, summed over the height, and over the
     width."""
     squares = maps.float().square()
@@ -30,7 +30,10 @@ def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     """Distance between pooled maps of student and teacher, a mean over the batch and over
     blocks."""
     return torch.stack(
-        [(pooled(a) - pooled(b)).norm(dim=1).mean() for a, b in zip(student, teacher, strict=True)]
+        [
+            (pool_axes(a) - pool_axes(b)).norm(dim=1).mean()
+            for a, b in zip(student, teacher, strict=True)
+        ]
     ).mean()
 
 

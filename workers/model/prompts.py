@@ -91,7 +91,7 @@ class PromptSites:
                 hook.tensors = None
 
 
-def start_of(blocks: int, prompts: int, vit: Any) -> Tensor:
+def initial_prompts(blocks: int, prompts: int, vit: Any) -> Tensor:
     """(blocks, p, d), uniform within sqrt(6 / (3 h w + d)) for patches of h x w pixels: Xavier's
     range of the patch embedding."""
     height, width = vit.patch_embed.patch_size

@@ -19,15 +19,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.model.compact import CompactVit, flops, multiply_adds, plan, thin
+from workers.model.compact import CompactVit, cut_channels, flops, multiply_adds, plan_blocks
 from workers.model.context import uniform_multiply_adds
 from workers.model.masked import (
     BlockMasks,
     GatedConv2d,
     GatedLinear,
     MaskedAttention,
-    become,
-    masking,
+    effective_mask,
+    make_maskable,
 )
 from workers.model.vit import geometry
 
@@ -120,11 +120,11 @@ class TokenSites:
                 ),
             )
             self.attention.append(
-                become(MaskedAttention, Attention, getattr(block, "attn", None), *at)
+                make_maskable(MaskedAttention, Attention, getattr(block, "attn", None), *at)
             )
             self.attention[-1].self_loop = self_loop
-            fc1 = become(nn.Linear, nn.Linear, getattr(mlp, "fc1", None), *at)
-            self.fc2.append(become(GatedLinear, nn.Linear, getattr(mlp, "fc2", None), *at))
+            fc1 = make_maskable(nn.Linear, nn.Linear, getattr(mlp, "fc1", None), *at)
+            self.fc2.append(make_maskable(GatedLinear, nn.Linear, getattr(mlp, "fc2", None), *at))
             if entries == "weight":
                 self.entries |= {
                     f"blocks.{index}.fc1": tuple(fc1.weight.shape),
@@ -168,7 +168,7 @@ class TokenSites:
         self._clear()
         blocks = self.by_block(masks)
         for attention, mask in zip(self.attention, blocks, strict=True):
-            tokens = masking(mask.tokens)
+            tokens = effective_mask(mask.tokens)
             if tokens is not None:
                 attention.keys = self._with_prefix(tokens.to(attention.qkv.weight.device))
         return self._ffn_weights([mask.folded() for mask in blocks])
@@ -177,7 +177,9 @@ class TokenSites:
         return CompactVit(self.vit, self.by_block(masks), head)
 
     def flops_share(self, masks: Masks) -> float:
-        counted = [flops(self.vit, plan(self.vit, self.by_block(some))) for some in (masks, {})]
+        counted = [
+            flops(self.vit, plan_blocks(self.vit, self.by_block(some))) for some in (masks, {})
+        ]
         return counted[0] / counted[1]
 
     def _ffn_weights(self, blocks: list[BlockMasks]) -> Masks:
@@ -261,10 +263,10 @@ class ChannelSites:
         """A channel that is dropped for good is a column of zeros in the convolution that follows:
         gates need no place in the forward."""
         folded = self.weights(
-            {name: mask for name, mask in masks.items() if masking(mask) is not None}
+            {name: mask for name, mask in masks.items() if effective_mask(mask) is not None}
         )
         for name, (path, conv) in self.followers.items():
-            gate = masking(masks.get(name))
+            gate = effective_mask(masks.get(name))
             if gate is not None:
                 folded[path] = (
                     folded.get(path, conv.weight) * gate.to(conv.weight.device)[:, None, None]
@@ -274,7 +276,7 @@ class ChannelSites:
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
         thinned = copy.deepcopy(self.cnn).requires_grad_(False)
         thinned.load_state_dict(self.folded(masks), strict=False)
-        thin(thinned)
+        cut_channels(thinned)
         return nn.Sequential(thinned, head).eval()
 
     def flops_share(self, masks: Masks) -> float:
@@ -290,7 +292,7 @@ def _inner(block: nn.Module, index: int) -> list[GatedConv2d]:
     """The convolutions of a residual block in order, made maskable."""
     at = f"residual block {index}", "a plain ResNet such as resnet18 or resnet50"
     convs: list[GatedConv2d] = [
-        become(GatedConv2d, nn.Conv2d, conv, *at)
+        make_maskable(GatedConv2d, nn.Conv2d, conv, *at)
         for name, conv in block.named_children()
         if name.startswith("conv")
     ]

@@ -41,14 +41,14 @@ def superfluous(outputs: Tensor, real: int) -> Tensor:
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
 
 
-def left_over(outputs: Tensor, real: int) -> Tensor:
+def superfluous_share(outputs: Tensor, real: int) -> Tensor:
     """The log of the share of the softmax that outputs beyond the first `real` have: what a single
     mask leaves to superfluous ones. (n, s) -> (n,)."""
     outputs = outputs.float()
     return outputs[:, real:].logsumexp(1) - outputs.logsumexp(1)
 
 
-def superposed(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:
+def superpose(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:
     """W .* sum_i alpha_i M^i by name, differentiable in alpha (k,). masks: k dictionaries with the
     names of `weights`."""
     return {
@@ -70,7 +70,7 @@ def slopes(
     """groups (g, n, ...), each judged as a whole -> d mean objective / d alpha, (g, k), also where
     gradients are switched off: the gradient of the superposed weights, one for each group, summed
     over what each mask keeps of W."""
-    mixed = superposed(weights, masks, alpha)
+    mixed = superpose(weights, masks, alpha)
     of_groups = vmap(
         grad(lambda some, images: objective(network(some, images)).mean()), in_dims=(None, 0)
     )
@@ -112,13 +112,13 @@ def shares(scores: Tensor) -> Tensor:
     return (-scores).softmax(1)
 
 
-def at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def infer_at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The mask with the lowest score for each group, (g,), and its share nu among all, (g,)."""
     best = shares(judge(range(count), groups)).max(1)
     return best.indices, best.values
 
 
-def by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def infer_by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The same by binary search: judge all, keep the better half (rounded up; the first among
     equals), judge those, ... until one is left, after ceil(log2 count) rounds. How sure: the
     product of the shares that the kept halves had."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.model.adapters import Hook
-from workers.model.compact import flops, plan
+from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.vit import geometry
 
@@ -28,7 +28,7 @@ def selection(x: Tensor, prior: Tensor) -> Tensor:
     return (F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)).clamp(0, 1)
 
 
-def selected(x: Tensor, prior: Tensor) -> Tensor:
+def select_tokens(x: Tensor, prior: Tensor) -> Tensor:
     """s_n x_n. x: (B, N, D); prior xi: (D,)."""
     return x * selection(x, prior)[..., None]
 
@@ -149,7 +149,7 @@ class TopDown:
         """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave.
         stream: gets the tokens in front of the first steered block and behind each."""
         added = F.linear(
-            selected(seen, feedback["prior"]), feedback["matrix"], feedback.get("bias")
+            select_tokens(seen, feedback["prior"]), feedback["matrix"], feedback.get("bias")
         ).chunk(len(self), -1)
         x, stream = entered, [] if stream is None else stream
         stream.append(x)
@@ -175,7 +175,7 @@ class TopDown:
         shape = geometry(self.backbone)
         tokens = shape["tokens"] + shape["prefix"]
         block = self.width * (4 * self.width + 2 * shape["hidden"] + 2 * tokens)
-        plain = flops(self.backbone, plan(self.backbone, [BlockMasks()] * shape["depth"]))
+        plain = flops(self.backbone, plan_blocks(self.backbone, [BlockMasks()] * shape["depth"]))
         return 1 + tokens * len(self) * (block + self.width * self.width) / plain
 
     @contextmanager

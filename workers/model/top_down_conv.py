@@ -21,7 +21,7 @@ from workers.model.top_down import selection
 SIDE = 224  # pixels of the image whose multiply-adds are counted; their share hardly depends on it
 
 
-def widened(x: Tensor, matrix: Tensor, stride: int) -> Tensor:
+def upsample(x: Tensor, matrix: Tensor, stride: int) -> Tensor:
     """A transposed convolution without bias whose kernel is its stride k: each place becomes k x k
     places of its own. x: (B, C, H, W); matrix: (c k k, C), rows in the order (c, i, j) -> (B, c, k
     H, k W). With k = 1 it is a convolution of 1 x 1. Written as one whose channels are then spread,
@@ -164,8 +164,8 @@ class StageTopDown:
         """r_{L+1} (B, C, H, W) -> td_l of each steered stage, of the shape of what it is given."""
         added: list[Tensor] = []
         for (w1, w2), stride in zip(reversed(self.names), reversed(self.strides), strict=True):
-            r = widened(r, feedback[w1], stride)
-            added.insert(0, widened(r, feedback[w2], 1))
+            r = upsample(r, feedback[w1], stride)
+            added.insert(0, upsample(r, feedback[w2], 1))
         return added
 
     def first_layers(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ class StageTopDown:
         """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage. stream:
         maps that each steered stage was given and left."""
         errors = [
-            F.mse_loss(widened(left.detach(), layers[w1], stride), given.detach())
+            F.mse_loss(upsample(left.detach(), layers[w1], stride), given.detach())
             for (given, left), (w1, _), stride in zip(stream, self.names, self.strides, strict=True)
         ]
         return torch.stack(errors).sum()

@@ -71,7 +71,7 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def owned(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Parameter -> the value of the units that its entries belong to, in a shape that broadcasts to
     it. values: by site, a number per unit: whether earlier tasks use it (then this is the lock), by
     how many tasks it is used."""
@@ -81,10 +81,10 @@ def owned(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
         qk, v, ff = (values[at + kind] for kind in KINDS)
         rows = torch.cat([qk, qk, v])
         tensors |= {
-            at + "attn.qkv.weight": between(rows, None),
-            at + "attn.proj.weight": between(None, v),
-            at + "mlp.fc1.weight": between(ff, None),
-            at + "mlp.fc2.weight": between(None, ff),
+            at + "attn.qkv.weight": weight_values(rows, None),
+            at + "attn.proj.weight": weight_values(None, v),
+            at + "mlp.fc1.weight": weight_values(ff, None),
+            at + "mlp.fc2.weight": weight_values(None, ff),
         }
         tensors |= {
             name: value
@@ -120,7 +120,7 @@ def into_units(linear: nn.Linear) -> Tensor:
     return weight if linear.bias is None else torch.cat([weight, linear.bias.detach()[:, None]], 1)
 
 
-def between(out: Tensor | None, into: Tensor | None) -> Tensor:
+def weight_values(out: Tensor | None, into: Tensor | None) -> Tensor:
     """min(out_i, in_j), HAT Eq. 2: the value of a weight between two layers of units, (out, in).
     None: the residual stream on that side, which counts as used by all; the result then broadcasts
     along it."""
@@ -131,20 +131,20 @@ def between(out: Tensor | None, into: Tensor | None) -> Tensor:
 
 
 # ---- a ViT without the units that its masks switch off -------------------------------------------
-def packed(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
+def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """All parameters of `vit` by name; of those with entries that belong to units, the entries of
     kept units alone, in a row. masks: boolean, by site."""
-    kept = owned(vit, masks)
+    kept = unit_values(vit, masks)
     return {
         name: p.detach()[kept[name].expand_as(p)] if name in kept else p.detach().clone()
         for name, p in vit.named_parameters()
     }
 
 
-def unpacked(
+def unpack(
     vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fill: bool
 ) -> dict[str, Tensor]:
-    """The inverse of `packed`: parameters in the shapes of `vit`. Entries of other units are those
+    """The inverse of `pack`: parameters in the shapes of `vit`. Entries of other units are those
     of `vit` where `fill` is true, else 0. Raises UserError where tensors, masks and `vit` do not
     belong together."""
     sizes = {site: tuple(mask.shape) for site, mask in masks.items()}
@@ -158,7 +158,7 @@ def unpacked(
             f"and {len(tensors)} parameters, which are "
             "not those of this backbone; use the backbone of its run"
         )
-    kept = {name: lock.expand_as(own[name]) for name, lock in owned(vit, masks).items()}
+    kept = {name: lock.expand_as(own[name]) for name, lock in unit_values(vit, masks).items()}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         size = (int(kept[name].sum()),) if name in kept else tuple(own[name].shape)
@@ -178,7 +178,7 @@ def unpacked(
 
 
 @torch.no_grad()
-def thin(vit: Any, masks: dict[str, Tensor]) -> None:
+def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
     """Cuts, in place, units whose weights are 0. Of queries, keys and values all heads of a block
     keep as many channels as the one that keeps most, at least one: those of its kept units, then
     zeros. timm divides the scores by the root of that number, so queries are scaled."""

@@ -26,7 +26,7 @@ import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import context, signature
-from workers.model.noise import own_drop_paths
+from workers.model.noise import replace_drop_paths
 from workers.model.t2t import T2TVit
 from workers.storage import hub
 from workers.storage.regular_file import read_regular
@@ -113,7 +113,7 @@ def build(settings: BackboneSettings) -> nn.Module:
             f"stride {stride} of {settings.name!r}, whose maps would "
             "not fit into each other; change it, or backbone.options.patch_size or output_stride"
         )
-    own_drop_paths(model)
+    replace_drop_paths(model)
     freeze_batch_norms(model)
     if settings.context:
         context.insert(model, settings.context)
@@ -246,7 +246,10 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
                 ".safetensors file, `hub` or `none`"
             ) from None
     try:
-        start = {name: model.get_parameter(name).detach() for name in context.added_names(model)}
+        start = {
+            name: model.get_parameter(name).detach()
+            for name in context.context_parameter_names(model)
+        }
         problems = model.load_state_dict(start | _as_named_here(tensors, model), strict=False)
         differs = [
             f"{kind} {names[:3]}"

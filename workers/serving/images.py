@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from workers.data.shards import MAX_PIXELS, open_image, rgb, squared
+from workers.data.shards import MAX_PIXELS, open_image, resize_square, to_rgb
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 
@@ -93,7 +93,7 @@ def pixels_of(
     out = np.empty((len(images), 3, side, side), np.uint8)
     for place, image in enumerate(images):
         with _named(place, image), budget.reserved(areas[place]) if budget else nullcontext():
-            out[place] = squared(upright(image, limits), side).transpose(2, 0, 1)
+            out[place] = resize_square(upright(image, limits), side).transpose(2, 0, 1)
     return out
 
 
@@ -142,7 +142,7 @@ def upright(image: Any, limits: Limits) -> Image.Image:
     image's place."""
     if isinstance(image, Image.Image):
         check_pixels(image.width, image.height, limits)
-        return _decoded(lambda: rgb(image))
+        return _decoded(lambda: to_rgb(image))
     if isinstance(image, (list, tuple, np.ndarray)):
         return Image.fromarray(array_of(image, limits))
     return decoded(encoded(image, limits), limits)
@@ -170,7 +170,7 @@ def decoded(data: bytes, limits: Limits) -> Image.Image:
     """Bytes of an image file -> RGB. Too many pixels are refused by the header, before one is
     decoded."""
     image = opened(data, limits)
-    return _decoded(lambda: rgb(image))
+    return _decoded(lambda: to_rgb(image))
 
 
 def opened(data: bytes, limits: Limits) -> Image.Image:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workers.job import Task
 from workers.methods.base import MethodSettings, OptimPlan, Step
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
-from workers.model.cosine import CosineHeads, imprinted
+from workers.model.cosine import CosineHeads, imprint
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried
 
@@ -106,7 +106,7 @@ class CosineRehearsal(Rehearsal):
         length = float(torch.cat(lengths).mean()) if lengths else 1.0
         noise = derive_seed(self.seed, "imprint", task.name)
         self.heads[task.name].weight.copy_(
-            imprinted(
+            imprint(
                 features[mine], labels[mine], task.num_classes, self.heads.proxies, length, noise
             )
         )

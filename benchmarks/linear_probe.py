@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
-from workers import dist, loop
+from workers import dist, loop, restore
 from workers.job import StageJob, TrainSettings
 from workers.methods.base import Method
 from workers.methods.linear import Linear
@@ -33,7 +33,7 @@ class Probe:
     """A stage from its method's `begin` to its last step."""
 
     def __init__(self, job: StageJob) -> None:
-        self.job, self.method = job, loop.new_method(job)
+        self.job, self.method = job, restore.new_method(job)
 
     def once(self) -> None:
         self.history = loop.fit(self.job, self.method, None, GROUP, lambda event: None)

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from benchmarks import stream
 from benchmarks.harness import Report
-from workers import dist, loop, optim
+from workers import dist, loop, optim, restore
 from workers.data.feed import Feed
 from workers.job import StageJob
 from workers.methods import METHODS
@@ -66,7 +66,7 @@ def count(job: StageJob, group: dist.Group) -> list[int]:
     """Bytes that this rank hands to collectives in STEPS steps; trained parameters; parameters of
     the backbone."""
     assert job.task is not None
-    method = METHODS[job.method](loop.load_backbone(job), loop.settings_of(job), job.seed)
+    method = METHODS[job.method](restore.load_backbone(job), restore.settings_of(job), job.seed)
     groups = method.begin(
         job.task,
         "train",

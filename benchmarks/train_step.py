@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
-from workers import dist, loop, optim
+from workers import dist, loop, optim, restore
 from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.job import StageJob, TrainSettings
@@ -50,7 +50,7 @@ def plain_loss(method: Method, batch: Batch, progress: Progress) -> Tensor:
 
 
 def fresh(job: StageJob) -> Method:
-    return METHODS[job.method](loop.load_backbone(job), loop.settings_of(job), job.seed)
+    return METHODS[job.method](restore.load_backbone(job), restore.settings_of(job), job.seed)
 
 
 class Ours:

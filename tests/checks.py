@@ -30,7 +30,7 @@ from laboratory import (
 )
 from torch import Tensor
 
-from workers import evaluate, loop
+from workers import evaluate, loop, restore
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
@@ -111,7 +111,7 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
     task, state, images = run.order[FIRST], run.state(FIRST), run.images(FIRST)
     live, job = run.fresh(SECOND), again(run.stages(SECOND)[0], "beside")
     live.load_task(state)
-    loop.fit(job, live, loop.load_carried(job), Group(), lambda event: None)
+    loop.fit(job, live, restore.load_carried(job), Group(), lambda event: None)
     if not live.carries:
         assert torch.equal(answers(live, images, task), answers(run.served(FIRST), images, task))
     assert any(p.grad is not None for p in live.parameters())
@@ -398,7 +398,7 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
         job = run.evaluate_job(after)
         run.prepare(job)
         common, itself = (
-            evaluate.served(replace(job, settings=job.settings | changed), Group())
+            restore.finished_method(replace(job, settings=job.settings | changed), Group())
             for changed in ({}, own)
         )
         for task, scenario in product(range(after + 1), sorted(METHODS[method].scenarios)):

@@ -28,7 +28,7 @@ from pipeline.graph.build import IngestJob, graph_of
 from pipeline.graph.store import Store
 from pipeline.launch import executor
 from tests import small_run
-from workers import evaluate, loop
+from workers import loop, restore
 from workers.data.feed import Feed
 from workers.data.shards import Shards
 from workers.dist import Group
@@ -270,13 +270,13 @@ class Run:
         """The method as it stands after a task, with all tasks up to it loaded, as `evaluate` and
         `predict` load it."""
         self.prepare(self.evaluate_job(after))
-        return evaluate.served(self.evaluate_job(after), self.lab.group)
+        return restore.finished_method(self.evaluate_job(after), self.lab.group)
 
     def fresh(self, task: int = 0) -> Method:
         """A method as a stage of `task` starts with it: the common backbone and nothing else."""
         job = self.stages(task)[0]
         self.artifact(next(j for j in self.jobs.values() if j.key == job.backbone))
-        return loop.new_method(job)
+        return restore.new_method(job)
 
     def images(self, task: int) -> Tensor:
         """Test images of a task (n, 3, 16, 16)."""

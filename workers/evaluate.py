@@ -17,6 +17,7 @@ from workers.data.feed import Feed
 from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
+from workers.restore import finished_method
 
 EVALUATE_REVISION = 1  # raise it when measuring gives other numbers
 TOP = 5
@@ -62,7 +63,7 @@ def evaluate_task(
     none, this task, and the one before as a canary: measured again beside the new one, its logits
     must have the digest that they had."""
     assert job.task is not None
-    method = served(job, group)
+    method = finished_method(job, group)
     rewrites = method.changes_past_predictions(job.scenario)
     tasks = [t for t in job.tasks if t.name in job.measured]
     before = [] if rewrites else [t for t in tasks if t != job.task]
@@ -83,18 +84,6 @@ def evaluate_task(
         "canary": canary(job, method, before[-1], group) if before else None,
     }
     return {"predictions.parquet": buffer.getvalue()}, {"kind": "evaluate", "result": found}
-
-
-def served(job: StageJob, group: dist.Group) -> Method:
-    """The method with its finished tasks loaded, as it stands after this job's stage."""
-    from workers.loop import load_carried, load_states, new_method
-
-    method = new_method(job).to(group.device)
-    load_states(job, method)
-    carried = load_carried(job)
-    if carried is not None:
-        method.load_carried(carried.to(group.device))
-    return method.to(group.device).eval()
 
 
 @torch.no_grad()

@@ -20,8 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from workers.backbone_options import check_option
-
 LARGEST = 1e30  # of all numbers that are not whole
 
 
@@ -102,6 +100,75 @@ def _nested_inputs(value: Any, dumped: Any) -> Any:
 
 def _same(value: Any, neutral: Any) -> bool:
     return type(value) is type(neutral) and bool(value == neutral)
+
+
+# ---- options of a backbone --------------------------------------------------------------------
+# A config, a model folder or a record may come from a stranger. timm's factory takes more than a
+# model's own arguments: URLs and files to load weights from, folders to write to, classes and
+# functions to call. None of those may come from a file. This half of the check needs no timm;
+# `workers/model/signature.py` compares names and types with the model's signature.
+MAX_BLOCKS = 200  # of all stages together; the deepest models of timm have some 60
+MAX_OPTION = 65_536  # of every other option: widths, heads, sides of patches
+MAX_OPTION_VALUES = 16
+BLOCK_COUNTS = frozenset({"depth", "depths", "layers"})
+OPTION_NAME = re.compile(r"[a-z][A-Za-z0-9_]{0,39}")
+OPTION_WORD = re.compile(r"[A-Za-z0-9_]{0,40}")
+LOADER_OPTION = re.compile(
+    r"pretrained.*|checkpoint_path|cache_dir|features_only|feature_.*|out_indices|pruned|"
+    r"model_cfg|model_cls|kwargs_filter|variant|scriptable|exportable|no_jit|device|dtype|block|"
+    r"block_args|.*_fn|embed_layer|mlp_layer|aa_layer"
+)
+OPTION_OF_ANOTHER_SETTING = {
+    "img_size": "backbone.img_size",
+    "drop_path_rate": "backbone.drop_path",
+    "num_classes": "the classes of a task",
+}
+
+
+def check_option(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless `name` may be set and `value` is plain: null, true, false, a
+    number, a word, or a short list of those."""
+    if not OPTION_NAME.fullmatch(name):
+        raise ValueError(f"{name!r:.60} is no name of an option")
+    if LOADER_OPTION.fullmatch(name):
+        raise ValueError(
+            f"{name!r} says how timm loads or makes a model, and not what it is; no settings "
+            "file may do that"
+        )
+    if name in OPTION_OF_ANOTHER_SETTING:
+        raise ValueError(f"{name!r} is given by {OPTION_OF_ANOTHER_SETTING[name]}")
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if len(items) > MAX_OPTION_VALUES:
+        raise ValueError(
+            f"{name!r} has {len(items)} values, and a list has at most {MAX_OPTION_VALUES}"
+        )
+    largest = MAX_BLOCKS if name in BLOCK_COUNTS else MAX_OPTION
+    for item in items:
+        _check_plain(name, item, largest)
+    if (
+        name in BLOCK_COUNTS
+        and sum(item for item in items if isinstance(item, (int, float))) > MAX_BLOCKS
+    ):
+        raise ValueError(
+            f"{name!r} is {value!r:.60}, and a backbone has at most {MAX_BLOCKS} blocks"
+        )
+
+
+def _check_plain(name: str, value: Any, largest: int) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, str):
+        if not OPTION_WORD.fullmatch(value):
+            raise ValueError(
+                f"{name!r} is {value!r:.60}, and a word has letters, digits and '_', at most 40"
+            )
+    elif not isinstance(value, (int, float)):
+        raise ValueError(
+            f"{name!r} holds a {type(value).__name__}; it must be a number, a word, true, "
+            "false, null, or a list of those"
+        )
+    elif not (abs(value) <= largest):  # NaN is none of them
+        raise ValueError(f"{name!r} is {value!r:.60}, and it must be a number of at most {largest}")
 
 
 class ContextSettings(Frozen):

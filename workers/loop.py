@@ -4,15 +4,12 @@ result."""
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import io
-import json
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -25,10 +22,11 @@ from workers.data.feed import Feed
 from workers.data.rows import keys_of
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
-from workers.job import BackboneSettings, StageJob
+from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress
 from workers.model import noise, vit
+from workers.restore import load_carried, load_states, new_method, settings_of
 from workers.rng import derive_seed
 from workers.storage import checkpoint
 from workers.storage.artifact import Artifact, Attempt, cached_artifacts, content_digest
@@ -460,95 +458,6 @@ class ProgressMeter:
     def epoch(self, row: dict[str, Any]) -> None:
         if row.get("val_total"):
             self.accuracy = row["val_correct"] / row["val_total"]
-
-
-def settings_of(job: StageJob) -> Any:
-    return METHODS[job.method].Settings.model_validate(job.settings)
-
-
-def load_backbone(job: StageJob) -> torch.nn.Module:
-    """A fresh copy of the backbone stage's result, which this process reads and verifies once."""
-    assert job.backbone is not None
-    manifest = json.dumps(Artifact.need(job.root, job.backbone).manifest)
-    return copy.deepcopy(
-        _verified_backbone(
-            job.root, job.backbone, manifest, job.backbone_settings.model_dump_json()
-        )
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
-    # More than a second of CPU for a ViT-B, half of it random weights that are then replaced: a
-    # warm worker pays it once.
-    artifact = Artifact(root, key, json.loads(manifest))
-    backbone = vit.build(BackboneSettings.model_validate_json(settings))
-    vit.from_bytes(backbone, artifact.read("state.safetensors"), f"backbone {key}")
-    digest = vit.digest_of(backbone)
-    if digest != artifact.manifest["digest"]:
-        raise UserError(
-            f"the backbone in {key} has digest {digest[:12]}, its manifest says "
-            f"{artifact.manifest['digest'][:12]}; "
-            "masks mean nothing on other weights, remove that folder and run the same command again"
-        )
-    return backbone
-
-
-def new_method(job: StageJob) -> Method:
-    """The method of a stage on a fresh copy of the backbone, told where it is. What it draws from
-    the process's generator while it is made and begins is the same on every rank and in every
-    retry."""
-    backbone = load_backbone(job)  # draws too, where this process has not read it yet
-    torch.manual_seed(derive_seed(job.seed, "begin", job.task.name if job.task else "", job.step))
-    method = METHODS[job.method](backbone, settings_of(job), job.seed)
-    method.scenario, method.stream = job.scenario, job.tasks
-    return method
-
-
-def load_states(job: StageJob, method: Method) -> None:
-    """Loads the states of the job's finished tasks, in stream order."""
-    for task, key in job.states.items():
-        artifact = Artifact.need(job.root, key)
-        method.load_task(
-            TaskState.from_bytes(
-                artifact.read("task.safetensors"), f"state of task {task!r} in {key}"
-            )
-        )
-
-
-def load_carried(job: StageJob) -> Carried | None:
-    """What the stages that this one starts from carried on, merged; None where it starts from
-    none."""
-    if not job.previous:
-        return None
-    return merged(
-        f"stage {job.id}",
-        job.method,
-        {
-            step: Carried.from_bytes(
-                Artifact.need(job.root, key).read("carried.safetensors"), f"carried state of {key}"
-            )
-            for step, key in job.previous.items()
-        },
-    )
-
-
-def merged(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
-    """One carried state of those of several steps, by step. Raises UserError where two of them hand
-    on something of the same name."""
-    whole = Carried()
-    owner: dict[str, str] = {}  # name -> step that hands it on
-    for step, found in parts.items():
-        for name in [*found.tensors, *found.meta]:
-            if owner.setdefault(name, step) != step:
-                raise UserError(
-                    f"{where}: steps {owner[name]!r} and {step!r} of method {method!r} both "
-                    f"hand on {name!r}; "
-                    "side by side they must hand on different names"
-                )
-        whole.tensors |= found.tensors
-        whole.meta |= found.meta
-    return whole
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:

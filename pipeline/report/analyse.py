@@ -26,9 +26,9 @@ from pipeline.results.tables import RunTables
 from workers.analysis import attention_rows, covers, maps, robustness_rows, shifted_rows
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
-from workers.evaluate import served
 from workers.job import StageJob, Task
 from workers.methods.base import Method
+from workers.restore import finished_method
 from workers.storage.artifact import Artifact
 
 Measure = Callable[[Method, StageJob, Task], list[Row]]
@@ -183,7 +183,7 @@ def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJo
             owner |= dict.fromkeys(stage.job.tasks, stage.job)
     for job in {job.id: job for job in owner.values()}.values():
         try:
-            method = served(job, Group())
+            method = finished_method(job, Group())
         except DamagedArtifact as error:
             lost = next((stage.id for stage in run.graph if stage.key == error.key), error.key)
             raise UserError(

@@ -14,12 +14,12 @@ import torch
 from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, history
 from torch import Tensor
 
-from workers import loop
+from workers import loop, optim, restore
 from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
-from workers.evaluate import accuracy, canary, result, served
+from workers.evaluate import accuracy, canary, result
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
 from workers.methods.base import Method, Step
@@ -27,7 +27,7 @@ from workers.methods.finetune import FineTune
 from workers.methods.linear import Linear
 from workers.model import vit
 from workers.storage.artifact import Artifact, Attempt
-from workers.storage.taskstate import Carried
+from workers.storage.taskstate import Carried, TaskState
 
 SIZES = [len(classes) for classes in TASKS.values()]
 
@@ -138,9 +138,7 @@ def test_the_head_of_a_base_task_competes_from_the_first_task_on(lab: Lab) -> No
     assert {name for name in stored.tensors if name.startswith("heads/")} == {
         f"heads/{t}/{n}" for t in TASKS for n in ("weight", "bias")
     }
-    base = loop.TaskState.from_bytes(
-        Artifact.need(job.root, job.states["two"]).read("task.safetensors")
-    )
+    base = TaskState.from_bytes(Artifact.need(job.root, job.states["two"]).read("task.safetensors"))
     assert not torch.equal(stored.tensors["heads/two/bias"], base.head["bias"]), (
         "it is trained on, as its outputs compete"
     )
@@ -235,7 +233,7 @@ def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab) -> Non
 
     job = lab.run("linear").evaluate_job(1)
     lab.run("linear").evaluated(1)
-    method = served(job, Group())
+    method = restore.finished_method(job, Group())
     alone = canary(job, method, job.tasks[0], Group())
     assert alone is not None
     assert alone["task"] == job.tasks[0].name
@@ -263,7 +261,7 @@ def test_steps_side_by_side_hand_on_together_and_never_the_same_name(
         root=str(tmp_path),
         previous={"herd": herd, "calibrate": bias},
     )
-    found = loop.load_carried(job)
+    found = restore.load_carried(job)
     assert found is not None
     assert {name: t.tolist() for name, t in found.tensors.items()} == {
         "means": [1, 1],
@@ -273,8 +271,8 @@ def test_steps_side_by_side_hand_on_together_and_never_the_same_name(
     with pytest.raises(
         UserError, match="steps 'herd' and 'align' of method 'finetune' both hand on 'memory'"
     ):
-        loop.load_carried(replace(job, previous={"herd": herd, "align": clash}))
-    assert loop.load_carried(replace(job, previous={})) is None
+        restore.load_carried(replace(job, previous={"herd": herd, "align": clash}))
+    assert restore.load_carried(replace(job, previous={})) is None
 
 
 class Rehearses(FineTune):
@@ -328,7 +326,7 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     assert [t.name for t in live.training_tasks] == [*TASKS]
     assert live.loaded == ["two"], "the states of earlier tasks were there before it began"
     feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.kept["two"]})
-    assert live.rates.mean_rate_steps == loop.optim.mean_rate_steps(
+    assert live.rates.mean_rate_steps == optim.mean_rate_steps(
         train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train
     )
     first = feed.samples.tasks == 0

@@ -14,7 +14,7 @@ from laboratory import OPTIMIZERS, Lab, Run, again, history, on_ranks, small_bat
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers import evaluate
+from workers import restore
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError
@@ -216,7 +216,7 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
         assert found[0] == found[1], one.id
     images = torch.cat([run.images(task) for task in (0, 1)])
     one, other = (
-        evaluate.served(job, Group()).logits(images, None) for job in (alone[-1], many[-1])
+        restore.finished_method(job, Group()).logits(images, None) for job in (alone[-1], many[-1])
     )
     assert torch.allclose(one, other, atol=1e-3)
     for row, old in zip(

@@ -24,10 +24,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from workers.data.shards import MAX_PIXELS
 from workers.errors import UserError
 from workers.job import BackboneSettings, Frozen, StageJob, Task, with_neutral
-from workers.loop import merged
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.model import vit
+from workers.restore import merge_carried
 from workers.rng import derive_seed
 from workers.storage.artifact import (
     Artifact,
@@ -175,7 +175,7 @@ class Bundle:
 
     @classmethod
     def of_job(cls, job: StageJob, max_pixels: int = MAX_PIXELS) -> Bundle:
-        """What `evaluate.served` loads for a job, straight from the store. Files are read when they
+        """What `restore.finished_method` loads for a job, straight from the store. Files are read when they
         are asked for."""
         assert job.backbone is not None
         places = {BACKBONE: (job.backbone, "state.safetensors")}
@@ -350,7 +350,7 @@ class Bundle:
                 for step, file in body["carried"].items()
             }
             with self._loading("what its tasks carry"):
-                method.load_carried(merged(self.where, body["method"], parts).to(device))
+                method.load_carried(merge_carried(self.where, body["method"], parts).to(device))
         return method.to(device).requires_grad_(False).eval()
 
     @contextmanager

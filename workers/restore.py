@@ -1,0 +1,116 @@
+"""Methods from stored results: the backbone, the states of finished tasks, what tasks carry on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Mapping
+
+import torch
+
+from workers import dist
+from workers.errors import UserError
+from workers.job import BackboneSettings, StageJob
+from workers.methods import METHODS
+from workers.methods.base import Method, MethodSettings
+from workers.model import vit
+from workers.rng import derive_seed
+from workers.storage.artifact import Artifact
+from workers.storage.taskstate import Carried, TaskState
+
+
+def settings_of(job: StageJob) -> MethodSettings:
+    """Return the method's settings, validated."""
+    return METHODS[job.method].Settings.model_validate(job.settings)
+
+
+def load_backbone(job: StageJob) -> torch.nn.Module:
+    """Return a fresh copy of the backbone stage's result, which a process reads and verifies once.
+
+    Raise `UserError` when its weights do not have the digest of the stage's manifest.
+    """
+    assert job.backbone is not None
+    manifest = json.dumps(Artifact.need(job.root, job.backbone).manifest)
+    settings = job.backbone_settings.model_dump_json()
+    return copy.deepcopy(_verified_backbone(job.root, job.backbone, manifest, settings))
+
+
+@functools.lru_cache(maxsize=1)
+def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
+    # More than a second of CPU for a ViT-B, half of it for random weights that are then replaced:
+    # a warm worker pays it once.
+    artifact = Artifact(root, key, json.loads(manifest))
+    backbone = vit.build(BackboneSettings.model_validate_json(settings))
+    vit.from_bytes(backbone, artifact.read("state.safetensors"), f"backbone {key}")
+    digest = vit.digest_of(backbone)
+    if digest != artifact.manifest["digest"]:
+        raise UserError(
+            f"the backbone in {key} has digest {digest[:12]}, its manifest says "
+            f"{artifact.manifest['digest'][:12]}; masks mean nothing on other weights, remove "
+            "that folder and run the same command again"
+        )
+    return backbone
+
+
+def new_method(job: StageJob) -> Method:
+    """Return the stage's method on a fresh copy of the backbone.
+
+    What it draws from the process's generator, in its constructor and in `begin`, is the same on
+    every rank and in every retry.
+    """
+    backbone = load_backbone(job)  # draws too, where this process has not read it yet
+    task_name = job.task.name if job.task else ""
+    torch.manual_seed(derive_seed(job.seed, "begin", task_name, job.step))
+    method = METHODS[job.method](backbone, settings_of(job), job.seed)
+    method.scenario = job.scenario
+    method.stream = job.tasks
+    return method
+
+
+def load_states(job: StageJob, method: Method) -> None:
+    """Load the states of the job's finished tasks into `method`, in stream order."""
+    for task, key in job.states.items():
+        data = Artifact.need(job.root, key).read("task.safetensors")
+        method.load_task(TaskState.from_bytes(data, f"state of task {task!r} in {key}"))
+
+
+def load_carried(job: StageJob) -> Carried | None:
+    """Return what the previous stages carried on, merged; None when the job has no previous one."""
+    if not job.previous:
+        return None
+    parts = {}
+    for step, key in job.previous.items():
+        data = Artifact.need(job.root, key).read("carried.safetensors")
+        parts[step] = Carried.from_bytes(data, f"carried state of {key}")
+    return merge_carried(f"stage {job.id}", job.method, parts)
+
+
+def merge_carried(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
+    """Merge the carried states of several steps, by step, into one.
+
+    Raise `UserError` when two steps carry on a tensor or a value of the same name.
+    """
+    merged = Carried()
+    step_by_name: dict[str, str] = {}
+    for step, part in parts.items():
+        for name in [*part.tensors, *part.meta]:
+            first_step = step_by_name.setdefault(name, step)
+            if first_step != step:
+                raise UserError(
+                    f"{where}: steps {first_step!r} and {step!r} of method {method!r} both hand "
+                    f"on {name!r}; side by side they must hand on different names"
+                )
+        merged.tensors |= part.tensors
+        merged.meta |= part.meta
+    return merged
+
+
+def finished_method(job: StageJob, group: dist.Group) -> Method:
+    """Return the method as it stands after the job's stage: its finished tasks are loaded."""
+    method = new_method(job).to(group.device)
+    load_states(job, method)
+    carried = load_carried(job)
+    if carried is not None:
+        method.load_carried(carried.to(group.device))
+    return method.to(group.device).eval()

@@ -64,7 +64,7 @@ def main() -> None:
         tuple[float, float]
     ] = []  # of each trial: when it was heard to have ended, and the seconds of its stages
 
-    def tell(record: dict[str, Any]) -> None:
+    def notify(record: dict[str, Any]) -> None:
         if record["status"] == "finished" and record["number"] not in said:
             said.add(record["number"])
             ended.append((time.monotonic(), record["device_s"]))
@@ -74,7 +74,7 @@ def main() -> None:
         found = prepared(Path(folder))
         began = time.monotonic()
         with redirect_stdout(io.StringIO()):
-            search.run_search(found, "", tell)
+            search.run_search(found, "", notify)
         records = found.records()
     report.note("start of Ray, ingest and the first trial, wall", f"{ended[0][0] - began:.1f} s")
     wall, work = ended[-1][0] - ended[0][0], sum(seconds for _, seconds in ended[1:])

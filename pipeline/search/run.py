@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import config as configs
-from pipeline.console import Console, SearchScreen, summary
+from pipeline.console import Console, summary
 from pipeline.results.trials import best, pareto
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
+from pipeline.search.screen import SearchScreen
 from pipeline.search.space import Params
 from pipeline.search.spec import Search, prepare, state_of, write_state
 from pipeline.search.trial import Plan, folder, now, with_history
@@ -26,7 +27,7 @@ from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
 from workers.storage.lock import stage_lock
 
-Tell = Callable[
+TrialObserver = Callable[
     [dict[str, Any]], None
 ]  # is given the record of each trial that has a new result or ended
 
@@ -40,7 +41,7 @@ class Outcome:
 
 
 # ---- the search ----------------------------------------------------------------------------------
-def run_search(search: Search, command: str, tell: Tell) -> Outcome:
+def run_search(search: Search, command: str, notify: TrialObserver) -> Outcome:
     """All phases, then the winner. What was found before stands, and is told again. Raises
     UserError where there is no winner."""
     from pipeline.launch.cluster import connect
@@ -52,7 +53,7 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
     def clocked(record: dict[str, Any]) -> None:
         session["wall_s"] = round(time.monotonic() - started, 3)
         write_state(search)  # a session that is killed has taken its time, too
-        tell(record)
+        notify(record)
 
     write_state(search)
     ray = connect(search.cluster)
@@ -65,26 +66,28 @@ def run_search(search: Search, command: str, tell: Tell) -> Outcome:
         ingest(search, command)
         from pipeline.search import tune
 
-        settled: dict[str, Params] = {}
+        chosen_so_far: dict[str, Params] = {}
         chosen: int | None = None
-        for first, plan in phases(search, settled):
+        for first, plan in phases(search, chosen_so_far):
             run = tune.run_population if plan.each else tune.run_phase
             run(search, plan, first, clocked)
             chosen = best(search.records(plan.phase), search.settings.tolerance)
             if chosen is None:
                 raise UserError(no_winner(search, plan.phase, command))
-            settled |= {plan.phase: record_of(search, chosen)["params"]} if plan.phase else {}
+            chosen_so_far |= {plan.phase: record_of(search, chosen)["params"]} if plan.phase else {}
     finally:
         session["wall_s"] = round(time.monotonic() - started, 3)
         write_state(search)
         ray.shutdown()
     assert chosen is not None  # there is a phase
-    return Outcome(chosen, crowned(search, chosen, settled))
+    return Outcome(chosen, winner_config(search, chosen, chosen_so_far))
 
 
-def phases(search: Search, settled: Mapping[str, Params]) -> Iterator[tuple[int, Plan]]:
-    """(number of the first trial, plan): one for all tasks, or one per task; `settled` is read when
-    a phase begins."""
+def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tuple[int, Plan]]:
+    """Yield (number of the first trial, plan): one phase for all tasks, or one phase per task.
+
+    `chosen_so_far` is read when a phase begins.
+    """
     settings = search.settings
     plan = Plan(
         search.name,
@@ -105,7 +108,13 @@ def phases(search: Search, settled: Mapping[str, Params]) -> Iterator[tuple[int,
         last = search.tasks.index(task) + 1
         yield (
             index * trials,
-            replace(plan, tasks=search.tasks[:last], only=True, phase=task, settled=dict(settled)),
+            replace(
+                plan,
+                tasks=search.tasks[:last],
+                only=True,
+                phase=task,
+                chosen_so_far=dict(chosen_so_far),
+            ),
         )
 
 
@@ -133,11 +142,11 @@ def record_of(search: Search, number: int) -> dict[str, Any]:
 def no_winner(search: Search, phase: str, command: str) -> str:
     """Why no trial can win, in one sentence."""
     records = search.records(phase)
-    said = [record["message"] for record in records if record["status"] == "failed"]
+    messages = [record["message"] for record in records if record["status"] == "failed"]
     if not records:
         reason = "its budget was used up before a trial began; raise it, as in --set budget.hours=N"
-    elif said:
-        reason = f"{len(said)} of {len(records)} trials failed, the first one so: {said[0]}"
+    elif messages:
+        reason = f"{len(messages)} of {len(records)} trials failed, the first one so: {messages[0]}"
     else:
         reason = (
             "none of its trials came to its last task; raise the budget, as in --set budget.hours=N"
@@ -148,10 +157,12 @@ def no_winner(search: Search, phase: str, command: str) -> str:
     )
 
 
-def crowned(search: Search, number: int, settled: Mapping[str, Params]) -> dict[str, Any]:
+def winner_config(
+    search: Search, number: int, chosen_so_far: Mapping[str, Params]
+) -> dict[str, Any]:
     """Plain values of the config with what won in place, on the base's own stream."""
     winner = record_of(search, number)
-    history = settled or winner["history"]
+    history = chosen_so_far or winner["history"]
     return {
         **with_history(search.report_body, winner["params"], history),
         "name": f"{search.name}-winner",
@@ -164,14 +175,14 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, 
     record = record_of(search, outcome.trial)
     last = record["results"][-1]
     place = folder(search.storage, search.name)
-    said = [
+    header = [
         f"# Winner of search {search.name}: trial {outcome.trial}, validation accuracy "
         f"{100 * last['accuracy']:.2f} % after {last['position'] + 1} tasks",
         f"# ({search.settings.protocol}), {last['bytes']:.0f} bytes kept per task.",
         *(f"# {key}: {value}" for key, value in record["params"].items()),
     ]
     write_bytes(
-        join(place, "winner.yaml"), ("\n".join(said) + "\n" + dump_yaml(outcome.config)).encode()
+        join(place, "winner.yaml"), ("\n".join(header) + "\n" + dump_yaml(outcome.config)).encode()
     )
     body = {
         "trial": outcome.trial,
@@ -191,14 +202,14 @@ def command(args: argparse.Namespace) -> int:
     """Searches, writes the winner's config, and measures it on test data."""
     from pipeline import app
 
-    said = app.command_text("search", args.config, args.overrides)
+    resume_command = app.command_text("search", args.config, args.overrides)
     remedy = app.command_text("report", args.config, args.overrides)
     search = prepare(args.config, args.overrides, app.provenance())
     screen = SearchScreen(search)
     print(screen.head(), flush=True)
     try:
         with stage_lock(join(search.storage, "searches"), f"search-{search.name}", wait=False):
-            return searched(search, screen, said, remedy)
+            return searched(search, screen, resume_command, remedy)
     except BlockingIOError:
         raise UserError(
             f"search {search.name!r} is being run by another process; wait for it, or give this "
@@ -206,23 +217,28 @@ def command(args: argparse.Namespace) -> int:
         ) from None
 
 
-def searched(search: Search, screen: SearchScreen, said: str, remedy: str) -> int:
-    """The search, its winner and its record. said: the command that goes on with it; remedy: the
-    one that writes the record anew."""
+def searched(search: Search, screen: SearchScreen, resume_command: str, remedy: str) -> int:
+    """Run the search, and write its winner and its record.
+
+    resume_command: the command that continues the search. remedy: the command that writes the
+    MLflow record again.
+    """
     recorder = SearchRecorder(search.tracking, search.storage, remedy=remedy)
     recorder.start(state_of(search))
     files: dict[str, bytes] = {}
     status = "KILLED"
 
-    def tell(record: dict[str, Any]) -> None:
+    def notify(record: dict[str, Any]) -> None:
         screen(record)
         recorder.trial(record)
 
     try:
-        outcome = run_search(search, said, tell)
+        outcome = run_search(search, resume_command, notify)
         path = write_winner(search, outcome, [])
         print(screen.won(outcome.trial, path), flush=True)
-        tests = [tested(search, outcome, seed, said) for seed in search.settings.seeds]
+        tests = [
+            evaluate_winner(search, outcome, seed, resume_command) for seed in search.settings.seeds
+        ]
         write_winner(search, outcome, tests)
         files, status = export(search), "FINISHED"
     except UserError:
@@ -273,7 +289,9 @@ def page_of(search: Search) -> str:
     return join(folder(search.storage, search.name), "search.html")
 
 
-def tested(search: Search, outcome: Outcome, seed: int, said: str) -> dict[str, Any]:
+def evaluate_winner(
+    search: Search, outcome: Outcome, seed: int, resume_command: str
+) -> dict[str, Any]:
     """The winner with one seed, trained (as far as the store has it not) and measured on test
     data."""
     from pipeline import app
@@ -285,7 +303,7 @@ def tested(search: Search, outcome: Outcome, seed: int, said: str) -> dict[str, 
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance)
     run = app.PreparedRun(config, store, graph, tasks)
-    result = app.execute(run, Console, said, said)
+    result = app.execute(run, Console, resume_command, resume_command)
     print(summary(result.tables, result.outcome, result.published.lines))
     row = result.tables.summary()[0]
     return {

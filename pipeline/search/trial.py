@@ -38,7 +38,7 @@ class Plan:
 
     body: the base config's plain values. tasks: those that a trial learns, in stream order. own:
     those of them that have steps of the method's own. only: it is judged after the last one of them
-    alone. settled: task -> what earlier phases of the search have chosen for it. phase: the task
+    alone. chosen_so_far: task -> what earlier phases of the search have chosen for it. phase: the task
     that is searched now. each: a task keeps the parameters that it was trained with when they
     change (population-based training). until: how many tasks trials learn now; None: all.
     """
@@ -51,7 +51,7 @@ class Plan:
     own: tuple[str, ...] = ()
     only: bool = False
     phase: str = ""
-    settled: Mapping[str, Params] = field(default_factory=dict)
+    chosen_so_far: Mapping[str, Params] = field(default_factory=dict)
     each: bool = False
     until: int | None = None
 
@@ -64,7 +64,7 @@ class Plan:
         self, params: Mapping[str, Any], history: Mapping[str, Params], name: str
     ) -> config.Config:
         """The config of a point. history: task -> parameters that are its own."""
-        body = with_history(self.body, params, {**self.settled, **history})
+        body = with_history(self.body, params, {**self.chosen_so_far, **history})
         return config.check(
             {**body, "name": name, "storage": self.storage}, f"search {self.name!r}"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from pipeline.tracking import database as track_database
+from pipeline.tracking.database import prepare, sqlite_path, sqlite_uri
 from pipeline.tracking.points import Point, key_name
 from workers.errors import UserError
 from workers.storage.artifact import join, make_dirs
@@ -78,7 +78,7 @@ def tracking_uri(storage: str, uri: str = "") -> str:
         )
     folder = Path(storage.removeprefix("file://")).absolute()
     make_dirs(str(folder))
-    return track_database.sqlite_uri(folder / "mlflow.db")
+    return sqlite_uri(folder / "mlflow.db")
 
 
 def open_store(
@@ -109,8 +109,8 @@ def _opened(
 ) -> tuple[MlflowClient, str, str]:
     from mlflow.store.db import utils
 
-    if database := track_database.sqlite_path(address):
-        track_database.prepare(database, make_tables, utils._get_latest_schema_revision)
+    if database := sqlite_path(address):
+        prepare(database, make_tables, utils._get_latest_schema_revision)
     client = client_of(address)
     found = client.get_experiment_by_name(experiment)
     if found is not None:

@@ -22,7 +22,7 @@ class Outbox:
 
     answers: whether the server is there. forget: called after a failure, so that the next try
     believes nothing that was learned before it. transient: whether an error may not be repeated;
-    any other one costs its action and a sentence in `warnings`, and the rest goes on. say: a line
+    any other one costs its action and a sentence in `warnings`, and the rest goes on. log: a line
     for people, once when the server goes away and once when it is back. name: what the server is
     called in them.
     """
@@ -33,14 +33,14 @@ class Outbox:
         answers: Callable[[], bool],
         forget: Action,
         transient: Callable[[Exception], bool],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):
-        self.name, self.answers, self.forget, self.transient, self.say = (
+        self.name, self.answers, self.forget, self.transient, self.log = (
             name,
             answers,
             forget,
             transient,
-            say,
+            log,
         )
         self.warnings: list[str] = []
         self.waiting: deque[Action] = deque()
@@ -120,7 +120,7 @@ class Outbox:
 
     def _wait_for_answer(self, reason: str) -> None:
         self._set_away(time.monotonic())
-        self.say(
+        self.log(
             f"{self.name} does not answer ({reason[:120]}); the run goes on, and what it should "
             "hear of is kept until it does"
         )
@@ -128,7 +128,7 @@ class Outbox:
         while not self.given_up:
             self._pause(pause)
             if not self.given_up and self.answers():
-                self.say(
+                self.log(
                     f"{self.name} answers again after "
                     f"{time.monotonic() - (self.away_since or 0):.0f} s; it is told what it has "
                     "missed"

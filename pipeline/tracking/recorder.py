@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pipeline.graph.stage import Graph, Stage
     from pipeline.tracking.points import Point
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 WriteBundle = Callable[[str, str], None]  # (label of a method, folder to write into)
 
 
-def to_stderr(text: str) -> None:
+def log_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -39,7 +39,7 @@ class Recorder:
     at the end; only `finish` waits.
 
     Stages that stood before are recorded by `start`, so a run that has nothing to do still has its
-    whole record. say: gets a line when MLflow goes away, and one when it is back. remedy: the
+    whole record. log: gets a line when MLflow goes away, and one when it is back. remedy: the
     command that writes the record anew, for people.
     """
 
@@ -47,7 +47,7 @@ class Recorder:
         self,
         settings: TrackingSettings,
         storage: str,
-        say: Say = to_stderr,
+        log: Log = log_to_stderr,
         remedy: str = "",
         place: RunIdentity | None = None,
     ):
@@ -59,7 +59,7 @@ class Recorder:
         if settings.enabled:
             require_package("mlflow", "the record of a run", "set tracking=off")
         self.writer = RunWriter(settings, storage, place or RunIdentity())
-        self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, say)
+        self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, log)
         self.machine: SystemMetrics | None = None
 
     @property

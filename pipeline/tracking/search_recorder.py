@@ -22,7 +22,7 @@ from pipeline.results import trials
 from pipeline.tracking.mlflow_client import MlflowClientAdapter, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.points import Point, key_name
-from pipeline.tracking.recorder import Say, answers, close, to_stderr
+from pipeline.tracking.recorder import Log, answers, close, log_to_stderr
 from pipeline.tracking.run_writer import OPENED, RunIdentity, RunWriter, keys_of, tags_of
 from pipeline.tracking.ui import page_base, run_link, this_python
 from pipeline.yaml_files import dump_yaml
@@ -47,11 +47,11 @@ class SearchRecorder:
     """Writes the record of one search. `start` first, `trial` whenever the record of a trial has
     changed, `finish` at the end; only `finish` waits.
 
-    say, remedy: as for a Recorder. Without `start`, and with tracking off, nothing is written.
+    log, remedy: as for a Recorder. Without `start`, and with tracking off, nothing is written.
     """
 
     def __init__(
-        self, settings: TrackingSettings, storage: str, say: Say = to_stderr, remedy: str = ""
+        self, settings: TrackingSettings, storage: str, log: Log = log_to_stderr, remedy: str = ""
     ):
         self.settings, self.storage = settings, storage
         self.remedy = remedy or f"{this_python()} -m pipeline search CONFIG"
@@ -66,7 +66,7 @@ class SearchRecorder:
         self.where: tuple[str, str, str] | None = None
         self.drawn: set[int] = set()  # trials whose points are in the curves
         self.read: set[tuple[str, str]] = set()  # (stage, context)
-        self.outbox = Outbox("MLflow", self._answers, self.forget, transient, say)
+        self.outbox = Outbox("MLflow", self._answers, self.forget, transient, log)
 
     @property
     def warnings(self) -> list[str]:
@@ -112,7 +112,11 @@ class SearchRecorder:
 
     @classmethod
     def rebuild(
-        cls, storage: str, name: str, settings: TrackingSettings | None = None, say: Say = to_stderr
+        cls,
+        storage: str,
+        name: str,
+        settings: TrackingSettings | None = None,
+        log: Log = log_to_stderr,
     ) -> SearchRecorder:
         """Writes the whole record of a search from what the store holds of it. settings: by default
         those of its base config. Raises UserError where the storage has no such search."""
@@ -129,7 +133,7 @@ class SearchRecorder:
         recorder = cls(
             settings or TrackingSettings.model_validate(search["config"].get("tracking") or {}),
             storage,
-            say,
+            log,
         )
         recorder.start(search)
         found = trials.load(storage, name)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.report import figures, files, page, plots
 from pipeline.results.tables import RunTables
-from pipeline.tracking import points as entries
+from pipeline.tracking.points import method_files, of_label, pick_points
 
 NAMES = [t["name"] for t in fake_run.TASKS]
 
@@ -103,19 +103,17 @@ def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) ->
 
 
 def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables) -> None:
-    points = entries.pick_points(tables.picks("finetune"))
+    points = pick_points(tables.picks("finetune"))
     assert [(p.name, p.step) for p in points[:3]] == [
         ("picked_right/shapes", 0),
         ("picked_right/shapes", 1),
         ("picked_right/birds", 1),
     ]
     assert points[2].value == 0.75
-    found = entries.method_files(tables, "finetune")
+    found = method_files(tables, "finetune")
     assert {"picked.png", "picked.csv", "picks.csv"} <= found.keys()
     assert found["picked.csv"].decode().splitlines()[2] == "birds,30,90,0,0"
-    assert entries.of_label({"picked-finetune.png": b"x"}, "finetune") == {
-        "report/picked.png": b"x"
-    }
+    assert of_label({"picked-finetune.png": b"x"}, "finetune") == {"report/picked.png": b"x"}
 
 
 def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(
@@ -124,8 +122,7 @@ def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(
     assert tables.picks("meat") == []
     assert tables.pick_counts("meat") is None
     assert page.render_picks(tables, "meat") == ""
-    assert "picked.png" not in entries.method_files(tables, "meat")
+    assert "picked.png" not in method_files(tables, "meat")
     assert (
-        entries.pick_points([{"task": "x", "images": 0, "share_right": math.nan, "after_index": 0}])
-        == []
+        pick_points([{"task": "x", "images": 0, "share_right": math.nan, "after_index": 0}]) == []
     )

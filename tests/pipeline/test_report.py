@@ -21,7 +21,7 @@ from pipeline.report import analysis_section, figures, mask_plots, page, plots
 from pipeline.results import metrics
 from pipeline.results.masks import BINS, MaskView, capacity, kinds, overlap
 from pipeline.results.tables import RunTables
-from pipeline.tracking import points as entries
+from pipeline.tracking.points import history_points, matrix_points, method_files
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.storage.artifact import Artifact, withdraw
@@ -150,7 +150,7 @@ def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(
         == 1
     )
     assert {"top5_last_accuracy", "task_aware_average_incremental_accuracy"} <= {
-        p.name for p in entries.matrix_points(matrix)
+        p.name for p in matrix_points(matrix)
     }
     assert "top-5" in page.render_summary(tables)
 
@@ -446,14 +446,14 @@ def test_curves_have_one_point_per_epoch_and_no_missing_numbers() -> None:
         {"epoch": 0, "loss": 2.0, "seconds": 1.5, "val_correct": 3, "val_total": 4},
         {"epoch": 1, "loss": math.nan, "seconds": 1.0, "odd name?": 1},
     ]
-    points = entries.history_points(rows, "train")
+    points = history_points(rows, "train")
     assert ("train/val_accuracy", 0.75, 1, 1.5) in points
     assert [p.step for p in points if p.name == "train/loss"] == [1]
     assert any(p.name == "train/odd name_" and p.after_s == 2.5 for p in points)
 
 
 def test_the_matrix_as_json_has_null_where_nothing_was_measured(tables: Any) -> None:
-    body = json.loads(entries.method_files(tables, "meat")["accuracy_matrix.json"])
+    body = json.loads(method_files(tables, "meat")["accuracy_matrix.json"])
     assert body["accuracy"][0] == [0.95, None, None, None]
     assert body["correct"][0] == [190, None, None, None]
     assert body["source"][3] == ["follows", "follows", "measured", "measured"]

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from pipeline import config
-from pipeline.console import SearchScreen
 from pipeline.search import run, spec, trial, tune
+from pipeline.search.screen import SearchScreen
 from tests import small_run
 from tests.pipeline.nodes import nodes_of
 from workers.errors import UserError
@@ -231,7 +231,7 @@ def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
     records = found.records()
     winner = run.best(records)
     path = run.write_winner(
-        found, run.Outcome(winner, run.crowned(found, winner, {})), [{"seed": 0}]
+        found, run.Outcome(winner, run.winner_config(found, winner, {})), [{"seed": 0}]
     )
     settings = config.load(path)
     assert (

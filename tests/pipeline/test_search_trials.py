@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fake_search as fake
+import fake_search
 import pytest
 
 from pipeline.results.trials import best, load, pareto, score, size
@@ -16,7 +16,7 @@ from workers.errors import UserError
 
 
 def points(*pairs: Any, status: Any = "finished") -> Any:
-    return [fake.trial(n, {}, status, accuracy=a, bytes=b) for n, (a, b) in enumerate(pairs)]
+    return [fake_search.trial(n, {}, status, accuracy=a, bytes=b) for n, (a, b) in enumerate(pairs)]
 
 
 # ---- who wins ------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def test_ties_go_to_fewer_bytes_then_to_the_lower_number() -> None:
 
 @pytest.mark.parametrize("status", ["stopped", "running", "failed"])
 def test_only_finished_trials_win_or_are_on_the_front(status: str) -> None:
-    some = [*points((0.8, 100)), fake.trial(1, {}, status, accuracy=0.99, bytes=1)]
+    some = [*points((0.8, 100)), fake_search.trial(1, {}, status, accuracy=0.99, bytes=1)]
     assert best(some, 0.0) == 0
     assert pareto(some) == [0]
     assert best(some[1:], 0.0) is None
@@ -56,18 +56,21 @@ def test_only_finished_trials_win_or_are_on_the_front(status: str) -> None:
 
 
 def test_a_trial_without_score_or_size_never_beats_one_that_has_them() -> None:
-    bare, unknown = fake.trial(0, {}, results=[]), fake.trial(1, {}, accuracy=0.9, bytes=None)
+    bare, unknown = (
+        fake_search.trial(0, {}, results=[]),
+        fake_search.trial(1, {}, accuracy=0.9, bytes=None),
+    )
     assert math.isnan(score(bare))
     assert math.isnan(size(bare))
     assert math.isnan(size(unknown))
     assert best([bare]) is None
     assert best([bare, unknown, *points((0.1, 1), (0.9, 1), (0.9, 1))[2:]]) == 2
     assert best([bare, unknown]) == 1
-    assert math.isnan(score(fake.trial(0, {}, accuracy=math.inf)))
+    assert math.isnan(score(fake_search.trial(0, {}, accuracy=math.inf)))
 
 
 def test_the_score_is_the_last_accuracy_not_the_best() -> None:
-    t = fake.trial(0)
+    t = fake_search.trial(0)
     assert score(t) == t["results"][-1]["accuracy"] < t["results"][0]["accuracy"]
     assert size(t) == t["results"][-1]["bytes"]
 
@@ -84,7 +87,7 @@ def test_equal_trials_stand_on_the_front_together_and_numbers_ascend() -> None:
 
 
 def test_the_winner_within_any_tolerance_is_on_the_front() -> None:
-    some = fake.trials(60)
+    some = fake_search.trials(60)
     for tolerance in (0.0, 0.003, 0.01, 0.1):
         assert best(some, tolerance) in pareto(some)
 
@@ -96,13 +99,13 @@ def test_no_trials_have_no_winner_and_no_front() -> None:
 
 # ---- phases --------------------------------------------------------------------------------------
 def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path: Path) -> None:
-    some = fake.per_task(4)
+    some = fake_search.per_task(4)
     for t in some:  # the last task's trials have the lowest numbers
         t["number"] = 15 - t["number"]
-    fake.write(tmp_path, fake.record("greedy", protocol="per_task"), some)
+    fake_search.write(tmp_path, fake_search.record("greedy", protocol="per_task"), some)
     search = load(str(tmp_path), "greedy")
-    assert search.phases == fake.TASKS[:4]
-    assert list(search.chosen()) == fake.TASKS[:4]
+    assert search.phases == fake_search.TASKS[:4]
+    assert list(search.chosen()) == fake_search.TASKS[:4]
     for phase, number in search.chosen().items():
         assert number == best(search.of(phase), search.tolerance)
     standing = search.standing()
@@ -113,25 +116,25 @@ def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path: Path)
 
 def test_what_winner_json_says_stands(tmp_path: Path) -> None:
     some = points((0.9, 100), (0.95, 100), (0.8, 1))
-    fake.write(tmp_path, fake.record("said"), some, fake.winner(some[2]))
+    fake_search.write(tmp_path, fake_search.record("said"), some, fake_search.winner(some[2]))
     assert load(str(tmp_path), "said").chosen() == {"": 2}
 
 
 def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path: Path) -> None:
-    fake.write(
+    fake_search.write(
         tmp_path,
-        fake.record("one"),
-        [*points((0.9, 100), (0.7, 1)), fake.trial(2, {}, "failed", accuracy=0.99)],
+        fake_search.record("one"),
+        [*points((0.9, 100), (0.7, 1)), fake_search.trial(2, {}, "failed", accuracy=0.99)],
     )
     assert load(str(tmp_path), "one").standing() == {0: 0.9, 1: 0.7}
 
 
 # ---- files ---------------------------------------------------------------------------------------
 def test_trials_come_sorted_with_what_an_early_record_does_not_have(tmp_path: Path) -> None:
-    fake.write(
+    fake_search.write(
         tmp_path,
-        fake.record("some"),
-        [{"number": 10000, "status": "running"}, fake.trial(9999), *points((0.9, 1))],
+        fake_search.record("some"),
+        [{"number": 10000, "status": "running"}, fake_search.trial(9999), *points((0.9, 1))],
     )
     search = load(str(tmp_path), "some")
     assert [t["number"] for t in search.trials] == [0, 9999, 10000]
@@ -161,7 +164,7 @@ DAMAGE = {
 
 
 def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
-    fake.write(tmp_path, fake.record("hurt"), points((0.9, 1)))
+    fake_search.write(tmp_path, fake_search.record("hurt"), points((0.9, 1)))
     folder = tmp_path / "searches/hurt"
     for name, data in DAMAGE.items():
         (folder / "trials" / name).write_bytes(data)
@@ -179,7 +182,7 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"settings": 3, "space": []}', b"null"])
 def test_a_damaged_search_json_leaves_the_trials(tmp_path: Path, body: bytes) -> None:
-    fake.write(tmp_path, fake.record("hurt"), points((0.9, 1), (0.8, 1)))
+    fake_search.write(tmp_path, fake_search.record("hurt"), points((0.9, 1), (0.8, 1)))
     (tmp_path / "searches/hurt/search.json").write_bytes(body)
     search = load(str(tmp_path), "hurt")
     assert len(search.trials) == 2
@@ -191,7 +194,7 @@ def test_a_damaged_search_json_leaves_the_trials(tmp_path: Path, body: bytes) ->
 
 
 def test_a_lost_search_json_is_named(tmp_path: Path) -> None:
-    fake.write(tmp_path, fake.record("lost"), points((0.9, 1)))
+    fake_search.write(tmp_path, fake_search.record("lost"), points((0.9, 1)))
     (tmp_path / "searches/lost/search.json").unlink()
     search = load(str(tmp_path), "lost")
     assert len(search.trials) == 1
@@ -203,14 +206,14 @@ def test_a_search_that_is_not_there_is_one_sentence_with_those_that_are(tmp_path
         UserError, match=r"there is no search 'x' in .*; no search was started there"
     ):
         load(str(tmp_path), "x")
-    fake.write(tmp_path, fake.record("meat-real"), [])
+    fake_search.write(tmp_path, fake_search.record("meat-real"), [])
     with pytest.raises(UserError, match=r"there is no search 'x' in .*; it has meat-real"):
         load(str(tmp_path), "x")
     assert load(str(tmp_path), "meat-real").trials == []
 
 
 def test_records_are_read_on_any_filesystem_of_the_store(tmp_path: Path) -> None:
-    fake.write(tmp_path, fake.record("uri"), points((0.9, 1)))
+    fake_search.write(tmp_path, fake_search.record("uri"), points((0.9, 1)))
     assert len(load(f"file://{tmp_path}", "uri").trials) == 1
 
 

@@ -15,7 +15,7 @@ import pytest
 from pipeline.config import TrackingSettings
 from pipeline.report import page
 from pipeline.tracking import mlflow_client, run_writer, ui
-from pipeline.tracking import recorder as track
+from pipeline.tracking.recorder import Recorder
 from workers.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
@@ -37,20 +37,20 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "provenance": {"git_commit": "feed", "packages": {"torch": "2.14.1"}, "python": "3.11.7"},
     }
     os.environ.pop("MLFLOW_TRACKING_URI", None)
-    first = track.Recorder(SETTINGS, storage)
+    first = Recorder(SETTINGS, storage)
     first.start(record, "<svg>graph</svg>")
     ids = [s.id for s in fake_run.stages() if s.step != "report"]
     for stage, _ in fake_run.write(storage, set(ids[:6])):
         first.stage(stage, {"stage": stage.id})  # as workers report it: without the list of files
     assert first.outbox.close(0) == 0  # and then it was killed
-    second = track.Recorder(SETTINGS, storage)
+    second = Recorder(SETTINGS, storage)
     second.start(record, "<svg>graph</svg>")
     for stage, manifest in fake_run.write(storage, set(ids[6:])):
         second.stage(stage, manifest)
     files = page.build(storage, record)
     second.finish(files)
     before = contents(storage)
-    third = track.Recorder(SETTINGS, storage)
+    third = Recorder(SETTINGS, storage)
     third.start(record, "<svg>graph</svg>")
     third.finish(files)
     assert first.warnings == second.warnings == third.warnings == []
@@ -212,9 +212,7 @@ def test_another_graph_of_the_same_name_gets_runs_of_its_own() -> None:
 def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path: Path) -> None:
     said: list[str] = []
     settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=0)
-    recorder = track.Recorder(
-        settings, str(tmp_path), said.append, "python -m pipeline report x.yaml"
-    )
+    recorder = Recorder(settings, str(tmp_path), said.append, "python -m pipeline report x.yaml")
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(str(tmp_path), {"data/shapes", "backbone"}):
         recorder.stage(stage, manifest)
@@ -232,7 +230,7 @@ def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path: Pa
 
 
 def test_tracking_that_is_off_writes_nothing(tmp_path: Path) -> None:
-    recorder = track.Recorder(TrackingSettings(enabled=False), str(tmp_path))
+    recorder = Recorder(TrackingSettings(enabled=False), str(tmp_path))
     recorder.start(fake_run.record())
     recorder.finish({})
     assert list(tmp_path.iterdir()) == []
@@ -321,7 +319,7 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
-    recorder = track.Recorder(
+    recorder = Recorder(
         TrackingSettings(system_metrics=True),
         str(tmp_path),
         place=run_writer.RunIdentity(pictures=False),
@@ -360,16 +358,14 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         def end(self) -> None:
             started.append(False)
 
-    monkeypatch.setattr(track, "SystemMetrics", Sampler)
+    monkeypatch.setattr("pipeline.tracking.recorder.SystemMetrics", Sampler)
     for settings, watch, expected in (
         (TrackingSettings(system_metrics=True), True, [True, True, False]),
         (TrackingSettings(), True, []),
         (TrackingSettings(system_metrics=True), False, []),
     ):
         started.clear()
-        recorder = track.Recorder(
-            settings, str(tmp_path), place=run_writer.RunIdentity(pictures=False)
-        )
+        recorder = Recorder(settings, str(tmp_path), place=run_writer.RunIdentity(pictures=False))
         recorder.start(
             {
                 **fake_run.record(
@@ -387,7 +383,7 @@ def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
-    recorder = track.Recorder(
+    recorder = Recorder(
         TrackingSettings(system_metrics=True),
         str(tmp_path),
         place=run_writer.RunIdentity(pictures=False),

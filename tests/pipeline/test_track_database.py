@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.config import TrackingSettings
 from pipeline.graph.store import Store
-from pipeline.tracking import database as track_database
 from pipeline.tracking import mlflow_client
+from pipeline.tracking.database import is_whole, prepare, sqlite_path, sqlite_uri
 from pipeline.tracking.outbox import Outbox
 from workers.errors import UserError
 from workers.storage import filesystem
@@ -28,7 +28,7 @@ MAKE_AND_DIE = """
 import os, signal, sys
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
-from pipeline.tracking import mlflow_client as track_mlflow
+from pipeline.tracking import mlflow_client
 left = [int(sys.argv[2])]
 @event.listens_for(Engine, "before_cursor_execute")
 def count(*_):
@@ -36,15 +36,15 @@ def count(*_):
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[3] == "beside":
-    track_mlflow.open_store(sys.argv[1])
+    mlflow_client.open_store(sys.argv[1])
 else:  # as MLflow alone does it
-    track_mlflow.make_tables(f"sqlite:///{sys.argv[1]}/mlflow.db")
+    mlflow_client.make_tables(f"sqlite:///{sys.argv[1]}/mlflow.db")
 """
 
 
 def initialize(uri: str) -> None:
     """A database of two tables, as MLflow would make it."""
-    path = track_database.sqlite_path(uri)
+    path = sqlite_path(uri)
     assert path
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript(
@@ -53,8 +53,8 @@ def initialize(uri: str) -> None:
         )
 
 
-def prepare(path: Path) -> None:
-    track_database.prepare(path, initialize, lambda: REVISION)
+def prepare_two_tables(path: Path) -> None:
+    prepare(path, initialize, lambda: REVISION)
 
 
 def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_path: Path) -> None:
@@ -64,11 +64,11 @@ def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_
         initialize(uri)
         seen.append([entry.name for entry in tmp_path.iterdir()])
 
-    track_database.prepare(tmp_path / "mlflow.db", watched, lambda: REVISION)
+    prepare(tmp_path / "mlflow.db", watched, lambda: REVISION)
     assert len(seen) == 1
     assert "mlflow.db" not in seen[0], "it was not there before it was whole"
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
-    prepare(tmp_path / "mlflow.db")
+    prepare_two_tables(tmp_path / "mlflow.db")
     assert len(seen) == 1
 
 
@@ -90,8 +90,8 @@ def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript(statements)
     path.touch()
-    prepare(path)
-    assert track_database.is_whole(path, lambda: REVISION)
+    prepare_two_tables(path)
+    assert is_whole(path, lambda: REVISION)
     aside = [entry for entry in tmp_path.iterdir() if "half-made" in entry.name]
     assert len(aside) == len(said) == (left != "empty")
     assert all("was left half-made" in line and aside[0].name in line for line in said)
@@ -102,11 +102,11 @@ def test_a_database_with_runs_is_left_as_it_is(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript("CREATE TABLE runs (id); INSERT INTO runs VALUES (1)")
     before = path.read_bytes()
-    prepare(path)
+    prepare_two_tables(path)
     assert path.read_bytes() == before
     (tmp_path / "no.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(UserError, match=r"no\.db is no SQLite database"):
-        prepare(tmp_path / "no.db")
+        prepare_two_tables(tmp_path / "no.db")
 
 
 def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
 
     def slower(uri: str) -> None:
         initialize(uri)
-        os.link(track_database.sqlite_path(uri), path)  # type: ignore[arg-type]  # another process on a disk without locks
+        os.link(sqlite_path(uri), path)  # type: ignore[arg-type]  # another process on a disk without locks
         inodes.append(path.stat().st_ino)
 
     inodes: list[int] = []
-    track_database.prepare(path, slower, lambda: REVISION)
+    prepare(path, slower, lambda: REVISION)
     assert [path.stat().st_ino] == inodes
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
@@ -130,8 +130,8 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
 def test_a_path_is_the_same_after_it_was_a_uri(name: str, tmp_path: Path) -> None:
     path = tmp_path / name / "mlflow.db"
     path.parent.mkdir()
-    uri = track_database.sqlite_uri(path)
-    assert track_database.sqlite_path(uri) == path
+    uri = sqlite_uri(path)
+    assert sqlite_path(uri) == path
     initialize(uri)
     assert path.exists()
     assert mlflow_client.tracking_uri(str(path.parent)) == uri
@@ -150,7 +150,7 @@ def test_a_path_is_the_same_after_it_was_a_uri(name: str, tmp_path: Path) -> Non
     ],
 )
 def test_other_databases_are_none_of_ours(uri: str) -> None:
-    assert track_database.sqlite_path(uri) is None
+    assert sqlite_path(uri) is None
 
 
 def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""What README, CONTRIBUTING and the pages of docs/ and configs/ name exists."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import main
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "datasets/README.md",
+    *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/*.md")),
+    *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("configs/**/*.md")),
+]
+DESCRIPTION = (
+    "distributed continual-learning pipeline for vision transformers, task- and class-incremental, "
+    "orchestrated as a DAG of cached stages on Ray, recorded in MLflow."
+)
+FOLDERS = ("pipeline", "workers", "datasets", "configs", "tests", "benchmarks", "docs")
+# What a page tells its reader to make.
+EXAMPLES = {"datasets/imagenet-a/card.yaml"}
+# Names that stand for what a reader puts there.
+PLACEHOLDER = re.compile(r"NAME|CARD|TASK|CONFIG|[*$<>{}]")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MODULE = re.compile(r"python -m ((?:pipeline|benchmarks|tests|workers)[\w.]*)(?: ([a-z]+))?")
+PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*$<>{{}}-]*)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def text_of(document: str) -> str:
+    """Return the text of a document."""
+    return (REPOSITORY / document).read_text(encoding="utf-8")
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Return the fragments by which headings of a Markdown file are linked to."""
+    anchors = set()
+    for heading in HEADING.findall(path.read_text(encoding="utf-8")):
+        words = re.sub(r"[^\w\s-]", "", heading.lower())
+        anchors.add(re.sub(r"\s", "-", words.strip()))
+    return anchors
+
+
+def broken_links(document: str) -> Iterator[str]:
+    """Yield the relative links of a document that lead to no file, or to no heading in it."""
+    for link in LINK.findall(text_of(document)):
+        if "://" in link:
+            continue
+        path, _, fragment = link.partition("#")
+        target = (REPOSITORY / document).parent / path if path else REPOSITORY / document
+        if not target.exists() or (fragment and fragment not in anchors_of(target)):
+            yield link
+
+
+def missing_modules(document: str, commands: str) -> Iterator[str]:
+    """Yield what a document runs by `python -m` that is no module, or no command of `pipeline`.
+
+    commands: what `pipeline --help` prints.
+    """
+    for module, command in MODULE.findall(text_of(document)):
+        path = REPOSITORY / module.strip(".").replace(".", "/")
+        if not path.with_suffix(".py").exists() and not (path / "__init__.py").exists():
+            yield module
+        if module == "pipeline" and command and not re.search(rf"^ +{command}\b", commands, re.M):
+            yield f"{module} {command}"
+
+
+def missing_paths(document: str) -> Iterator[str]:
+    """Yield the paths below folders of this repository that a document names and that are not."""
+    for path in PATH.findall(text_of(document)):
+        plain = path.rstrip(".")
+        if PLACEHOLDER.search(plain) or plain in EXAMPLES:
+            continue
+        if not (REPOSITORY / plain).exists():
+            yield path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_relative_links_lead_to_files_and_headings(document: str) -> None:
+    assert list(broken_links(document)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_modules_and_commands_that_are_run_exist(
+    document: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert list(missing_modules(document, capsys.readouterr().out)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_of_this_repository_exist(document: str) -> None:
+    assert list(missing_paths(document)) == []
+
+
+def test_the_readme_is_short_and_says_first_what_this_is() -> None:
+    readme = text_of("README.md")
+    assert len(readme.splitlines()) <= 150
+    title, sentence, commands = readme.split("\n\n")[:3]
+    assert title == "# Accrete"
+    assert " ".join(sentence.split()) == f"Accrete is a {DESCRIPTION}"
+    assert [line.split("#")[0].strip() for line in commands.splitlines()[1:3]] == [
+        "make demo",
+        "make test",
+    ]
+
+
+def test_the_main_path_is_told_in_ten_lines_whose_names_exist() -> None:
+    section = text_of("README.md").split("## The main path, read aloud\n\n")[1].split("\n\n")[0]
+    assert len(section.splitlines()) <= 10
+    for step in re.split(r"\n(?=\d+\. )", section):
+        paths = [REPOSITORY / path for path in PATH.findall(step) if not PLACEHOLDER.search(path)]
+        source = "".join(path.read_text(encoding="utf-8") for path in paths)
+        for name in re.findall(r"`(\w+)`", step):
+            assert re.search(rf"^(?:def|class) {name}\b", source, re.MULTILINE), name
+
+
+def test_every_config_is_in_the_index() -> None:
+    folder = REPOSITORY / "configs"
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    listed = set(LINK.findall(text_of("configs/README.md")))
+    assert sorted(files - listed - {"README.md"}) == []
+
+
+def test_every_page_of_docs_is_in_their_index() -> None:
+    pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= set(LINK.findall(text_of("docs/README.md")))
+
+
+def test_the_package_is_described_as_the_readme_does() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    assert project["description"] == f"A {DESCRIPTION}"
+    assert {"continual learning", "class-incremental", "task-incremental"} <= set(
+        project["keywords"]
+    )

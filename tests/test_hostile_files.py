@@ -29,7 +29,10 @@ from test_bad_inputs import sentence
 
 from pipeline import cli, yaml_files
 from pipeline import config as configs
-from pipeline.data import formats, ingest
+from pipeline.data import image_checks
+from pipeline.data.formats import parquet as parquet_format
+from pipeline.data.formats import tar as tar_format
+from pipeline.data.formats import torchvision as torchvision_format
 from pipeline.report import files as csv_files
 from tests import small_run
 from workers.errors import UserError
@@ -121,7 +124,7 @@ def test_a_hostile_tar_is_refused(case: Any, site: Any, capfd: pytest.CaptureFix
 
 
 def list_one(path: str) -> str:
-    return str(formats.list_tar(("train", path, "cls", ("a", "b"))))
+    return str(tar_format.list_tar(tar_format.TarJob("train", path, "cls", ("a", "b"))))
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
@@ -299,36 +302,40 @@ def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(
 def test_whole_pngs_of_every_kind_are_taken(mode: str, size: Any) -> None:
     buffer = io.BytesIO()
     Image.new(mode, size).save(buffer, "PNG", **({"bits": 4} if mode == "P" else {}))
-    assert ingest.problem_of(buffer.getvalue(), 10**6) is None
+    assert image_checks.problem_of(buffer.getvalue(), 10**6) is None
 
 
 @pytest.mark.parametrize(("bits", "color"), [(1, 0), (8, 2), (16, 6), (4, 3)])
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (9, 7), (33, 40)])
 def test_interlaced_pngs_are_taken_whole_and_refused_cut(bits: int, color: int, size: Any) -> None:
     total = 0
-    for x, y, across, down in ingest.ADAM7:
+    for x, y, across, down in image_checks.ADAM7:
         columns, rows = len(range(x, size[0], across)), len(range(y, size[1], down))
-        total += rows * (1 + -(-columns * bits * ingest.CHANNELS[color] // 8)) if columns else 0
+        total += (
+            rows * (1 + -(-columns * bits * image_checks.CHANNELS[color] // 8)) if columns else 0
+        )
     for missing in (0, 1):
         head = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, bits, color, 0, 0, 1))
         palette = chunk(b"PLTE", bytes(48)) if color == 3 else b""
         body = chunk(b"IDAT", zlib.compress(bytes(total - missing)))
         data = b"\x89PNG\r\n\x1a\n" + head + palette + body + chunk(b"IEND", b"")
-        assert (ingest.problem_of(data, 10**6) is None) == (not missing)
+        assert (image_checks.problem_of(data, 10**6) is None) == (not missing)
 
 
 def test_a_blank_page_is_taken_where_the_card_says_so() -> None:
-    assert ingest.problem_of(png_of(3000, 3000, 3000), 50_000_000) is not None
-    assert ingest.problem_of(png_of(3000, 3000, 3000), 50_000_000, 10**6) is None
-    assert ingest.problem_of(png_of(1000, 1000, 1000), 50_000_000) is None, "of small ones any"
+    assert image_checks.problem_of(png_of(3000, 3000, 3000), 50_000_000) is not None
+    assert image_checks.problem_of(png_of(3000, 3000, 3000), 50_000_000, 10**6) is None
+    assert image_checks.problem_of(png_of(1000, 1000, 1000), 50_000_000) is None, (
+        "of small ones any"
+    )
     grey = io.BytesIO()
     Image.new("L", (7000, 7000)).save(grey, "PNG")
-    assert ingest.problem_of(grey.getvalue(), 50_000_000) is None
+    assert image_checks.problem_of(grey.getvalue(), 50_000_000) is None
 
 
 def first_frame(data: bytes) -> int:
-    assert ingest.problem_of(data, 50_000_000) is None
-    return len(ingest.to_stored(data, 50_000_000)[0])
+    assert image_checks.problem_of(data, 50_000_000) is None
+    return len(image_checks.to_stored(data, 50_000_000)[0])
 
 
 def test_of_thousands_of_frames_one_is_decoded() -> None:
@@ -1021,9 +1028,8 @@ def test_pickled_objects_in_parquet_stay_bytes(
 
 
 def read_rows(path: str) -> str:
-    return str(
-        sum(1 for _ in formats.read_parquet("train", path, 0, 0, ("image", "label"), ("a", "b")))
-    )
+    rows = parquet_format.read_parquet("train", path, 0, 0, ("image", "label"), ("a", "b"))
+    return str(sum(1 for _ in rows))
 
 
 @pytest.mark.parametrize("column", ["label", "image"])
@@ -1062,7 +1068,7 @@ def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(
         [cifar.CIFAR10.meta["filename"], ""],
     ]:
         (folder / name).write_bytes(site.pickled())
-    formats.torchvision_set.cache_clear()
+    torchvision_format.torchvision_set.cache_clear()
     said = sentence(
         capfd,
         [
@@ -1076,4 +1082,4 @@ def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(
     )
     assert "CIFAR10 is not below" in said
     with pytest.raises(UserError, match="CIFAR10 is not below"):
-        formats.torchvision_set(str(site.own), "CIFAR10", "train", False)
+        torchvision_format.torchvision_set(str(site.own), "CIFAR10", "train", False)

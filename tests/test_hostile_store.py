@@ -451,7 +451,7 @@ def test_cards_of_the_repository_are_read() -> None:
     for name in names:
         classes = yaml_files.read_yaml(cards.CARDS / name / "card.yaml", "a card")["classes"]
         assert all(
-            c.isprintable() and 0 < len(c) <= cards.LONGEST_CLASS
+            c.isprintable() and 0 < len(c) <= cards.MAX_CLASS_CHARACTERS
             for c in classes
             if classes != "from_source"
         )

@@ -1,12 +1,10 @@
-"""Cards: `datasets/NAME/card.yaml` says where data comes from, under which licence, and what must
-be found there."""
+"""Cards: `datasets/NAME/card.yaml` describes a data set, its source, licence and contents."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -14,27 +12,23 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field, ValidationError
 
 from pipeline.config import sentence_of
+from pipeline.data.listing import CARDS, Split, check_unicode_forms, class_folders, nfc
 from pipeline.yaml_files import expand, read_yaml
 from workers.errors import UserError
 from workers.job import Frozen, Neutral, key_inputs
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
-Split = Literal["train", "test"]
-LONGEST_CLASS = 200  # characters
+# each name is a module in pipeline/data/formats
+SourceFormat = Literal["folder", "parquet", "tar", "sklearn", "torchvision"]
+MAX_CLASS_CHARACTERS = 200
 # 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
 MAX_PIXELS_PER_BYTE = 2000
-CARDS = Path(__file__).resolve().parents[2] / "datasets"
-
-
-def nfc(name: str) -> str:
-    """A name in Unicode's form NFC: some disks keep names in NFD, which looks the same."""
-    return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 class Source(Frozen):
     """Where the raw data lies and how it is laid out."""
 
-    format: Literal["folder", "parquet", "tar", "sklearn", "torchvision"]
+    format: SourceFormat
     path: str = Field(
         "", description="folder or URI; ${NAME:-default} is replaced from the environment"
     )
@@ -51,8 +45,7 @@ class Source(Frozen):
         "label",
         min_length=1,
         description="column of the label in Parquet; extension of the label member in tars; null: "
-        "images have "
-        "no labels, and the card has one class, which all of them belong to",
+        "images have no labels, and the card has one class, which all of them belong to",
     )
 
 
@@ -106,124 +99,132 @@ class Card(Frozen):
     shard_images: int = Field(1000, gt=0, description="images per shard")
 
     def order(self) -> tuple[str, ...]:
-        """Classes in stream order: `order[i]` is the name of class i."""
+        """Return the classes in stream order: `order()[i]` is the name of class i."""
         if self.class_order_seed is None:
             return self.classes
-        import numpy
+        import numpy  # start-up time: a card without a seed needs none
 
-        return tuple(
-            self.classes[i]
-            for i in numpy.random.RandomState(self.class_order_seed).permutation(len(self.classes))
-        )
+        generator = numpy.random.RandomState(self.class_order_seed)
+        return tuple(self.classes[index] for index in generator.permutation(len(self.classes)))
 
     def identity(self) -> str:
-        """Hash of everything on the card that can change what ingest writes. Not the place of the
-        source: data may move, and its fingerprint stands for what is there."""
-        body = key_inputs(self, ("title", "licence", "cite")) | {
-            "source": key_inputs(self.source, ("path",))
-        }
+        """Return the hash of everything on the card that can change what ingest writes.
+
+        The path of the source is not in it: data may move, and its fingerprint says what it is.
+        """
+        body = key_inputs(self, ("title", "licence", "cite"))
+        body |= {"source": key_inputs(self.source, ("path",))}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class Memory(Protocol):
-    """What was seen before, by a name of its own (the store keeps it)."""
+    """Values that were seen before, by name; the store keeps them."""
 
     def remember(self, identity: str, value: Any) -> None: ...
     def remembered(self, identity: str) -> Any: ...
 
 
 def load(name: str, memory: Memory | None = None) -> Card:
-    """A card by name, or by path of a .yaml file. Raises UserError naming the nearest card.
+    """Load a card by name, or by the path of a .yaml file.
 
-    memory: gives the classes of a card that leaves them to its source once the source is gone.
+    memory: gives the classes of a card that takes them from its source, once the source is gone.
+    Raise UserError where there is no such card, with the nearest name, or where it is not valid.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else CARDS / name / "card.yaml"
-    if not path.exists():
-        known = sorted(p.parent.name for p in CARDS.glob("*/card.yaml"))
-        close = difflib.get_close_matches(name, known, 1)
-        raise UserError(
-            f"card {name!r} does not exist ({path}); "
-            + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}")
-        )
+    path = _card_path(name)
     body = read_yaml(path, "a card")
     if body.get("classes") == "from_source":
-        body = body | {"classes": _folders(path, body, memory)}
+        body = body | {"classes": _classes_of_source(path, body, memory)}
     try:
         card = Card.model_validate(body)
     except ValidationError as error:
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
-    often = Counter(map(nfc, card.classes))
-    twice = sorted(c for c in card.classes if often[nfc(c)] > 1)
-    odd = next(
-        (c for c in card.classes if not (c.isprintable() and 0 < len(c) <= LONGEST_CLASS)), None
-    )
-    if odd is not None:
+    _check_classes(path, card)
+    if card.source.path:
+        source = card.source.model_copy(update={"path": expand(card.source.path)})
+        card = card.model_copy(update={"source": source})
+    return card
+
+
+def _card_path(name: str) -> Path:
+    path = CARDS / name / "card.yaml"
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+    if path.exists():
+        return path
+    known = sorted(p.parent.name for p in CARDS.glob("*/card.yaml"))
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+    raise UserError(f"card {name!r} does not exist ({path}); {hint}")
+
+
+def _check_classes(path: Path, card: Card) -> None:
+    for name in card.classes:
+        if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
+            raise UserError(
+                f"{path}: class {name!r:.60} is no name that can be shown and filed; give 1 to "
+                f"{MAX_CLASS_CHARACTERS} printable characters"
+            )
+    counts = Counter(map(nfc, card.classes))
+    repeated = sorted(name for name in card.classes if counts[nfc(name)] > 1)
+    if repeated:
         raise UserError(
-            f"{path}: class {odd!r:.60} is no name that can be shown and filed; give 1 to "
-            f"{LONGEST_CLASS} printable characters"
-        )
-    if twice:
-        raise UserError(
-            f"{path}: class {twice[0]!r} is listed twice; every class has one place in the order"
+            f"{path}: class {repeated[0]!r} is listed twice; every class has one place in the order"
         )
     if card.source.label is None and len(card.classes) != 1:
         raise UserError(
             f"{path}: source.label is null, so that all images are of one class, and "
-            f"{len(card.classes)} classes are listed; list one, such as "
-            "`classes: [image]`, or name the label"
+            f"{len(card.classes)} classes are listed; list one, such as `classes: [image]`, or "
+            "name the label"
         )
     if card.num_classes not in (None, len(card.classes)):
         raise UserError(
             f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} "
-            "classes; mend the one or the other"
-            ", or the folders of the source"
+            "classes; mend the one or the other, or the folders of the source"
         )
-    if card.source.path:
-        card = card.model_copy(
-            update={"source": card.source.model_copy(update={"path": expand(card.source.path)})}
-        )
-    return card
 
 
 def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes that an order names by their places on a card, CARD/NAME being
-    datasets/CARD/orders/NAME.yaml. Raises UserError where the file is not one, is not what its hash
-    says, or does not go with the card."""
-    folder, _, leaf = name.rpartition("/")
-    path = CARDS / folder / "orders" / f"{leaf}.yaml"
+    """Return the classes of a card in a published order.
+
+    name: CARD/NAME stands for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`.
+    Raise UserError where the file is missing, is not what its hash says, or does not go with the
+    card.
+    """
+    folder, _, stem = name.rpartition("/")
+    path = CARDS / folder / "orders" / f"{stem}.yaml"
     if not folder or not path.exists():
-        known = ", ".join(
-            sorted(f"{p.parent.parent.name}/{p.stem}" for p in CARDS.glob("*/orders/*.yaml"))
-        )
+        orders = sorted(f"{p.parent.parent.name}/{p.stem}" for p in CARDS.glob("*/orders/*.yaml"))
         raise UserError(
-            f"stream.tasks: class order {name!r} does not exist ({path}); there are: {known}"
+            f"stream.tasks: class order {name!r} does not exist ({path}); there are: "
+            f"{', '.join(orders)}"
         )
     body = read_yaml(path, "a class order")
-    places = body.get("order")
-    if (
-        not isinstance(places, list)
-        or not all(type(place) is int for place in places)
-        or len(set(places)) != len(places)
-    ):
+    indices = body.get("order")
+    if not isinstance(indices, list) or not _are_distinct_integers(indices):
         raise UserError(f"{path}: `order` must list whole numbers, none of them twice")
-    if hashlib.sha256(",".join(map(str, places)).encode()).hexdigest()[:16] != body.get("sha256"):
+    digest = hashlib.sha256(",".join(map(str, indices)).encode()).hexdigest()[:16]
+    if digest != body.get("sha256"):
         raise UserError(
             f"{path}: the order is not the one that its sha256 stands for; take the file from "
             "the repository again"
         )
-    if not set(places) <= set(range(len(classes))):
+    if not set(indices) <= set(range(len(classes))):
         raise UserError(
-            f"{path}: names class {max(places)}, and the card has {len(classes)}; use an order "
+            f"{path}: names class {max(indices)}, and the card has {len(classes)}; use an order "
             "made for this card"
         )
-    return tuple(classes[place] for place in places)
+    return tuple(classes[index] for index in indices)
 
 
-def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
-    """The classes of a card that leaves them to its source: the sorted names of the folders in the
-    train split, or in that of test where there is no other."""
-    from pipeline.data.formats import check_forms, folders
+def _are_distinct_integers(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values) and len(set(values)) == len(values)
 
+
+def _classes_of_source(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
+    """Return the sorted names of the folders in the train split, or in test without train.
+
+    Raise UserError where there are none, and none are remembered.
+    """
     try:
         source = Source.model_validate(body.get("source"))
     except ValidationError as error:
@@ -231,32 +232,28 @@ def _folders(path: Path, body: dict[str, Any], memory: Memory | None) -> list[st
     if source.format != "folder" or not body.get("num_classes"):
         raise UserError(
             f"{path}: `classes: from_source` needs a source of format folder, and num_classes "
-            "beside it; add it, or list "
-            "the classes"
+            "beside it; add it, or list the classes"
         )
-    identity = (
-        "classes-"
-        + hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()[:24]
-    )
+    digest = hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()
+    identity = f"classes-{digest[:24]}"
+    remembered = memory.remembered(identity) if memory else None
+    split = source.splits.get("train") or source.splits.get("test", "train")
     try:
         with patience(FIRST_CONTACT_S):
-            where, names = folders(
-                expand(source.path),
-                source.splits.get("train") or source.splits.get("test", "train"),
-            )
+            uri, folders = class_folders(expand(source.path), split)
     except StorageUnavailable:
-        if not memory or not memory.remembered(identity):
+        if not remembered:
             raise
-        where, names = source.path, []
-    check_forms(f"{path}: folders in {where}", names)
-    names = sorted(map(nfc, names))
-    if memory and names and names != memory.remembered(identity):
+        uri = source.path
+        folders = []
+    check_unicode_forms(f"{path}: folders in {uri}", folders)
+    names = sorted(map(nfc, folders))
+    if memory and names and names != remembered:
         memory.remember(identity, names)
-    names = names or (memory.remembered(identity) if memory else None) or []
+    names = names or remembered or []
     if not names:
         raise UserError(
-            f"{path}: its classes come from the folders in {where}, and there are none; put the "
-            "data there, or list the "
-            "classes on the card"
+            f"{path}: its classes come from the folders in {uri}, and there are none; put the "
+            "data there, or list the classes on the card"
         )
     return names

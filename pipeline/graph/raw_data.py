@@ -17,7 +17,8 @@ from typing import Any
 
 from pipeline.data import ingest
 from pipeline.data.cards import Card
-from pipeline.data.formats import left_out, listing
+from pipeline.data.formats import list_source, source_state
+from pipeline.data.listing import describe_left_out
 from pipeline.graph.store import Store, key_of
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, is_local
@@ -68,14 +69,16 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
         return known_last
     try:
         with patience(FIRST_CONTACT_S):
-            listed = ingest.look(card)
+            listed = source_state(card)
     except StorageUnavailable:
         if known_last is None:
             raise
         return known_last
     fingerprint = listed[0] if listed else last
     if not isinstance(fingerprint, str):
-        reasons = left_out((entry.name, entry.problem) for entry in listing(card) or ())
+        reasons = describe_left_out(
+            (entry.name, entry.problem) for entry in list_source(card) or ()
+        )
         raise UserError(
             f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not "
             "exist, or holds no "
@@ -99,7 +102,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     they are. Does nothing where they were not, or are gone."""
     try:
         with patience(FIRST_CONTACT_S):
-            listed = ingest.look(card)
+            listed = source_state(card)
     except StorageUnavailable:  # what is known of it goes on to be used, see `source_of`
         return
     if listed is None:

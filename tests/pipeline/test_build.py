@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from pipeline.config import check
-from pipeline.data import ingest
-from pipeline.graph import build, diagram
+from pipeline.graph import build, diagram, raw_data
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from tests import small_run
@@ -399,7 +398,9 @@ def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_
     stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
     graph_of(tmp_path, "finetune", stream=stream)
     monkeypatch.setattr(
-        ingest, "look", lambda card, f=ingest.look: None if card.name == "roots" else f(card)
+        raw_data,
+        "source_state",
+        lambda card, f=raw_data.source_state: None if card.name == "roots" else f(card),
     )
     graph, _ = graph_of(tmp_path, "finetune", stream=stream)
     job = graph["finetune/b/evaluate"].job

@@ -10,8 +10,9 @@ import os
 import socket
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from pipeline.data import cards, formats
 from pipeline.data.cards import Card, load
 from pipeline.data.formats import fingerprint
+from pipeline.data.formats.base import Format
 from pipeline.data.ingest import ingest
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store
@@ -878,3 +881,12 @@ def test_a_card_without_labels_has_one_class(source: Any, tmp_path: Path) -> Non
         r"listed",
     ):
         load(str(file))
+
+
+def test_every_format_that_a_card_may_name_is_a_module_and_every_module_can_be_named() -> None:
+    names = {*get_args(cards.SourceFormat)}
+    modules = {path.stem for path in Path(formats.__file__).parent.glob("*.py")}
+    assert modules == names | {"__init__", "base"}
+    for name in names:
+        module = import_module(f"pipeline.data.formats.{name}")
+        assert isinstance(module.FORMAT, Format)

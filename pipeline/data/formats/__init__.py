@@ -1,0 +1,116 @@
+"""Raw data of a card as items, whatever its format.
+
+A format is one module of this folder and one line: its name among `SourceFormat` in cards.py. The
+module is imported when a card asks for it, and defines `FORMAT`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import import_module
+from typing import NamedTuple
+
+from pipeline.data.cards import Card
+from pipeline.data.formats.base import (
+    Format,
+    MapFn,
+    Unit,
+    entries_in_folder,
+    entries_matching,
+    source_uri,
+)
+from pipeline.data.listing import SPLITS, Entry, Split, list_entries, nfc, suffix_of
+from workers.errors import UserError
+
+
+def format_of(card: Card) -> Format:
+    """Return the format of a card's source."""
+    module = import_module(f"pipeline.data.formats.{card.source.format}")
+    assert isinstance(module.FORMAT, Format)
+    return module.FORMAT
+
+
+def list_source(card: Card) -> list[Entry] | None:
+    """List the files of a card's source, sorted; None where the source does not exist.
+
+    Where splits are folders, only these are listed. Raise UserError where the source cannot be
+    listed.
+    """
+    source_format = format_of(card)
+    folders = [""]
+    if source_format.splits_are_folders:
+        splits = card.source.splits.values()
+        folders = [name for name in splits if name and ".." not in name.split("/")]
+    return list_entries(source_uri(card), folders, source_format.suffixes)
+
+
+def units(card: Card, map_fn: MapFn) -> list[Unit]:
+    """Divide the whole source into units, in an order that depends on the source alone.
+
+    Raise UserError where the source is missing, empty or unreadable.
+    """
+    source_format = format_of(card)
+    entries: list[Entry] = []
+    if source_format.suffixes:
+        entries = _require_entries(card)
+    return source_format.units(card, entries, map_fn)
+
+
+def _require_entries(card: Card) -> list[Entry]:
+    entries = list_source(card)
+    if entries:
+        return entries
+    state = "does not exist"
+    if entries is not None:
+        state = f"holds no images in its splits ({dict(card.source.splits)})"
+    raise UserError(
+        f"card {card.name!r}: its source {source_uri(card)} {state}; put the data there, or point "
+        "source.path of the card (or the environment variable in it) to where it is"
+    )
+
+
+class SourceState(NamedTuple):
+    """What a source looks like from outside.
+
+    fingerprint: changes when the paths or sizes of its files do. modified: digest of their
+    modification times, a hint that files may have been edited in place.
+    """
+
+    fingerprint: str
+    modified: str
+
+
+def source_state(card: Card) -> SourceState | None:
+    """Return the state of the files that the card's splits take images from; None without any."""
+    source_format = format_of(card)
+    if not source_format.suffixes:
+        return SourceState(f"{card.source.format}:{card.source.name}", "-")
+    entries = list_source(card) or []
+    image_files: set[tuple[str, int, int]] = set()  # name, bytes, modification time
+    for split in SPLITS:
+        for entry in _entries_of_split(card, source_format, split, entries):
+            if not entry.problem and suffix_of(entry.name) in source_format.suffixes:
+                image_files.add((nfc(entry.name), entry.size, entry.modified))
+    if not image_files:
+        return None
+    rows = sorted(image_files)
+    sizes = "\n".join(f"{name}\t{size}" for name, size, _ in rows)
+    times = "\n".join(str(modified) for *_, modified in rows)
+    return SourceState(
+        hashlib.sha256(sizes.encode("utf-8", "surrogateescape")).hexdigest(),
+        hashlib.sha256(times.encode()).hexdigest()[:32],
+    )
+
+
+def fingerprint(card: Card) -> str | None:
+    """Return the fingerprint of a card's source (see `SourceState`); None without any files."""
+    state = source_state(card)
+    return state.fingerprint if state else None
+
+
+def _entries_of_split(
+    card: Card, source_format: Format, split: Split, entries: list[Entry]
+) -> list[Entry]:
+    if source_format.splits_are_folders:
+        return entries_in_folder(card, split, entries)
+    return entries_matching(card, split, entries)

@@ -1,0 +1,230 @@
+"""What all formats share: items, the units of work that read them, and the files of a split."""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+from PIL import Image
+from pyarrow import fs
+
+from pipeline.data.cards import Card
+from pipeline.data.listing import (
+    Entry,
+    Split,
+    absolute_uri,
+    open_file,
+    open_source,
+    printable,
+    remedy,
+    suffix_of,
+)
+from workers.errors import UserError
+from workers.storage.artifact import is_local, join
+
+IMAGE_SUFFIXES = frozenset(
+    (
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".png",
+        ".webp",
+        ".bmp",
+        ".gif",
+        ".tif",
+        ".tiff",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+    )
+)
+UNIT_ITEMS = 256  # files, members or images per unit
+MAX_LABEL_BYTES = 4096  # of a class name in a source
+# of one encoded image: 400 MB is an image of max_pixels with 16 bits a channel, uncompressed
+MAX_IMAGE_BYTES = 512 << 20
+MAX_NUMBER_DIGITS = 18  # of a label that is a class number as text
+
+MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image of a source.
+
+    name: how people know it (path or row). stem: the name without folder and extension. label: its
+    class in the source's words, None where it has none. problem: why it cannot be used, where that
+    is known without its pixels. uri, offset, size: where its bytes can be read again. uri is ""
+    where they cannot, and size is None for a whole file.
+    """
+
+    split: str
+    name: str
+    stem: str
+    label: str | None
+    problem: str | None = None
+    uri: str = ""
+    offset: int = 0
+    size: int | None = None
+
+
+ItemBytes = tuple[Item, bytes | None]  # an item and the bytes of its image, None with a problem
+
+
+class Unit(NamedTuple):
+    """A part of a source that one task reads: `read(*args)` yields items with their bytes."""
+
+    read: Callable[..., Iterator[ItemBytes]]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One layout of raw data; each module of this folder defines one as `FORMAT`.
+
+    units: divides a source into units, from its card, its entries and a map function.
+    suffixes: of the files that hold images. Empty where a library fetches the data.
+    splits_are_folders: whether a split is a sub-folder of the source, and not a glob.
+    """
+
+    units: Callable[[Card, list[Entry], MapFn], list[Unit]]
+    suffixes: frozenset[str] = frozenset()
+    splits_are_folders: bool = False
+
+
+# ---- files of a split ----------------------------------------------------------------------------
+def source_uri(card: Card) -> str:
+    """Return the path or URI of a card's source."""
+    return absolute_uri(card.source.path)
+
+
+def base_uri(card: Card) -> str:
+    """Return what file names of a source are joined to: a path on a disk, a URI elsewhere."""
+    system, path = open_source(source_uri(card))
+    return path if isinstance(system, fs.LocalFileSystem) else source_uri(card).rstrip("/")
+
+
+def is_single_file(card: Card, entries: Sequence[Entry]) -> bool:
+    """Whether the source of a card is one file and no folder."""
+    _, path = open_source(source_uri(card))
+    return len(entries) == 1 and entries[0].name == posixpath.basename(path)
+
+
+def entries_in_folder(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries of a split that is a sub-folder or a file."""
+    folder = card.source.splits.get(split, "")
+    if not folder:
+        return []
+    return [e for e in entries if e.name == folder or e.name.startswith(f"{folder}/")]
+
+
+def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries of a split that is a folder, a file, a glob or a prefix of file names."""
+    pattern = card.source.splits.get(split, "")
+    if not pattern:
+        return []
+    if is_single_file(card, entries):  # all of it is train
+        return [*entries] if split == "train" else []
+    globs = (pattern, f"{pattern}/*", f"{pattern}-*", f"{pattern}_*", f"{pattern}.*")
+    return [entry for entry in entries if any(fnmatch(entry.name, glob) for glob in globs)]
+
+
+def archives_of_split(
+    card: Card, split: Split, entries: Sequence[Entry], suffixes: frozenset[str]
+) -> tuple[list[str], list[Item]]:
+    """Return the URIs of the files that hold many images, and items for all other files.
+
+    Raise UserError where one of those files cannot be opened.
+    """
+    uris: list[str] = []
+    other_items: list[Item] = []
+    base = base_uri(card)
+    is_single = is_single_file(card, entries)
+    for entry in entries_matching(card, split, entries):
+        if entry.problem and not entry.problem.startswith("other file"):
+            raise UserError(
+                f"card {card.name!r}: {printable(entry.name)} in its source {source_uri(card)} is "
+                f"left out ({entry.problem}), and it may hold many images; mend or remove it"
+            )
+        if entry.problem or suffix_of(entry.name) not in suffixes:
+            problem = entry.problem or other_file(entry.name)
+            other_items.append(Item(split, entry.name, "", None, problem))
+        else:
+            uris.append(base if is_single else join(base, entry.name))
+    return uris, other_items
+
+
+# ---- items ---------------------------------------------------------------------------------------
+def other_file(name: str) -> str:
+    """Return the problem of a file that is no image of this format."""
+    return f"other file: {os.path.splitext(name)[1] or 'no extension'}"
+
+
+def size_problem(size: int) -> str | None:
+    """Return why an image of so many bytes is not read; None where it is."""
+    if size > MAX_IMAGE_BYTES:
+        return f"corrupt: {size} bytes are more than {MAX_IMAGE_BYTES}"
+    return None
+
+
+def units_of_items(items: list[Item]) -> list[Unit]:
+    """Divide items whose bytes can be read at random into units."""
+    starts = range(0, len(items), UNIT_ITEMS)
+    return [Unit(read_items, (items[start : start + UNIT_ITEMS],)) for start in starts]
+
+
+def read_items(items: list[Item]) -> Iterator[ItemBytes]:
+    """Yield items with their bytes, read from where the items say."""
+    for item in items:
+        data = None
+        if not item.problem:
+            data = read_at(item.uri, item.offset, item.size)
+        yield item, data
+
+
+def read_at(uri: str, offset: int, size: int | None) -> bytes:
+    """Read a part of a file; size None: all of it. Raise UserError where it cannot be read."""
+    try:
+        with open_file(uri) as stream:
+            data: bytes = stream.read_at(stream.size() if size is None else size, offset)
+            return data
+    except OSError as error:
+        advice = remedy(uri)
+        if is_local(uri):
+            advice = "check that it is there and readable for every worker"
+        raise UserError(
+            f"{printable(uri)} cannot be read ({printable(str(error).splitlines()[0])}); "
+            f"{advice}, then run the same command again"
+        ) from None
+
+
+def class_of(label: Any, classes: tuple[str, ...]) -> str | None:
+    """Return the class that a label means: a name, or an index into the classes as listed.
+
+    None where the label is none, or of a type that names no class.
+    """
+    if isinstance(label, bytes):
+        label = label.decode("utf-8", "replace")
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
+    if label is None:
+        return None
+    if isinstance(label, str) and label in classes:
+        return label
+    if isinstance(label, str) and (not label.isdecimal() or len(label) > MAX_NUMBER_DIGITS):
+        return label[:MAX_LABEL_BYTES] or None
+    if not isinstance(label, (str, int)):
+        return None
+    index = int(label)
+    return classes[index] if 0 <= index < len(classes) else f"number {label}"
+
+
+def png(image: Image.Image) -> bytes:
+    """Encode an image as PNG; the same image gives the same bytes."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=6)
+    return buffer.getvalue()

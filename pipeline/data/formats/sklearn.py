@@ -1,0 +1,37 @@
+"""scikit-learn's handwritten digits, which come with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from PIL import Image
+
+from pipeline.data.cards import Card
+from pipeline.data.formats.base import Format, Item, ItemBytes, MapFn, Unit, class_of, png
+from pipeline.data.listing import Entry
+from workers.errors import UserError
+
+
+def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
+    """Return one unit with all 1797 digits. Raise UserError for other data sets."""
+    if card.source.name != "digits":
+        raise UserError(
+            f"card {card.name!r}: source.name is {card.source.name!r}; of scikit-learn's data "
+            "sets `digits` is images"
+        )
+    return [Unit(read_digits, (card.classes,))]
+
+
+def read_digits(classes: tuple[str, ...]) -> Iterator[ItemBytes]:
+    """Yield the digits as PNG."""
+    from sklearn.datasets import load_digits  # seconds
+
+    digits = load_digits()  # images: (n, 8, 8), 0 to 16
+    for row, (values, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        image = Image.fromarray((values * 255 / 16).round().astype(np.uint8))
+        item = Item("train", f"digits:{row}", f"{row:08d}", class_of(int(label), classes))
+        yield item, png(image)
+
+
+FORMAT = Format(units)

@@ -1,0 +1,79 @@
+"""Data sets that torchvision downloads, such as CIFAR100."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from pipeline.data.cards import Card
+from pipeline.data.formats.base import (
+    UNIT_ITEMS,
+    Format,
+    Item,
+    ItemBytes,
+    MapFn,
+    Unit,
+    class_of,
+    png,
+    source_uri,
+)
+from pipeline.data.listing import SPLITS, Entry
+from workers.errors import UserError
+
+IMAGES_PER_UNIT = 4 * UNIT_ITEMS  # they are small
+
+
+def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
+    """Return units of both splits; the data set is downloaded where it is missing."""
+    path = source_uri(card)
+    name = card.source.name
+    units: list[Unit] = []
+    for split in SPLITS:
+        size = len(torchvision_set(path, name, split, True))
+        for start in range(0, size, IMAGES_PER_UNIT):
+            stop = min(start + IMAGES_PER_UNIT, size)
+            units.append(Unit(read_torchvision, (path, name, split, start, stop, card.classes)))
+    return units
+
+
+@lru_cache(maxsize=2)
+def torchvision_set(path: str, name: str, split: str, download: bool) -> Any:
+    """Return a data set of torchvision. Raise UserError where it is none, or cannot be fetched."""
+    from torchvision import datasets  # seconds
+
+    kind = getattr(datasets, name, None)
+    options = inspect.signature(kind).parameters if inspect.isclass(kind) else {}
+    can_download = {"root", "download"} <= options.keys()
+    has_splits = bool({"train", "split"} & options.keys())
+    if kind is None or not can_download or not has_splits:
+        raise UserError(
+            f"source.name is {name!r}, which is no data set of torchvision with train and test "
+            "splits that can be downloaded; some are CIFAR10, CIFAR100, MNIST, SVHN"
+        )
+    split_argument: dict[str, Any] = {"split": split}
+    if "train" in options:
+        split_argument = {"train": split == "train"}
+    try:
+        return kind(root=path, download=download, **split_argument)
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"torchvision's {name} is not below {path} and cannot be downloaded "
+            f"({str(error).splitlines()[0]}); put its files there, or run this once on a machine "
+            "with a network"
+        ) from None
+
+
+def read_torchvision(
+    path: str, name: str, split: str, start: int, stop: int, classes: tuple[str, ...]
+) -> Iterator[ItemBytes]:
+    """Yield images `start` to `stop` of a split as PNG."""
+    data = torchvision_set(path, name, split, False)
+    for row in range(start, stop):
+        image, label = data[row]
+        item = Item(split, f"{split}:{row}", f"{row:08d}", class_of(int(label), classes))
+        yield item, png(image)
+
+
+FORMAT = Format(units)

@@ -150,7 +150,7 @@ def test_a_resized_crop_of_the_whole_image_is_the_image_or_its_mirror() -> None:
 
 def test_boxes_keep_to_the_image_the_area_and_the_ratio() -> None:
     boxes = draw_boxes(draw(500), "crop", 100, (0.1, 0.6), (3 / 4, 4 / 3))
-    assert boxes.found.all()
+    assert boxes.fits.all()
     assert (boxes.top >= 0).all()
     assert (boxes.left >= 0).all()
     assert (boxes.top + boxes.height <= 100).all()

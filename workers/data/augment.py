@@ -1,10 +1,10 @@
-"""From decoded uint8 images to what the model eats: crop, flip, RandAugment, normalise, erase, mix;
-batched, on device.
+"""Augmentation of decoded uint8 images into model inputs: crop, flip, RandAugment, normalise,
+erase, mix; batched, on the device.
 
-Every decision (where to crop, which operation, whom to mix with) is a value, drawn on the CPU for
-the whole global batch from (seed, epoch, step), of which a rank takes its own rows. So a sample
-meets the same augmentation for any number of ranks, on any device, and small decisions never make
-the host wait for the accelerator.
+Every decision (where to crop, which operation, which partner) is drawn on the CPU for the whole
+global batch from (seed, epoch, step), and a rank takes the rows of its samples. So a sample gets
+the same augmentation for any number of ranks and on any device, and the host never waits for the
+accelerator to make a decision.
 
 Letters: b samples of this rank, S side of the cached square image, s side of the model's input, K
 classes.
@@ -33,8 +33,8 @@ CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def partner_positions(draw: StepRng) -> Tensor:
-    """(size,) on the CPU, a permutation: the position in the global batch of the one that each
-    sample is mixed with."""
+    """(size,) on the CPU, a permutation: the position in the global batch of each sample's mixing
+    partner."""
     return torch.randperm(draw.size, generator=draw.generator("partner", CPU))
 
 
@@ -42,83 +42,97 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
     """pixels (b, C, S, S), corners (b,) and flips (b,) on the CPU -> (b, C, side, side); flips come
     after the crop."""
     if pixels.device.type == "cpu":  # a loop over slices: 2 to 4 times faster than the gather below
-        source, out = pixels.numpy(), np.empty((*pixels.shape[:2], side, side), np.uint8)
-        for i, (y, x, mirrored) in enumerate(
-            zip(top.tolist(), left.tolist(), flip.tolist(), strict=True)
-        ):
-            window = source[i, :, y : y + side, x : x + side]
-            out[i] = window[:, :, ::-1] if mirrored else window
+        source = pixels.numpy()
+        out = np.empty((*pixels.shape[:2], side, side), np.uint8)
+        boxes = zip(source, top.tolist(), left.tolist(), flip.tolist(), strict=True)
+        for i, (image, y, x, is_flipped) in enumerate(boxes):
+            window = image[:, y : y + side, x : x + side]  # (C, side, side)
+            if is_flipped:
+                window = window[:, :, ::-1]
+            out[i] = window
         return torch.from_numpy(out)
     return crop_by_gather(pixels, top, left, flip, side)
 
 
 def crop_by_gather(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
     """`crop` by one gather, for devices where a loop over images would cost a kernel each."""
+    device = pixels.device
     # a view (b, C, S-side+1, S-side+1, side, side)
     windows = pixels.unfold(2, side, 1).unfold(3, side, 1)
-    rows, top, left, flip = (
-        t.to(pixels.device) for t in (torch.arange(len(pixels)), top, left, flip)
-    )
-    out = windows[rows, :, top, left]
-    return torch.where(flip.view(-1, 1, 1, 1), out.flip(-1), out)
+    rows = torch.arange(len(pixels)).to(device)
+    out = windows[rows, :, top.to(device), left.to(device)]  # (b, C, side, side)
+    flip = flip.to(device).view(-1, 1, 1, 1)
+    return torch.where(flip, out.flip(-1), out)
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles in pixels, one per sample, all (b,) on the CPU. `found` is False where no attempt
-    fitted."""
+    """Rectangles in pixels, one per sample, all (b,) on the CPU. `fits` is False where no attempt
+    fitted into the image."""
 
     top: Tensor
     left: Tensor
     height: Tensor
     width: Tensor
-    found: Tensor
+    fits: Tensor
 
     def of(self, rows: Tensor) -> Boxes:
-        return Boxes(*(t[rows] for t in (self.top, self.left, self.height, self.width, self.found)))
+        """The boxes of some samples."""
+        return Boxes(
+            self.top[rows], self.left[rows], self.height[rows], self.width[rows], self.fits[rows]
+        )
 
 
 def draw_boxes(
     draw: StepRng, tag: str, side: int, area: tuple[float, float], ratio: tuple[float, float]
 ) -> Boxes:
-    """For each sample of the global batch the first of ATTEMPTS boxes that fits a square of the
-    given side: its share of the area is uniform, its height / width uniform in the logarithm."""
+    """Draw a box inside a square of `side` pixels for each sample of the global batch.
+
+    It is the first of ATTEMPTS boxes that fits, else the whole square. Its share of the area is
+    uniform in `area`, its height / width is uniform in the logarithm within `ratio`.
+    """
     u = torch.rand(
         (draw.size, ATTEMPTS, 2), generator=draw.generator(f"{tag}.box", CPU), dtype=torch.float64
     )
-    share = (area[0] + (area[1] - area[0]) * u[..., 0]) * side * side
-    tall = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[..., 1])
-    height, width = (share * tall).sqrt().round().long(), (share / tall).sqrt().round().long()
-    fits = (height <= side) & (width <= side) & (height > 0) & (width > 0)
-    first = fits.int().argmax(1, keepdim=True)
-    height, width, found = (t.gather(1, first).squeeze(1) for t in (height, width, fits))
-    height, width = torch.where(found, height, side), torch.where(found, width, side)
+    pixels = (area[0] + (area[1] - area[0]) * u[..., 0]) * side * side
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    tall = torch.exp(low + (high - low) * u[..., 1])
+    heights = (pixels * tall).sqrt().round().long()  # (size, ATTEMPTS)
+    widths = (pixels / tall).sqrt().round().long()
+    attempts_fit = (heights <= side) & (widths <= side) & (heights > 0) & (widths > 0)
+    first = attempts_fit.int().argmax(1, keepdim=True)  # (size, 1)
+    fits = attempts_fit.gather(1, first).squeeze(1)
+    height = torch.where(fits, heights.gather(1, first).squeeze(1), side)
+    width = torch.where(fits, widths.gather(1, first).squeeze(1), side)
     corner = torch.rand(
         (draw.size, 2), generator=draw.generator(f"{tag}.corner", CPU), dtype=torch.float64
     )
-    top, left = (
-        (corner[:, i] * (side - extent + 1)).long() for i, extent in enumerate((height, width))
-    )
-    return Boxes(top, left, height, width, found)
+    top = (corner[:, 0] * (side - height + 1)).long()
+    left = (corner[:, 1] * (side - width + 1)).long()
+    return Boxes(top, left, height, width, fits)
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What remains of a sample: `blend` (b,) is its weight in mixup, 1 under cutmix; `boxes` (b, 4)
-    the top, bottom, left and right of what is cut from the partner, empty under mixup; `share` (b,)
-    its weight in the target."""
+    """How samples are mixed with their partners.
+
+    blend: (b,) weight of the sample's pixels in mixup; 1 under cutmix.
+    boxes: (b, 4) top, bottom, left, right of the partner's box in cutmix; empty under mixup.
+    share: (b,) weight of the sample's label in the target.
+    """
 
     blend: Tensor
     boxes: Tensor
     share: Tensor
 
     def of(self, rows: Tensor) -> Mix:
+        """The plan of some samples."""
         return Mix(self.blend[rows], self.boxes[rows], self.share[rows])
 
 
 class Augment:
-    """Turns pixels into model inputs and labels into targets, as `DataSettings` says; random only
-    while training."""
+    """Turn pixels into model inputs and labels into targets, as `DataSettings` says. Random only
+    while training. Raise `UserError` when `data.crop_scale` is no range of areas."""
 
     def __init__(self, data: DataSettings, backbone: BackboneSettings, training: bool):
         low, high = data.crop_scale
@@ -127,27 +141,29 @@ class Augment:
                 f"data.crop_scale: {list(data.crop_scale)} is no range of areas; "
                 "give [low, high] with 0 < low <= high <= 1"
             )
-        self.data, self.training, self.side = data, training, backbone.img_size
+        self.data = data
+        self.training = training
+        self.side = backbone.img_size
         self.size_in = round(backbone.img_size / backbone.crop_pct)
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
         # (v / 255 - mean) / std as one product and one sum
         self.scale = torch.tensor([1 / (255 * s) for s in backbone.std]).view(3, 1, 1)
-        self.shift = torch.tensor(
-            [-m / s for m, s in zip(backbone.mean, backbone.std, strict=True)]
-        ).view(3, 1, 1)
+        shift = [-m / s for m, s in zip(backbone.mean, backbone.std, strict=True)]
+        self.shift = torch.tensor(shift).view(3, 1, 1)
 
     @property
     def needs_partner(self) -> bool:
+        """Whether samples are mixed in pairs."""
         return self.training and bool(self.data.mixup or self.data.cutmix)
 
     @property
-    def repeats_itself(self) -> bool:
-        """Whether an image is the same whenever it comes: the one that is measured."""
+    def is_deterministic(self) -> bool:
+        """Whether an image gives the same input in every epoch, the one for evaluation."""
+        if not self.training:
+            return True
         data = self.data
-        return not self.training or (
-            data.crop == "none"
-            and not (data.flip or data.randaugment or data.erase or self.needs_partner)
-        )
+        is_random = data.flip or data.randaugment or data.erase or self.needs_partner
+        return data.crop == "none" and not is_random
 
     def __call__(
         self,
@@ -158,8 +174,8 @@ class Augment:
         partner_pixels: Tensor | None = None,
         partner_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K) or
-        None if labels do.
+        """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K);
+        targets are None where labels serve as well.
 
         `partner_pixels`, `partner_labels`: the samples at
         `partner_positions(draw)[draw.positions]`. They are needed only where another rank holds a
@@ -173,33 +189,37 @@ class Augment:
             )
         if not self.training:
             return self.normalise(self._centre(pixels)), None
-        images, targets = self._augment(pixels, draw), self.targets(labels, num_classes)
+        images = self._augment(pixels, draw)
+        targets = self.targets(labels, num_classes)
         if targets is not None and num_classes is not None and self.needs_partner:
-            others, other_labels = self._partners(
+            partner_images, partner_labels = self._partners(
                 images, labels, draw, partner_pixels, partner_labels
             )
             mix = self._plan_mix(draw).of(draw.positions.cpu())
-            images = self._mix(images, others, mix)
-            share = mix.share.to(targets).unsqueeze(1)
-            targets = share * targets + (1 - share) * self._targets(other_labels, num_classes)
+            images = self._mix(images, partner_images, mix)
+            share = mix.share.to(targets).unsqueeze(1)  # (b, 1)
+            partner_targets = self._targets(partner_labels, num_classes)
+            targets = share * targets + (1 - share) * partner_targets
         return images, targets
 
     def targets(self, labels: Tensor, num_classes: int | None) -> Tensor | None:
-        """(b,) -> (b, K), or None where labels do; those of samples that are not mixed, or not
-        yet."""
-        soft = self.training and (self.needs_partner or self.data.smoothing)
-        return self._targets(labels, num_classes) if soft and num_classes is not None else None
+        """labels (b,) -> targets (b, K) before mixing, or None where labels serve as well."""
+        is_soft = self.training and (self.needs_partner or self.data.smoothing)
+        if not is_soft or num_classes is None:
+            return None
+        return self._targets(labels, num_classes)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
         statistics."""
         if self.scale.device != pixels.device:
-            self.scale, self.shift = self.scale.to(pixels.device), self.shift.to(pixels.device)
+            self.scale = self.scale.to(pixels.device)
+            self.shift = self.shift.to(pixels.device)
         return pixels.float().mul_(self.scale).add_(self.shift)
 
     # ---- one sample ------------------------------------------------------------------------------
     def _augment(self, pixels: Tensor, draw: StepRng) -> Tensor:
-        """All that happens to a sample alone; partners meet it too, under their own rows."""
+        """Augment samples one by one; partners too, with the numbers of their own positions."""
         rows = draw.positions.cpu()
         pixels = self._crop(pixels, draw, rows)
         if self.data.randaugment:
@@ -223,7 +243,8 @@ class Augment:
                 return self._centre(pixels)
             start = torch.full((len(rows),), (self.size_in - self.side) // 2)
             return crop(pixels, start, start, flip, self.side)
-        reach, margin = self.side // 8, (self.size_in - self.side) // 2
+        reach = self.side // 8
+        margin = (self.size_in - self.side) // 2
         # black, and only where the cached image has no pixels of its own
         pad = max(0, reach - margin)
         shift = torch.rand((draw.size, 2), generator=draw.generator("crop", CPU))[rows]
@@ -233,18 +254,14 @@ class Augment:
     def _resized(self, pixels: Tensor, boxes: Boxes, flip: Tensor) -> Tensor:
         """Each box, resized to s x s: bilinear, without antialiasing."""
         full = self.size_in
-        zoom_y, zoom_x = boxes.height / full, boxes.width / full
-        move_y, move_x = (
-            (2 * boxes.top + boxes.height) / full - 1,
-            (2 * boxes.left + boxes.width) / full - 1,
-        )
+        zoom_y = boxes.height / full
+        zoom_x = boxes.width / full
         zoom_x = torch.where(flip, -zoom_x, zoom_x)
+        move_y = (2 * boxes.top + boxes.height) / full - 1
+        move_x = (2 * boxes.left + boxes.width) / full - 1
         zero = torch.zeros_like(zoom_x)
-        theta = (
-            torch.stack((zoom_x, zero, move_x, zero, zoom_y, move_y), 1)
-            .view(-1, 2, 3)
-            .to(pixels.device)
-        )
+        theta = torch.stack((zoom_x, zero, move_x, zero, zoom_y, move_y), 1)  # (b, 6)
+        theta = theta.view(-1, 2, 3).to(pixels.device)
         grid = F.affine_grid(theta, [len(pixels), 3, self.side, self.side], align_corners=False)
         images = F.grid_sample(
             pixels.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
@@ -255,28 +272,25 @@ class Augment:
         """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a
         box, in place.
 
-        The noise is cut from one field per step, at a place of the sample's own: a field costs four
-        images, noise for the whole global batch on each rank would cost the batch.
+        The noise is cut from one field per step, at an offset per sample. A field costs as much as
+        four images; noise for the whole global batch on each rank would cost as much as the batch.
         """
-        chosen = (
-            torch.rand(draw.size, generator=draw.generator("erase", CPU))[rows] < self.data.erase
-        )
+        chance = torch.rand(draw.size, generator=draw.generator("erase", CPU))[rows]
         boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO).of(rows)
-        places = torch.rand((draw.size, 2), generator=draw.generator("erase.place", CPU))[rows]
-        places = (places * (self.side + 1)).long()
-        hit = (chosen & boxes.found).nonzero().squeeze(1)
-        if not len(hit):
+        offsets = torch.rand((draw.size, 2), generator=draw.generator("erase.place", CPU))[rows]
+        offsets = (offsets * (self.side + 1)).long()  # (b, 2) into the field
+        erased = ((chance < self.data.erase) & boxes.fits).nonzero().squeeze(1)
+        if not len(erased):
             return images
-        span, noise = 2 * self.side, draw.generator("erase.noise", images.device)
+        span = 2 * self.side
+        noise = draw.generator("erase.noise", images.device)
         field = torch.randn((3, span, span), generator=noise, device=images.device)
-        for i in hit.tolist():
-            top, left, high, wide = (
-                int(t[i]) for t in (boxes.top, boxes.left, boxes.height, boxes.width)
-            )
-            y, x = places[i].tolist()
-            images[i, :, top : top + high, left : left + wide] = field[
-                :, y : y + high, x : x + wide
-            ]
+        for i in erased.tolist():
+            top, left = int(boxes.top[i]), int(boxes.left[i])
+            height, width = int(boxes.height[i]), int(boxes.width[i])
+            y, x = offsets[i].tolist()
+            patch = field[:, y : y + height, x : x + width]
+            images[i, :, top : top + height, left : left + width] = patch
         return images
 
     # ---- pairs of samples ------------------------------------------------------------------------
@@ -288,15 +302,15 @@ class Augment:
         pixels: Tensor | None,
         pixel_labels: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Each sample's partner, augmented as it is where it is a sample itself."""
+        """Images and labels of each sample's partner, augmented as a sample at its position is."""
         rows = draw.positions.cpu()
-        partner = partner_positions(draw)[rows]
-        place = torch.full((draw.size,), -1)
-        place[rows] = torch.arange(len(rows))
-        own = place[partner]
-        if (own >= 0).all():
-            own = own.to(images.device)
-            return images[own], labels[own]
+        partner = partner_positions(draw)[rows]  # (b,) in the global batch
+        local_index = torch.full((draw.size,), -1)  # position -> index in this micro-batch, or -1
+        local_index[rows] = torch.arange(len(rows))
+        local_partner = local_index[partner]
+        if (local_partner >= 0).all():
+            local_partner = local_partner.to(images.device)
+            return images[local_partner], labels[local_partner]
         if pixels is None or pixel_labels is None:
             raise ValueError(
                 "mixing needs partner_pixels and partner_labels where a rank holds a part of "
@@ -312,41 +326,44 @@ class Augment:
         """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the
         samples each where both are on. timm by default draws one weight and one box per batch; here
         each sample has its own."""
-        size, side, data = draw.size, self.side, self.data
-        blend, cut = (
-            self._beta(draw, tag, alpha)
-            for tag, alpha in (("mixup", data.mixup), ("cutmix", data.cutmix))
-        )
+        size = draw.size
+        side = self.side
+        data = self.data
+        blend = self._beta(draw, "mixup", data.mixup)
+        uncut = self._beta(draw, "cutmix", data.cutmix)
         if data.mixup and data.cutmix:
-            cuts = torch.rand(size, generator=draw.generator("mix", CPU)) < 0.5
+            is_cutmix = torch.rand(size, generator=draw.generator("mix", CPU)) < 0.5
         else:
-            cuts = torch.full((size,), bool(data.cutmix))
-        half = (
-            side * (1 - cut).sqrt()
-        ).long() // 2  # the box is 2 * half wide before the image's edge clips it
-        centre = (
-            torch.rand((size, 2), generator=draw.generator("cutmix.centre", CPU)) * side
-        ).long()
-        low, high = (centre - half[:, None]).clamp(min=0), (centre + half[:, None]).clamp(max=side)
-        boxes = torch.stack((low[:, 0], high[:, 0], low[:, 1], high[:, 1]), 1) * cuts[:, None]
-        kept = 1 - (high - low).prod(1) / side**2
-        return Mix(torch.where(cuts, 1.0, blend), boxes, torch.where(cuts, kept, blend))
+            is_cutmix = torch.full((size,), bool(data.cutmix))
+        # The box is 2 * half wide before the image's edge clips it.
+        half = (side * (1 - uncut).sqrt()).long() // 2
+        centre = torch.rand((size, 2), generator=draw.generator("cutmix.centre", CPU)) * side
+        centre = centre.long()  # (size, 2): y, x
+        low = (centre - half[:, None]).clamp(min=0)
+        high = (centre + half[:, None]).clamp(max=side)
+        boxes = torch.stack((low[:, 0], high[:, 0], low[:, 1], high[:, 1]), 1)
+        boxes = boxes * is_cutmix[:, None]
+        area_left = 1 - (high - low).prod(1) / side**2
+        return Mix(
+            blend=torch.where(is_cutmix, 1.0, blend),
+            boxes=boxes,
+            share=torch.where(is_cutmix, area_left, blend),
+        )
 
     @staticmethod
     def _beta(draw: StepRng, tag: str, alpha: float) -> Tensor:
         """(size,) numbers from Beta(alpha, alpha); ones where alpha is 0."""
         if not alpha:
             return torch.ones(draw.size)
-        numbers = np.random.default_rng(derive_seed(draw.seed, draw.epoch, draw.step, tag)).beta(
-            alpha, alpha, draw.size
-        )
-        return torch.from_numpy(numbers).float()
+        generator = np.random.default_rng(derive_seed(draw.seed, draw.epoch, draw.step, tag))
+        return torch.from_numpy(generator.beta(alpha, alpha, draw.size)).float()
 
     @staticmethod
-    def _mix(images: Tensor, others: Tensor, mix: Mix) -> Tensor:
+    def _mix(images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
+        """images, partners (b, 3, s, s) -> (b, 3, s, s)."""
         blend = mix.blend.to(images.device).view(-1, 1, 1, 1)
-        mixed = images * blend + others * (1 - blend)
+        mixed = images * blend + partners * (1 - blend)
         for i, (top, bottom, left, right) in enumerate(mix.boxes.tolist()):
             if bottom > top and right > left:
-                mixed[i, :, top:bottom, left:right] = others[i, :, top:bottom, left:right]
+                mixed[i, :, top:bottom, left:right] = partners[i, :, top:bottom, left:right]
         return mixed

@@ -28,7 +28,7 @@ from workers.storage import filesystem
 Write = Callable[[BinaryIO], None]
 PIECE = 16 << 20  # bytes that are hashed at a time
 DIGEST = hashlib.sha256().digest_size
-# files that this process found to be what they should be
+# (device, inode, time of change) of files whose digest this process has checked
 _checked: set[tuple[int, int, int]] = set()
 
 
@@ -53,21 +53,24 @@ class Cache:
     limit: int
 
     def open_file(self, name: str, size: int, write: Write, sha256: str = "") -> CachedFile:
-        """The file `name` of `size` bytes, which `write` fills where it is not there whole: one
-        process of the node does, the others wait. sha256: what the file must hold; one that holds
-        anything else is made again. Raises UserError where the disk has no room, or gives back
-        other bytes than were written, and whatever `write` raises; then there is no file."""
+        """Open the file `name` of `size` bytes; `write` fills it first where it is missing.
+
+        One process of the node writes, the others wait. sha256: digest of the contents; a file with
+        another one is made again. Raise `UserError` when the disk has no room, or returns other
+        bytes than were written. What `write` raises goes through; then there is no file.
+        """
         path = os.path.join(self.folder, name)
         for _ in range(3):
             with self._explain_disk_errors(size):
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with _locked(f"{path}.lock"):
-                    found = _open_in_use(path, size) or self._create(path, size, write)
-                # from now on it is the one that was used last
-                os.utime(found.fileno(), ns=(time.time_ns(), os.fstat(found.fileno()).st_mtime_ns))
-                if not sha256 or _has_digest(found, sha256):
-                    return found
-            found.close()
+                    file = _open_in_use(path, size) or self._create(path, size, write)
+                # from now on it is the file that was used last
+                modified = os.fstat(file.fileno()).st_mtime_ns
+                os.utime(file.fileno(), ns=(time.time_ns(), modified))
+                if not sha256 or _has_digest(file, sha256):
+                    return file
+            file.close()
             filesystem.notify(
                 f"cache: {path} is not what was written there, and is made again; look after "
                 "that disk if this "
@@ -77,15 +80,14 @@ class Cache:
         raise self.bad_disk()
 
     def bad_disk(self) -> UserError:
-        """What is raised where a disk cannot be relied on."""
+        """The error for a disk that returns other bytes than were written."""
         return UserError(
             f"the disk of {self.folder!r} gives back other bytes than were written; name "
-            "another folder in "
-            "cluster.cache"
+            "another folder in cluster.cache"
         )
 
     def forget(self, name: str) -> None:
-        """Takes away a file that is not what it should be."""
+        """Delete a file, if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, name))
 
@@ -97,7 +99,7 @@ class Cache:
             # held until it is closed: also under its later name
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             os.truncate(descriptor, size)  # counted as a whole from now on
-        found = CachedFile(descriptor)
+        file = CachedFile(descriptor)
         try:
             # Written as a file, not through a map: a full disk is then an error and not a SIGBUS.
             with open(part, "r+b") as stream:
@@ -110,14 +112,16 @@ class Cache:
                 os.fsync(stream.fileno())
             os.replace(part, path)
         except BaseException:
-            found.close()
+            file.close()
             os.unlink(part)
             raise
-        return found
+        return file
 
     def _make_room(self, size: int) -> None:
-        """Deletes what processes that died left behind, and then what was used longest ago until
-        `size` bytes more are below the limit."""
+        """Make room for `size` bytes below the limit.
+
+        Delete what dead processes left behind, then the files that were used longest ago.
+        """
         files = sorted(self._files())
         total = sum(part for _, _, part in files) + size
         for _, path, part in sorted(files, key=lambda file: not file[1].endswith(".part")):
@@ -149,8 +153,10 @@ class Cache:
 
 
 class Blocks:
-    """Rows of bytes in a file of the cache, behind them the sha256 of each. A row is checked when
-    it is first read here; a damaged one is made again, and written into its place."""
+    """Rows of bytes in a file of the cache, followed by the sha256 of each row.
+
+    A row is checked when this process first reads it; a damaged one is made again and replaced.
+    """
 
     def __init__(
         self,
@@ -160,9 +166,12 @@ class Blocks:
         shape: tuple[int, ...],
         make: Callable[[int], NDArray[np.uint8]],
     ):
-        """start: where the first of shape[0] rows of shape[1:] bytes begins. make: gives what row i
-        should be."""
-        self.cache, self.file, self.start, self.make = cache, file, start, make
+        """start: byte offset of the first of shape[0] rows of shape[1:] bytes. make: returns a row,
+        to replace a damaged one."""
+        self.cache = cache
+        self.file = file
+        self.start = start
+        self.make = make
         self.rows = np.memmap(file, np.uint8, "r", start, shape)
         self.digests = np.memmap(file, np.uint8, "r", start + self.rows.nbytes, (shape[0], DIGEST))
         self.checked = np.zeros(shape[0], bool)
@@ -184,10 +193,11 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the rows, without digests."""
         return int(self.rows.nbytes)
 
     def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """These rows, as they were written. Raises UserError where the disk does not keep them."""
+        """Read some rows, verified. Raise `UserError` when the disk cannot hold them."""
         bad = [
             row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)
         ]
@@ -203,7 +213,8 @@ class Blocks:
         return np.asarray(self.rows[rows])
 
     def _is_whole(self, row: int) -> bool:
-        return hashlib.sha256(self.rows[row].data).digest() == self.digests[row].tobytes()
+        expected: bytes = self.digests[row].tobytes()
+        return hashlib.sha256(self.rows[row].data).digest() == expected
 
     def _mend(self, row: int) -> None:
         data = np.ascontiguousarray(self.make(row)).tobytes()
@@ -221,7 +232,7 @@ class Blocks:
 
 
 def _has_digest(file: CachedFile, sha256: str) -> bool:
-    """Whether a file holds what it should; each is read once in a process."""
+    """Whether a file has this digest; a process reads each file once to know."""
     info = os.fstat(file.fileno())
     identity = (info.st_dev, info.st_ino, info.st_mtime_ns)
     if identity not in _checked:
@@ -243,21 +254,22 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def _open_in_use(path: str, size: int) -> CachedFile | None:
-    """The file, open; None where it is not there, or cut short by a machine that went down."""
+    """Open a file and mark it as used. Return None when it is missing or has another size, as after
+    a crash of the machine."""
     try:
-        found = CachedFile(path, "r+")
+        file = CachedFile(path, "r+")
     except FileNotFoundError:
         return None
-    fcntl.flock(found.fileno(), fcntl.LOCK_SH)
-    info = os.fstat(found.fileno())
+    fcntl.flock(file.fileno(), fcntl.LOCK_SH)
+    info = os.fstat(file.fileno())
     if info.st_nlink and info.st_size == size:  # else it was deleted before it was locked
-        return found
-    found.close()
+        return file
+    file.close()
     return None
 
 
 def _delete_unused(path: str) -> bool:
-    """Deletes a file unless somebody uses it."""
+    """Delete a file unless a process uses it; return whether it was deleted."""
     with (
         suppress(FileNotFoundError, BlockingIOError),
         open(path, "r+b") as file,

@@ -1,10 +1,10 @@
-"""The feed: every sample of some tasks exactly once per epoch, or some of them repeatedly; the same
-for any number of ranks and loader threads."""
+"""The feed: batches of some tasks' samples, the same for any number of ranks and loader threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,22 +20,37 @@ from workers.dist import Group, interleave
 from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
 
-EVAL_BATCH = 128  # images of a batch that is measured
+EVAL_BATCH = 128  # images of a batch that is evaluated
+
+
+class MicroBatch(NamedTuple):
+    """The part of a global batch that one rank computes at once.
+
+    positions: (b,) in the global batch. weight: b / global batch size, or 0 for a stand-in sample.
+    """
+
+    positions: Tensor
+    weight: float
 
 
 class Feed:
-    """Batches of one split of `tasks`.
+    """Batches of one split of `tasks`: each sample once per epoch.
 
-    `train` is what validation leaves of it. training=True augments; `epoch` is for training,
-    `evaluate` for measuring. Position p of a global batch goes to rank p % world, and there to
-    micro-batch (p // world) % accumulate. Images are kept decoded where they fit into
-    `data.resident_mb`, else they are streamed. memory: task name -> the sample keys that are all it
-    gives of that task (see `Method.memory`). Raises UserError where a split is empty.
+    Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) %
+    accumulate. Images stay decoded in memory or in a file where they fit into `data.resident_mb`;
+    else they are streamed from shards in every epoch.
 
-    With `data.repeats` r above 1 (repeated augmentation, as DeiT and DyTox have it) an epoch has as
-    many samples as without: the first ceil(n / r) images of its shuffle, each r times, one copy
-    right after the other and each augmented on its own. Where it differs from their sampler: n is
-    not rounded down to a multiple of 256, which leaves an epoch over fewer images without a batch.
+    split: `train`, `val` or `test`; `train` is without the samples that are held out as `val`.
+    training: whether to augment; use `epoch` with it, and `evaluate` without.
+    memory: task name -> keys of the samples to use of that task; of other tasks all are used. See
+        `Method.memory`.
+
+    With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has as many
+    samples as without. It takes the first ceil(n / r) images of a shuffle, each r times in a row,
+    and augments every copy on its own. Difference to their sampler: n is not rounded down to a
+    multiple of 256, which leaves an epoch over fewer images without a batch.
+
+    Raise `UserError` when the split is empty.
     """
 
     def __init__(
@@ -47,28 +62,18 @@ class Feed:
         training: bool,
         memory: Mapping[str, Collection[str]] | None = None,
     ):
-        self.tasks, self.group = tasks, group
-        self.batch_size, self.accumulate = job.train.batch_size, job.train.accumulate
-        # A second step on the same samples (`retrain`) meets them in another order and under other
-        # noise than the first.
+        self.tasks = tasks
+        self.group = group
+        self.batch_size = job.train.batch_size
+        self.accumulate = job.train.accumulate
+        # Further steps over the same samples (`retrain`) use another order and other noise.
         step = () if job.step in ("train", "backbone") else (job.step,)
         self.seed = derive_seed(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
-        # (n, ...): what batches hold in place of images, in table order
-        self.cached: Tensor | None = None
-        # Several tasks share an output space in scenario `class` alone, that of all tasks so far;
-        # else nothing is mixed or smoothed.
-        space = tasks if len(tasks) == 1 else job.tasks
-        self.num_classes = (
-            sum(task.num_classes for task in space)
-            if len(tasks) == 1 or job.scenario == "class"
-            else None
-        )
-        self.first = torch.tensor(
-            [sum(t.num_classes for t in space[: space.index(task)]) for task in tasks]
-        )
+        self.cached: Tensor | None = None  # (n, ...) in table order; replaces images in batches
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {}, cache)
+        self._label_globally(job)
         side = self.augment.size_in
         self.resident = len(self.samples) * side * side * 3 <= job.data.resident_mb << 20
         self.source: Source
@@ -87,114 +92,151 @@ class Feed:
                 self.samples, side, self.seed, job.loader_workers, group.device, job.data.repeats
             )
 
+    def _label_globally(self, job: StageJob) -> None:
+        """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
+
+        Several tasks share an output space in scenario `class` only, that of all tasks so far.
+        Otherwise `num_classes` is None, and labels are neither mixed nor smoothed.
+        """
+        space = self.tasks if len(self.tasks) == 1 else job.tasks
+        first_labels: dict[str, int] = {}
+        total = 0
+        for task in space:
+            first_labels[task.name] = total
+            total += task.num_classes
+        is_shared = len(self.tasks) == 1 or job.scenario == "class"
+        self.num_classes = total if is_shared else None
+        offsets = torch.tensor([first_labels[task.name] for task in self.tasks])
+        self.global_labels = self.samples.labels + offsets[self.samples.tasks]
+
     @property
     def num_samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
         return len(self.samples)
 
     @property
     def steps_per_epoch(self) -> int:
+        """Global batches of an epoch; the last one may be smaller."""
         return -(-self.num_samples // self.batch_size)
 
     @torch.no_grad()
-    def cache_features(self, made_of: Callable[[Tensor], Tensor]) -> None:
-        """From now on batches hold what `made_of` makes of images (b, 3, H, W), computed here once,
-        each rank its share; no image is looked at again. Does nothing where augmentation makes each
-        time another image. The same to the last bit for any number of ranks."""
-        if self.augment.repeats_itself:
-            mine = [
-                made_of(batch.images).cpu()
-                for batch in self.evaluate(min(self.batch_size, EVAL_BATCH))
-            ]
-            self.cached = torch.cat(interleave(self.group.gather(mine))).to(self.group.device)
+    def cache_features(self, extract: Callable[[Tensor], Tensor]) -> None:
+        """Replace images by `extract(images)` in all batches from now on.
+
+        extract: (b, 3, H, W) -> (b, ...). It runs here once per image, each rank on its share; the
+        result is the same to the last bit for any number of ranks. Do nothing when augmentation
+        makes another image each time.
+        """
+        if not self.augment.is_deterministic:
+            return
+        batch_size = min(self.batch_size, EVAL_BATCH)
+        parts = [extract(batch.images).cpu() for batch in self.evaluate(batch_size)]
+        features = torch.cat(interleave(self.group.gather(parts)))
+        self.cached = features.to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
-        """From `start_step` on, the micro-batches of each optimizer step: as many on every rank.
-        Those that got no sample of a ragged last batch hold a stand-in of weight 0."""
+        """Yield the micro-batches of each optimizer step from `start_step` on.
 
-        def wanted(step: int, size: int) -> Iterable[int]:
+        Every rank gets equally many. Those without a sample of a ragged last batch hold a stand-in
+        of weight 0.
+        """
+
+        def positions_to_decode(step: int, size: int) -> Iterable[int]:
             if self.cached is not None:
                 return ()
-            draws = [self._draw(epoch, step, positions, size) for positions, _ in self._deal(size)]
-            return torch.cat(
-                [part for draw in draws for part in (draw.positions, self._partners(draw))]
-            ).tolist()
+            positions = []
+            for micro in self._micro_batches(size):
+                rng = self._rng(epoch, step, micro.positions, size)
+                positions += [rng.positions, self._partner_positions(rng)]
+            return torch.cat(positions).tolist()
 
-        steps = self.source.steps(epoch, self.batch_size, start_step, wanted)
+        steps = self.source.steps(epoch, self.batch_size, start_step, positions_to_decode)
         for step, (rows, pixels) in enumerate(steps, start_step):
-            yield [
-                self._batch(self._draw(epoch, step, positions, len(rows)), rows, pixels, share)
-                for positions, share in self._deal(len(rows))
-            ]
+            batches = []
+            for micro in self._micro_batches(len(rows)):
+                rng = self._rng(epoch, step, micro.positions, len(rows))
+                batches.append(self._batch(rng, rows, pixels, micro.weight))
+            yield batches
 
-    def evaluate(self, batch: int = EVAL_BATCH) -> Iterator[Batch]:
-        """This rank's share of all samples in table order: batch j goes whole to rank j % world, so
-        that a sample meets the same neighbours, and gets the same logits to the last bit, for any
-        number of ranks."""
-        assert self.augment.repeats_itself, (
+    def evaluate(self, batch_size: int = EVAL_BATCH) -> Iterator[Batch]:
+        """Yield this rank's share of all samples in table order.
+
+        Batch j goes whole to rank j % world. So a sample is computed in the same batch, and gets
+        the same logits to the last bit, for any number of ranks.
+        """
+        assert self.augment.is_deterministic, (
             "this feed for training augments; make one with training=False to measure"
         )
 
-        def mine(step: int) -> bool:
+        def is_local(step: int) -> bool:
             return step % self.group.world == self.group.rank
 
-        steps = self.source.steps(
-            None,
-            batch,
-            0,
-            lambda step, size: range(size) if self.cached is None and mine(step) else (),
-        )
+        def positions_to_decode(step: int, size: int) -> Iterable[int]:
+            if self.cached is None and is_local(step):
+                return range(size)
+            return ()
+
+        steps = self.source.steps(None, batch_size, 0, positions_to_decode)
         for step, (rows, pixels) in enumerate(steps):
-            if mine(step):
-                draw = self._draw(0, step, torch.arange(len(rows)), len(rows))
-                yield replace(self._batch(draw, rows, pixels, 1.0), keys=self.samples.keys(rows))
+            if is_local(step):
+                rng = self._rng(0, step, torch.arange(len(rows)), len(rows))
+                batch = self._batch(rng, rows, pixels, 1.0)
+                yield replace(batch, keys=self.samples.keys(rows))
 
-    def _deal(self, size: int) -> list[tuple[Tensor, float]]:
-        """What of a global batch each of this rank's micro-batches holds: positions, and their
-        share of the batch. Where nothing is left, the first sample stands in with a share of 0."""
-        step = self.group.world * self.accumulate
-        parts = [
-            torch.arange(size)[first::step]
-            for first in range(self.group.rank, step, self.group.world)
-        ]
-        return [
-            (part, len(part) / size) if len(part) else (torch.zeros(1, dtype=torch.int64), 0.0)
-            for part in parts
-        ]
+    def _micro_batches(self, size: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a global batch of `size` samples.
 
-    def _draw(self, epoch: int, step: int, positions: Tensor, size: int) -> StepRng:
+        Where no sample is left, the first one stands in with weight 0.
+        """
+        stride = self.group.world * self.accumulate
+        parts = []
+        for first in range(self.group.rank, stride, self.group.world):
+            positions = torch.arange(size)[first::stride]
+            if len(positions):
+                parts.append(MicroBatch(positions, len(positions) / size))
+            else:
+                parts.append(MicroBatch(torch.zeros(1, dtype=torch.int64), 0.0))
+        return parts
+
+    def _rng(self, epoch: int, step: int, positions: Tensor, size: int) -> StepRng:
         return StepRng(self.seed, epoch, step, positions, size, self.group.device)
 
-    def _partners(self, draw: StepRng) -> Tensor:
-        """The positions that the samples of `draw` are mixed with; none where nothing is mixed."""
-        return (
-            partner_positions(draw)[draw.positions]
-            if self.augment.needs_partner and self.num_classes
-            else draw.positions[:0]
-        )
+    def _partner_positions(self, rng: StepRng) -> Tensor:
+        """(b,) positions of the samples to mix with, or (0,) when nothing is mixed."""
+        if self.augment.needs_partner and self.num_classes:
+            return partner_positions(rng)[rng.positions]
+        return rng.positions[:0]
 
-    def _batch(
-        self, draw: StepRng, rows: NDArray[np.int64], pixels: Pixels, weight: float
-    ) -> Batch:
+    def _batch(self, rng: StepRng, rows: NDArray[np.int64], pixels: Pixels, weight: float) -> Batch:
         device = self.group.device
-        here = torch.from_numpy(rows)
-        places = self.samples.labels + self.first[self.samples.tasks]  # in the common output space
-        mine, others = here[draw.positions], self._partners(draw)
-        # one copy
+        batch_rows = torch.from_numpy(rows)  # (size,) of the whole global batch
+        sample_ids = batch_rows[rng.positions]  # (b,)
         columns = torch.stack(
-            [self.samples.labels[mine], self.samples.tasks[mine], places[mine]]
-        ).to(device)
+            [
+                self.samples.labels[sample_ids],
+                self.samples.tasks[sample_ids],
+                self.global_labels[sample_ids],
+            ]
+        )
+        labels, tasks, global_labels = columns.to(device)  # one copy to the device
         if self.cached is None:
-            partner = (
-                (pixels(others), places[here[others]].to(device)) if len(others) else (None, None)
-            )
-            images, targets = self.augment(
-                pixels(draw.positions), columns[2], self.num_classes, draw, *partner
-            )
+            images, targets = self._augmented(rng, batch_rows, pixels, global_labels)
         else:
-            images, targets = (
-                self.cached[mine.to(device)],
-                self.augment.targets(columns[2], self.num_classes),
-            )
-        labels, tasks = columns[0], columns[1]
-        counts = self.samples.tasks[here].bincount(minlength=len(self.tasks)).tolist()
-        return Batch(images, labels, tasks, draw, targets, weight=weight, counts=tuple(counts))
+            images = self.cached[sample_ids.to(device)]
+            targets = self.augment.targets(global_labels, self.num_classes)
+        counts = self.samples.tasks[batch_rows].bincount(minlength=len(self.tasks)).tolist()
+        return Batch(images, labels, tasks, rng, targets, weight=weight, counts=tuple(counts))
+
+    def _augmented(
+        self, rng: StepRng, batch_rows: Tensor, pixels: Pixels, global_labels: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Images (b, 3, H, W) and targets (b, num_classes) or None."""
+        partners = self._partner_positions(rng)
+        own_pixels = pixels(rng.positions)
+        if not len(partners):
+            return self.augment(own_pixels, global_labels, self.num_classes, rng)
+        partner_pixels = pixels(partners)
+        partner_labels = self.global_labels[batch_rows[partners]].to(self.group.device)
+        return self.augment(
+            own_pixels, global_labels, self.num_classes, rng, partner_pixels, partner_labels
+        )

@@ -1,5 +1,7 @@
-"""Shards: the tars and the index that ingest wrote, read at random or as a stream, records checked
-against digests."""
+"""Shards: the tar files and the index that ingest wrote.
+
+They are read at random or as a stream, and every record is checked against its digest.
+"""
 
 from __future__ import annotations
 
@@ -50,54 +52,57 @@ Image.MAX_IMAGE_PIXELS = None
 class Shards:
     """The images of one ingest stage.
 
-    index: one row per image: split, key, class, shard (file name), offset and bytes of the image
-    inside the shard, sha256, ext. Rows stand in the order in which the shards hold them.
+    index: one row per image, in the order in which the shards hold them: split, key, class, shard
+    (file name), offset and bytes of the image inside the shard, sha256, ext.
     """
 
     def __init__(self, artifact: Artifact, index: pa.Table, cache: Cache | None = None):
         self.artifact = artifact
         self.index = index
-        self.cache = (
-            cache if "://" in artifact.root and not artifact.root.startswith("file://") else None
-        )
+        is_remote = "://" in artifact.root and not artifact.root.startswith("file://")
+        self.cache = cache if is_remote else None
         self.max_pixels = int(artifact.manifest.get("max_pixels", MAX_PIXELS))
         self._mending = Lock()
-        # rows are read shard after shard; of those that are open none can leave the cache
+        # Rows are read shard after shard. A shard that is open cannot leave the cache.
         self._file = lru_cache(maxsize=8)(self._open)
 
     @classmethod
     def open(cls, root: str, key: str, cache: Cache | None = None) -> Shards:
-        """cache: where whole shards are kept that lie on no disk; without it they are read piece by
-        piece from where they lie. Raises DamagedArtifact where the stage result is missing or its
-        index is not what was written."""
+        """Open the result of the ingest stage `key`.
+
+        cache: holds whole shards of remote storage; without it they are read piece by piece from
+        there. Raise `DamagedArtifact` when the result is missing or its index is damaged.
+        """
         artifact = Artifact.need(root, key)
         return cls(artifact, read_index(artifact), cache)
 
     @property
     def key(self) -> str:
+        """Key of the ingest stage."""
         return self.artifact.key
 
     def select(self, split: str, classes: Sequence[str]) -> pa.Table:
-        """The rows of a split that belong to `classes`, in index order, with their place in the
-        index as `position`."""
+        """The rows of a split and of `classes`, in index order, with the column `position`: the row
+        in the index."""
         table = self.index.append_column("position", pa.array(np.arange(self.index.num_rows)))
-        wanted = pc.and_(
-            pc.equal(table["split"], split),
-            pc.is_in(table["class"], pa.array(classes, pa.string())),
-        )
-        return table.filter(wanted)
+        in_split = pc.equal(table["split"], split)
+        in_classes = pc.is_in(table["class"], pa.array(classes, pa.string()))
+        return table.filter(pc.and_(in_split, in_classes))
 
     def uri(self, shard: str) -> str:
+        """URI of a file of the stage; of its folder for an empty name."""
         return self.artifact.uri(shard)
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
-        """`size` bytes at `offset` of a shard; thread-safe. Fewer where the shard is truncated (see
-        `verify`)."""
+        """Read `size` bytes at `offset` of a shard; thread-safe. Return fewer when the shard is
+        truncated, which `verify` finds."""
         return self._file(shard).read_at(size, offset)
 
     def verify(self, record: str, data: bytes, sha256: str) -> bytes:
-        """`data` itself, where it is what ingest wrote, else what the storage has of it. Raises
-        DamagedArtifact where that is damaged too."""
+        """Return `data` if it is what ingest wrote, else the record's bytes in storage.
+
+        Raise `DamagedArtifact` when those are damaged too.
+        """
         if hashlib.sha256(data).hexdigest() != sha256 and self.cache is not None:
             data = self._fetched_again(record)
         if hashlib.sha256(data).hexdigest() != sha256:
@@ -109,9 +114,11 @@ class Shards:
         return data
 
     def stream(self, shards: Sequence[str], seed: int | None = None) -> Iterator[tuple[str, bytes]]:
-        """(key, image bytes) of all records of `shards` through WebDataset: shard after shard, each
-        in its own order. The shards come as they are given, or shuffled by `seed`. Raises
-        DamagedArtifact where one is cut short."""
+        """Yield (key, image bytes) of all records of `shards` through WebDataset.
+
+        Shards come in the order of `shards`, or shuffled by `seed`; records in their shard's order.
+        Raise `DamagedArtifact` when a shard is cut short.
+        """
         import webdataset as wds
         from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -123,10 +130,7 @@ class Shards:
         )
         try:
             for sample in pipeline:
-                yield (
-                    sample["__key__"],
-                    next(v for k, v in sample.items() if k != "cls" and not k.startswith("__")),
-                )
+                yield sample["__key__"], _image_of(sample)
         except (tarfile.TarError, EOFError) as error:
             raise DamagedArtifact(
                 self.key,
@@ -142,7 +146,7 @@ class Shards:
                 yield {"url": source["url"], "stream": stream}
 
     def _open(self, shard: str) -> pa.NativeFile | CachedFile:
-        """A shard where it lies, or the copy that this node keeps of one that lies on no disk."""
+        """Open a shard in storage, or this node's copy of a remote one."""
         try:
             if self.cache is not None:
                 info = self.artifact.manifest["files"][shard]
@@ -160,37 +164,41 @@ class Shards:
             ) from None
 
     def _download(self, shard: str, info: dict[str, Any], stream: BinaryIO) -> None:
-        """A whole shard. Raises DamagedArtifact where it is not what ingest wrote."""
+        """Write a whole shard to `stream`. Raise `DamagedArtifact` when it is not what ingest
+        wrote."""
         system, path = resolve(self.uri(shard))
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         try:
             with system.open_input_file(path) as file:
                 while piece := file.read(PIECE):
-                    found.update(piece)
+                    digest.update(piece)
                     stream.write(piece)
         except FileNotFoundError:
             raise DamagedArtifact(
                 self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
             ) from None
-        if found.hexdigest() != info["sha256"]:
+        if digest.hexdigest() != info["sha256"]:
             raise DamagedArtifact(
                 self.key,
                 f"{self.uri(shard)} is not what ingest wrote (its sha256 differs from the "
-                "manifest); run the same command again "
-                "to ingest anew",
+                "manifest); run the same command again to ingest anew",
             )
 
     def _fetched_again(self, record: str) -> bytes:
-        """A damaged record from the storage, whose shard may be whole: the copy in the cache is
-        dropped. One thread does it for all."""
+        """Read a record again whose cached copy is damaged; drop that copy of the shard.
+
+        One thread does it for all: the others find the new copy.
+        """
         assert self.cache is not None
         row = self.index.filter(pc.equal(self.index["key"], record)).to_pylist()[0]
         with self._mending:
             data = self.read(row["shard"], row["offset"], row["bytes"])
-            return data if hashlib.sha256(data).hexdigest() == row["sha256"] else self._dropped(row)
+            if hashlib.sha256(data).hexdigest() == row["sha256"]:
+                return data
+            return self._replaced(row)
 
-    def _dropped(self, row: dict[str, Any]) -> bytes:
-        """The bytes of a record, its shard fetched anew."""
+    def _replaced(self, row: dict[str, Any]) -> bytes:
+        """The bytes of a record after its shard was downloaded again."""
         assert self.cache is not None
         filesystem.notify(
             f"cache: image {row['key']!r} in {self.cache.folder} is not what was written there; "
@@ -202,68 +210,78 @@ class Shards:
         return self.read(row["shard"], row["offset"], row["bytes"])
 
 
+def _image_of(sample: dict[str, Any]) -> bytes:
+    """The image of a WebDataset record: its one file besides the class."""
+    for extension, data in sample.items():
+        if extension != "cls" and not extension.startswith("__"):
+            image: bytes = data
+            return image
+    raise tarfile.ReadError("a record has no image")
+
+
 def _cache_name(info: dict[str, Any]) -> str:
     return f"shards/{info['sha256']}"
 
 
 def read_index(artifact: Artifact) -> pa.Table:
-    """The index of an ingest stage. Raises DamagedArtifact where it is none, or points to bytes
-    that its shards do not have."""
+    """Read the index of an ingest stage.
+
+    Raise `DamagedArtifact` when it is not an index, or points to bytes that its shards do not have.
+    """
     try:
         table = pq.read_table(io.BytesIO(artifact.read(INDEX)))
-        if table.schema != SCHEMA:
-            raise pa.ArrowInvalid(
-                f"its columns are {', '.join(f'{c.name}: {c.type}' for c in table.schema)[:200]}"
-            )
-        shards = table["shard"].combine_chunks().dictionary_encode()
-        if (
-            any(column.null_count for column in table.columns)
-            or not {*shards.dictionary.to_pylist()} <= artifact.manifest["files"].keys()
-        ):
-            raise pa.ArrowInvalid("it leaves out values, or names shards that are not there")
-        sizes = pa.array(
-            [artifact.manifest["files"][name]["bytes"] for name in shards.dictionary.to_pylist()],
-            pa.int64(),
-        )
-        # bytes of the shard behind the image
-        after = pc.subtract(
-            sizes.take(shards.indices), pc.add_checked(table["offset"], table["bytes"])
-        )
-        if (
-            min(pc.min(column).as_py() or 0 for column in (table["offset"], table["bytes"], after))
-            < 0
-        ):
-            raise pa.ArrowInvalid("it points outside its shards")
+        _check_index(table, artifact.manifest["files"])
     except (pa.ArrowException, OSError) as error:
         raise DamagedArtifact(
             artifact.key,
             f"{artifact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); "
-            "run the same command again "
-            "to ingest anew",
+            "run the same command again to ingest anew",
         ) from None
     return table
+
+
+def _check_index(table: pa.Table, files: dict[str, Any]) -> None:
+    """Raise `pa.ArrowInvalid` when a table is no index of the shards in a manifest's `files`."""
+    if table.schema != SCHEMA:
+        columns = ", ".join(f"{column.name}: {column.type}" for column in table.schema)
+        raise pa.ArrowInvalid(f"its columns are {columns[:200]}")
+    shards = table["shard"].combine_chunks().dictionary_encode()
+    names = shards.dictionary.to_pylist()
+    if any(column.null_count for column in table.columns) or not set(names) <= files.keys():
+        raise pa.ArrowInvalid("it leaves out values, or names shards that are not there")
+    sizes = pa.array([files[name]["bytes"] for name in names], pa.int64())
+    end = pc.add_checked(table["offset"], table["bytes"])  # of the image in its shard
+    remainder = pc.subtract(sizes.take(shards.indices), end)
+    for column in (table["offset"], table["bytes"], remainder):
+        least = pc.min(column).as_py()
+        if least is not None and least < 0:
+            raise pa.ArrowInvalid("it points outside its shards")
 
 
 def open_image(
     data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = IMAGE_FORMATS
 ) -> Image.Image:
-    """An image whose header was read and whose pixels were not. Raises ValueError or OSError
-    where it is none, or too big. A small TIFF may be a corner of one huge tile, which is decoded
-    whole."""
+    """Open an image: its header is read, its pixels are not.
+
+    Raise `ValueError` or `OSError` when it is no image, or has more than `max_pixels`. A small TIFF
+    may be a corner of one huge tile, which is decoded whole, so that tiles count too.
+    """
     image = Image.open(io.BytesIO(data), formats=formats)
     tags = getattr(image, "tag_v2", {})
-    for width, height in (image.size, [tags.get(tag, 0) for tag in TILE]):
+    tile = [tags.get(tag, 0) for tag in TILE]
+    for width, height in (image.size, tile):
         if width * height > max_pixels:
             raise ValueError(f"{width} x {height} is more than max_pixels = {max_pixels}")
     return image
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode -> RGB, upright: 16 bits are scaled to 8, what is transparent lies on white."""
+    """Any mode -> RGB, upright. 16 bits are scaled to 8; transparent pixels lie on white."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.int64)
-        values = values >> 8 if image.mode != "I" or values.max(initial=0) > 255 else values
+        if image.mode != "I" or values.max(initial=0) > 255:
+            values = values >> 8
         image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
@@ -273,7 +291,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
     """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic,
-    antialiased), the middle kept. Raises UserError where the bytes cannot be decoded."""
+    antialiased), the centre cut out. Raise `UserError` when the bytes cannot be decoded."""
     try:
         image = to_rgb(open_image(data, max_pixels))
     except (OSError, ValueError, SyntaxError) as error:
@@ -285,11 +303,9 @@ def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.u
 
 
 def resize_square(image: Image.Image, side: int) -> NDArray[np.uint8]:
-    """What `decode` makes of an image in RGB."""
+    """RGB image -> uint8 (side, side, 3): its central square, resized (bicubic, antialiased)."""
     square = min(image.size)
-    left, top = (image.width - square) / 2, (image.height - square) / 2
-    return np.asarray(
-        image.resize(
-            (side, side), Image.Resampling.BICUBIC, box=(left, top, left + square, top + square)
-        )
-    )
+    left = (image.width - square) / 2
+    top = (image.height - square) / 2
+    box = (left, top, left + square, top + square)
+    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box=box))

@@ -1,9 +1,9 @@
-"""Where decoded pixels come from: a cache that is decoded once (Resident), or the shards anew each
-epoch (Streamed).
+"""Sources of decoded pixels: a cache that is decoded once (Resident), or the shards, decoded anew
+in each epoch (Streamed).
 
-Both give the same thing, `steps`: batch after batch, the rows that it consists of and a function
-from positions in the batch to their pixels. The order of rows is a pure function of (seed, epoch):
-no rank, worker or clock has a part in it.
+Both yield the rows of one global batch after another, with a function from positions in the batch
+to their pixels. The order of rows is a pure function of (seed, epoch); it depends on no rank,
+loader thread or clock.
 """
 
 from __future__ import annotations
@@ -37,30 +37,35 @@ AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
 DECODING = 1
 
 T = TypeVar("T")
-Pixels = Callable[
-    [Tensor], Tensor
-]  # positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
-Wanted = Callable[
-    [int, int], Iterable[int]
-]  # (step, size of its global batch) -> positions that this rank will ask for
+# positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
+Pixels = Callable[[Tensor], Tensor]
+# (step, size of its global batch) -> positions whose pixels this rank will ask for
+PositionsOf = Callable[[int, int], Iterable[int]]
 Decoding = Future[NDArray[np.uint8]]
 Steps = Iterator[tuple[NDArray[np.int64], Pixels]]
 
 
 class Source(Protocol):
-    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
-        """From step `start` on: the rows of each global batch, and their pixels. Every row comes
-        once, or the first rows come `repeats` times, until there are as many; the last batch is
-        ragged. epoch None: every row once, in table order."""
+    """What a feed reads from."""
+
+    def steps(self, epoch: int | None, batch: int, start: int, positions_of: PositionsOf) -> Steps:
+        """Yield (rows, pixels) of each global batch of `batch` samples from step `start` on.
+
+        Every row comes once. With `repeats` r > 1 the first ceil(n / r) rows come r times in a row,
+        cut off after n. The last batch may be smaller. epoch None: every row once, in table order.
+        """
 
 
 class Resident:
-    """All pixels decoded once to uint8 (n, side, side, 3): on the GPU where there is one with room,
-    else a memory map that the ranks of a node share, else (no `cache` folder) plain memory."""
+    """All pixels, decoded once to uint8 (n, side, side, 3).
+
+    They lie in device memory where it has room for twice as many, else in a memory map that the
+    ranks of a node share, or in plain memory where there is no `cache`.
+    """
 
     def __init__(
         self,
-        rows: SampleTable,
+        samples: SampleTable,
         side: int,
         seed: int,
         workers: int,
@@ -68,52 +73,53 @@ class Resident:
         device: torch.device,
         repeats: int = 1,
     ):
-        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = (
-            rows,
-            side,
-            seed,
-            workers,
-            device,
-            repeats,
-        )
-        self.shape = (len(rows), side, side, 3)
+        self.samples = samples
+        self.side = side
+        self.seed = seed
+        self.workers = workers
+        self.device = device
+        self.repeats = repeats
+        self.shape = (len(samples), side, side, 3)
         self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
-        if (
-            device.type != "cpu"
-            and 2 * self.pixels.nbytes < torch.get_device_module(device).mem_get_info(device)[0]
-        ):
-            self.pixels = torch.from_numpy(self.pixels[np.arange(len(rows))]).to(device)
+        if device.type != "cpu":
+            free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
+            if 2 * self.pixels.nbytes < free_bytes:
+                everything = np.arange(len(samples))
+                self.pixels = torch.from_numpy(self.pixels[everything]).to(device)
 
-    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
-        n = len(self.rows)
+    def steps(self, epoch: int | None, batch: int, start: int, positions_of: PositionsOf) -> Steps:
+        """See `Source.steps`; all positions are decoded already."""
+        n = len(self.samples)
         order = torch.arange(n)
         if epoch is not None:
-            order = torch.randperm(
-                n, generator=torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
-            )
-            order = order[: -(-n // self.repeats)].repeat_interleave(self.repeats)[:n]
+            shuffle = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
+            order = torch.randperm(n, generator=shuffle)
+            distinct = -(-n // self.repeats)
+            order = order[:distinct].repeat_interleave(self.repeats)[:n]
         for first in range(start * batch, n, batch):
             rows = order[first : first + batch]
             yield rows.numpy(), partial(self._gather, rows)
 
-    def _gather(self, batch: Tensor, positions: Tensor) -> Tensor:
-        rows = batch[positions]
+    def _gather(self, batch_rows: Tensor, positions: Tensor) -> Tensor:
+        rows = batch_rows[positions]
         if isinstance(self.pixels, Tensor):
-            found = self.pixels[rows.to(self.device)]
+            pixels = self.pixels[rows.to(self.device)]
         else:
             # a copy, checked where it comes from a disk
-            found = torch.from_numpy(self.pixels[rows.numpy()]).to(self.device)
-        return found.permute(0, 3, 1, 2).contiguous()
+            pixels = torch.from_numpy(self.pixels[rows.numpy()]).to(self.device)
+        return pixels.permute(0, 3, 1, 2).contiguous()  # (b, 3, side, side)
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
-        """Every row's pixels in table order, decoded by threads that run a bounded way ahead."""
-        with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            futures = (pool.submit(self._decode, row) for row in range(len(self.rows)))
-            yield from (future.result() for future in _ahead(futures, 4 * max(1, self.workers)))
+        """Yield every row's pixels in table order; threads decode some rows ahead."""
+        threads = max(1, self.workers)
+        with ThreadPoolExecutor(threads) as pool:
+            futures = (pool.submit(self._decode, row) for row in range(len(self.samples)))
+            for future in _prefetched(futures, 4 * threads):
+                yield future.result()
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
-        shards = self.rows.shards[self.rows.table["data"][row].as_py()]
-        return decode(self.rows.bytes_of(row), self.side, shards.max_pixels)
+        shards = self.samples.shards[self.samples.table["data"][row].as_py()]
+        return decode(self.samples.bytes_of(row), self.side, shards.max_pixels)
 
     def _in_memory(self) -> NDArray[np.uint8]:
         pixels = np.empty(self.shape, np.uint8)
@@ -122,10 +128,9 @@ class Resident:
         return pixels
 
     def _mapped(self, cache: Cache) -> Blocks:
-        """The file `<cache>/<hash of rows and side>.npy`, written first where it is not there
-        yet."""
-        what = f"{DECODING}|{self.rows.digest()}|{self.side}|digests"
-        name = hashlib.sha256(what.encode()).hexdigest()[:32] + ".npy"
+        """The file `<cache>/<hash of samples and side>.npy`, which is written first if missing."""
+        contents = f"{DECODING}|{self.samples.digest()}|{self.side}|digests"
+        name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".npy"
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(
             header, {"descr": "|u1", "fortran_order": False, "shape": self.shape}
@@ -141,17 +146,16 @@ class Resident:
 
 
 class Streamed:
-    """Shards read from end to end each epoch through WebDataset, by a pipeline built anew with an
-    explicit seed.
+    """Shards that WebDataset reads from end to end in each epoch, with an explicit seed.
 
     Every rank reads all bytes, which is cheap, and decodes its own images only, which is not.
-    Shards are shuffled, data sets mixed in proportion to what is left of each, records shuffled in
-    a window.
+    Shards are shuffled, data sets are mixed in proportion to what is left of each, and records are
+    shuffled in a window.
     """
 
     def __init__(
         self,
-        rows: SampleTable,
+        samples: SampleTable,
         side: int,
         seed: int,
         workers: int,
@@ -163,62 +167,68 @@ class Streamed:
             "a task whose decoded images exceed data.resident_mb",
             "raise data.resident_mb",
         )
-        self.rows, self.side, self.seed, self.workers, self.device, self.repeats = (
-            rows,
-            side,
-            seed,
-            workers,
-            device,
-            repeats,
-        )
-        # One record serves several rows where two tasks share a class.
-        self.rows_of: list[dict[str, list[int]]] = [{} for _ in rows.shards]
-        self.names: list[dict[str, None]] = [
-            {} for _ in rows.shards
-        ]  # shards that hold any of the rows, in order
-        columns = (rows.table[name].to_pylist() for name in ("data", "key", "shard"))
+        self.samples = samples
+        self.side = side
+        self.seed = seed
+        self.workers = workers
+        self.device = device
+        self.repeats = repeats
+        # Per data set: key -> rows. One record serves several rows where two tasks share a class.
+        self.rows_of: list[dict[str, list[int]]] = [{} for _ in samples.shards]
+        # Per data set: shards that hold any of the rows, in order.
+        self.names: list[dict[str, None]] = [{} for _ in samples.shards]
+        columns = (samples.table[name].to_pylist() for name in ("data", "key", "shard"))
         for row, (data, key, shard) in enumerate(zip(*columns, strict=True)):
             self.rows_of[data].setdefault(key, []).append(row)
             self.names[data][shard] = None
 
-    def steps(self, epoch: int | None, batch: int, start: int, wanted: Wanted) -> Steps:
+    def steps(self, epoch: int | None, batch: int, start: int, positions_of: PositionsOf) -> Steps:
+        """See `Source.steps`; positions that `positions_of` does not name are not decoded."""
+
         def submitted() -> Iterator[tuple[NDArray[np.int64], dict[int, Decoding]]]:
-            records: Iterator[tuple[int, bytes]] = self._records(epoch)
-            if epoch is not None and self.repeats > 1:
-                records = islice(
-                    chain.from_iterable(repeat(record, self.repeats) for record in records),
-                    len(self.rows),
-                )
-            for step, group in enumerate(iter(lambda: list(islice(records, batch)), [])):
-                if step >= start:
-                    # copies of an image are decoded once
-                    mine = dict(group[position] for position in wanted(step, len(group)))
-                    yield (
-                        np.array([row for row, _ in group]),
-                        {row: pool.submit(self._decode, row, data) for row, data in mine.items()},
-                    )
+            records = self._repeated_records(epoch)
+            step = -1
+            while batch_records := list(islice(records, batch)):
+                step += 1
+                if step < start:
+                    continue
+                decoding: dict[int, Decoding] = {}  # copies of an image are decoded once
+                for position in positions_of(step, len(batch_records)):
+                    row, data = batch_records[position]
+                    if row not in decoding:
+                        decoding[row] = pool.submit(self._decode, row, data)
+                yield np.array([row for row, _ in batch_records]), decoding
 
         with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            for rows, decoding in _ahead(submitted(), AHEAD):
+            for rows, decoding in _prefetched(submitted(), AHEAD):
                 yield rows, partial(self._stack, rows, decoding)
 
     def _stack(
         self, rows: NDArray[np.int64], decoding: dict[int, Decoding], positions: Tensor
     ) -> Tensor:
-        pixels = np.stack([decoding[row].result() for row in rows[positions.numpy()].tolist()])
-        return torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).contiguous()
+        images = [decoding[row].result() for row in rows[positions.numpy()].tolist()]
+        pixels = torch.from_numpy(np.stack(images)).to(self.device)  # (b, side, side, 3)
+        return pixels.permute(0, 3, 1, 2).contiguous()
 
     def _decode(self, row: int, data: bytes) -> NDArray[np.uint8]:
-        table = self.rows.table
-        shards = self.rows.shards[table["data"][row].as_py()]
+        table = self.samples.table
+        shards = self.samples.shards[table["data"][row].as_py()]
         shards.verify(table["key"][row].as_py(), data, table["sha256"][row].as_py())
         return decode(data, self.side, shards.max_pixels)
+
+    def _repeated_records(self, epoch: int | None) -> Iterator[tuple[int, bytes]]:
+        """(row, image bytes), as often as `Source.steps` says."""
+        records = self._records(epoch)
+        if epoch is None or self.repeats == 1:
+            return records
+        copies = (repeat(record, self.repeats) for record in records)
+        return islice(chain.from_iterable(copies), len(self.samples))
 
     def _records(self, epoch: int | None) -> Iterator[tuple[int, bytes]]:
         """(row, image bytes) of every row once."""
         if epoch is None:
-            for data in range(len(self.rows.shards)):
-                yield from self._of(data, None)
+            for data in range(len(self.samples.shards)):
+                yield from self._data_set(data, None)
             return
         import webdataset as wds
 
@@ -234,17 +244,21 @@ class Streamed:
 
     def _mixed(self, epoch: int) -> Iterator[tuple[int, bytes]]:
         left = [sum(map(len, rows_of.values())) for rows_of in self.rows_of]
-        streams = [self._of(data, epoch) for data in range(len(left))]
+        streams = [self._data_set(data, epoch) for data in range(len(left))]
         choose = random.Random(derive_seed(self.seed, "mix", epoch))
         while any(left):
             data = choose.choices(range(len(left)), left)[0]
             left[data] -= 1
             yield next(streams[data])
 
-    def _of(self, data: int, epoch: int | None) -> Iterator[tuple[int, bytes]]:
-        """The rows of one data set. The index is the authority: what it lacks is skipped, and all
-        that it has must come."""
-        shards, rows_of = self.rows.shards[data], self.rows_of[data]
+    def _data_set(self, data: int, epoch: int | None) -> Iterator[tuple[int, bytes]]:
+        """(row, image bytes) of one data set.
+
+        The index is the authority: records that it lacks are skipped. Raise `DamagedArtifact` when
+        the shards lack a record that it has.
+        """
+        shards = self.samples.shards[data]
+        rows_of = self.rows_of[data]
         missing = sum(map(len, rows_of.values()))
         seed = None if epoch is None else derive_seed(self.seed, "shards", data, epoch)
         for key, image in shards.stream([*self.names[data]], seed):
@@ -259,8 +273,8 @@ class Streamed:
             )
 
 
-def _ahead(items: Iterator[T], depth: int) -> Iterator[T]:
-    """The same items, each taken `depth` items before it is given."""
+def _prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
+    """Yield the same items, each taken from `items` before it is needed, `depth` items ahead."""
     waiting = deque(islice(items, depth))
     while waiting:
         waiting.extend(islice(items, 1))

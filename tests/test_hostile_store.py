@@ -19,6 +19,7 @@ from test_bad_inputs import sentence
 
 from pipeline import cli, yaml_files
 from pipeline.data import cards
+from pipeline.data.listing import CARDS
 from pipeline.graph.store import Store
 from pipeline.report import page
 from tests import small_run
@@ -446,10 +447,10 @@ def load_model(folder: str) -> str:
 
 
 def test_cards_of_the_repository_are_read() -> None:
-    names = sorted(path.parent.name for path in cards.CARDS.glob("*/card.yaml"))
+    names = sorted(path.parent.name for path in CARDS.glob("*/card.yaml"))
     assert len(names) > 5
     for name in names:
-        classes = yaml_files.read_yaml(cards.CARDS / name / "card.yaml", "a card")["classes"]
+        classes = yaml_files.read_yaml(CARDS / name / "card.yaml", "a card")["classes"]
         assert all(
             c.isprintable() and 0 < len(c) <= cards.MAX_CLASS_CHARACTERS
             for c in classes

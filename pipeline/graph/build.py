@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pipeline.config import Config, TaskEntry, place_of
 from pipeline.data import cards
+from pipeline.data.listing import CARDS, nfc
 from pipeline.graph import raw_data
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store, key_of
@@ -276,9 +277,9 @@ def _cut(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
         )
     named = cards.in_order(entry.order, card.classes) if entry.order else entry.classes
     own = {
-        cards.nfc(c): c for c in order
+        nfc(c): c for c in order
     }  # a card and a config may be written in two Unicode forms
-    chosen = [own.get(cards.nfc(c), c) for c in named] if named is not None else order
+    chosen = [own.get(nfc(c), c) for c in named] if named is not None else order
     unknown = next((c for c in chosen if c not in order), None)
     if unknown is not None:
         more = " ..." if len(order) > 12 else ""
@@ -318,7 +319,7 @@ def weights_path(config: Config) -> str:
     return (
         weights
         if weights in ("none", "hub")
-        else os.path.normpath(cards.CARDS.parent / expand(weights))
+        else os.path.normpath(CARDS.parent / expand(weights))
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import tarfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -90,7 +90,7 @@ def _read_headers(job: TarJob) -> TarSamples:
     labels: dict[str, str] = {}
     with (
         open_file(job.uri) as stream,
-        tarfile.open(fileobj=_BoundedHeaders(stream), mode="r:") as tar,  # type: ignore[call-overload]
+        _open_tar(stream) as tar,
     ):
         for member in tar:
             if member.isdir():
@@ -107,6 +107,11 @@ def _read_headers(job: TarJob) -> TarSamples:
         if stream.size() < tar.offset + tarfile.BLOCKSIZE:
             raise tarfile.ReadError("it ends without an end mark")
     return TarSamples(members, labels)
+
+
+def _open_tar(stream: pa.NativeFile) -> tarfile.TarFile:
+    bounded: Any = _BoundedHeaders(stream)  # tarfile uses no more of a file
+    return tarfile.open(fileobj=bounded, mode="r:")
 
 
 def _item(job: TarJob, archive: str, key: str, samples: TarSamples) -> Item:

@@ -22,7 +22,7 @@ import yaml
 from pipeline import cli
 from pipeline.report import page
 from tests import small_run
-from workers.storage.artifact import digest_of, file_info
+from workers.storage.artifact import FileInfo, digest_of, file_info
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -87,7 +87,7 @@ def site(finished: Site, tmp_path: Path) -> Iterator[Site]:
     record.write_bytes(said)
 
 
-def whole(folder: Path) -> dict[str, dict[str, Any]]:
+def whole(folder: Path) -> dict[str, FileInfo]:
     return {
         str(p.relative_to(folder)): file_info(p.read_bytes())
         for p in folder.rglob("*")

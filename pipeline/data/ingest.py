@@ -26,7 +26,7 @@ from pipeline.data.listing import SPLITS, Split, describe_left_out, nfc, printab
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA
 from workers.errors import UserError
-from workers.storage.artifact import Artifact, Attempt, delete_dir, join, write_bytes
+from workers.storage.artifact import Artifact, Attempt, FileInfo, delete_dir, join, write_bytes
 
 REVISION = 1  # raise it when the same source gives other shards
 REJECTED = "rejected.csv"
@@ -435,7 +435,7 @@ def _write_shards(
     return pa.concat_tables(tables).combine_chunks()
 
 
-def write_shard(job: ShardJob) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def write_shard(job: ShardJob) -> tuple[FileInfo, list[dict[str, Any]]]:
     """Write one tar with `key.ext` and `key.cls` of each record.
 
     Return size and digest of the file, and its rows of the index. Raise UserError where a source

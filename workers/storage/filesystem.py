@@ -93,7 +93,8 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
             )
         ), parts.netloc
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in parts.query:
-        uri += f"{'&' if parts.query else '?'}retry_limit_seconds={timedelta(seconds=SILENT_S).seconds}"
+        mark = "&" if parts.query else "?"
+        uri += f"{mark}retry_limit_seconds={timedelta(seconds=SILENT_S).seconds}"
     system, top = fs.FileSystem.from_uri(uri)
     return (
         system

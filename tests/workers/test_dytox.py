@@ -448,7 +448,7 @@ def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab) -
         equal(part(finetune, start), part(train, start)) for start in ("heads/two/", "decoder/")
     )
     assert not any(torch.equal(t, train[name]) for name, t in part(finetune, "heads/two/").items())
-    rows = run.live(1).feed_of("train", True).rows.table  # of the balanced step
+    rows = run.live(1).feed_of("train", True).samples.table  # of the balanced step
     assert sorted(rows["class"].to_pylist()) == sorted("01234" * 4)
     memory = run.carried(1).meta["memory"]
     assert {*rows["key"].to_pylist()} == {

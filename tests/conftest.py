@@ -1,5 +1,4 @@
-"""Made once for the whole session: a tiny store of handwritten digits, through the real ingest and
-stages; a run that nothing interrupted."""
+"""Fixtures of the whole session: a laboratory of tiny streams, uninterrupted runs, an S3 server."""
 
 from __future__ import annotations
 
@@ -9,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-# before torch is imported: also holds in processes that tests start
+# Before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("tests.recovery")  # so that its assertions say what they saw
 
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """See `laboratory.Lab`: runs streams of tiny tasks through the real stages and remembers what
-    it has run."""
+    """Run streams of tiny tasks through the real stages, each once: see `laboratory.Lab`."""
     import torch
     from laboratory import Lab
 
@@ -31,7 +29,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """See `recovery.Reference`: a run that nothing interrupted, made once."""
+    """Make a run that nothing interrupted, once: see `recovery.Reference`."""
     from tests.recovery import Reference
 
     return Reference.made_in(tmp_path_factory.mktemp("reference"))
@@ -39,8 +37,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """The same of DyTox over one output space: every step that is killed inside comes out the
-    same."""
+    """Make an uninterrupted run of a class-incremental chain, DyTox, once."""
     from tests.recovery import Reference
 
     dytox = {"memory": 8, "steps": {"finetune": {"epochs": 4}}}
@@ -51,18 +48,18 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[object]:
-    """See `hostile.Site`: a place of a test's own; what lies beside it is as it was after the
-    test."""
+    """Give a test a folder, and check after it that nothing beside the folder has changed: see
+    `hostile.Site`."""
     from hostile import Site
 
-    found = Site(tmp_path)
-    yield found
-    found.untouched()
+    folder = Site(tmp_path)
+    yield folder
+    folder.untouched()
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process make a report without pictures."""
+    """Let runs in this process make a report without pictures, which saves seconds."""
     from pipeline.report import page
 
     monkeypatch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
@@ -70,7 +67,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[int]:
-    """The port of an S3-compatible server of this session."""
+    """Start an S3-compatible server for the session, and return its port."""
     from tests import s3
 
     with s3.server() as port:
@@ -79,8 +76,10 @@ def s3_server() -> Iterator[int]:
 
 @pytest.fixture
 def bucket(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """A bucket of its own behind a proxy that can make requests fail (see `s3.Proxy`); the
-    environment of this process leads there."""
+    """Make a bucket behind a proxy that can let requests fail: see `s3.Proxy`.
+
+    The environment of this process leads to the proxy.
+    """
     import uuid
 
     from tests import s3

@@ -1,8 +1,8 @@
-"""A method of scenario `class` in the middle of a stream of tiny tasks, without stages; and streams
-of the laboratory for it."""
+"""Class-incremental methods in the middle of a stream of tiny tasks, with and without stages."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,17 +23,18 @@ SMALL = BackboneSettings(
     options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"},
 )
 RATES = OptimPlan(lr=1e-2, weight_decay=0.05, batch_size=6, mean_rate_steps=10.0)
-A, B, C = (
-    Task(name, "card", "", tuple(name + c for c in "123"[:count]))
-    for name, count in (("a", 2), ("b", 3), ("c", 2))
-)
+A = Task("a", "card", "", ("a1", "a2"))
+B = Task("b", "card", "", ("b1", "b2", "b3"))
+C = Task("c", "card", "", ("c1", "c2"))
 START = Progress(0, 0, 1, 10)
 TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1}
 
 
 def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
-    """A method that knows the heads of `tasks`, and is at `step` of the last of them; all tasks
-    have samples in its batches."""
+    """Return a method that has begun `step` of the last of `tasks`, with a head for each before.
+
+    Samples of all tasks are in its batches.
+    """
     torch.manual_seed(0)
     method = METHODS[name](build(SMALL), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
@@ -47,47 +48,43 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
 
 
 def batch(*tasks: Task, step: int = 0, rows: slice = slice(None), **parts: Any) -> Batch:
-    """Six images; the tasks in turn, and of each its classes in turn. rows: those that this rank
-    holds."""
-    places = torch.arange(6) % len(tasks)
-    labels = torch.tensor(
-        [i // len(tasks) % tasks[place].num_classes for i, place in enumerate(places.tolist())]
-    )
-    pictures = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
-    draw = StepRng(7, 0, step, torch.arange(6)[rows], 6, torch.device("cpu"))
-    return Batch(pictures[rows], labels[rows], places[rows], draw, **parts)
+    """Return a batch of six images: tasks take turns, and so do the classes of each.
+
+    rows: those of the six that this rank holds.
+    """
+    task_indices = torch.arange(6) % len(tasks)
+    labels = torch.zeros(6, dtype=torch.long)
+    for i, task_index in enumerate(task_indices.tolist()):
+        labels[i] = i // len(tasks) % tasks[task_index].num_classes
+    images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
+    rng = StepRng(7, 0, step, torch.arange(6)[rows], 6, torch.device("cpu"))
+    return Batch(images[rows], labels[rows], task_indices[rows], rng, **parts)
 
 
 def wide(batch: Batch, *tasks: Task) -> Tensor:
-    """(b,) the labels of `batch` among all classes of `tasks`."""
-    first = [sum(t.num_classes for t in tasks[:i]) for i in range(len(tasks))]
-    return torch.tensor(
-        [
-            first[place] + label
-            for place, label in zip(batch.tasks.tolist(), batch.labels.tolist(), strict=True)
-        ]
-    )
+    """Return the labels of `batch` (b,) as positions among all classes of `tasks`."""
+    sizes = torch.tensor([task.num_classes for task in tasks])
+    offsets = sizes.cumsum(0) - sizes  # of the first class of each task
+    return offsets[batch.tasks] + batch.labels
 
 
 def moved(method: Method) -> None:
-    """As training would: student and teacher are not the same any more."""
+    """Move all parameters as training would, so that student and teacher differ."""
     with torch.no_grad():
         for i, p in enumerate(method.parameters()):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=0.05)
 
 
 def stream(lab: Lab, method: str, base: str | None = None, **settings: Any) -> Run:
-    """Both tasks of the laboratory in scenario `class`, one epoch each; `base` names the one that
-    the backbone is trained on."""
-    tasks = [
-        {
-            "card": str(lab.card),
-            "name": name,
-            "classes": list(classes),
-            "role": "base" if name == base else "task",
-        }
-        for name, classes in TASKS.items()
-    ]
+    """Run both tasks of the laboratory in scenario `class`, one epoch each.
+
+    base: the name of the task that the backbone is trained on.
+    """
+    tasks = []
+    for name, classes in TASKS.items():
+        role = "base" if name == base else "task"
+        task = {"card": str(lab.card), "name": name, "classes": list(classes), "role": role}
+        tasks.append(task)
     return lab.run_of(
         method, TRAIN, methods={method: settings}, stream={"scenario": "class", "tasks": tasks}
     )
@@ -96,20 +93,21 @@ def stream(lab: Lab, method: str, base: str | None = None, **settings: Any) -> R
 def remembered(
     run: Run, task: int, memory: dict[str, dict[str, list[str]]]
 ) -> dict[str, tuple[Tensor, list[str]]]:
-    """Of each class in `memory`, its exemplars' images (n, 3, 16, 16) and their keys, looked up as
-    a stage of `task` would."""
+    """Return the exemplars of each class in `memory`: images (n, 3, 16, 16), and their keys.
+
+    They are looked up as a stage of `task` would do it.
+    """
     job = run.stages(task)[0]
-    keys = {
-        name: [key for found in classes.values() for key in found]
-        for name, classes in memory.items()
-    }
+    keys_by_task: dict[str, list[str]] = {}
+    keys_by_class: dict[str, list[str]] = {}
+    for name, classes in memory.items():
+        keys_by_task[name] = list(chain.from_iterable(classes.values()))
+        keys_by_class |= classes
     tasks = tuple(t for t in job.tasks if t.name in memory)
-    batches = [*Feed(job, tasks, "train", Group(), False, keys).evaluate()]
-    images = {
-        key: image for b in batches for key, image in zip(b.keys or [], b.images, strict=True)
-    }
-    return {
-        name: (torch.stack([images[key] for key in found]), found)
-        for classes in memory.values()
-        for name, found in classes.items()
-    }
+    images: dict[str, Tensor] = {}
+    for b in Feed(job, tasks, "train", Group(), False, keys_by_task).evaluate():
+        images |= zip(b.keys or [], b.images, strict=True)
+    exemplars = {}
+    for name, keys in keys_by_class.items():
+        exemplars[name] = (torch.stack([images[key] for key in keys]), keys)
+    return exemplars

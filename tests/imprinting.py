@@ -20,14 +20,16 @@ TRAIN = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)
 
 
 def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
-    """A method that knows the class vectors of `tasks`, and is at `step` of the last of them; its
-    feed is `looks(*tasks)`."""
+    """Return a method that has begun `step` of the last of `tasks`, with class vectors of each.
+
+    Its feed is `feed_of_three_batches(*tasks)`.
+    """
     torch.manual_seed(0)
     method: Any = METHODS[name](build(SMALL), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
     for task in tasks[: -1 if step == "train" else None]:
         method.heads.add(task.name, task.num_classes, 0)
-    method.feed_of = lambda split, training: looks(*tasks)
+    method.feed_of = lambda split, training: feed_of_three_batches(*tasks)
     method.groups = method.begin(tasks[-1], step, None, RATES, tasks)
     trained = {id(p) for group in method.groups for p in group["params"]}
     for p in method.parameters():
@@ -35,30 +37,26 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
     return method.train()
 
 
-def looks(*tasks: Task) -> Any:
-    """A feed of three batches of six images that are not augmented."""
-    batches = [
-        batch(*tasks, step=10 + i, keys=[f"{i}-{place}" for place in range(6)]) for i in range(3)
-    ]
+def feed_of_three_batches(*tasks: Task) -> Any:
+    """Return a feed of three batches of six images that are not augmented."""
+    batches = []
+    for i in range(3):
+        keys = [f"{i}-{row}" for row in range(6)]
+        batches.append(batch(*tasks, step=10 + i, keys=keys))
     return SimpleNamespace(group=Group(), evaluate=lambda: batches)
 
 
 def counted(b: Batch, *tasks: Task) -> Batch:
-    """A batch that is the whole global one."""
+    """Return the batch as the whole global one: with the number of samples of each task."""
     b.counts = tuple(b.tasks.bincount(minlength=len(tasks)).tolist())
     return b
 
 
 def trained(method: Any, *tasks: Task, steps: int = 2) -> Any:
-    """The method after some steps of SGD, with momentum and weight decay."""
-    optimizer, job = optim.build(method.groups, TRAIN), SimpleNamespace(train=TRAIN)
+    """Return the method after some steps of SGD, with momentum and weight decay."""
+    optimizer = optim.build(method.groups, TRAIN)
+    job: Any = SimpleNamespace(train=TRAIN)
     for step in range(steps):
-        loop.train_step(
-            method,
-            optimizer,
-            [counted(batch(*tasks, step=step), *tasks)],
-            Progress(0, step, 1, 10),
-            job,
-            Group(),
-        )  # type: ignore[arg-type]
+        batches = [counted(batch(*tasks, step=step), *tasks)]
+        loop.train_step(method, optimizer, batches, Progress(0, step, 1, 10), job, Group())
     return method

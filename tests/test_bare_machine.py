@@ -1,5 +1,5 @@
-"""A machine without ray, mlflow and webdataset: it runs what needs none of them, and says what else
-needs which."""
+"""Without ray, mlflow and webdataset a run that needs none of them works, and others say which one
+they need."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from pipeline import cli
 from pipeline.report import page
 page.build = lambda *_: {"report.html": b"a page"}
 results = {}
-for name, *options in json.loads(sys.argv[2]):
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
-        code = cli.main(["run", sys.argv[1], *(part for option in options for part in ("--set", option))])
-    results[name] = code, err.getvalue()
+for name, options in json.loads(sys.argv[2]).items():
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        code = cli.main(["run", sys.argv[1], *options])
+    results[name] = code, errors.getvalue()
 print(json.dumps(results))
 """
 
@@ -43,12 +44,12 @@ def test_it_runs_without_ray_mlflow_and_webdataset_and_names_the_one_it_needs(
         "backbone": dict(stream.tiny()),
     }
     config.write_text(yaml.safe_dump(body))
-    runs = [
-        ("streamed", "data.resident_mb=0"),
-        ("on Ray", "cluster.workers=1"),
-        ("recorded", "tracking=on"),
-        ("plain",),
-    ]
+    runs = {
+        "streamed": ["--set", "data.resident_mb=0"],
+        "on Ray": ["--set", "cluster.workers=1"],
+        "recorded": ["--set", "tracking=on"],
+        "plain": [],
+    }
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(config), json.dumps(runs)],
         capture_output=True,
@@ -70,7 +71,7 @@ def test_it_runs_without_ray_mlflow_and_webdataset_and_names_the_one_it_needs(
         "accrete: the record of a run needs the package mlflow, which is not installed; install "
         "it, or set tracking=off\n",
     ]
-    code, said = results["streamed"]
+    code, errors = results["streamed"]
     assert code == 2
-    assert said.count("\n") == 1
-    assert "data.resident_mb needs the package webdataset, which is not installed; " in said
+    assert errors.count("\n") == 1
+    assert "data.resident_mb needs the package webdataset, which is not installed; " in errors

@@ -1,5 +1,4 @@
-"""Two domains that could not look more different, stripes and colours, and SupSup trained on them
-step by step."""
+"""Two domains that look very different, stripes and colours, and steps of training on them."""
 
 from __future__ import annotations
 
@@ -28,43 +27,40 @@ SIZE = 24  # of a batch
 
 
 def samples(task: Task, count: int, seed: int = 5) -> tuple[Tensor, Tensor]:
-    """Images (count, 3, 16, 16) and labels, each class in turn, in noise."""
+    """Return noisy images (count, 3, 16, 16) and labels (count,), the classes in turn."""
     labels = torch.arange(count) % task.num_classes
     images = 0.3 * torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
     if task.name == "stripes":
         wave = torch.sin(1.6 * torch.arange(16.0)).expand(16, 16)
-        return images + torch.stack([wave.T, wave])[labels][:, None], labels
-    return images + torch.tensor([[1.5, 0.0, -1.5], [-1.5, 0.0, 1.5], [0.0, 2.0, 0.0]])[labels][
-        :, :, None, None
-    ], labels
+        patterns = torch.stack([wave.T, wave])  # (class, H, W)
+        return images + patterns[labels][:, None], labels
+    colours = torch.tensor([[1.5, 0.0, -1.5], [-1.5, 0.0, 1.5], [0.0, 2.0, 0.0]])  # (class, RGB)
+    return images + colours[labels][:, :, None, None], labels
 
 
 def batch(task: Task, step: int) -> Batch:
+    """Return the batch of a step."""
     images, labels = samples(task, SIZE, 100 + step)
-    return Batch(
-        images,
-        labels,
-        torch.zeros(SIZE, dtype=torch.long),
-        StepRng(7, 0, step, torch.arange(SIZE), SIZE, torch.device("cpu")),
-    )
+    rng = StepRng(7, 0, step, torch.arange(SIZE), SIZE, torch.device("cpu"))
+    return Batch(images, labels, torch.zeros(SIZE, dtype=torch.long), rng)
 
 
 class Stream:
-    """A feed with one batch per step, as methods know it."""
+    """A feed with one batch per step, with what methods read of a feed."""
 
     def __init__(self, task: Task, steps: int, group: Group | None = None) -> None:
-        self.task, self.steps_per_epoch, self.group, self.accumulate = (
-            task,
-            steps,
-            group or Group(),
-            4,
-        )
+        self.task = task
+        self.steps_per_epoch = steps
+        self.group = group or Group()
+        self.accumulate = 4
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of one step."""
         yield [batch(self.task, epoch * self.steps_per_epoch + start_step)]
 
 
 def vit() -> Any:
+    """Return a small ViT with random weights, the same each time."""
     torch.manual_seed(0)
     return build(SMALL).eval()
 
@@ -72,9 +68,12 @@ def vit() -> Any:
 def begun(
     method: Method, task: Task, steps: int = 30, carried: Carried | None = None, feed: Any = None
 ) -> list[dict[str, Any]]:
+    """Begin a task with a method, and return its parameter groups."""
     torch.manual_seed(2)
     method.feed_of = lambda split, training: feed or Stream(task, steps)
-    return tabletop.begun(method, task, carried, rates=OptimPlan(1e-2, 0.05, SIZE, steps / 2))
+    rates = OptimPlan(1e-2, 0.05, SIZE, steps / 2)
+    groups: list[dict[str, Any]] = tabletop.begun(method, task, carried, rates=rates)
+    return groups
 
 
 def learned(
@@ -85,13 +84,13 @@ def learned(
     optimizer: Any = None,
     feed: Any = None,
 ) -> tuple[TaskState, Carried]:
-    """What a method hands out after `steps` steps on a task; optimizer: groups -> optimizer, by
-    default AdamW."""
+    """Return the task state and the carried state after `steps` steps on a task.
+
+    optimizer: makes an optimizer of parameter groups, by default AdamW.
+    """
+    make_optimizer = optimizer or torch.optim.AdamW
     groups = begun(method, task, steps, carried, feed)
     tabletop.train(
-        method,
-        (optimizer or torch.optim.AdamW)(groups),
-        lambda progress: batch(task, progress.step),
-        steps,
+        method, make_optimizer(groups), lambda progress: batch(task, progress.step), steps
     )
     return method.eval().finish()

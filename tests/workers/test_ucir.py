@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from growing import SMALL, START, A, B, C, batch, moved, stream, wide
-from imprinting import begun, counted, looks, trained
+from imprinting import begun, counted, feed_of_three_batches, trained
 from laboratory import Lab, again, on_ranks
 from torch.nn import functional as F
 
@@ -182,7 +182,7 @@ def test_the_network_that_is_fine_tuned_under_is_in_evaluation_mode() -> None:
 
 def test_new_vectors_start_along_their_class_means_under_the_network_before() -> None:
     method = begun("ucir", A, B)
-    batches = looks(A, B).evaluate()
+    batches = feed_of_three_batches(A, B).evaluate()
     with torch.no_grad():
         h = torch.cat([method.teacher.backbone(b.images) for b in batches])
     tasks, labels = torch.cat([b.tasks for b in batches]), torch.cat([b.labels for b in batches])

@@ -12,8 +12,8 @@ import yaml
 from PIL import Image
 
 from pipeline import config
-from pipeline.graph.build import IngestJob, graph_of
-from pipeline.graph.stage import Graph
+from pipeline.graph.build import graph_of
+from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store
 from pipeline.launch import executor
 from workers.job import StageJob

@@ -165,10 +165,11 @@ def prepare(
     store = Store(absolute(config.storage))
     store.check_writable()
     store.sweep()
-    from pipeline.graph import build  # imports torch and timm
+    from pipeline.graph import build  # import torch and timm
+    from pipeline.graph import tasks as stream_tasks
 
     if to_run:
-        build.read_sources_again(config, store, say)
+        stream_tasks.read_sources_again(config, store, say)
     graph, tasks = build.graph_of(config, store, provenance(), ask_sources=to_run)
     return PreparedRun(config, store, graph, tasks)
 
@@ -423,7 +424,7 @@ def analyse(
     tested on too. command: what a person types to repeat this.
     """
     # They import torch and matplotlib.
-    from pipeline.graph import build
+    from pipeline.graph.tasks import cards_graph
     from pipeline.report import analyse as analysis
     from pipeline.report import analysis_section
 
@@ -443,7 +444,7 @@ def analyse(
         prepared.append(run)
         runs.append(analysis.FinishedRun(run.config, run.graph, run.store, current_record(run)))
         analysis.check_finished(runs[-1])
-        card_graph, other_tasks = build.cards_graph(run.config, run.store, other_cards)
+        card_graph, other_tasks = cards_graph(run.config, run.store, other_cards)
         analysis.check_covered(runs[-1:], other_tasks)
         bring(card_graph, run.config, run.store, open_screen, command)
     measured = analysis.analyse_runs(runs, images, map_images, robustness, other_tasks)

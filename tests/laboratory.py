@@ -24,7 +24,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline import config
-from pipeline.graph.build import IngestJob, graph_of
+from pipeline.graph.build import graph_of
+from pipeline.graph.stage import IngestJob
 from pipeline.graph.store import Store
 from pipeline.launch import executor
 from tests import small_run

@@ -8,7 +8,15 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from pipeline.data.cards import Card
 from workers.errors import UserError
+
+
+@dataclass(frozen=True)
+class IngestJob:
+    """What the ingest stage of one card needs to know."""
+
+    card: Card
 
 
 @dataclass(frozen=True)

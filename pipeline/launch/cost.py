@@ -22,9 +22,8 @@ import pyarrow.parquet as pq
 
 from pipeline.config import Config, dump
 from pipeline.console import table_text
-from pipeline.graph.build import IngestJob
 from pipeline.graph.run import Event, Walk
-from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers.errors import DamagedArtifact

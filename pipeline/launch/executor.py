@@ -13,9 +13,8 @@ import torch
 from pipeline.config import ClusterSettings
 from pipeline.data import ingest
 from pipeline.graph import failures, raw_data
-from pipeline.graph.build import IngestJob
 from pipeline.graph.run import Event, Executor
-from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.launch.cluster import resources_per_worker, where_ray_writes
 from pipeline.launch.queue import ReadyQueue, ReadyStage

@@ -16,9 +16,8 @@ from typing import Any
 
 from pipeline.config import ClusterSettings
 from pipeline.graph import failures
-from pipeline.graph.build import IngestJob
 from pipeline.graph.run import Event
-from pipeline.graph.stage import Stage
+from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.launch.cluster import (
     ClusterState,

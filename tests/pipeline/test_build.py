@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from pipeline.config import check
+from pipeline.data import cards
 from pipeline.graph import build, diagram, raw_data
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
@@ -80,9 +81,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def second_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digits under any other name."""
-    load = build.cards.load
+    load = cards.load
     monkeypatch.setattr(
-        build.cards,
+        cards,
         "load",
         lambda name, *rest: load("digits", *rest).model_copy(update={"name": name}),
     )
@@ -360,7 +361,7 @@ def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbo
 def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"methods\.pack goes through steps with the base task, and the stream has none; "
+        match=r"methods\.pack trains steps on the base task, and the stream has none; "
         r"give .* `role: base`",
     ):
         graph_of(tmp_path, methods={"pack": {"method": "packnet", "base_mode": "prune_retrain"}})
@@ -590,7 +591,7 @@ def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        build.cards, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
+        cards, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
     )
     _, tasks = graph_of(
         tmp_path,

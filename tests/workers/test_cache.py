@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from pipeline.data import cards, ingest
-from pipeline.graph.build import cache_folder
+from pipeline.graph.builder import cache_folder
 from tests import s3, small_run
 from tests.s3 import Fault
 from workers.data import cache

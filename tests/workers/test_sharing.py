@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.graph import build
+from pipeline.graph import builder
 from pipeline.graph.store import Store
 from workers.storage.artifact import (
     Artifact,
@@ -170,8 +170,8 @@ def test_a_cache_that_another_user_made_is_left_to_that_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = str(tmp_path)
-    assert build.cache_folder("", storage) == f"{storage}/cache"
+    assert builder.cache_folder("", storage) == f"{storage}/cache"
     (tmp_path / "cache").mkdir()
-    assert build.cache_folder("", storage) == f"{storage}/cache"
+    assert builder.cache_folder("", storage) == f"{storage}/cache"
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert build.cache_folder("", storage) == f"{storage}/cache-12345"
+    assert builder.cache_folder("", storage) == f"{storage}/cache-12345"

@@ -1,0 +1,180 @@
+"""What the parts of a graph are built with: stages are collected, and every stage gets its key."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pipeline.config import Config
+from pipeline.data.listing import CARDS
+from pipeline.graph.stage import Stage
+from pipeline.graph.store import Store, key_of
+from pipeline.yaml_files import expand
+from workers.job import DataSettings, StageJob, Task, TrainSettings
+from workers.methods import METHODS
+from workers.methods.base import Method, MethodSettings
+
+
+@dataclass
+class Builder:
+    """Collects the stages of one graph.
+
+    keys: stage id -> key. cards_without_data: names of cards whose source and shards are both gone.
+    split: what evaluations read. ask_sources: whether a source on another machine is asked for its
+    fingerprint although its result stands.
+    """
+
+    config: Config
+    store: Store
+    provenance: dict[str, Any]
+    split: Literal["test", "val"] = "test"
+    ask_sources: bool = True
+    stages: list[Stage] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    cards_without_data: set[str] = field(default_factory=set)
+
+    def add(
+        self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
+    ) -> Stage:
+        """Make a stage and add it to the graph; return it."""
+        return self.append(self.make_stage(stage_id, step, inputs, parents, **rest))
+
+    def make_stage(
+        self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
+    ) -> Stage:
+        """Return a stage with its key; its job gets the key and those of its parents."""
+        parent_keys = tuple(self.keys[parent] for parent in parents)
+        key = key_of({"step": step, **inputs}, parent_keys)
+        if isinstance(rest.get("job"), StageJob):
+            rest["job"] = replace(rest["job"], key=key, parents=parent_keys)
+        return Stage(stage_id, step, key, inputs, tuple(parents), **rest)
+
+    def append(self, stage: Stage) -> Stage:
+        """Add a stage to the graph; return it."""
+        self.stages.append(stage)
+        self.keys[stage.id] = stage.key
+        return stage
+
+    def keys_of(self, stage_ids: Mapping[str, str]) -> dict[str, str]:
+        """Replace the stage ids of a mapping by the keys of these stages."""
+        return {name: self.keys[stage_id] for name, stage_id in stage_ids.items()}
+
+    def method(self, label: str) -> type[Method]:
+        """Return the class of a method by its label in the config."""
+        return METHODS[self.config.methods[label].method]
+
+    def settings(self, label: str, task: Task | None = None) -> MethodSettings:
+        """Return a method's settings for the steps of a task; None: those that serve all tasks."""
+        task_name = None if task is None else task.name
+        entry = self.config.entry_of(label, task_name)
+        return METHODS[entry.method].Settings.model_validate(entry.settings)
+
+    def train_and_data(
+        self, label: str, step: str, task: Task | None
+    ) -> tuple[TrainSettings, DataSettings]:
+        """Return the training and data settings of a step of a method.
+
+        Images without labels cannot validate anything: all are trained on, to the last epoch.
+        """
+        task_name = None if task is None else task.name
+        train = self.config.train_of(label, step, task=task_name)
+        data = self.config.data_of(label)
+        if task is not None and task.role == "unlabelled":
+            train = train.model_copy(update={"keep": "last"})
+            data = data.model_copy(update={"val_fraction": 0.0})
+        return train, data
+
+    def backbone_job(self, base: Task | None) -> StageJob:
+        """Return the job of the backbone stage. base: the task that it is trained on."""
+        tasks = () if base is None else (base,)
+        return self._job(
+            id="backbone",
+            step="backbone",
+            method="finetune",
+            settings={},
+            data=self.config.data,
+            train=self.config.train,
+            task=base,
+            tasks=tasks,
+            backbone=None,
+        )
+
+    def method_job(
+        self,
+        stage_id: str,
+        step: str,
+        label: str,
+        task: Task,
+        tasks: tuple[Task, ...],
+        **rest: Any,
+    ) -> StageJob:
+        """Return the job of a method's stage. It gets no setting that its step does not read."""
+        # An evaluation serves all tasks alike, so it has no settings of one task.
+        settings_task = None if step == "evaluate" else task
+        task_name = None if settings_task is None else settings_task.name
+        entry = self.config.entry_of(label, task_name)
+        train, data = self.train_and_data(label, step, settings_task)
+        ignored = METHODS[entry.method].ignored_settings(step)
+        settings = {key: value for key, value in entry.settings.items() if key not in ignored}
+        return self._job(
+            id=stage_id,
+            step=step,
+            method=entry.method,
+            settings=settings,
+            data=data,
+            train=train,
+            task=task,
+            tasks=tasks,
+            backbone=self.keys["backbone"],
+            **rest,
+        )
+
+    def _job(self, **rest: Any) -> StageJob:
+        """Return a job with what all jobs of this graph share; `make_stage` fills in its key."""
+        config = self.config
+        weights = {"weights": weights_path(config)}
+        return StageJob(
+            key="",
+            root=self.store.root,
+            scenario=config.stream.scenario,
+            seed=config.seed,
+            backbone_settings=config.backbone.model_copy(update=weights),
+            provenance=self.provenance,
+            checkpoint_s=config.cluster.checkpoint_s,
+            loader_workers=config.cluster.loader_workers,
+            cache=cache_folder(config.cluster.cache, self.store.storage),
+            cache_gb=config.cluster.cache_gb,
+            **rest,
+        )
+
+
+def weights_path(config: Config) -> str:
+    """Return `none`, `hub`, or the absolute path of the weights file.
+
+    A relative path starts at the checkout, as on cards.
+    """
+    weights = config.backbone.weights
+    if weights in ("none", "hub"):
+        return weights
+    return os.path.normpath(CARDS.parent / expand(weights))
+
+
+def cache_folder(configured: str, storage: str) -> str:
+    """Return the node-local folder for shards and decoded images.
+
+    It is below the configured folder; else in the storage where that is a disk; else below the
+    temporary folder.
+    """
+    if configured:
+        # A subfolder: whatever else is in the configured folder is never deleted.
+        return os.path.join(os.path.abspath(os.path.expanduser(configured)), "accrete-cache")
+    if "://" in storage:
+        return os.path.join(tempfile.gettempdir(), f"accrete-cache-{os.getuid()}")
+    folder = os.path.join(os.path.abspath(storage), "cache")
+    # A cache is for one user alone: a second user of the same storage gets a folder beside it.
+    if os.path.isdir(folder) and os.stat(folder).st_uid != os.getuid():
+        return f"{folder}-{os.getuid()}"
+    return folder

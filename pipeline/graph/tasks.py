@@ -1,0 +1,157 @@
+"""Tasks of a stream: one ingest stage per card, and the tasks that are cut from each card."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from pipeline.config import Config, TaskEntry
+from pipeline.data import cards
+from pipeline.data.listing import nfc
+from pipeline.graph import raw_data
+from pipeline.graph.builder import Builder
+from pipeline.graph.stage import Graph, IngestJob
+from pipeline.graph.store import Store
+from workers.errors import UserError
+from workers.job import Task
+from workers.storage.artifact import Artifact
+
+MAX_LISTED_CLASSES = 12  # in an error message
+
+
+def add_tasks(builder: Builder) -> list[Task]:
+    """Add one ingest stage per card, and return the tasks of the stream, the base task first.
+
+    Raise `UserError` when the stream cannot be built from its cards.
+    """
+    loaded: dict[str, cards.Card] = {}
+    for entry in builder.config.stream.tasks:
+        if entry.card not in loaded:
+            card = cards.load(entry.card, builder.store)
+            _check_new_name(entry.card, card, loaded)
+            loaded[entry.card] = card
+            _add_card(builder, card)
+    tasks: list[Task] = []
+    for entry in builder.config.stream.tasks:
+        tasks += _tasks_of(builder, entry, loaded[entry.card])
+    _check_roles(tasks)
+    base_tasks = [task for task in tasks if task.role == "base"]
+    return base_tasks + [task for task in tasks if task.role != "base"]
+
+
+def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
+    """Before a run, read raw data that was written again in place; `raw_data` says why."""
+    card_names = dict.fromkeys(entry.card for entry in config.stream.tasks)
+    for name in card_names:
+        raw_data.read_again(store, cards.load(name, store), say)
+
+
+def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Graph, list[Task]]:
+    """Return the ingest stages of cards that need not be in the stream, and each card as a task."""
+    builder = Builder(config, store, {})
+    tasks = []
+    for name in dict.fromkeys(names):
+        card = cards.load(name, store)
+        _add_card(builder, card)
+        tasks.append(Task(card.name, card.name, builder.keys[f"data/{card.name}"], card.order()))
+    return Graph.of(config.name, builder.stages), tasks
+
+
+def _check_new_name(path: str, card: cards.Card, loaded: dict[str, cards.Card]) -> None:
+    for other_path, other in loaded.items():
+        if other.name == card.name:
+            raise UserError(
+                f"stream.tasks: cards {other_path!r} and {path!r} have the same name "
+                f"{card.name!r}; rename one"
+            )
+
+
+def _check_roles(tasks: list[Task]) -> None:
+    """Raise `UserError` when two tasks share a name, or a role that only one task may have."""
+    for name, count in Counter(task.name for task in tasks).items():
+        if count > 1:
+            raise UserError(
+                f"stream.tasks: two tasks are called {name!r}; give each its own `name`"
+            )
+    bases = [task.name for task in tasks if task.role == "base"]
+    if len(bases) > 1:
+        raise UserError(
+            f"stream.tasks: {bases[0]!r} and {bases[1]!r} both have role `base`; one backbone has "
+            "one base task"
+        )
+    unlabelled = [task.name for task in tasks if task.role == "unlabelled"]
+    if len(unlabelled) > 1:
+        raise UserError(
+            f"stream.tasks: {unlabelled[0]!r} and {unlabelled[1]!r} both have role `unlabelled`; "
+            "put all such images on one card, and take it whole"
+        )
+
+
+def _add_card(builder: Builder, card: cards.Card) -> None:
+    """Add the ingest stage of a card."""
+    source = raw_data.source_of(builder.store, card, builder.ask_sources)
+    inputs = raw_data.stage_inputs(card, source)
+    step = inputs.pop("step")
+    stage = builder.add(
+        f"data/{card.name}", step, inputs, [], job=IngestJob(card), note=source.note
+    )
+    if not source.present and Artifact.open(builder.store.root, stage.key) is None:
+        builder.cards_without_data.add(card.name)
+
+
+def _tasks_of(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
+    """Return the tasks that one line of the stream makes of a card."""
+    classes = _classes_of(entry, card)
+    name = entry.name or card.name
+    key = builder.keys[f"data/{card.name}"]
+    if not entry.split:
+        return [Task(name, card.name, key, tuple(classes), entry.role)]
+    if len(classes) % entry.split:
+        raise UserError(
+            f"stream.tasks: {len(classes)} classes of {name!r} cannot be split into "
+            f"{entry.split} equal tasks; choose a divisor"
+        )
+    size = len(classes) // entry.split
+    digits = len(str(entry.split - 1))
+    tasks = []
+    for index in range(entry.split):
+        task_classes = tuple(classes[index * size : (index + 1) * size])
+        task_name = f"{name}-{index:0{digits}d}"
+        tasks.append(Task(task_name, card.name, key, task_classes, entry.role))
+    return tasks
+
+
+def _classes_of(entry: TaskEntry, card: cards.Card) -> Sequence[str]:
+    """Return the classes that an entry takes from its card, in order. Raise `UserError`."""
+    name = entry.name or card.name
+    card_classes = card.order()
+    if card.source.label is None and entry.role != "unlabelled":
+        raise UserError(
+            f"stream.tasks: the images of card {card.name!r} have no labels (its source.label is "
+            "null); give the entry `role: unlabelled`, or give the card labels"
+        )
+    if entry.order and entry.classes is not None:
+        raise UserError(
+            f"stream.tasks: task {name!r} has `classes` and `order` {entry.order!r}; both say "
+            "which classes, so leave one out"
+        )
+    classes: Sequence[str] | None = entry.classes
+    if entry.order:
+        classes = cards.in_order(entry.order, card.classes)
+    if classes is None:
+        return card_classes
+    # A card and a config may be written in two Unicode forms.
+    spelling_on_card = {nfc(class_name): class_name for class_name in card_classes}
+    classes = [spelling_on_card.get(nfc(class_name), class_name) for class_name in classes]
+    for class_name in classes:
+        if class_name not in card_classes:
+            listed = ", ".join(card_classes[:MAX_LISTED_CLASSES])
+            if len(card_classes) > MAX_LISTED_CLASSES:
+                listed += " ..."
+            raise UserError(
+                f"stream.tasks: class {class_name!r} is not on card {card.name!r}; its classes "
+                f"are {listed}"
+            )
+    if len(set(classes)) != len(classes):
+        raise UserError(f"stream.tasks: task {name!r} lists a class twice; list each once")
+    return classes

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.results.trials import Search, Trial, number
+from pipeline.results.trials import Search, Trial, as_number
 
 FEWEST = 4  # finished trials, below which nothing is said about importance
 CONDITIONS = ("when", "if")
@@ -46,7 +46,7 @@ class Parameter:
         return (
             float(self.categories.index(format_setting(value)))
             if self.categories
-            else number(value)
+            else as_number(value)
         )
 
     def at_end(self, value: Any) -> bool:
@@ -112,7 +112,7 @@ def _parameter(key: str, names: Mapping[str, str], dimension: Any, met: Sequence
     dist, says = str(dimension.get("dist", "")), describe_dimension(dimension, names)
     if METHOD in names and key.startswith("methods."):
         says += f"; only where {METHOD} is {key.split('.')[1]}"
-    numbers = [v for v in map(number, met) if not math.isnan(v)]
+    numbers = [v for v in map(as_number, met) if not math.isnan(v)]
     if "values" in dimension or len(numbers) < len(met):
         offered = dimension["values"] if isinstance(dimension.get("values"), list) else []
         return Parameter(
@@ -120,7 +120,7 @@ def _parameter(key: str, names: Mapping[str, str], dimension: Any, met: Sequence
         )
     ends = [
         v
-        for v in (number(dimension.get("low")), number(dimension.get("high")), *numbers)
+        for v in (as_number(dimension.get("low")), as_number(dimension.get("high")), *numbers)
         if not math.isnan(v)
     ]
     low, high = min(ends, default=0.0), max(ends, default=1.0)

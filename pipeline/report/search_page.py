@@ -29,10 +29,10 @@ from pipeline.results.trials import (
     SLACK,
     Search,
     Trial,
+    as_number,
     best,
     completed,
     load,
-    number,
     pareto,
     score,
     size,
@@ -142,7 +142,7 @@ def trial_rows(search: Search, varied: Sequence[Parameter]) -> list[files.Row]:
 
 
 def _kind(value: Any) -> str:
-    return "text" if math.isnan(number(value)) else "number"
+    return "text" if math.isnan(as_number(value)) else "number"
 
 
 def search_pictures(
@@ -487,12 +487,14 @@ def render_tests(search: Search, trial: Trial) -> str:
     """The winner on test data, beside its validation score."""
     if search.winner is None:
         return ""
-    tests = [t for t in search.winner["tests"] if not math.isnan(number(t.get("average_accuracy")))]
+    tests = [
+        t for t in search.winner["tests"] if not math.isnan(as_number(t.get("average_accuracy")))
+    ]
     wanted = search.settings.get("seeds")
     wanted = len(wanted) if isinstance(wanted, list) else wanted if isinstance(wanted, int) else 0
     if not tests:
         return "<h3>On test images</h3><p>The winner has not been tested yet.</p>"
-    values = [number(t["average_accuracy"]) for t in tests]
+    values = [as_number(t["average_accuracy"]) for t in tests]
     mean, spread = (
         statistics.mean(values),
         f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "",
@@ -502,8 +504,8 @@ def render_tests(search: Search, trial: Trial) -> str:
             t.get("seed", "-"),
             t.get("run", "-"),
             format_rate(v),
-            format_value(number(t.get("forgetting")), "rate"),
-            plots.format_bytes(number(t.get("bytes_per_task"))),
+            format_value(as_number(t.get("forgetting")), "rate"),
+            plots.format_bytes(as_number(t.get("bytes_per_task"))),
         ]
         for t, v in zip(tests, values, strict=True)
     ]
@@ -515,7 +517,7 @@ def render_tests(search: Search, trial: Trial) -> str:
                 f"{100 * mean:.1f}{spread} %",
                 *(
                     write(statistics.mean(v))
-                    if (v := [x for t in tests if not math.isnan(x := number(t.get(key)))])
+                    if (v := [x for t in tests if not math.isnan(x := as_number(t.get(key)))])
                     else "-"
                     for key, write in (
                         ("forgetting", format_rate),
@@ -611,7 +613,7 @@ def render_cost(search: Search) -> str:
     run, reused = (sum(t["stages"][kind] for t in search.trials) for kind in ("run", "reused"))
     device, walls = (
         sum(t["device_s"] for t in search.trials),
-        [number(s.get("wall_s")) for s in search.record["sessions"] if isinstance(s, dict)],
+        [as_number(s.get("wall_s")) for s in search.record["sessions"] if isinstance(s, dict)],
     )
     wall = sum(w for w in walls if not math.isnan(w))
     saved = (
@@ -645,7 +647,7 @@ def render_cost(search: Search) -> str:
                 f"{used[name]:.3g} of {budget[name]:,} used",
             ]
             for name in used
-            if not math.isnan(number(budget.get(name)))
+            if not math.isnan(as_number(budget.get(name)))
         ),
     ]
     return (

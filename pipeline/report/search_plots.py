@@ -36,7 +36,7 @@ from pipeline.report.plots import (
     style_axes,
     task_colours,
 )
-from pipeline.results.trials import Search, Trial, number, pareto, score, size
+from pipeline.results.trials import Search, Trial, as_number, pareto, score, size
 
 WINNER, FINISHED, STOPPED = COLOURS[1], COLOURS[0], "#7a8087"
 # where an axis shows trials that do not have its parameter; its values lie from 0 to 1
@@ -447,7 +447,7 @@ def draw_curves(search: Search) -> Figure:
     for t in sorted(shown, key=lambda t: (t["number"] in chosen, t["status"] == "finished")):
         xs, ys = (
             [places[r["position"]] for r in t["results"]],
-            [number(r.get("accuracy")) for r in t["results"]],
+            [as_number(r.get("accuracy")) for r in t["results"]],
         )
         look = LOOKS[t["status"]]
         if t["number"] in chosen:

@@ -1,5 +1,5 @@
-"""The records of a search as they lie in the store: its trials, what each is worth, and the rule
-that chooses among them."""
+"""Records of a search in the store: its trials, what each is worth, and the rule that chooses among
+them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from pyarrow import fs
 
 from workers.errors import UserError
 from workers.storage.artifact import exists, join, read_json, resolve
 
-Trial = dict[str, Any]
 STATUSES = ("finished", "stopped", "running", "failed")
 # accuracies closer than this are equal: the order of a summation must not choose a winner
 SLACK = 1e-9
-FIELDS: dict[str, tuple[type, ...]] = {
+# what a trial's record must hold, and what stands in for what an early record does not have
+TRIAL_TYPES: dict[str, tuple[type, ...]] = {
     "number": (int,),
     "phase": (str,),
     "params": (dict,),
@@ -29,7 +29,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "device_s": (int, float),
     "rounds": (list,),
 }
-RECORD: dict[str, type] = {
+SEARCH_TYPES: dict[str, type] = {
     "space": dict,
     "settings": dict,
     "config": dict,
@@ -39,9 +39,85 @@ RECORD: dict[str, type] = {
 }
 
 
+# ---- records -------------------------------------------------------------------------------------
+class TrialResult(TypedDict):
+    """What a trial has reached after one task.
+
+    position: of the task in the stream. accuracy: average validation accuracy over the tasks so
+    far. bytes: bytes stored per task beyond the backbone. per_task: accuracy of each task so far.
+    """
+
+    task: str
+    position: int
+    accuracy: float
+    bytes: float
+    per_task: dict[str, float]
+
+
+class Round(TypedDict):
+    """One round of population-based training: the parameters of a task and the accuracy after."""
+
+    params: dict[str, Any]
+    accuracy: float
+
+
+class StageCounts(TypedDict):
+    """Stages that a trial has run, and stages that it reused from the store."""
+
+    run: int
+    reused: int
+
+
+class Trial(TypedDict):
+    """`trials/NNNN.json`.
+
+    phase: the task that is searched; "" in a search of one phase. params: by dotted key of the
+    config. device_s: seconds of stages times their workers. graph: the run record of its graph.
+    history: task -> parameters that it was trained with, where they differ from task to task.
+    """
+
+    number: int
+    phase: str
+    params: dict[str, Any]
+    status: str
+    message: str
+    results: list[TrialResult]
+    stages: StageCounts
+    device_s: float
+    rounds: list[Round]
+    wall_s: NotRequired[float]
+    started: NotRequired[str]
+    ended: NotRequired[str | None]
+    graph: NotRequired[dict[str, Any] | None]
+    history: NotRequired[dict[str, dict[str, Any]]]
+
+
+class SeedTest(TypedDict):
+    """The winner trained with one seed and measured on test data. run: name of that run."""
+
+    seed: int
+    run: str
+    average_accuracy: float
+    forgetting: float
+    bytes_per_task: float
+
+
+class Winner(TypedDict):
+    """`winner.json`. config: name of the file with its config. pareto: numbers of the trials that
+    no other one beats in both accuracy and size."""
+
+    trial: int
+    params: dict[str, Any]
+    tests: list[SeedTest]
+    accuracy: NotRequired[float]
+    bytes: NotRequired[float]
+    config: NotRequired[str]
+    pareto: NotRequired[list[int]]
+
+
 @dataclass(frozen=True)
 class Search:
-    """What is recorded of a search.
+    """The records of a search.
 
     record: its search.json. trials: sorted by number. winner: its winner.json, None before there is
     one. problems: sentences on files that could not be used and are left out.
@@ -50,155 +126,201 @@ class Search:
     name: str
     record: dict[str, Any]
     trials: list[Trial]
-    winner: dict[str, Any] | None
+    winner: Winner | None
     problems: list[str]
 
     @property
     def settings(self) -> dict[str, Any]:
-        return self.record["settings"]
+        """The settings of the search file."""
+        settings: dict[str, Any] = self.record["settings"]
+        return settings
 
     @property
     def tolerance(self) -> float:
-        return number(self.settings.get("tolerance")) if "tolerance" in self.settings else 0.0
+        """How far below the best accuracy a trial may be and win with fewer bytes."""
+        if "tolerance" not in self.settings:
+            return 0.0
+        return as_number(self.settings["tolerance"])
 
     @property
     def phases(self) -> list[str]:
-        """The phases that trials belong to, in the order of the stream; `[""]` where trials are of
-        one kind."""
-        names = self.record["tasks"]
-        met = list(dict.fromkeys(t["phase"] for t in self.trials))
-        return sorted(met, key=lambda phase: names.index(phase) if phase in names else len(names))
+        """The phases that trials belong to, in the order of the stream; `[""]` in a search of one
+        phase."""
+        tasks = self.record["tasks"]
+        phases = list(dict.fromkeys(trial["phase"] for trial in self.trials))
+        return sorted(phases, key=lambda name: tasks.index(name) if name in tasks else len(tasks))
 
     def of(self, phase: str) -> list[Trial]:
-        return [t for t in self.trials if t["phase"] == phase]
+        """Return the trials of a phase."""
+        return [trial for trial in self.trials if trial["phase"] == phase]
 
     def trial(self, number: int | None) -> Trial | None:
-        return next((t for t in self.trials if t["number"] == number), None)
+        """Return the trial with a number; None when there is none."""
+        return next((trial for trial in self.trials if trial["number"] == number), None)
 
     def chosen(self) -> dict[str, int]:
-        """The trial that each phase chose: what winner.json says of the phase that its trial
-        belongs to, else `best`, so far."""
-        found = {phase: best(self.of(phase), self.tolerance) for phase in self.phases}
-        if self.winner is not None and (trial := self.trial(self.winner["trial"])) is not None:
-            found[trial["phase"]] = trial["number"]
-        return {phase: trial for phase, trial in found.items() if trial is not None}
+        """Return the number of the trial that each phase has chosen.
+
+        For the phase of the winner it is the winner, for any other one the best trial so far.
+        """
+        numbers: dict[str, int] = {}
+        for phase in self.phases:
+            number = best(self.of(phase), self.tolerance)
+            if number is not None:
+                numbers[phase] = number
+        if self.winner is not None:
+            winner = self.trial(self.winner["trial"])
+            if winner is not None:
+                numbers[winner["phase"]] = winner["number"]
+        return numbers
 
     def standing(self) -> dict[int, float]:
-        """What compares trials, by number: their score, or in a search of several phases (whose
-        scores are of different tasks) their score less the best of their phase. Failed trials and
-        those without a score are not among them."""
-        scored = [t for t in self.trials if t["status"] != "failed" and not math.isnan(score(t))]
+        """Return the score of each trial by number, comparable across phases.
+
+        In a search of several phases, whose scores are of different tasks, it is the score minus
+        the best of the phase. Failed trials and those without a score are left out.
+        """
+        judged = [trial for trial in self.trials if trial["status"] != "failed"]
+        scored = [trial for trial in judged if not math.isnan(score(trial))]
         tops = dict.fromkeys(self.phases, 0.0)
         if len(tops) > 1:
-            tops |= {
-                phase: max(score(t) for t in scored if t["phase"] == phase)
-                for phase in {t["phase"] for t in scored}
-            }
-        return {t["number"]: score(t) - tops[t["phase"]] for t in scored}
+            for phase in tops:
+                scores = [score(trial) for trial in scored if trial["phase"] == phase]
+                tops[phase] = max(scores, default=0.0)
+        return {trial["number"]: score(trial) - tops[trial["phase"]] for trial in scored}
 
 
 # ---- what a trial is worth -----------------------------------------------------------------------
-def number(value: Any) -> float:
-    """A finite number as a float; NaN for anything else."""
-    return (
-        float(value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        else math.nan
-    )
+def as_number(value: Any) -> float:
+    """Return a finite number as a float; NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    return float(value) if math.isfinite(value) else math.nan
 
 
-def score(trial: Mapping[str, Any]) -> float:
-    """The accuracy after the last task that the trial completed; NaN where it completed none."""
-    return number(trial["results"][-1].get("accuracy")) if trial["results"] else math.nan
+def score(trial: Trial) -> float:
+    """Return the accuracy after the last task that the trial completed; NaN when there is none."""
+    return as_number(trial["results"][-1].get("accuracy")) if trial["results"] else math.nan
 
 
-def size(trial: Mapping[str, Any]) -> float:
-    """Bytes kept per task after the last task that the trial completed; NaN where they are not
-    known."""
-    return number(trial["results"][-1].get("bytes")) if trial["results"] else math.nan
+def size(trial: Trial) -> float:
+    """Return the bytes per task after the last task that the trial completed; NaN when unknown."""
+    return as_number(trial["results"][-1].get("bytes")) if trial["results"] else math.nan
 
 
-def completed(trial: Mapping[str, Any]) -> int:
-    """How many tasks the trial has learned; the ones before the first that it was judged on count
-    too."""
+def completed(trial: Trial) -> int:
+    """Return how many tasks the trial has learned, also before the first that it was judged on."""
     return trial["results"][-1]["position"] + 1 if trial["results"] else 0
 
 
+class _Scored(NamedTuple):
+    """A finished trial with a score; unknown bytes are infinite."""
+
+    number: int
+    accuracy: float
+    bytes: float
+
+    def beats(self, other: _Scored) -> bool:
+        """Return whether this trial is nowhere worse and somewhere better."""
+        if self.accuracy < other.accuracy or self.bytes > other.bytes:
+            return False
+        return self.accuracy > other.accuracy or self.bytes < other.bytes
+
+
 def pareto(trials: Iterable[Trial]) -> list[int]:
-    """Numbers, in ascending order, of the finished trials than which no other finished one is
-    better in accuracy or bytes and not worse in the other. Trials that are equal in both stand or
-    fall together; one of unknown size counts as larger than all."""
-    points = _finished(trials)
-    return sorted(
-        n
-        for n, a, b in points
-        if not any(x >= a and y <= b and (x > a or y < b) for _, x, y in points)
-    )
+    """Return the sorted numbers of the finished trials that no other finished one beats in accuracy
+    and bytes.
+
+    Trials that are equal in both are treated alike. One of unknown size counts as larger than all.
+    """
+    scored = _scored(trials)
+
+    def is_beaten(trial: _Scored) -> bool:
+        return any(other.beats(trial) for other in scored)
+
+    return sorted(trial.number for trial in scored if not is_beaten(trial))
 
 
 def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:
-    """The number of the trial that wins: of the finished ones whose score is at most `tolerance`
-    below the best score the one with the fewest bytes, of these the lowest number. None where none
-    has finished. Trials must be of one phase."""
-    points = _finished(trials)
-    top = max((a for _, a, _ in points), default=math.nan)
-    return min(
-        ((b, n) for n, a, b in points if a >= top - tolerance - SLACK), default=(math.nan, None)
-    )[1]
+    """Return the number of the trial that wins; None when none has finished.
+
+    Of the finished trials whose score is at most `tolerance` below the best one, the winner has the
+    fewest bytes, then the lowest number. Trials must be of one phase.
+    """
+    scored = _scored(trials)
+    top = max((trial.accuracy for trial in scored), default=math.nan)
+    good = [trial for trial in scored if trial.accuracy >= top - tolerance - SLACK]
+    if not good:
+        return None
+    return min(good, key=lambda trial: (trial.bytes, trial.number)).number
 
 
-def _finished(trials: Iterable[Trial]) -> list[tuple[int, float, float]]:
-    """(number, accuracy, bytes) of finished trials that have a score; unknown bytes are
-    infinite."""
-    return [
-        (t["number"], score(t), math.inf if math.isnan(size(t)) else size(t))
-        for t in trials
-        if t["status"] == "finished" and not math.isnan(score(t))
-    ]
+def _scored(trials: Iterable[Trial]) -> list[_Scored]:
+    scored = []
+    for trial in trials:
+        if trial["status"] == "finished" and not math.isnan(score(trial)):
+            size_or_inf = math.inf if math.isnan(size(trial)) else size(trial)
+            scored.append(_Scored(trial["number"], score(trial), size_or_inf))
+    return scored
 
 
 # ---- reading -------------------------------------------------------------------------------------
 def load(storage: str, name: str) -> Search:
-    """Reads `<storage>/searches/NAME`. Files that are damaged or do not belong there are named in
-    `problems` and left out. Raises UserError where there is no such search."""
-    folder, problems = join(storage, "searches", name), list[str]()
-    names = _names(join(folder, "trials"))
+    """Read `<storage>/searches/NAME`.
+
+    Files that are damaged or do not belong there are named in `problems` and left out. Raises
+    `UserError` when there is no such search.
+    """
+    folder = join(storage, "searches", name)
+    trials_folder = join(folder, "trials")
+    problems: list[str] = []
+    names = _names(trials_folder)
     if not names and not exists(join(folder, "search.json")):
         known = _names(join(storage, "searches"))
-        raise UserError(
-            f"there is no search {name!r} in {storage!r}; "
-            + (f"it has {', '.join(known)}" if known else "no search was started there")
-        )
-    record: dict[str, Any] = {"name": name, **(_read(join(folder, "search.json"), problems) or {})}
-    for key, kind in RECORD.items():
-        if not isinstance(record.setdefault(key, kind()), kind):
-            problems.append(f"{join(folder, 'search.json')}: {key} is not readable and is left out")
-            record[key] = kind()
-    trials = [
-        t for file in names if (t := _trial(join(folder, "trials"), file, problems)) is not None
-    ]
-    return Search(
-        name,
-        record,
-        sorted(trials, key=lambda t: t["number"]),
-        _winner(join(folder, "winner.json"), problems),
-        problems,
-    )
+        known_text = f"it has {', '.join(known)}" if known else "no search was started there"
+        raise UserError(f"there is no search {name!r} in {storage!r}; {known_text}")
+    trials = []
+    record = _read_search(join(folder, "search.json"), name, problems)
+    for file_name in names:
+        trial = _read_trial(trials_folder, file_name, problems)
+        if trial is not None:
+            trials.append(trial)
+    trials.sort(key=lambda trial: trial["number"])
+    winner = _read_winner(join(folder, "winner.json"), problems)
+    return Search(name, record, trials, winner, problems)
 
 
-def _names(folder: str) -> list[str]:
-    """What lies in a folder, in order; nothing where there is none. Files that are being written
-    are not among it."""
+def keys_of_searches(storage: str) -> set[str]:
+    """Return the keys of all stages that trials of the searches in a storage consist of.
+
+    Raises `UserError` when a record cannot be read.
+    """
+    keys: set[str] = set()
+    folder = join(storage, "searches")
+    for name in _names(folder, fs.FileType.Directory):
+        search = load(storage, name)
+        if search.problems:
+            raise UserError(
+                f"search {name!r}: {search.problems[0]}; so what it needs is not known: start the "
+                f"search again, or remove {join(folder, name)}"
+            )
+        for trial in search.trials:
+            graph = trial.get("graph") or {"stages": []}
+            keys |= {stage["key"] for stage in graph["stages"]}
+    return keys
+
+
+def _names(folder: str, kind: fs.FileType | None = None) -> list[str]:
+    """Return the sorted names in a folder; none when it does not exist. Files that are still being
+    written are left out. kind: of the entries; None: all."""
     system, path = resolve(folder)
-    return sorted(
-        i.base_name
-        for i in system.get_file_info(fs.FileSelector(path, allow_not_found=True))
-        if not i.base_name.endswith(".part")
-    )
+    entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    names = [entry.base_name for entry in entries if kind in (None, entry.type)]
+    return sorted(name for name in names if not name.endswith(".part"))
 
 
-def _read(path: str, problems: list[str]) -> dict[str, Any] | None:
-    """A JSON object; None, with a sentence among the problems, where it cannot be read."""
+def _read_object(path: str, problems: list[str]) -> dict[str, Any] | None:
+    """Read a JSON object; None, with a sentence in `problems`, when it cannot be read."""
     try:
         body = read_json(path)
     except (OSError, ValueError) as error:
@@ -210,15 +332,24 @@ def _read(path: str, problems: list[str]) -> dict[str, Any] | None:
     return body
 
 
-def _trial(folder: str, file: str, problems: list[str]) -> Trial | None:
-    path = join(folder, file)
-    if not re.fullmatch(r"\d{4,}\.json", file):
+def _read_search(path: str, name: str, problems: list[str]) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": name, **(_read_object(path, problems) or {})}
+    for key, kind in SEARCH_TYPES.items():
+        if not isinstance(record.setdefault(key, kind()), kind):
+            problems.append(f"{path}: {key} is not readable and is left out")
+            record[key] = kind()
+    return record
+
+
+def _read_trial(folder: str, file_name: str, problems: list[str]) -> Trial | None:
+    path = join(folder, file_name)
+    if not re.fullmatch(r"\d{4,}\.json", file_name):
         problems.append(f"{path} is not the record of a trial; it is left out")
         return None
-    body = _read(path, problems)
+    body = _read_object(path, problems)
     if body is None:
         return None
-    trial: Trial = {
+    trial: dict[str, Any] = {
         "phase": "",
         "params": {},
         "message": "",
@@ -228,44 +359,43 @@ def _trial(folder: str, file: str, problems: list[str]) -> Trial | None:
         "rounds": [],
         **body,
     }
-    wrong = next(
-        (
-            f"{key} is {trial.get(key)!r:.60}"
-            for key, kinds in FIELDS.items()
-            if not isinstance(trial.get(key), kinds)
-        ),
-        "",
-    )
-    if not wrong and trial["number"] != int(file[:-5]):
-        wrong = f"its number is {trial['number']}"
-    if not wrong and trial["status"] not in STATUSES:
-        wrong = f"its status is {trial['status']!r:.60}, not one of {', '.join(STATUSES)}"
-    if not wrong and not all(
-        isinstance(r, dict) and isinstance(r.get("position"), int) for r in trial["results"]
-    ):
-        wrong = "its results are not readable"
-    if wrong:
-        problems.append(
-            f"{path} is not a record of trial {int(file[:-5])} ({wrong}); it is left out"
-        )
+    number = int(file_name.removesuffix(".json"))
+    mistake = _mistake_in(trial, number)
+    if mistake:
+        problems.append(f"{path} is not a record of trial {number} ({mistake}); it is left out")
         return None
-    trial["stages"] = {
-        kind: count if isinstance(count := trial["stages"].get(kind), int) else 0
-        for kind in ("run", "reused")
-    }
-    return trial
+    counts = {"run": 0, "reused": 0}
+    for kind in counts:
+        count = trial["stages"].get(kind)
+        if isinstance(count, int):
+            counts[kind] = count
+    trial["stages"] = counts
+    return cast(Trial, trial)
 
 
-def _winner(path: str, problems: list[str]) -> dict[str, Any] | None:
-    body = _read(path, problems) if exists(path) else None
+def _mistake_in(trial: Mapping[str, Any], number: int) -> str:
+    """Return what is wrong with the record of a trial; "" when it can be used."""
+    for key, kinds in TRIAL_TYPES.items():
+        if not isinstance(trial.get(key), kinds):
+            return f"{key} is {trial.get(key)!r:.60}"
+    if trial["number"] != number:
+        return f"its number is {trial['number']}"
+    if trial["status"] not in STATUSES:
+        return f"its status is {trial['status']!r:.60}, not one of {', '.join(STATUSES)}"
+    for result in trial["results"]:
+        if not isinstance(result, dict) or not isinstance(result.get("position"), int):
+            return "its results are not readable"
+    return ""
+
+
+def _read_winner(path: str, problems: list[str]) -> Winner | None:
+    body = _read_object(path, problems) if exists(path) else None
     if body is None:
         return None
     winner = {"tests": [], "params": {}, **body}
-    if (
-        not isinstance(winner.get("trial"), int)
-        or not isinstance(winner["tests"], list)
-        or not all(isinstance(t, dict) for t in winner["tests"])
-    ):
+    tests = winner["tests"]
+    has_tests = isinstance(tests, list) and all(isinstance(test, dict) for test in tests)
+    if not isinstance(winner.get("trial"), int) or not has_tests:
         problems.append(f"{path} names no trial; it is left out")
         return None
-    return winner
+    return cast(Winner, winner)

@@ -1,5 +1,7 @@
-"""Search over streams: phases of trials on Ray Tune, the winner's config, and the winner measured
-on test data. Records decide, not Tune's state."""
+"""Runs a search: phases of trials on Ray Tune, then the winner on test data.
+
+The records of trials decide what is left to do, not the state of Ray Tune.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline import app
 from pipeline import config as configs
 from pipeline.console import Console, summary
-from pipeline.results.trials import best, pareto
+from pipeline.graph import build
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
+from pipeline.launch.cluster import connect
+from pipeline.results.trials import SeedTest, Trial, best, pareto
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.screen import SearchScreen
@@ -27,59 +34,59 @@ from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
 from workers.storage.lock import stage_lock
 
-TrialObserver = Callable[
-    [dict[str, Any]], None
-]  # is given the record of each trial that has a new result or ended
+TrialObserver = Callable[[Trial], None]  # called when a trial has a new result or has ended
+TUNE_ENVIRONMENT = {
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial may fail before its first result
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The trial that won, and the config that it is."""
+    """The number of the trial that won, and its config."""
 
     trial: int
     config: dict[str, Any]
 
 
 # ---- the search ----------------------------------------------------------------------------------
-def run_search(search: Search, command: str, notify: TrialObserver) -> Outcome:
-    """All phases, then the winner. What was found before stands, and is told again. Raises
-    UserError where there is no winner."""
-    from pipeline.launch.cluster import connect
-
+def run_search(search: Search, resume_command: str, notify: TrialObserver) -> Outcome:
+    """Run all phases and return the winner. Trials of earlier sessions are not run again, but
+    `notify` is called with them, too. Raise `UserError` when there is no winner."""
     started = time.monotonic()
     session = {"started": now(), "wall_s": 0.0}
     search.sessions.append(session)
 
-    def clocked(record: dict[str, Any]) -> None:
+    def save_time() -> None:
         session["wall_s"] = round(time.monotonic() - started, 3)
-        write_state(search)  # a session that is killed has taken its time, too
+        write_state(search)
+
+    def save_time_and_notify(record: Trial) -> None:
+        save_time()  # so that the time of a session that is killed counts, too
         notify(record)
 
     write_state(search)
     ray = connect(search.cluster)
-    os.environ |= {
-        "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
-        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
-        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
-    }  # a trial may fail before its first result
+    os.environ |= TUNE_ENVIRONMENT
     try:
-        ingest(search, command)
-        from pipeline.search import tune
+        ingest(search, resume_command)
+        from pipeline.search import tune  # imports ray.tune, which takes seconds
 
         chosen_so_far: dict[str, Params] = {}
         chosen: int | None = None
         for first, plan in phases(search, chosen_so_far):
-            run = tune.run_population if plan.each else tune.run_phase
-            run(search, plan, first, clocked)
+            run_trials = tune.run_population if plan.each else tune.run_phase
+            run_trials(search, plan, first, save_time_and_notify)
             chosen = best(search.records(plan.phase), search.settings.tolerance)
             if chosen is None:
-                raise UserError(no_winner(search, plan.phase, command))
-            chosen_so_far |= {plan.phase: record_of(search, chosen)["params"]} if plan.phase else {}
+                raise UserError(no_winner(search, plan.phase, resume_command))
+            if plan.phase:
+                chosen_so_far[plan.phase] = record_of(search, chosen)["params"]
     finally:
-        session["wall_s"] = round(time.monotonic() - started, 3)
-        write_state(search)
+        save_time()
         ray.shutdown()
-    assert chosen is not None  # there is a phase
+    assert chosen is not None  # there is at least one phase
     return Outcome(chosen, winner_config(search, chosen, chosen_so_far))
 
 
@@ -101,46 +108,44 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
     if settings.protocol != "per_task":
         yield 0, plan
         return
-    trials = (
-        len(search.space.grid()) if settings.algorithm == "grid" else settings.budget.trials or 0
-    )
+    trials_per_task = settings.budget.trials or 0
+    if settings.algorithm == "grid":
+        trials_per_task = len(search.space.grid())
     for index, task in enumerate(search.own):
-        last = search.tasks.index(task) + 1
-        yield (
-            index * trials,
-            replace(
-                plan,
-                tasks=search.tasks[:last],
-                only=True,
-                phase=task,
-                chosen_so_far=dict(chosen_so_far),
-            ),
+        task_count = search.tasks.index(task) + 1
+        task_plan = replace(
+            plan,
+            tasks=search.tasks[:task_count],
+            only=True,
+            phase=task,
+            chosen_so_far=dict(chosen_so_far),
         )
+        yield index * trials_per_task, task_plan
 
 
-def ingest(search: Search, command: str) -> None:
-    """The data of the tasks, once, by all of the cluster."""
-    from pipeline import app
-    from pipeline.graph import build
-    from pipeline.graph.stage import Graph
-    from pipeline.graph.store import Store
+def any_config(search: Search) -> configs.Config:
+    """Return the config of some point of the space: all have the same data and storage."""
+    point = next(search.space.corners())
+    return configs.check(spaces.with_params(search.body, point), search.name)
 
-    config = configs.check(
-        spaces.with_params(search.body, next(search.space.corners())), search.name
-    )
+
+def ingest(search: Search, resume_command: str) -> None:
+    """Ingest the data of the tasks once, before trials need them."""
+    config = any_config(search)
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance, "val")
     cards = {f"data/{task.card}" for task in tasks if task.name in search.tasks}
-    part = Graph.of(graph.name, [stage for stage in graph if stage.id in cards])
-    app.bring(part, config, store, Console, command)
+    ingest_graph = Graph.of(graph.name, [stage for stage in graph if stage.id in cards])
+    app.bring(ingest_graph, config, store, Console, resume_command)
 
 
-def record_of(search: Search, number: int) -> dict[str, Any]:
+def record_of(search: Search, number: int) -> Trial:
+    """Return the record of a trial."""
     return next(record for record in search.records() if record["number"] == number)
 
 
-def no_winner(search: Search, phase: str, command: str) -> str:
-    """Why no trial can win, in one sentence."""
+def no_winner(search: Search, phase: str, resume_command: str) -> str:
+    """Return a sentence on why no trial can win."""
     records = search.records(phase)
     messages = [record["message"] for record in records if record["status"] == "failed"]
     if not records:
@@ -151,16 +156,20 @@ def no_winner(search: Search, phase: str, command: str) -> str:
         reason = (
             "none of its trials came to its last task; raise the budget, as in --set budget.hours=N"
         )
+    for_task = f" for task {phase!r}" if phase else ""
     return (
-        f"search {search.name!r} has no winner{f' for task {phase!r}' if phase else ''}: "
-        f"{reason}; what was found is kept, go on with: {command}"
+        f"search {search.name!r} has no winner{for_task}: {reason}; what was found is kept, go on "
+        f"with: {resume_command}"
     )
 
 
 def winner_config(
     search: Search, number: int, chosen_so_far: Mapping[str, Params]
 ) -> dict[str, Any]:
-    """Plain values of the config with what won in place, on the base's own stream."""
+    """Return the config of the winner as plain values, on the base's own stream.
+
+    chosen_so_far: the parameters that each phase has chosen, by task.
+    """
     winner = record_of(search, number)
     history = chosen_so_far or winner["history"]
     return {
@@ -170,20 +179,20 @@ def winner_config(
     }
 
 
-def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, Any]]) -> str:
-    """winner.yaml, which `run` accepts, and winner.json; returns the path of the first."""
+def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) -> str:
+    """Write winner.yaml, which `run` accepts, and winner.json; return the path of the first."""
     record = record_of(search, outcome.trial)
     last = record["results"][-1]
-    place = folder(search.storage, search.name)
-    header = [
+    search_folder = folder(search.storage, search.name)
+    lines = [
         f"# Winner of search {search.name}: trial {outcome.trial}, validation accuracy "
         f"{100 * last['accuracy']:.2f} % after {last['position'] + 1} tasks",
         f"# ({search.settings.protocol}), {last['bytes']:.0f} bytes kept per task.",
-        *(f"# {key}: {value}" for key, value in record["params"].items()),
     ]
-    write_bytes(
-        join(place, "winner.yaml"), ("\n".join(header) + "\n" + dump_yaml(outcome.config)).encode()
-    )
+    lines += [f"# {key}: {value}" for key, value in record["params"].items()]
+    lines.append(dump_yaml(outcome.config))
+    config_path = join(search_folder, "winner.yaml")
+    write_bytes(config_path, "\n".join(lines).encode())
     body = {
         "trial": outcome.trial,
         "params": record["params"],
@@ -193,42 +202,43 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[Mapping[str, 
         "tests": list(tests),
         "pareto": pareto(search.records(record["phase"])),
     }
-    write_bytes(join(place, "winner.json"), json.dumps(body, indent=1).encode())
-    return join(place, "winner.yaml")
+    write_bytes(join(search_folder, "winner.json"), json.dumps(body, indent=1).encode())
+    return config_path
 
 
 # ---- the command ---------------------------------------------------------------------------------
 def command(args: argparse.Namespace) -> int:
-    """Searches, writes the winner's config, and measures it on test data."""
-    from pipeline import app
-
+    """Search, write the winner's config, and measure it on test data."""
     resume_command = app.command_text("search", args.config, args.overrides)
-    remedy = app.command_text("report", args.config, args.overrides)
+    report_command = app.command_text("report", args.config, args.overrides)
     search = prepare(args.config, args.overrides, app.provenance())
     screen = SearchScreen(search)
     print(screen.head(), flush=True)
     try:
         with stage_lock(join(search.storage, "searches"), f"search-{search.name}", wait=False):
-            return searched(search, screen, resume_command, remedy)
+            search_and_record(search, screen, resume_command, report_command)
     except BlockingIOError:
         raise UserError(
             f"search {search.name!r} is being run by another process; wait for it, or give this "
             "one another name with --set name=NAME"
         ) from None
+    return 0
 
 
-def searched(search: Search, screen: SearchScreen, resume_command: str, remedy: str) -> int:
-    """Run the search, and write its winner and its record.
+def search_and_record(
+    search: Search, screen: SearchScreen, resume_command: str, report_command: str
+) -> None:
+    """Run the search, and write its winner, its report and its record in MLflow.
 
-    resume_command: the command that continues the search. remedy: the command that writes the
-    MLflow record again.
+    resume_command: the command that continues the search. report_command: the command that writes
+    report and record again.
     """
-    recorder = SearchRecorder(search.tracking, search.storage, remedy=remedy)
+    recorder = SearchRecorder(search.tracking, search.storage, remedy=report_command)
     recorder.start(state_of(search))
     files: dict[str, bytes] = {}
     status = "KILLED"
 
-    def notify(record: dict[str, Any]) -> None:
+    def notify(record: Trial) -> None:
         screen(record)
         recorder.trial(record)
 
@@ -236,68 +246,57 @@ def searched(search: Search, screen: SearchScreen, resume_command: str, remedy: 
         outcome = run_search(search, resume_command, notify)
         path = write_winner(search, outcome, [])
         print(screen.won(outcome.trial, path), flush=True)
-        tests = [
-            evaluate_winner(search, outcome, seed, resume_command) for seed in search.settings.seeds
-        ]
+        seeds = search.settings.seeds
+        tests = [evaluate_winner(search, outcome, seed, resume_command) for seed in seeds]
         write_winner(search, outcome, tests)
-        files, status = export(search), "FINISHED"
+        files = export(search)
+        status = "FINISHED"
     except UserError:
         status = "FAILED"
         raise
     finally:
-        recorder.finish(files, load_trials(search.storage, search.name).winner, status)
-    print(
-        "\n".join(
-            [
-                screen.tested(tests),
-                *recorder.warnings,
-                f"report: {page_of(search)}",
-                *recorder.links(),
-            ]
-        )
-    )
-    return 0
+        winner = load_trials(search.storage, search.name).winner
+        recorder.finish(files, winner, status)
+    print(screen.tested(tests))
+    print("\n".join(lines_of(search, recorder)))
+
+
+def lines_of(search: Search, recorder: SearchRecorder) -> list[str]:
+    """Return lines for people: warnings, the page of the search, and where its record is."""
+    return [*recorder.warnings, f"report: {page_of(search)}", *recorder.links()]
 
 
 def is_search(path: str) -> bool:
-    """Whether a file is a search, and no config to run."""
+    """Return whether a file is a search, and no config to run."""
     return Path(path).exists() and "space" in read_yaml(Path(path), "a config")
 
 
 def report(args: argparse.Namespace) -> int:
-    """The report of a search from its records, also of an unfinished one."""
-    from pipeline import app
-
+    """Write the report and the MLflow record of a search from its records, also before its end."""
     search = prepare(args.config, args.overrides, app.provenance())
     export(search)
     recorder = SearchRecorder.rebuild(search.storage, search.name, search.tracking)
-    print("\n".join([*recorder.warnings, f"report: {page_of(search)}", *recorder.links()]))
+    print("\n".join(lines_of(search, recorder)))
     return 0
 
 
 def export(search: Search) -> dict[str, bytes]:
-    """Writes the report beside the records; returns its files."""
-    from pipeline.report import search_page as page
+    """Write the report beside the records; return its files by name."""
+    from pipeline.report import search_page  # imports matplotlib
 
-    files = page.build(search.storage, search.name)
+    files = search_page.build(search.storage, search.name)
     for name, data in files.items():
         write_bytes(join(folder(search.storage, search.name), name), data)
     return files
 
 
 def page_of(search: Search) -> str:
+    """Return the path of the report's page."""
     return join(folder(search.storage, search.name), "search.html")
 
 
-def evaluate_winner(
-    search: Search, outcome: Outcome, seed: int, resume_command: str
-) -> dict[str, Any]:
-    """The winner with one seed, trained (as far as the store has it not) and measured on test
-    data."""
-    from pipeline import app
-    from pipeline.graph import build
-    from pipeline.graph.store import Store
-
+def evaluate_winner(search: Search, outcome: Outcome, seed: int, resume_command: str) -> SeedTest:
+    """Train the winner with one seed, unless the store has it, and measure it on test data."""
     name = f"{search.name}-winner-seed{seed}"
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)
@@ -309,5 +308,7 @@ def evaluate_winner(
     return {
         "seed": seed,
         "run": name,
-        **{key: row[key] for key in ("average_accuracy", "forgetting", "bytes_per_task")},
+        "average_accuracy": row["average_accuracy"],
+        "forgetting": row["forgetting"],
+        "bytes_per_task": row["bytes_per_task"],
     }

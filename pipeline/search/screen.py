@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.results.trials import SeedTest, Trial
 from pipeline.search.spec import Search
 
 
@@ -15,7 +16,7 @@ class SearchScreen:
     def __init__(self, search: Search):
         self.search, self.said = search, set[int]()
 
-    def __call__(self, record: dict[str, Any]) -> None:
+    def __call__(self, record: Trial) -> None:
         number = record["number"]
         if record["status"] == "running" or number in self.said:
             return
@@ -76,7 +77,7 @@ class SearchScreen:
             f"its config: {path}"
         )
 
-    def tested(self, tests: Sequence[Mapping[str, Any]]) -> str:
+    def tested(self, tests: Sequence[SeedTest]) -> str:
         if not tests:
             return "no seeds, so the winner was not measured on test data"
         rates = [100 * test["average_accuracy"] for test in tests]

@@ -43,7 +43,8 @@ class Uniform(Conditional):
 
     @model_validator(mode="after")
     def _ordered(self) -> Uniform:
-        return _ordered(self)
+        _check_order(self.low, self.high)
+        return self
 
     def draw(self, rng: random.Random) -> Any:
         return rng.uniform(self.low, self.high)
@@ -94,7 +95,8 @@ class Int(Conditional):
 
     @model_validator(mode="after")
     def _ordered(self) -> Int:
-        return _ordered(self)
+        _check_order(self.low, self.high)
+        return self
 
     def draw(self, rng: random.Random) -> Any:
         return rng.randint(self.low, self.high)
@@ -150,10 +152,9 @@ class Choice(Conditional):
 Dimension = Annotated[Uniform | LogUniform | Int | Choice, Field(discriminator="dist")]
 
 
-def _ordered(dimension: Any) -> Any:
-    if not dimension.low < dimension.high:
-        raise ValueError(f"low {dimension.low} is not below high {dimension.high}")
-    return dimension
+def _check_order(low: float, high: float) -> None:
+    if not low < high:
+        raise ValueError(f"low {low} is not below high {high}")
 
 
 class Space:

@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from pipeline import config as configs
 from pipeline import yaml_files
+from pipeline.results.trials import Trial
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.space import Params, Space
@@ -171,7 +172,7 @@ class Search:
     def cluster(self) -> configs.ClusterSettings:
         return configs.ClusterSettings.model_validate(self.body.get("cluster") or {})
 
-    def records(self, phase: str | None = None) -> list[dict[str, Any]]:
+    def records(self, phase: str | None = None) -> list[Trial]:
         """Of all trials that began, in order; of one phase if asked."""
         if not exists(join(folder(self.storage, self.name), "search.json")):
             return []
@@ -189,7 +190,7 @@ class Search:
 
     @property
     def worked_s(self) -> float:
-        return sum(session["wall_s"] for session in self.sessions)
+        return float(sum(session["wall_s"] for session in self.sessions))
 
     @property
     def spent(self) -> bool:

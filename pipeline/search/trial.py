@@ -1,5 +1,5 @@
-"""One trial of a search: a whole graph in the shared store, judged on validation images task by
-task, with a record that outlives its process."""
+"""One trial of a search: a graph in the shared store, judged on validation images after each task,
+with a record that outlives its process."""
 
 from __future__ import annotations
 
@@ -8,39 +8,44 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from pipeline import config
 from pipeline.graph import build
 from pipeline.graph.run import Decision, Event, Executor, Walk, compared, look_up_each, run_graph
-from pipeline.graph.stage import Graph
+from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, record_of
 from pipeline.launch import executor
 from pipeline.results.tables import RunTables
+from pipeline.results.trials import Round, Trial, TrialResult
 from pipeline.search import space
 from pipeline.search.population import lineage
 from pipeline.search.space import Params
 from pipeline.yaml_files import put
 from workers.errors import UserError
+from workers.job import Task
 from workers.storage.artifact import join, read_json, write_bytes
 
 ENDED = ("finished", "stopped", "failed")
-Report = Callable[[dict[str, Any]], None]
+Report = Callable[[TrialResult], None]
 
 
 class TrialFailed(Exception):
-    """A trial that cannot go on. Its sentence stands in its record, and the search does."""
+    """A trial that cannot continue. Its record has the message, and the search continues."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every trial of a search is told; plain and picklable.
+    """What the trials of a phase have in common; plain and picklable.
 
-    body: the base config's plain values. tasks: those that a trial learns, in stream order. own:
-    those of them that have steps of the method's own. only: it is judged after the last one of them
-    alone. chosen_so_far: task -> what earlier phases of the search have chosen for it. phase: the task
-    that is searched now. each: a task keeps the parameters that it was trained with when they
-    change (population-based training). until: how many tasks trials learn now; None: all.
+    body: the base config's plain values.
+    tasks: those that a trial learns, in stream order.
+    own: those of them that have steps of the method's own.
+    only: a trial is judged after the last task alone.
+    phase: the task that is searched now; "" in a search of one phase.
+    chosen_so_far: task -> parameters that earlier phases have chosen for it.
+    each: each task keeps the parameters that it was trained with (population-based training).
+    until: how many tasks trials learn now; None: all.
     """
 
     name: str
@@ -57,13 +62,13 @@ class Plan:
 
     @property
     def is_last(self) -> bool:
-        """Whether a trial that has learned what is asked for has learned everything."""
+        """Whether trials that have learned the tasks of this round have learned all tasks."""
         return self.until is None or self.until == len(self.tasks)
 
     def config(
         self, params: Mapping[str, Any], history: Mapping[str, Params], name: str
     ) -> config.Config:
-        """The config of a point. history: task -> parameters that are its own."""
+        """Return the config of a point. history: task -> parameters of that task alone."""
         body = with_history(self.body, params, {**self.chosen_so_far, **history})
         return config.check(
             {**body, "name": name, "storage": self.storage}, f"search {self.name!r}"
@@ -73,101 +78,143 @@ class Plan:
 def with_history(
     body: Mapping[str, Any], params: Mapping[str, Any], history: Mapping[str, Params]
 ) -> dict[str, Any]:
-    """Plain values with those of a point in place: for tasks in `history` as theirs alone, and
-    where there is one, common settings stay the body's."""
-    found = space.with_params(
-        body, {k: v for k, v in params.items() if k == space.METHOD} if history else params
-    )
-    for task, own in history.items():
-        for key, value in own.items():
+    """Return plain values of a config with the parameters of a point.
+
+    history: task -> parameters that are set for that task alone. Where there is any, the settings
+    that tasks share stay those of `body`.
+    """
+    shared = params
+    if history:
+        shared = {key: value for key, value in params.items() if key == space.METHOD}
+    config_body = space.with_params(body, shared)
+    for task, task_params in history.items():
+        for key, value in task_params.items():
             if key != space.METHOD:
-                _, label, rest = key.split(".", 2)
-                alone = found["methods"][label] = found["methods"][label] or {}
-                put(alone.setdefault("tasks", {}).setdefault(task, {}), rest, value, f"space.{key}")
-    return found
+                _, label, setting = key.split(".", 2)
+                method = config_body["methods"][label] or {}
+                config_body["methods"][label] = method
+                task_body = method.setdefault("tasks", {}).setdefault(task, {})
+                put(task_body, setting, value, f"space.{key}")
+    return config_body
 
 
 # ---- records -------------------------------------------------------------------------------------
 def folder(storage: str, name: str) -> str:
+    """Return the folder of a search."""
     return join(storage, "searches", name)
 
 
 def record_path(storage: str, name: str, number: int) -> str:
+    """Return the path of the record of a trial."""
     return join(folder(storage, name), "trials", f"{number:04d}.json")
 
 
-def read_record(storage: str, name: str, number: int) -> dict[str, Any] | None:
-    """What is known of a trial; None where it never began, or the file is damaged, which begins it
-    anew."""
+def read_record(storage: str, name: str, number: int) -> Trial | None:
+    """Return the record of a trial; None when it never began, or when the file is damaged, so that
+    the trial begins again."""
     try:
         record = read_json(record_path(storage, name, number))
     except (FileNotFoundError, ValueError):
         return None
-    return (
-        record
-        if isinstance(record, dict) and record.get("number") == number and "status" in record
-        else None
-    )
+    if not isinstance(record, dict) or record.get("number") != number or "status" not in record:
+        return None
+    return cast(Trial, record)
 
 
-def write_record(storage: str, name: str, record: Mapping[str, Any]) -> None:
+def write_record(storage: str, name: str, record: Trial) -> None:
+    """Write the record of a trial."""
     write_bytes(record_path(storage, name, record["number"]), json.dumps(record, indent=1).encode())
 
 
 def now() -> str:
+    """Return the local time with its offset from UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 # ---- running -------------------------------------------------------------------------------------
 @dataclass
 class Count:
-    """Watches the walks of one trial: stages that it ran or found, and the seconds of those that it
-    ran."""
+    """Observes the walks of one trial: counts stages that it ran and stages that it reused.
+
+    seconds: of the stages that it ran, times their workers.
+    """
 
     run: int = 0
     reused: int = 0
     seconds: float = 0.0
 
     @classmethod
-    def after(cls, record: Mapping[str, Any] | None) -> Count:
-        """Goes on from the record of a trial that was cut off: what it ran then it will find now,
-        and that is no reuse."""
-        return (
-            cls(record["stages"]["run"], -record["stages"]["run"], record["device_s"])
-            if record
-            else cls()
-        )
+    def after(cls, record: Trial | None) -> Count:
+        """Return the count of a trial that was interrupted, from its record.
+
+        It will find the stages that it ran before, which is no reuse.
+        """
+        if record is None:
+            return cls()
+        run = record["stages"]["run"]
+        return cls(run, -run, record["device_s"])
 
     def event(self, walk: Walk, event: Event) -> None:
-        if event.kind == "done" and event.body.get("reused"):
-            self.reused += 1  # another trial was faster
-        elif event.kind == "done":
-            self.run += 1
-            self.seconds += float(event.body.get("wall_s") or 0.0) * int(
-                event.body.get("workers") or 1
-            )
+        """Count a stage that is done."""
+        if event.kind != "done":
+            return
+        if event.body.get("reused"):  # another trial ran it meanwhile
+            self.reused += 1
+            return
+        self.run += 1
+        workers = int(event.body.get("workers") or 1)
+        self.seconds += float(event.body.get("wall_s") or 0.0) * workers
 
     def decision(self, walk: Walk, decision: Decision) -> None:
-        """Nothing to count."""
+        """Do nothing: decisions are not counted."""
 
 
 def run_trial(
     plan: Plan, number: int, params: Mapping[str, Any], report: Report, parent: int | None = None
 ) -> None:
-    """Runs trial `number` as far as the plan goes, or tells again what it found when it has come
-    there before. report: gets a result per task. parent: the trial whose first tasks this one goes
-    on from (population-based training). Raises TrialFailed."""
-    record = read_record(plan.storage, plan.name, number)
-    if record is not None and (
-        record["status"] in ENDED or len(record.get("rounds", ())) >= (plan.until or math.inf)
-    ):
-        for result in record["results"]:
-            report({**result, "record": record})
-        if record["status"] == "failed":
-            raise TrialFailed(record["message"])
+    """Run trial `number` as far as the plan goes, or report its results again if it has come there
+    before.
+
+    report: is called with the result after each task. parent: the trial whose first tasks this one
+    continues from (population-based training). Raises `TrialFailed`.
+    """
+    previous = read_record(plan.storage, plan.name, number)
+    if previous is not None and _is_complete(previous, plan):
+        for result in previous["results"]:
+            report(result)
+        if previous["status"] == "failed":
+            raise TrialFailed(previous["message"])
         return
-    before = record if record is not None and record["status"] == "running" else None
-    record = {
+    if previous is not None and previous["status"] != "running":
+        previous = None
+    record = _new_record(plan, number, params)
+    if previous is not None:
+        record["stages"] = previous["stages"]
+        record["device_s"] = previous["device_s"]
+    if parent is not None:
+        _take_over(record, plan, parent)
+    write_record(plan.storage, plan.name, record)
+    started = time.monotonic() - record["wall_s"]
+    try:
+        _learn(plan, record, report, started, Count.after(previous))
+    except UserError as error:
+        record["status"] = "failed"
+        record["message"] = " ".join(str(error).split())
+        record["ended"] = now()
+        record["wall_s"] = round(time.monotonic() - started, 3)
+        write_record(plan.storage, plan.name, record)
+        raise TrialFailed(record["message"]) from None
+
+
+def _is_complete(record: Trial, plan: Plan) -> bool:
+    """Return whether a trial has ended, or has learned all tasks of this round."""
+    if record["status"] in ENDED:
+        return True
+    return plan.until is not None and len(record.get("rounds", ())) >= plan.until
+
+
+def _new_record(plan: Plan, number: int, params: Mapping[str, Any]) -> Trial:
+    return {
         "number": number,
         "phase": plan.phase,
         "params": dict(params),
@@ -183,127 +230,109 @@ def run_trial(
         "history": {},
         "rounds": [],
     }
-    if before is not None:
-        record |= {"stages": before["stages"], "device_s": before["device_s"]}
-    if parent is not None:
-        record |= _taken_over(plan, number, parent)
-    write_record(plan.storage, plan.name, record)
-    started = time.monotonic() - record["wall_s"]
-    try:
-        _learn(plan, record, params, report, started, Count.after(before))
-    except UserError as error:
-        record |= {
-            "status": "failed",
-            "message": " ".join(str(error).split()),
-            "ended": now(),
-            "wall_s": round(time.monotonic() - started, 3),
-        }
-        write_record(plan.storage, plan.name, record)
-        raise TrialFailed(record["message"]) from None
 
 
-def _taken_over(plan: Plan, number: int, parent: int) -> dict[str, Any]:
-    """What a trial begins a round with: what `parent`, which may be itself, has learned before, and
-    its own rounds. Raises TrialFailed."""
-    before = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
-    source, own = (
-        read_record(plan.storage, plan.name, parent),
-        read_record(plan.storage, plan.name, number),
-    )
-    if source is None or own is None or len(source["results"]) < len(before):
+def _take_over(record: Trial, plan: Plan, parent: int) -> None:
+    """Set what a trial begins a round with: what `parent`, which may be the trial itself, has
+    learned before, and its own rounds. Raises `TrialFailed`."""
+    number = record["number"]
+    tasks = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
+    source = read_record(plan.storage, plan.name, parent)
+    previous = read_record(plan.storage, plan.name, number)
+    if source is None or previous is None or len(source["results"]) < len(tasks):
         raise TrialFailed(
             f"the record of trial {parent}, which trial {number} goes on from, is gone or "
             "damaged; give the search another name"
         )
-    return {
-        **lineage(source, before),
-        "rounds": own["rounds"],
-        "wall_s": own["wall_s"],
-        "started": own["started"],
-    }
+    inherited = lineage(source, tasks)
+    record["results"] = inherited["results"]
+    record["history"] = inherited["history"]
+    record["rounds"] = previous["rounds"]
+    record["wall_s"] = previous["wall_s"]
+    record["started"] = previous["started"]
 
 
-def _learn(
-    plan: Plan,
-    record: dict[str, Any],
-    params: Mapping[str, Any],
-    report: Report,
-    started: float,
-    count: Count,
-) -> None:
-    """Task after task, the ones that `record` has no result of. With `plan.each` the tasks to come
-    get `params` as their own."""
+def _learn(plan: Plan, record: Trial, report: Report, started: float, count: Count) -> None:
+    """Learn the tasks that `record` has no result of, one after the other.
+
+    With `plan.each`, the tasks to come are trained with the parameters of the record.
+    """
     store = Store(plan.storage)
-    done = len(record["results"])
+    params = record["params"]
+    learned = len(record["results"])
     history = dict(record["history"])
     if plan.each:
-        history |= {task: dict(params) for task in plan.tasks[done:] if task in plan.own}
+        history |= {task: dict(params) for task in plan.tasks[learned:] if task in plan.own}
     elif plan.phase:
-        history |= {plan.phase: dict(params)}
+        history[plan.phase] = dict(params)
     settings = plan.config(params, history, f"{plan.name}-{record['number']:04d}")
-    graph, tasks = build.graph_of(settings, store, dict(plan.provenance), "val")
     label = next(iter(settings.methods))
-    mine = set().union(*(ancestors(graph, f"{label}/{task}/evaluate") for task in plan.tasks))
-    graph, tasks = (
-        Graph.of(graph.name, [stage for stage in graph if stage.id in mine]),
-        [task for task in tasks if task.name in plan.tasks],
-    )
-    record["graph"] = record_of(graph, settings, tasks, dict(plan.provenance))
-    with store.claimed_by_gc():  # before it is looked up what stands
+    graph, tasks = _graph_of_trial(plan, settings, store)
+    graph_record = record_of(graph, settings, tasks, dict(plan.provenance))
+    record["graph"] = graph_record
+    with (
+        store.claimed_by_gc()
+    ):  # garbage collection must know the graph before stages are looked up
         write_record(plan.storage, plan.name, record)
     runner = Runner(store, settings, graph, count)
     try:
         for position, task in enumerate(plan.tasks[: plan.until]):
-            if position < done:
+            if position < learned:
                 continue
             runner.run(f"{label}/{task}/evaluate")
             if plan.only and position < len(plan.tasks) - 1:
                 continue
-            result = result_of(store, record["graph"], label, task, position)
-            record["history"] = (
-                {name: history[name] for name in plan.tasks[: position + 1] if name in history}
-                if plan.each
-                else {}
-            )
-            record |= {
-                "results": [*record["results"], result],
-                "stages": {"run": count.run, "reused": max(0, count.reused)},
-                "device_s": round(count.seconds, 3),
-                "wall_s": round(time.monotonic() - started, 3),
-            }
+            result = result_of(store, graph_record, label, task, position)
+            record["results"] = [*record["results"], result]
+            record["stages"] = {"run": count.run, "reused": max(0, count.reused)}
+            record["device_s"] = round(count.seconds, 3)
+            record["wall_s"] = round(time.monotonic() - started, 3)
+            record["history"] = {}
             if plan.each:
-                record["rounds"] = [
-                    *record["rounds"],
-                    {"params": dict(params), "accuracy": result["accuracy"]},
-                ]
-            if (
-                position == len(plan.tasks) - 1
-            ):  # before anyone can stop it: what has learned all tasks is finished
-                record |= {"status": "finished", "ended": now()}
+                names = [name for name in plan.tasks[: position + 1] if name in history]
+                record["history"] = {name: history[name] for name in names}
+                finished_round: Round = {"params": dict(params), "accuracy": result["accuracy"]}
+                record["rounds"] = [*record["rounds"], finished_round]
+            if position == len(plan.tasks) - 1:
+                # with the last result, so that a trial that has all tasks is not stopped
+                record["status"] = "finished"
+                record["ended"] = now()
             write_record(plan.storage, plan.name, record)
-            report({**result, "record": record})
+            report(result)
     finally:
         runner.close()
 
 
+def _graph_of_trial(plan: Plan, settings: config.Config, store: Store) -> tuple[Graph, list[Task]]:
+    """Return the graph up to the evaluations of the plan's tasks, and these tasks."""
+    graph, tasks = build.graph_of(settings, store, dict(plan.provenance), "val")
+    label = next(iter(settings.methods))
+    stage_ids: set[str] = set()
+    for task in plan.tasks:
+        stage_ids |= ancestors(graph, f"{label}/{task}/evaluate")
+    part = Graph.of(graph.name, [stage for stage in graph if stage.id in stage_ids])
+    return part, [task for task in tasks if task.name in plan.tasks]
+
+
 class Runner:
-    """Walks parts of one graph, one after the other, on one executor."""
+    """Runs parts of one graph, one after the other, on one executor."""
 
     def __init__(self, store: Store, settings: config.Config, graph: Graph, count: Count):
-        self.store, self.settings, self.graph, self.count = store, settings, graph, count
+        self.store = store
+        self.settings = settings
+        self.graph = graph
+        self.count = count
         self.lookups: dict[str, Lookup] = {}
         self.executor: Executor | None = None
 
     def run(self, stage_id: str) -> None:
-        """`stage_id` and all that it stands on. Raises UserError where a stage fails."""
-        part = Graph.of(
-            self.graph.name, [s for s in self.graph if s.id in ancestors(self.graph, stage_id)]
-        )
+        """Run a stage and all that it needs. Raises `UserError` when a stage fails."""
+        stage_ids = ancestors(self.graph, stage_id)
+        part = Graph.of(self.graph.name, [stage for stage in self.graph if stage.id in stage_ids])
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
-        self.lookups = compared(
-            part, self.lookups | look_up_each(new, self.store, None, verify=False)
-        )
-        self.count.reused += sum(self.lookups[s.id].hit for s in new)
+        new_lookups = look_up_each(new, self.store, None, verify=False)
+        self.lookups = compared(part, self.lookups | new_lookups)
+        self.count.reused += sum(self.lookups[stage.id].hit for stage in new)
         outcome = run_graph(
             part,
             self.store,
@@ -313,83 +342,88 @@ class Runner:
             self.lookups,
         )
         for failed, message in outcome.failures.items():
-            raise UserError(
-                message if message.startswith("stage ") else f"stage {failed} failed: {message}"
-            )
-        self.lookups |= {
-            s.id: Lookup(True, "stands", dict(outcome.manifests.get(s.id) or {})) for s in part
-        }
+            if not message.startswith("stage "):
+                message = f"stage {failed} failed: {message}"
+            raise UserError(message)
+        for stage in part:
+            manifest = dict(outcome.manifests.get(stage.id) or {})
+            self.lookups[stage.id] = Lookup(True, "stands", manifest)
 
     def _executor(self, todo: set[str]) -> Executor:
+        """Return the executor of all parts, as each walk closes the one it gets."""
         if self.executor is None:
             cluster = self.settings.cluster
-            alone = (
-                cluster.model_copy(update={"workers": 0})
-                if cluster.workers == 1
-                else cluster.model_copy(update={"groups": 1})
-            )
+            # Tune reserves one worker in the process of the trial itself
+            workers = {"workers": 0} if cluster.workers == 1 else {"groups": 1}
             self.executor = executor.executor(
-                self.store, alone, self.graph, todo, lambda event: None, lambda stage: {}
+                self.store,
+                cluster.model_copy(update=workers),
+                self.graph,
+                todo,
+                lambda event: None,
+                lambda stage: {},
             )
-        return KeptOpen(self.executor)
+        return SharedExecutor(self.executor)
 
     def close(self) -> None:
+        """End the executor."""
         if self.executor is not None:
             self.executor.close()
 
 
 @dataclass(frozen=True)
-class KeptOpen:
-    """An executor that the next walk uses too."""
+class SharedExecutor:
+    """An executor that the next walk uses, too, so that the end of a walk does not close it."""
 
     inner: Executor
 
-    def submit(self, stage: Any, depth: int) -> None:
+    def submit(self, stage: Stage, depth: int) -> None:
+        """Queue a stage."""
         self.inner.submit(stage, depth)
 
     def poll(self) -> list[Event]:
+        """Return what has happened since the last call."""
         return self.inner.poll()
 
     def close(self) -> None:
-        """Whoever made it closes it."""
+        """Do nothing: the runner closes the executor."""
 
 
 def ancestors(graph: Graph, stage_id: str) -> set[str]:
-    """The stage itself and all that it stands on."""
-    found: set[str] = set()
+    """Return the ids of a stage and of all stages that it needs."""
+    stage_ids: set[str] = set()
     waiting = [stage_id]
     while waiting:
-        here = waiting.pop()
-        if here not in found:
-            found.add(here)
-            waiting += graph[here].parents
-    return found
+        next_id = waiting.pop()
+        if next_id not in stage_ids:
+            stage_ids.add(next_id)
+            waiting += graph[next_id].parents
+    return stage_ids
 
 
 def result_of(
     store: Store, record: Mapping[str, Any], label: str, task: str, position: int
-) -> dict[str, Any]:
-    """Average validation accuracy over the tasks so far, that of each, and bytes kept per task
-    beyond the backbone, from the store."""
+) -> TrialResult:
+    """Return the validation accuracies after a task, and bytes stored per task beyond the backbone.
+
+    record: the run record of the trial's graph. Raises `UserError` when the task has no accuracy.
+    """
     tables = RunTables.load(store.storage, record)
-    matrix, sizes = tables.matrix(label), tables.sizes(label)
+    matrix = tables.matrix(label)
+    sizes = tables.sizes(label)
     last = sizes[min(position, len(sizes) - 1)]
-    learned = sum(row["role"] != "base" for row in sizes[: position + 1])
+    learned = [row for row in sizes[: position + 1] if row["role"] != "base"]
     accuracy = float(matrix.over_time[position]["average_accuracy"])
     if math.isnan(accuracy):
         raise UserError(
             f"task {task!r} has no validation accuracy, so the trial cannot be judged; data of "
             "an earlier task may be gone"
         )
+    rates = zip(matrix.tasks[: position + 1], matrix.rates[position].tolist(), strict=False)
     return {
         "task": task,
         "position": position,
         "accuracy": accuracy,
-        "bytes": (last["total"] - last["backbone"]) / max(learned, 1),
-        "per_task": {
-            name: float(rate)
-            for name, rate in zip(
-                matrix.tasks[: position + 1], matrix.rates[position].tolist(), strict=False
-            )
-        },
+        "bytes": (last["total"] - last["backbone"]) / max(len(learned), 1),
+        "per_task": {name: float(rate) for name, rate in rates},
     }

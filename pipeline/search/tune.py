@@ -1,5 +1,7 @@
-"""Ray Tune runs the trials of a search; what it goes on from after a kill are the records of
-trials, never its own state."""
+"""Runs the trials of a search with Ray Tune.
+
+A search that was killed continues from the records of its trials, never from Tune's own state.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ray import tune
+from ray.tune.progress_reporter import TrialProgressCallback
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search import Searcher
 
 from pipeline.config import ClusterSettings
 from pipeline.launch.cluster import (
@@ -22,6 +29,7 @@ from pipeline.launch.cluster import (
     sizes_of_groups,
     where_ray_writes,
 )
+from pipeline.results.trials import Trial, TrialResult
 from pipeline.search.population import start_of
 from pipeline.search.space import Params
 from pipeline.search.spec import Search
@@ -29,214 +37,284 @@ from pipeline.search.trial import Plan, TrialFailed, now, read_record, run_trial
 from workers.rng import derive_seed
 from workers.storage.artifact import delete_dir, join
 
+if TYPE_CHECKING:
+    from ray.tune.experiment import Trial as TuneTrial
 
-# ---- points --------------------------------------------------------------------------------------
+TrialObserver = Callable[[Trial], None]
+
+
+# ---- points of the space -------------------------------------------------------------------------
 def points_of(search: Search, number: int, first: int) -> Params | None:
-    """Point `number` of a random search or a grid, a function of the settings alone; None behind
-    the last one. first: number of the first trial of this phase."""
+    """Return point `number` of a random search or a grid; None behind the last one.
+
+    It depends on the settings alone. first: number of the first trial of this phase.
+    """
     settings = search.settings
-    if settings.algorithm == "grid":
-        grid = search.space.grid()
-        return grid[number - first] if number - first < len(grid) else None
-    return search.space.drawn(settings.seed, number)
+    if settings.algorithm != "grid":
+        return search.space.drawn(settings.seed, number)
+    grid = search.space.grid()
+    return grid[number - first] if number - first < len(grid) else None
 
 
 class Optuna:
-    """Suggestions of a tree-structured Parzen estimator, of several objectives if asked; suggestion
-    n is drawn with a seed of its own, from what was told."""
+    """Suggestions of a tree-structured Parzen estimator, of several objectives if asked.
+
+    Suggestion n is drawn with a seed of its own, from the results that were reported before.
+    """
 
     def __init__(self, search: Search):
-        import optuna
+        import optuna  # is not needed by the other algorithms, and may not be installed
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.optuna, self.search = optuna, search
-        way = optuna.study.StudyDirection
-        self.study = optuna.create_study(
-            directions=[
-                way.MAXIMIZE if name == "accuracy" else way.MINIMIZE
-                for name in search.settings.objectives
-            ]
-        )
+        self.optuna = optuna
+        self.search = search
         self.asked: dict[int, Any] = {}
+        direction = optuna.study.StudyDirection
+        directions = {"accuracy": direction.MAXIMIZE, "bytes": direction.MINIMIZE}
+        self.study = optuna.create_study(
+            directions=[directions[name] for name in search.settings.objectives]
+        )
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Params:
-        """known: the parameters of this trial, where it began in an earlier session."""
-        self.study.sampler = self.optuna.samplers.TPESampler(
-            seed=derive_seed(self.search.settings.seed, "tpe", number) % 2**32
-        )
+        """Return the parameters of a trial. known: those of a trial of an earlier session."""
+        seed = derive_seed(self.search.settings.seed, "tpe", number) % 2**32
+        self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
         if known is not None:
             self.study.enqueue_trial(self.search.space.asked(known))
-        trial = self.asked[number] = self.study.ask()
+        trial = self.study.ask()
+        self.asked[number] = trial
         return self.search.space.suggest(trial)
 
     def tell(self, number: int, result: Mapping[str, Any] | None) -> None:
-        values = [
-            float((result or {}).get(name, math.nan)) for name in self.search.settings.objectives
-        ]
-        if any(map(math.isnan, values)):
-            self.study.tell(self.asked.pop(number), state=self.optuna.trial.TrialState.FAIL)
+        """Report the result of a trial; None for one that has none."""
+        known = result or {}
+        objectives = self.search.settings.objectives
+        values = [float(known.get(name, math.nan)) for name in objectives]
+        trial = self.asked.pop(number)
+        if any(math.isnan(value) for value in values):
+            self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
         else:
-            self.study.tell(self.asked.pop(number), values)
+            self.study.tell(trial, values)
 
 
 # ---- Ray Tune ------------------------------------------------------------------------------------
-def run_population(
-    search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]
-) -> None:
-    """Population-based training: a round for each task, which begins when every trial has learned
-    the one before."""
+def run_population(search: Search, plan: Plan, first: int, notify: TrialObserver) -> None:
+    """Run population-based training: one round for each task. A round begins when every trial has
+    learned the task before."""
     for position in range(len(plan.tasks)):
-        run_phase(search, replace(plan, until=position + 1), first, watch)
+        run_phase(search, replace(plan, until=position + 1), first, notify)
         records = search.records(plan.phase)
-        if not records or any(
-            record["status"] == "running" and len(record["rounds"]) <= position
+        unfinished = [
+            record
             for record in records
-        ):
+            if record["status"] == "running" and len(record["rounds"]) <= position
+        ]
+        if unfinished or not records:
             return  # the budget is used up
 
 
-def run_phase(
-    search: Search, plan: Plan, first: int, watch: Callable[[dict[str, Any]], None]
-) -> None:
-    """Runs the trials of one phase. first: the number of its first trial. watch: is told the record
-    of each trial that has a new result or ended."""
+def run_phase(search: Search, plan: Plan, first: int, notify: TrialObserver) -> None:
+    """Run the trials of one phase.
+
+    first: the number of its first trial. notify: is called with the record of each trial that has a
+    new result or has ended.
+    """
     import ray
-    from ray import tune
-    from ray.tune.progress_reporter import TrialProgressCallback
-    from ray.tune.search import Searcher
 
-    settings, cluster = search.settings, search.cluster
-    known = {record["number"]: record for record in search.records(plan.phase)}
-    most = settings.budget.trials if settings.algorithm != "grid" else len(search.space.grid())
-    optuna = Optuna(search) if settings.algorithm == "tpe" else None
-    told = Unsaved(watch)
-
-    class Asking(Searcher):
-        """Numbers trials, and asks for points as long as the budget lasts. Trials of earlier
-        sessions are asked for first, and tell again what they found."""
-
-        def __init__(self) -> None:
-            super().__init__(metric="accuracy", mode="max")
-            self.next = first
-            self.numbers: dict[str, int] = {}
-
-        def suggest(self, trial_id: str) -> Any:
-            number = self.next
-            old = known.get(number)
-            if (most is not None and number >= first + most) or (old is None and search.spent):
-                return Searcher.FINISHED
-            if (
-                old is not None
-                and plan.until is not None
-                and len(old["rounds"]) == plan.until - 1 > 0
-            ):
-                start = start_of(
-                    number, plan.until - 1, [*known.values()], search.space, settings.seed
-                )
-                self.next = number + 1
-                return {"number": number, "params": start.params, "parent": start.parent}
-            params = (
-                optuna.ask(number, old and old["params"])
-                if optuna
-                else old["params"]
-                if old
-                else points_of(search, number, first)
-            )
-            if params is None:
-                return Searcher.FINISHED
-            self.next, self.numbers[trial_id] = number + 1, number
-            return {"number": number, "params": params, "parent": None}
-
-        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-            if optuna and trial_id in self.numbers:
-                record = read_record(search.storage, search.name, self.numbers[trial_id])
-                optuna.tell(
-                    self.numbers.pop(trial_id),
-                    record["results"][-1]
-                    if record and record["results"] and record["status"] != "failed"
-                    else None,
-                )
-
-        def save(self, checkpoint_path: str) -> None:
-            """Nothing: the records of trials are what a search goes on from."""
-
-        def restore(self, checkpoint_path: str) -> None:
-            """Nothing, too."""
-
-    class Watch(TrialProgressCallback):
-        """In place of what Tune would print: `watch` is told."""
-
-        def on_trial_result(
-            self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any
-        ) -> None:
-            self._tell(trial)
-
-        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            self._tell(trial, "stopped")
-
-        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            self._tell(trial, "failed")
-
-        def _tell(self, trial: Any, ended: str = "") -> None:
-            record = read_record(search.storage, search.name, trial.config["number"])
-            if record is None:
-                return
-            if (
-                ended == "stopped"
-                and record["status"] == "running"
-                and (time.monotonic() > until or not plan.is_last)
-            ):
-                return  # the hours are over, or the round is, and it goes on when there are more
-            if ended and record["status"] == "running":  # its process was not there to write it
-                message = (
-                    "" if ended == "stopped" else "its process died; the search went on without it"
-                )
-                record |= {"status": ended, "message": message, "ended": now()}
-                write_record(search.storage, search.name, record)
-            told.held(record)
-
+    settings = search.settings
     name = actor_name(ray, search=True)
-    presence = register_actor(ray, DriverRegistration, name)
-    room = room_for(ray.get(presence.get_cluster_state.remote()), cluster, name)
-    side_by_side = min(settings.concurrent or room, room)
-    budget_s = (
-        None
-        if settings.budget.hours is None
-        else max(1.0, 3600 * settings.budget.hours - search.worked_s)
-    )
-    until = math.inf if budget_s is None else time.monotonic() + budget_s - 1
-    place = f"search-{search.name}"
-    delete_dir(join(search.storage, "ray", place))  # of a session that was killed
-    scheduler = scheduler_of(search)
-    tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(trainable, plan=plan), resources_of(cluster)),
-        tune_config=tune.TuneConfig(
-            search_alg=Asking(),
-            num_samples=most or -1,
-            max_concurrent_trials=side_by_side,
-            scheduler=scheduler,
-            time_budget_s=budget_s,
-            reuse_actors=True,
-            metric=None if scheduler else "accuracy",
-            mode=None if scheduler else "max",
-        ),
-        run_config=tune.RunConfig(
-            name=place,
-            **where_ray_writes(join(search.storage, "ray")),
-            verbose=0,
-            callbacks=[Watch(), tune.logger.JsonLoggerCallback()],
-            failure_config=tune.FailureConfig(max_failures=cluster.retries),
-        ),
+    driver = register_actor(ray, DriverRegistration, name)
+    room = room_for(ray.get(driver.get_cluster_state.remote()), search.cluster, name)
+    budget_s = None
+    end = math.inf
+    if settings.budget.hours is not None:
+        budget_s = max(1.0, 3600 * settings.budget.hours - search.worked_s)
+        end = time.monotonic() + budget_s - 1
+    bookkeeping = join(search.storage, "ray", tune_name(search))
+    delete_dir(bookkeeping)  # of a session that was killed
+    tuner = build_tuner(
+        search,
+        plan,
+        AskingSearcher(search, plan, first),
+        RecordCallback(search, plan, notify, end),
+        min(settings.concurrent or room, room),
+        budget_s,
     )
     try:
         tuner.fit()
     finally:
-        # Tune's own bookkeeping; what counts are the records
-        delete_dir(join(search.storage, "ray", place))
+        delete_dir(bookkeeping)  # the records of trials are what counts
+
+
+def tune_name(search: Search) -> str:
+    """Return the name of Tune's folder for its own bookkeeping."""
+    return f"search-{search.name}"
+
+
+def build_tuner(
+    search: Search,
+    plan: Plan,
+    searcher: AskingSearcher,
+    callback: RecordCallback,
+    side_by_side: int,
+    budget_s: float | None,
+) -> tune.Tuner:
+    """Return the tuner of a phase. side_by_side: how many trials may run at once."""
+    scheduler = scheduler_of(search)
+    trial_function = tune.with_parameters(trainable, plan=plan)
+    return tune.Tuner(
+        tune.with_resources(trial_function, resources_of(search.cluster)),
+        tune_config=tune.TuneConfig(
+            search_alg=searcher,
+            num_samples=searcher.max_trials or -1,
+            max_concurrent_trials=side_by_side,
+            scheduler=scheduler,
+            time_budget_s=budget_s,
+            reuse_actors=True,
+            metric=None if scheduler else "accuracy",  # the scheduler has them
+            mode=None if scheduler else "max",
+        ),
+        run_config=tune.RunConfig(
+            name=tune_name(search),
+            **where_ray_writes(join(search.storage, "ray")),
+            verbose=0,
+            callbacks=[callback, tune.logger.JsonLoggerCallback()],
+            failure_config=tune.FailureConfig(max_failures=search.cluster.retries),
+        ),
+    )
+
+
+class AskingSearcher(Searcher):
+    """Numbers trials, and asks for points as long as the budget lasts.
+
+    Trials of earlier sessions come first; they report their results again.
+    """
+
+    def __init__(self, search: Search, plan: Plan, first: int):
+        super().__init__(metric="accuracy", mode="max")
+        settings = search.settings
+        self.search = search
+        self.plan = plan
+        self.first = first
+        self.next = first
+        self.known = {record["number"]: record for record in search.records(plan.phase)}
+        self.max_trials = settings.budget.trials
+        if settings.algorithm == "grid":
+            self.max_trials = len(search.space.grid())
+        self.optuna = Optuna(search) if settings.algorithm == "tpe" else None
+        self.numbers: dict[str, int] = {}  # by id of Tune's trial, of those told to Optuna
+
+    def suggest(self, trial_id: str) -> Any:
+        """Return what `trainable` gets as `tuned`, or FINISHED."""
+        number = self.next
+        known = self.known.get(number)
+        if self.max_trials is not None and number >= self.first + self.max_trials:
+            return Searcher.FINISHED
+        if known is None and self.search.spent:
+            return Searcher.FINISHED
+        if known is not None and _is_in_later_round(known, self.plan):
+            self.next = number + 1
+            position = len(known["rounds"])
+            records = list(self.known.values())
+            start = start_of(
+                number, position, records, self.search.space, self.search.settings.seed
+            )
+            return {"number": number, "params": start.params, "parent": start.parent}
+        params = self._params(number, known)
+        if params is None:
+            return Searcher.FINISHED
+        self.next = number + 1
+        self.numbers[trial_id] = number
+        return {"number": number, "params": params, "parent": None}
+
+    def _params(self, number: int, known: Trial | None) -> Params | None:
+        """Return the parameters of a trial; None behind the last point of a grid."""
+        known_params = known["params"] if known is not None else None
+        if self.optuna is not None:
+            return self.optuna.ask(number, known_params)
+        if known_params is not None:
+            return known_params
+        return points_of(self.search, number, self.first)
+
+    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        """Report the last result of a trial to Optuna."""
+        if self.optuna is None or trial_id not in self.numbers:
+            return
+        number = self.numbers.pop(trial_id)
+        record = read_record(self.search.storage, self.search.name, number)
+        last = None
+        if record and record["results"] and record["status"] != "failed":
+            last = record["results"][-1]
+        self.optuna.tell(number, last)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Save nothing: a search continues from the records of its trials."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restore nothing, for the same reason."""
+
+
+def _is_in_later_round(record: Trial, plan: Plan) -> bool:
+    """Return whether a trial has learned the task before the one of this round."""
+    if plan.until is None or plan.until == 1:
+        return False
+    return len(record["rounds"]) == plan.until - 1
+
+
+class RecordCallback(TrialProgressCallback):
+    """Notifies of each trial that has a new result or has ended, in place of Tune's output.
+
+    end: when the budget of hours is used up, on the monotonic clock.
+    """
+
+    def __init__(self, search: Search, plan: Plan, notify: TrialObserver, end: float):
+        super().__init__()
+        self.search = search
+        self.plan = plan
+        self.notify = Unsaved(notify)
+        self.end = end
+
+    def on_trial_result(
+        self,
+        iteration: int,
+        trials: list[TuneTrial],
+        trial: TuneTrial,
+        result: dict[str, Any],
+        **info: Any,
+    ) -> None:
+        self._notify(trial)
+
+    def on_trial_complete(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any
+    ) -> None:
+        self._notify(trial, "stopped")
+
+    def on_trial_error(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any
+    ) -> None:
+        self._notify(trial, "failed")
+
+    def _notify(self, trial: TuneTrial, end_status: str = "") -> None:
+        """end_status: of a trial whose process ended before it wrote a status; "" while it runs."""
+        search = self.search
+        record = read_record(search.storage, search.name, trial.config["number"])
+        if record is None:
+            return
+        if end_status and record["status"] == "running":
+            is_out_of_time = time.monotonic() > self.end
+            if end_status == "stopped" and (is_out_of_time or not self.plan.is_last):
+                return  # it continues in the next round, or when the budget is raised
+            record["status"] = end_status
+            record["message"] = ""
+            if end_status == "failed":
+                record["message"] = "its process died; the search went on without it"
+            record["ended"] = now()
+            write_record(search.storage, search.name, record)
+        self.notify.held(record)
 
 
 class Unsaved:
-    """Holds what has no part in Tune's snapshots of itself."""
+    """Holds a value that Tune's snapshots of its own state leave out."""
 
     def __init__(self, held: Any):
         self.held = held
@@ -246,40 +324,36 @@ class Unsaved:
 
 
 def trainable(tuned: dict[str, Any], plan: Plan) -> None:
-    """What Tune runs in a process of a trial: results are told as they come."""
-    from ray import tune
-
+    """Run a trial in its own process, and report its results to Tune as they come."""
     number = tuned["number"]
 
-    def report(result: dict[str, Any]) -> None:
-        tune.report(
-            {
-                "task": result["position"] + 1,
-                "accuracy": result["accuracy"],
-                "bytes": result["bytes"],
-                "number": number,
-            }
-        )
+    def report(result: TrialResult) -> None:
+        metrics = {
+            "task": result["position"] + 1,
+            "accuracy": result["accuracy"],
+            "bytes": result["bytes"],
+            "number": number,
+        }
+        tune.report(metrics)
 
-    with suppress(
-        TrialFailed
-    ):  # its sentence stands in its record; Tune hears of what broke down, and tries that again
+    # The record has the message of a trial that failed. Tune hears of other errors, and tries again
+    with suppress(TrialFailed):
         run_trial(plan, number, tuned["params"], report, tuned["parent"])
 
 
-def scheduler_of(search: Search) -> Any:
-    """None, or successive halving over the tasks completed. It has no rung at the last task, as a
-    trial that has learned that is finished."""
-    from ray.tune.schedulers import ASHAScheduler
+def scheduler_of(search: Search) -> ASHAScheduler | None:
+    """Return successive halving over the tasks learned; None when the search has no scheduler.
 
-    settings, most = search.settings, len(search.tasks)
+    It has no rung at the last task: a trial that has learned that is finished.
+    """
+    settings = search.settings
     if settings.scheduler != "asha":
         return None
     return ASHAScheduler(
         time_attr="task",
         metric="accuracy",
         mode="max",
-        max_t=most - 1,
+        max_t=len(search.tasks) - 1,
         grace_period=settings.grace,
         reduction_factor=settings.reduction,
         stop_last_trials=False,
@@ -287,14 +361,21 @@ def scheduler_of(search: Search) -> Any:
 
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
-    """Of one trial: with several workers they are its own groups', and the trial only waits."""
-    # of some kind it must ask for
-    return {"memory": 1 << 20} if cluster.workers > 1 else resources_per_worker(cluster)
+    """Return what Tune reserves for one trial.
+
+    A trial of several workers only waits for its worker groups, which reserve what they need.
+    """
+    if cluster.workers > 1:
+        return {"memory": 1 << 20}  # Tune asks for some resource
+    return resources_per_worker(cluster)
 
 
-def room_for(around: ClusterState, cluster: ClusterSettings, name: str) -> int:
-    """How many trials may run side by side in this driver's share of the cluster. name: what it has
-    registered. Raises UserError where none fits."""
+def room_for(cluster_state: ClusterState, cluster: ClusterSettings, name: str) -> int:
+    """Return how many trials may run side by side in this driver's share of the cluster.
+
+    name: of this driver's registration. Raises `UserError` when none fits.
+    """
     trial = cluster.model_copy(update={"workers": max(1, cluster.workers)})
-    check_fits(around, trial)
-    return len(sizes_of_groups(around, trial.model_copy(update={"groups": 0}), name, sys.maxsize))
+    check_fits(cluster_state, trial)
+    as_many_as_fit = trial.model_copy(update={"groups": 0})
+    return len(sizes_of_groups(cluster_state, as_many_as_fit, name, sys.maxsize))

@@ -1,4 +1,4 @@
-"""Calls to MLflow, in batches: the only module that imports it."""
+"""Calls to MLflow, in batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from pipeline.tracking import mlflow_internals
 from pipeline.tracking.database import prepare, sqlite_path, sqlite_uri
-from pipeline.tracking.points import Point, key_name
 from workers.errors import UserError
 from workers.storage.artifact import join, make_dirs
 from workers.storage.secrets import redact
@@ -26,17 +26,21 @@ if TYPE_CHECKING:
 
     from pipeline.config import TrackingSettings
 
-# Calls are not repeated by MLflow itself: whoever makes them knows how long it wants to try.
+# MLflow itself repeats no call: the caller decides how long to try. MLflow would print the tracking
+# URI with its password.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-}  # it would print the password too
-BATCH = 900  # MLflow takes at most 1000 metrics in a call, and 100 parameters
-# Of a database, in the words of SQLite, PostgreSQL and MySQL, and of a disk: what waiting does not
-# mend.
+}
+# MLflow takes at most 1000 metrics and tags, and 100 parameters, in a call
+METRICS_PER_CALL = 900
+PARAMS_PER_CALL = 100
+MAX_PARAM_NAME = 250  # characters
+MAX_PARAM_VALUE = 500
+# Errors of a disk and of SQLite, PostgreSQL and MySQL that waiting does not mend
 FINAL = re.compile(
     r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly "
     r"database|[Rr]ead-only|no such (table|column)|does not exist"
@@ -54,23 +58,57 @@ FINAL_ERRNOS = (
     errno.EISDIR,
     errno.ENAMETOOLONG,
 )
+# module of a database driver -> its package, where the names differ
 DRIVERS = {
     "psycopg2": "psycopg2-binary",
     "psycopg": "psycopg[binary]",
     "MySQLdb": "mysqlclient",
-}  # module of a driver -> its package, where the names differ
+}
+# what a bucket answers to a request that will never succeed
+FINAL_BUCKET_ERRORS = (
+    "AccessDenied",
+    "NoSuchBucket",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "Credentials",
+)
 BROKEN_PASSWORD = re.compile(r"https?://[^\s/?#@:]*:[^\s@]*[/?#]\S*@", re.IGNORECASE)
 HOST_AND_PORT = re.compile(r"https?://[^\s/?#@:]*:\d*(?:[/?#]|$)", re.IGNORECASE)
-BUSY = (408, 409, 429)  # refusals of a server that it may not repeat
+BUSY = (408, 409, 429)  # HTTP statuses of a server that may accept the same request later
 
 
+class Point(NamedTuple):
+    """One value of a metric curve; `after_s`: seconds since the run began."""
+
+    name: str
+    value: float
+    step: int
+    after_s: float
+
+
+class InputData(NamedTuple):
+    """A data set that a run has read. context: what for, e.g. `train`."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+def key_name(text: str) -> str:
+    """Return a name that MLflow accepts: letters, digits and `_-. :/`."""
+    return re.sub(r"[^\w\-. :/]", "_", text)
+
+
+# ---- the tracking store --------------------------------------------------------------------------
 def tracking_uri(storage: str, uri: str = "") -> str:
-    """Where records go: `uri`, else MLFLOW_TRACKING_URI, else SQLite in the storage folder."""
-    found = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    if found:
-        check_password(found)
-        return found
-    if "://" in storage and not storage.startswith("file://"):
+    """Return the URI of the tracking store: `uri`, else MLFLOW_TRACKING_URI, else SQLite in the
+    storage folder."""
+    configured = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if configured:
+        check_password(configured)
+        return configured
+    if not is_local(storage):
         raise UserError(
             f"storage {storage!r} cannot hold MLflow's SQLite database; name a tracking server "
             "in tracking.uri or "
@@ -81,73 +119,60 @@ def tracking_uri(storage: str, uri: str = "") -> str:
     return sqlite_uri(folder / "mlflow.db")
 
 
+def is_local(storage: str) -> bool:
+    """Return whether a storage is a folder on a disk."""
+    return "://" not in storage or storage.startswith("file://")
+
+
 def open_store(
     storage: str, uri: str = "", experiment: str = "accrete"
 ) -> tuple[MlflowClient, str, str]:
-    """A client, the tracking URI and the id of the experiment; the database and the experiment are
-    created if need be.
+    """Return a client, the tracking URI and the id of the experiment. Create the database and the
+    experiment where they are missing.
 
-    Only one process may do that for a new database, so the driver calls this before anything else
-    opens it.
+    Only one process may create a database, so the driver calls this before anything else opens it.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow.store.db.utils"):
-        # what goes wrong is told by whoever asked
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    from mlflow import MlflowClient
-    from mlflow.store.db import utils
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller reports errors
+    from mlflow import MlflowClient  # reads the environment when it is imported
 
-    utils.MAX_RETRY_COUNT = 1  # by itself it tries a database that does not answer for 100 s
+    mlflow_internals.try_databases_once()
     address = tracking_uri(storage, uri)
-    with drivers_told(address):
-        return _opened(MlflowClient, address, storage, experiment)
+    with explain_missing_drivers(address):
+        database = sqlite_path(address)
+        if database is not None:
+            prepare(
+                database, mlflow_internals.create_tables, mlflow_internals.latest_schema_revision
+            )
+        client = MlflowClient(address)
+        return client, address, _experiment_id(client, address, storage, experiment)
 
 
-def _opened(
-    client_of: type[MlflowClient], address: str, storage: str, experiment: str
-) -> tuple[MlflowClient, str, str]:
-    from mlflow.store.db import utils
-
-    if database := sqlite_path(address):
-        prepare(database, make_tables, utils._get_latest_schema_revision)
-    client = client_of(address)
-    found = client.get_experiment_by_name(experiment)
-    if found is not None:
-        if found.lifecycle_stage == "deleted":
-            client.restore_experiment(found.experiment_id)
-        return client, address, found.experiment_id
-    artifacts = None  # a tracking server has its own place
-    if not address.startswith(("http://", "https://")):
-        local = "://" not in storage or storage.startswith("file://")
-        artifacts = (
-            Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri()
-            if local
-            else bucket_folder(storage)
-        )
-    return client, address, client.create_experiment(experiment, artifact_location=artifacts)
+def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) -> str:
+    """Return the id of an experiment. Create it, or restore it after a deletion, if need be."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        artifacts = _artifact_location(address, storage)
+        return client.create_experiment(name, artifact_location=artifacts)
+    if experiment.lifecycle_stage == "deleted":
+        client.restore_experiment(experiment.experiment_id)
+    return experiment.experiment_id
 
 
-def make_tables(uri: str) -> None:
-    """All tables of MLflow in a new database, which is closed afterwards."""
-    from mlflow.store.db import utils
-    from sqlalchemy import event
-
-    engine = utils.create_sqlalchemy_engine(uri)
-    # Nobody sees it before it is whole and synced: a sync after each of its statements would cost
-    # seconds.
-    event.listen(
-        engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF")
-    )
-    try:
-        utils._initialize_tables(engine)
-    finally:
-        engine.dispose()
+def _artifact_location(address: str, storage: str) -> str | None:
+    """Return the URI of the folder for artifacts; None for a tracking server, which has its own."""
+    if address.startswith(("http://", "https://")):
+        return None
+    if not is_local(storage):
+        return bucket_folder(storage)
+    return Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri()
 
 
 def check_password(uri: str) -> None:
-    """Raise UserError where the password of a server's address ends the part of the URI that it
-    stands in."""
+    """Raise `UserError` when the password in a tracking URI has a character that ends the part of
+    the URI with host and password."""
     if BROKEN_PASSWORD.match(uri) and not HOST_AND_PORT.match(uri):
         raise UserError(
             "the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, "
@@ -158,8 +183,8 @@ def check_password(uri: str) -> None:
 
 
 @contextmanager
-def drivers_told(address: str) -> Iterator[None]:
-    """Raises UserError for a database that SQLAlchemy has no driver for here."""
+def explain_missing_drivers(address: str) -> Iterator[None]:
+    """Raise `UserError` inside the context when SQLAlchemy has no driver for a database."""
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
     scheme = address.partition("://")[0]
@@ -167,7 +192,8 @@ def drivers_told(address: str) -> Iterator[None]:
         yield
     except ImportError as error:
         name = error.name or str(error)
-        package = DRIVERS.get(name.partition(".")[0], name.partition(".")[0])
+        module = name.partition(".")[0]
+        package = DRIVERS.get(module, module)
         raise UserError(
             f"the database of {redact(address)} needs the Python package {name!r}, which is not "
             "installed; install it beside MLflow "
@@ -188,8 +214,8 @@ def drivers_told(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
-    """For a person who asks MLflow something: what it answers instead is a UserError of one
+def explain_refusals(storage: str, uri: str = "") -> Iterator[None]:
+    """Turn an error of MLflow or its database inside the context into a `UserError` of one
     sentence."""
     try:
         yield
@@ -207,24 +233,27 @@ def refusals_told(storage: str, uri: str = "") -> Iterator[None]:
 
 
 def bucket_folder(storage: str) -> str:
-    """Where MLflow keeps its artifacts in a storage that is no disk. It finds the server in the
-    environment alone, so what the URI says goes there."""
-    place, _, query = join(storage, "mlartifacts").partition("?")
+    """Return the URI of MLflow's artifacts in an object store.
+
+    MLflow takes the endpoint and the region from the environment only, so those of the storage's
+    URI are set there.
+    """
+    folder, _, query = join(storage, "mlartifacts").partition("?")
     options = dict(parse_qsl(query))
-    if endpoint := options.get("endpoint_override"):
-        address = (
-            endpoint if "://" in endpoint else f"{options.get('scheme', 'https')}://{endpoint}"
-        )
-        os.environ.setdefault("MLFLOW_S3_ENDPOINT_URL", address)
-    if region := options.get("region"):
+    endpoint = options.get("endpoint_override")
+    if endpoint:
+        if "://" not in endpoint:
+            endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+        os.environ.setdefault("MLFLOW_S3_ENDPOINT_URL", endpoint)
+    region = options.get("region")
+    if region:
         os.environ.setdefault("AWS_DEFAULT_REGION", region)
-    return place
+    return folder
 
 
 def transient(error: Exception) -> bool:
-    """Whether the same call may succeed later: no connection, no answer, a server or a database in
-    trouble. A full disk, and a database that is not as it should be, stay as they are for as long
-    as anybody waits."""
+    """Return whether the same call may succeed later: no connection, no answer, a server or a
+    database in trouble. False for a full disk and for a database that is not as it should be."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError
 
@@ -233,35 +262,19 @@ def transient(error: Exception) -> bool:
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
         return status >= 500 or status in BUSY
-    if type(error).__module__.partition(".")[0] in (
-        "boto3",
-        "botocore",
-    ):  # of artifacts in a bucket
-        return not any(
-            code in str(error)
-            for code in (
-                "AccessDenied",
-                "NoSuchBucket",
-                "InvalidAccessKeyId",
-                "SignatureDoesNotMatch",
-                "Credentials",
-            )
-        )
+    library = type(error).__module__.partition(".")[0]
+    if library in ("boto3", "botocore"):  # artifacts in a bucket
+        return not any(code in str(error) for code in FINAL_BUCKET_ERRORS)
     return isinstance(error, (OSError, OperationalError, sqlite3.OperationalError))
 
 
-class Data(NamedTuple):
-    """Data that a run has read. context: what for, e.g. `train`."""
-
-    name: str
-    digest: str
-    source: str
-    context: str
-
-
+# ---- runs ----------------------------------------------------------------------------------------
 class MlflowClientAdapter:
-    """The runs of one experiment. Every method raises what MLflow raises, and may be called again
-    with the same values: that adds nothing."""
+    """The runs of one experiment.
+
+    Every method raises what MLflow raises. It may be called again with the same values, which adds
+    nothing.
+    """
 
     def __init__(self, storage: str, settings: TrackingSettings):
         self.client, self.uri, self.experiment = open_store(
@@ -269,35 +282,36 @@ class MlflowClientAdapter:
         )
 
     def find(self, tags: Mapping[str, str]) -> list[Run]:
-        """All runs with these tags."""
-        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-        found: list[Run] = []
+        """Return all runs with these tags."""
+        conditions = [f"tags.`{name}` = '{value}'" for name, value in tags.items()]
+        runs: list[Run] = []
         token = None
         while True:
             page = self.client.search_runs(
-                [self.experiment], wanted, max_results=1000, page_token=token
+                [self.experiment], " and ".join(conditions), max_results=1000, page_token=token
             )
-            found += page
+            runs += page
             token = page.token
             if not token:
-                return found
+                return runs
 
     def create(self, name: str, tags: Mapping[str, str]) -> Run:
-        return self.client.create_run(
-            self.experiment, tags={k: v for k, v in tags.items() if v}, run_name=name
-        )
+        """Create a run with the tags that are not empty."""
+        tags = {key: value for key, value in tags.items() if value}
+        return self.client.create_run(self.experiment, tags=tags, run_name=name)
 
-    def open(self, run: Run) -> None:
-        """It goes on: what had failed or was stopped is running again."""
+    def reopen(self, run: Run) -> None:
+        """Mark a run that had failed or was stopped as running again."""
         self.client.update_run(run.info.run_id, "RUNNING")
-        run.info._status = "RUNNING"
+        mlflow_internals.set_status(run, "RUNNING")
 
     def close(self, run: Run, status: str) -> None:
+        """End a run with a status: FINISHED, FAILED or KILLED."""
         self.client.set_terminated(run.info.run_id, status)
-        run.info._status = status
+        mlflow_internals.set_status(run, status)
 
     def tag(self, run: Run, tags: Mapping[str, str]) -> None:
-        """Sets tags that differ; an empty value takes the tag away."""
+        """Set tags that differ; an empty value removes the tag."""
         for name, value in tags.items():
             if run.data.tags.get(name, "") == value:
                 continue
@@ -308,54 +322,61 @@ class MlflowClientAdapter:
                 self.client.delete_tag(run.info.run_id, name)
                 del run.data.tags[name]
 
-    def points(
+    def log_points(
         self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None
     ) -> None:
-        """Points get the same time stamp whenever they are written, so that MLflow drops one that
-        is there already. Tags come with the last ones."""
+        """Log points, and tags with the last of them.
+
+        The time of a point depends on the run's start alone, so that MLflow drops a point that it
+        has already.
+        """
         from mlflow.entities import Metric, RunTag
 
-        begun = run.info.start_time
-        metrics = [Metric(p.name, p.value, begun + int(1000 * p.after_s), p.step) for p in points]
-        if not metrics and not tags:
-            return
-        for start in range(0, max(len(metrics), 1), BATCH):
-            last = start + BATCH >= len(metrics)
+        start_ms = run.info.start_time
+        metrics = []
+        for point in points:
+            time_ms = start_ms + int(1000 * point.after_s)
+            metrics.append(Metric(point.name, point.value, time_ms, point.step))
+        new_tags = dict(tags or {})
+        last_tags = [RunTag(name, value) for name, value in new_tags.items()]
+        full_batches = max(len(metrics) - 1, 0) // METRICS_PER_CALL
+        for index in range(full_batches):
+            first = index * METRICS_PER_CALL
             self.client.log_batch(
-                run.info.run_id,
-                metrics[start : start + BATCH],
-                tags=[RunTag(k, v) for k, v in (tags or {}).items()] if last else [],
+                run.info.run_id, metrics[first : first + METRICS_PER_CALL], tags=[]
             )
-        run.data.tags.update(tags or {})
+        last_metrics = metrics[full_batches * METRICS_PER_CALL :]
+        if last_metrics or last_tags:
+            self.client.log_batch(run.info.run_id, last_metrics, tags=last_tags)
+        run.data.tags.update(new_tags)
 
-    def params(self, run: Run, values: Mapping[str, Any]) -> None:
-        """Those that the run does not have yet: MLflow never changes one."""
+    def log_params(self, run: Run, values: Mapping[str, Any]) -> None:
+        """Log the parameters that the run does not have yet: MLflow never changes one."""
         from mlflow.entities import Param
 
-        named = {key_name(k)[:250]: str(v)[:500] for k, v in values.items()}
-        params = [Param(k, v) for k, v in named.items() if k not in run.data.params]
-        for start in range(0, len(params), 100):
-            self.client.log_batch(run.info.run_id, params=params[start : start + 100])
+        named = {}
+        for name, value in values.items():
+            named[key_name(name)[:MAX_PARAM_NAME]] = str(value)[:MAX_PARAM_VALUE]
+        params = [Param(key, value) for key, value in named.items() if key not in run.data.params]
+        for first in range(0, len(params), PARAMS_PER_CALL):
+            batch = params[first : first + PARAMS_PER_CALL]
+            self.client.log_batch(run.info.run_id, params=batch)
         run.data.params.update(named)
 
-    def inputs(self, run: Run, data: Iterable[Data]) -> None:
-        from mlflow.data.http_dataset_source import HTTPDatasetSource
-        from mlflow.data.meta_dataset import MetaDataset
+    def log_inputs(self, run: Run, inputs: Iterable[InputData]) -> None:
+        """Log the data sets that a run has read."""
         from mlflow.entities import DatasetInput, InputTag
 
-        entries = [
-            DatasetInput(
-                MetaDataset(
-                    HTTPDatasetSource(d.source), name=d.name, digest=d.digest
-                )._to_mlflow_entity(),  # type: ignore[abstract]
-                [InputTag("mlflow.data.context", d.context)],
-            )
-            for d in data
-        ]
+        entries = []
+        for data in inputs:
+            entity = mlflow_internals.dataset_entity(data.name, data.digest, data.source)
+            tag = InputTag("mlflow.data.context", data.context)
+            entries.append(DatasetInput(entity, [tag]))
         if entries:
             self.client.log_inputs(run.info.run_id, entries)
 
-    def files(self, run: Run, files: Mapping[str, bytes]) -> None:
+    def log_files(self, run: Run, files: Mapping[str, bytes]) -> None:
+        """Upload files by name as artifacts of a run."""
         if not files:
             return
         with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
@@ -367,8 +388,8 @@ class MlflowClientAdapter:
 
 
 class SystemMetrics:
-    """CPU, memory, disk, network and GPUs of this machine, sampled into a run by a thread of
-    MLflow's own. Raises UserError without psutil."""
+    """Samples CPU, memory, disk, network and GPUs of this machine into a run, in a thread of
+    MLflow's. Raises `UserError` when psutil is not installed."""
 
     def __init__(self, run: Run, uri: str):
         try:
@@ -381,16 +402,16 @@ class SystemMetrics:
             ) from None
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        # what it cannot write is left out
+        # a sample that cannot be written is left out
         logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)
         self.monitor = SystemMetricsMonitor(run.info.run_id, resume_logging=True, tracking_uri=uri)
         self.monitor.start()
 
     @property
     def alive(self) -> bool:
-        """False once it has ended, as it does by itself when MLflow does not answer."""
-        thread = self.monitor._process
-        return thread is not None and thread.is_alive()
+        """False once sampling has ended, as it does by itself when MLflow does not answer."""
+        return mlflow_internals.is_sampling(self.monitor)
 
     def end(self) -> None:
+        """Stop sampling."""
         self.monitor.finish()

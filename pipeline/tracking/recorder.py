@@ -1,14 +1,13 @@
-"""The record of a run in MLflow, written beside the run by a thread of its own: one run per graph,
-method and task, nested.
+"""Records a run in MLflow while it goes on, in a thread of its own.
 
-The driver is the only writer. Whatever goes wrong here never stops a run: while MLflow does not
-answer, what it should hear of is kept, in order, and anything else becomes one sentence in
-`Recorder.warnings`.
+The driver is the only writer. No error of MLflow stops a run: while MLflow does not answer, what
+is to be written waits in order. Any other error becomes one sentence in `Recorder.warnings`.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
     from pipeline.graph.run import Decision, Event, Walk
     from pipeline.graph.stage import Graph, Stage
-    from pipeline.tracking.points import Point
+    from pipeline.tracking.mlflow_client import Point
 
 Log = Callable[[str], None]
 WriteBundle = Callable[[str, str], None]  # (label of a method, folder to write into)
@@ -35,12 +34,13 @@ def log_to_stderr(text: str) -> None:
 
 
 class Recorder:
-    """Writes the record of one run. `start` first, `stage` for each stage that finishes, `finish`
-    at the end; only `finish` waits.
+    """Records one run: call `start`, `stage` for each stage that finishes, then `finish`. Only
+    `finish` waits.
 
-    Stages that stood before are recorded by `start`, so a run that has nothing to do still has its
-    whole record. log: gets a line when MLflow goes away, and one when it is back. remedy: the
-    command that writes the record anew, for people.
+    `start` also records the stages that were finished before, so a run with nothing to do has a
+    complete record.
+    log: is called with a line for people when MLflow stops answering, and when it answers again.
+    remedy: the command that writes the record again, for people.
     """
 
     def __init__(
@@ -49,144 +49,139 @@ class Recorder:
         storage: str,
         log: Log = log_to_stderr,
         remedy: str = "",
-        place: RunIdentity | None = None,
+        identity: RunIdentity | None = None,
     ):
-        self.settings, self.storage, self.remedy = (
-            settings,
-            storage,
-            remedy or f"{this_python()} -m pipeline report CONFIG",
-        )
         if settings.enabled:
             require_package("mlflow", "the record of a run", "set tracking=off")
-        self.writer = RunWriter(settings, storage, place or RunIdentity())
+        self.settings = settings
+        self.storage = storage
+        self.remedy = remedy or f"{this_python()} -m pipeline report CONFIG"
+        self.writer = RunWriter(settings, storage, identity or RunIdentity())
         self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, log)
-        self.machine: SystemMetrics | None = None
+        self.system_metrics: SystemMetrics | None = None
 
     @property
     def warnings(self) -> list[str]:
+        """Sentences on what is not in the record."""
         return self.outbox.warnings
 
     def start(self, record: Mapping[str, Any], graph_svg: str = "", watch: bool = False) -> None:
-        """Opens the runs of this graph, or finds them, and records what stands already. watch: this
-        machine is at work on it, and may be sampled."""
+        """Find or create the runs of this graph, and record the stages that are finished.
+
+        record: the run record. watch: this machine works on the run, so its system metrics may be
+        sampled.
+        """
         if not self.settings.enabled:
             return
         self.writer.begin(record, graph_svg)
         self._put(self.writer.ready)
         if watch and self.settings.system_metrics:
-            self._put(self._watch)
+            self._put(self._start_sampling)
         for stage in record["stages"]:
             if stage["step"] != "report":
                 self._put(partial(self.writer.stage, stage["id"]))
 
     def stage(self, stage: Stage, manifest: Mapping[str, Any] | None = None) -> None:
-        """Records a stage that has just finished. `manifest` is read from the store where it is not
-        complete."""
+        """Record a stage that has just finished. An incomplete manifest is read from the store."""
         if not self.writer.record or stage.step == "report":
             return
         if manifest and "attempt" in manifest:
-            self.writer.known[stage.id] = Artifact(
-                join(self.storage, "stages"), stage.key, dict(manifest)
-            )
+            root = join(self.storage, "stages")
+            self.writer.artifacts[stage.id] = Artifact(root, stage.key, dict(manifest))
         self._put(partial(self.writer.stage, stage.id))
 
     def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
-        """Adds what `analyse` found: files to the run of the graph, below `analysis/`, and points
+        """Add what `analyse` measured: files to the run of the graph, below `analysis/`, and points
         by label to the runs of its methods."""
         if self.writer.record:
-            self._put(partial(self.writer.analysed, files, points))
+            self._put(partial(self.writer.record_analysis, files, points))
 
     def models(self, graph: Graph, write_bundle: WriteBundle) -> None:
-        """Logs each method of a finished run as a model that serves all of its tasks, and registers
-        it as RUN, or as RUN-LABEL where there are several.
+        """Log each method of a finished run as a model that serves all of its tasks. Register it as
+        RUN, or as RUN-LABEL when there are several methods.
 
-        write_bundle: writes what serves the method of a label into a folder.
+        write_bundle: writes the bundle of the method with a label into a folder.
         """
-        if self.settings.models and self.writer.record:
-            for label in dict.fromkeys(
-                stage.method for stage in graph if stage.step == "evaluate" and stage.method
-            ):
-                self._put(partial(self._model, graph, label, write_bundle))
+        if not self.settings.models or not self.writer.record:
+            return
+        evaluations = [stage for stage in graph if stage.step == "evaluate"]
+        for label in dict.fromkeys(stage.method for stage in evaluations if stage.method):
+            self._put(partial(self._log_model, graph.name, label, write_bundle))
 
-    def _model(self, graph: Graph, label: str, write_bundle: WriteBundle) -> None:
-        import tempfile
-
+    def _log_model(self, run_name: str, label: str, write_bundle: WriteBundle) -> None:
         from pipeline.tracking import publish
 
-        calls, several = self.writer.ready(), len(self.writer.methods) > 1
+        client = self.writer.ready()
+        methods = self.writer.methods
+        name = f"{run_name}-{label}" if len(methods) > 1 else run_name
         with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
-            place = join(folder, "bundle")
-            write_bundle(label, place)
-            found = publish.log(
-                calls.uri,
-                self.writer.methods[label],
-                place,
-                f"{graph.name}-{label}" if several else graph.name,
-            )
-        if found.warning:
-            self.outbox.warn(found.warning)
+            bundle = join(folder, "bundle")
+            write_bundle(label, bundle)
+            published = publish.log(client.uri, methods[label], bundle, name)
+        if published.warning:
+            self.outbox.warn(published.warning)
 
     def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
-        """Adds the report, closes the runs and waits until all is written; `status` is FINISHED,
-        FAILED or KILLED. Of a server that is away it waits for `tracking.patience_s`."""
+        """Add the files of the report, close the runs and wait until all is written.
+
+        status: FINISHED, FAILED or KILLED. For a server that does not answer, wait at most
+        `tracking.patience_s`.
+        """
         if not self.writer.record:
             return
-        self._put(self._end_watch)
+        self._put(self._stop_sampling)
         self._put(partial(self.writer.finish, files, status))
-        close(
-            self.outbox,
-            self.settings.patience_s,
-            f"the record of run {self.writer.record['name']!r}",
-            self.remedy,
-        )
+        content = f"the record of run {self.writer.record['name']!r}"
+        close(self.outbox, self.settings.patience_s, content, self.remedy)
 
     def links(self, base: str = "") -> list[str]:
-        """Where to look at the record of this run; `base` is the address of a running `mlflow
-        server`."""
-        if self.writer.where is None:
+        """Return lines that say where the record of this run is. base: the address of a running
+        `mlflow server`."""
+        location = self.writer.location
+        if location is None:
             return []
-        uri, experiment, parent, methods = self.writer.where
-        base = base or (page_base(uri) if uri.startswith("http") else "")
+        if not base and location.uri.startswith("http"):
+            base = page_base(location.uri)
         if not base:
             return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
-        return [
-            f"record: {run_link(base, experiment, parent)}",
-            *(
-                [f"methods side by side: {compare_link(base, experiment, methods)}"]
-                if len(methods) > 1
-                else []
-            ),
-        ]
+        lines = [f"record: {run_link(base, location.experiment, location.run)}"]
+        if len(location.methods) > 1:
+            link = compare_link(base, location.experiment, location.methods)
+            lines.append(f"methods side by side: {link}")
+        return lines
 
     def _put(self, action: Callable[[], object]) -> None:
         def act() -> None:
             action()
-            if self.machine and not self.machine.alive and action != self._end_watch:
-                self._watch()  # it had ended because MLflow was away
+            metrics = self.system_metrics
+            # sampling ends by itself while MLflow does not answer
+            if metrics and not metrics.alive and action != self._stop_sampling:
+                self._start_sampling()
 
         self.outbox.put(act)
 
     def _answers(self) -> bool:
         return answers(self.settings, self.storage)
 
-    # ---- this machine ----------------------------------------------------------------------------
-    def _watch(self) -> None:
-        calls = self.writer.ready()
+    # ---- system metrics of this machine ----------------------------------------------------------
+    def _start_sampling(self) -> None:
+        client = self.writer.ready()
         if self.writer.parent.info.status != "RUNNING":
             return
         try:
-            self.machine = SystemMetrics(self.writer.parent, calls.uri)
+            self.system_metrics = SystemMetrics(self.writer.parent, client.uri)
         except UserError as error:
             self.outbox.warn(str(error))
 
-    def _end_watch(self) -> None:
-        machine, self.machine = self.machine, None
-        if machine:
-            machine.end()
+    def _stop_sampling(self) -> None:
+        metrics = self.system_metrics
+        self.system_metrics = None
+        if metrics:
+            metrics.end()
 
 
 def answers(settings: TrackingSettings, storage: str) -> bool:
-    """Whether MLflow is there, even if it refuses what it is asked."""
+    """Return whether MLflow answers, even if it refuses the request."""
     try:
         MlflowClientAdapter(storage, settings)
     except Exception as error:
@@ -194,30 +189,36 @@ def answers(settings: TrackingSettings, storage: str) -> bool:
     return True
 
 
-def close(outbox: Outbox, patience_s: float, what: str, remedy: str) -> None:
-    """Waits for an outbox, and says what becomes of the rest."""
+def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
+    """Wait for an outbox, and warn when some of its content was not written.
+
+    remedy: the command that writes it again, for people.
+    """
     if outbox.close(patience_s):
         outbox.warn(
-            f"MLflow did not answer for {patience_s:.0f} s at the end: {what} is incomplete; "
+            f"MLflow did not answer for {patience_s:.0f} s at the end: {content} is incomplete; "
             f"when MLflow is back, {remedy} writes it"
         )
 
 
 class RecordingObserver:
-    """Watches a walk and has finished stages recorded, so that no stage waits for MLflow."""
+    """Observes a walk over the graph and passes finished stages on to a recorder, so that no stage
+    waits for MLflow."""
 
     def __init__(self, recorder: Recorder, graph: Graph, record: Mapping[str, Any], graph_svg: str):
-        self.recorder, self.graph = recorder, graph
+        self.recorder = recorder
+        self.graph = graph
         recorder.start(record, graph_svg, watch=True)
 
     def event(self, walk: Walk, event: Event) -> None:
+        """Record a stage that is done."""
         if event.kind == "done":
             self.recorder.stage(self.graph[event.stage], event.body)
 
     def decision(self, walk: Walk, decision: Decision) -> None:
-        """Nothing to record: MLflow hears of results only."""
+        """Do nothing: MLflow gets results only."""
 
     def finish(self, files: Mapping[str, bytes], status: str) -> Recorder:
-        """Waits until everything is written."""
+        """Wait until everything is written; return the recorder."""
         self.recorder.finish(files, status)
         return self.recorder

@@ -1,9 +1,8 @@
-"""What the record of a graph is: a run for the graph, below it one per method, below that one per
-task; each part written once.
+"""Writes one graph to MLflow: a run for the graph, below it one per method, then one per task.
 
-A run is found again by its tags, so that a command that is given twice, or goes on after an
-interruption, writes into the same runs and adds nothing twice. Whatever fails here may be called
-again.
+A run is found again by its tags. So a command that is repeated, or that continues after an
+interruption, writes into the same runs and adds nothing twice. Every method may be called again
+after it failed.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.config import flatten
-from pipeline.tracking.mlflow_client import Data, MlflowClientAdapter
+from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
 from workers.storage.artifact import Artifact, join
 
 if TYPE_CHECKING:
@@ -25,27 +24,41 @@ if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
     from pipeline.results.masks import MaskView
     from pipeline.results.tables import RunTables
-    from pipeline.tracking.points import Point
 
-STATE_BYTES = 32 << 20  # a larger task state stays in the store, its address in a tag
-CACHE_BYTES = 256 << 20  # masks kept in memory for the overlap with later tasks
-OPENED = "accrete.opened"  # a run with this tag has all that it is created with
+MAX_STATE_BYTES = 32 << 20  # a larger task state stays in the store; a tag has its URI
+MASK_CACHE_BYTES = 256 << 20  # masks in memory, for the overlap with later tasks
+MAX_TAG = 4000  # characters
+OPENED = "accrete.opened"  # a run with this tag has its parameters and its graph
+BACKBONE_TASK = "backbone"  # stages that all methods share have a run of this name
+
+
+class RecordLocation(NamedTuple):
+    """Where the record of a graph is in MLflow. run: id of the graph's run. methods: ids of the
+    runs of its methods."""
+
+    uri: str
+    experiment: str
+    run: str
+    methods: list[str]
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Where the runs of a graph stand, and what its own run is.
+    """How the runs of a graph are found, and what they are created with.
 
-    kind: `run`, or `trial`, whose methods and tasks are of kind `trial-method` and `trial-task`, so
-    that they are not mixed up with tested ones. identity: what the run is found by; by default the
-    graph's name and keys. parent: id of the run above it. tags: more tags of all of its runs.
-    params: those of the graph's run; by default its config. note: what is said of it; by default
-    what a run is. data: what its evaluations read, `test` or `validation`. pictures: also pictures,
-    tables, states and report files.
+    kind: `run`, or `trial`. Methods and tasks of a trial are of kind `trial-method` and
+    `trial-task`, so that a query for methods returns no trials of a search.
+    key: what the graph's run is found by; by default the graph's name and keys.
+    parent: id of the run above it.
+    tags: more tags of all of its runs.
+    params: those of the graph's run; by default its config.
+    note: the description of the graph's run; by default `note_of`.
+    data: what its evaluations read, `test` or `validation`.
+    pictures: whether pictures, tables, task states and report files are written, too.
     """
 
     kind: str = "run"
-    identity: str = ""
+    key: str = ""
     parent: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
     params: Mapping[str, Any] | None = None
@@ -54,41 +67,44 @@ class RunIdentity:
     pictures: bool = True
 
 
-def identity(record: Mapping[str, Any]) -> str:
-    """What makes two runs the same run: the name and the keys of all stages."""
-    keys = "\n".join(sorted(s["key"] for s in record["stages"]))
+def run_key(record: Mapping[str, Any]) -> str:
+    """Return what makes two runs the same run: the name and the keys of all stages."""
+    keys = "\n".join(sorted(stage["key"] for stage in record["stages"]))
     return f"{record['name']}-{hashlib.sha256(keys.encode()).hexdigest()[:16]}"
 
 
 class RunWriter:
-    """Writes the record of one graph, whenever it is asked to. Its methods raise what MLflow
-    raises; after that, `forget`."""
+    """Writes the runs of one graph. Its methods raise what MLflow raises; call `forget` after
+    that."""
 
-    def __init__(self, settings: TrackingSettings, storage: str, place: RunIdentity):
-        self.settings, self.storage, self.place = settings, storage, place
+    def __init__(self, settings: TrackingSettings, storage: str, identity: RunIdentity):
+        self.settings = settings
+        self.storage = storage
+        self.identity = identity
         self.record: Mapping[str, Any] = {}
         self.stages: dict[str, Mapping[str, Any]] = {}
         self.graph_svg = ""
-        self.calls: MlflowClientAdapter | None = None
-        self.known: dict[str, Artifact] = {}
-        self.views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
-        # tracking URI, experiment, id of the graph's run, those of its methods
-        self.where: tuple[str, str, str, list[str]] | None = None
-        self.fresh: set[str] = set()  # methods of which an evaluation was recorded, until `finish`
+        self.location: RecordLocation | None = None
+        self.artifacts: dict[str, Artifact] = {}  # by id of the stage
+        self.mask_views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
+        # methods of which an evaluation was recorded since the last `finish`
+        self.newly_evaluated: set[str] = set()
         self.forget()
 
     def begin(self, record: Mapping[str, Any], graph_svg: str = "") -> None:
-        self.record, self.graph_svg = record, graph_svg
-        self.stages = {s["id"]: s for s in record["stages"]}
+        """Set the graph to write. record: the run record."""
+        self.record = record
+        self.graph_svg = graph_svg
+        self.stages = {stage["id"]: stage for stage in record["stages"]}
 
     def forget(self) -> None:
-        """Nothing that was learned from MLflow is believed any more."""
-        self.calls = None
-        self.runs: dict[
-            tuple[str, str], Run
-        ] = {}  # (label, task); ("", "") is the graph, (label, "") a method
-        self.logged: set[tuple[str, ...]] = set()
-        self.recorded: set[str] = set()
+        """Forget everything that MLflow has answered."""
+        self.client: MlflowClientAdapter | None = None
+        # by (label, task); ("", "") is the graph's run, (label, "") a method's
+        self.runs: dict[tuple[str, str], Run] = {}
+        self.logged_inputs: set[tuple[str, str, str]] = set()  # (run id, data set, context)
+        self.logged_points: set[tuple[str, str, int]] = set()  # (label, metric, step)
+        self.recorded: set[str] = set()  # ids of stages
 
     @property
     def parent(self) -> Run:
@@ -98,390 +114,426 @@ class RunWriter:
     @property
     def methods(self) -> dict[str, str]:
         """Ids of the runs of its methods, by label."""
-        return {
-            label: run.info.run_id for (label, task), run in self.runs.items() if label and not task
-        }
+        ids = {}
+        for (label, task), run in self.runs.items():
+            if label and not task:
+                ids[label] = run.info.run_id
+        return ids
 
     # ---- runs ------------------------------------------------------------------------------------
     def ready(self) -> MlflowClientAdapter:
-        """Opens the runs of this graph and its methods, or finds them."""
-        if self.calls and self.runs:
-            return self.calls
-        calls = self.calls = self.calls or MlflowClientAdapter(self.storage, self.settings)
-        found = {
-            (r.data.tags.get("label", ""), r.data.tags.get("task", "")): r
-            for r in calls.find({"accrete.run": self._identity()})
-        }
-        parent = found.get(("", "")) or self._create("", "", self.place.parent)
-        if parent.info.status not in (
-            "RUNNING",
-            "FINISHED",
-        ):  # it had failed or was stopped, and goes on now
-            calls.open(parent)
-        self.runs = found | {("", ""): parent}
-        for run in [run for run in self.runs.values() if OPENED not in run.data.tags]:
-            self._fill(run)
-        for label in self._tables().labels:
+        """Find or create the runs of this graph and its methods; return the client."""
+        if self.client and self.runs:
+            return self.client
+        client = self.client = self.client or MlflowClientAdapter(self.storage, self.settings)
+        runs = {}
+        for run in client.find({"accrete.run": self._run_key()}):
+            tags = run.data.tags
+            runs[tags.get("label", ""), tags.get("task", "")] = run
+        parent = runs.get(("", "")) or self._create("", "", self.identity.parent)
+        if parent.info.status not in ("RUNNING", "FINISHED"):  # it failed or was stopped before
+            client.reopen(parent)
+        runs["", ""] = parent
+        self.runs = runs
+        for run in list(runs.values()):
+            if OPENED not in run.data.tags:
+                self._fill(run)
+        labels = self._tables().labels
+        for label in labels:
             self._run(label, "")
-        self.where = (
-            calls.uri,
-            calls.experiment,
+        self.location = RecordLocation(
+            client.uri,
+            client.experiment,
             parent.info.run_id,
-            [self.methods[label] for label in self._tables().labels],
+            [self.methods[label] for label in labels],
         )
-        return calls
+        return client
 
-    def _identity(self) -> str:
-        return self.place.identity or identity(self.record)
+    def _run_key(self) -> str:
+        return self.identity.key or run_key(self.record)
 
     def _run(self, label: str, task: str) -> Run:
-        """The run of a method, or of a task below it; created when it is first needed."""
+        """Return the run of a method, or of a task below it. Create it when it is first needed."""
         if (label, task) not in self.runs:
-            above = self.parent if not task or not label else self._run(label, "")
-            self.runs[label, task] = self._create(label, task, above.info.run_id)
-            self._fill(self.runs[label, task])
+            parent = self._run(label, "") if label and task else self.parent
+            run = self._create(label, task, parent.info.run_id)
+            self.runs[label, task] = run
+            self._fill(run)
         return self.runs[label, task]
 
-    def _create(self, label: str, task: str, above: str) -> Run:
-        assert self.calls
-        kind = "task" if task else "method" if label else "run"
-        record, method = self.record, self._tables().method(label) if label else ""
-        tags = (
-            tags_of(record)
-            | {"protocol": self.place.data, "mlflow.source.name": "python -m pipeline run"}
-            | dict(self.place.tags)
-        )
-        tags |= {"methods": method} if label else {}
+    def _create(self, label: str, task: str, parent_id: str) -> Run:
+        assert self.client
+        record = self.record
+        method = self._tables().method(label) if label else ""
+        tags = tags_of(record)
+        tags["protocol"] = self.identity.data
+        tags["mlflow.source.name"] = "python -m pipeline run"
+        tags |= self.identity.tags
+        if label:
+            tags["methods"] = method
         tags |= {
-            "accrete.run": self._identity(),
-            "accrete.kind": self.place.kind
-            if kind == "run"
-            else kind
-            if self.place.kind == "run"
-            else f"trial-{kind}",
+            "accrete.run": self._run_key(),
+            "accrete.kind": self._kind(label, task),
             "label": label,
             "task": task,
             "method": method,
-            "mlflow.parentRunId": above,
-            "mlflow.note.content": (self.place.note if kind == "run" else "")
-            or note_of(record, label, task),
+            "mlflow.parentRunId": parent_id,
+            "mlflow.note.content": self._note(label, task),
         }
-        return self.calls.create(
-            task or label or record["name"],
-            tags | (keys_of(record, label) if kind != "task" else {}),
-        )
+        if not task:
+            tags |= keys_of(record, label)
+        return self.client.create(task or label or record["name"], tags)
+
+    def _kind(self, label: str, task: str) -> str:
+        if not label and not task:
+            return self.identity.kind
+        kind = "task" if task else "method"
+        if self.identity.kind == "run":
+            return kind
+        return f"trial-{kind}"
+
+    def _note(self, label: str, task: str) -> str:
+        if not label and not task and self.identity.note:
+            return self.identity.note
+        return note_of(self.record, label, task)
 
     def _fill(self, run: Run) -> None:
-        """What a run is created with, besides its tags; then the tag that says so."""
-        assert self.calls
-        label, task = run.data.tags.get("label", ""), run.data.tags.get("task", "")
-        values: Mapping[str, Any] = {}
+        """Log the parameters of a new run, and the graph; then set the tag `OPENED`."""
+        assert self.client
+        label = run.data.tags.get("label", "")
+        task = run.data.tags.get("task", "")
+        params: Mapping[str, Any] = {}
         if not label and not task:
-            values = self.record["config"] if self.place.params is None else self.place.params
-            self.calls.files(
-                run,
-                {"graph.svg": self.graph_svg.encode()}
-                if self.graph_svg and self.place.pictures
-                else {},
-            )
+            if self.graph_svg and self.identity.pictures:
+                self.client.log_files(run, {"graph.svg": self.graph_svg.encode()})
+            params = self.identity.params or {}
+            if self.identity.params is None:
+                params = self.record["config"]
         elif not task:
-            own = (
-                s["inputs"]
-                for s in self.record["stages"]
-                if s["label"] == label and s["step"] not in ("evaluate", "report")
-            )
-            inputs: Mapping[str, Any] = next(own, {})
-            values = {k: v for k, v in inputs.items() if k != "seen"}
-        self.calls.params(run, flatten(values) if values else {})
-        self.calls.tag(run, {OPENED: "true"})
+            params = self._method_params(label)
+        if params:
+            self.client.log_params(run, flatten(params))
+        self.client.tag(run, {OPENED: "true"})
+
+    def _method_params(self, label: str) -> dict[str, Any]:
+        """Return the inputs of the first stage of a method, but for the data."""
+        for stage in self.record["stages"]:
+            if stage["label"] == label and stage["step"] not in ("evaluate", "report"):
+                return {name: value for name, value in stage["inputs"].items() if name != "seen"}
+        return {}
 
     # ---- one stage -------------------------------------------------------------------------------
     def stage(self, stage_id: str) -> None:
-        """Records a stage, if it is finished and was not recorded before."""
+        """Record a stage, if it is finished and was not recorded before."""
         self.ready()
         stage = self.stages[stage_id]
         artifact = self._artifact(stage)
         if artifact is None or stage_id in self.recorded:
             return
-        label, task = stage["label"] or "", stage["task"] or ""
-        if stage["step"] == "ingest":
-            run = self.parent
-        else:
-            run = self._run(label, task if label else "backbone")
+        run = self._run_of_stage(stage)
         if run.data.tags.get(tag_of(stage)) != stage["key"]:
-            {"evaluate": self._evaluated, "ingest": self._ingested}.get(
-                stage["step"], self._trained
-            )(run, stage, artifact)
+            match stage["step"]:
+                case "ingest":
+                    self._record_ingest(run, stage)
+                case "evaluate":
+                    self._record_evaluation(run, stage)
+                case _:
+                    self._record_training(run, stage, artifact)
         self.recorded.add(stage_id)
 
-    def _artifact(self, stage: Mapping[str, Any]) -> Artifact | None:
-        found = self.known.get(stage["id"]) or Artifact.open(
-            join(self.storage, "stages"), stage["key"]
-        )
-        if found is not None:
-            self.known[stage["id"]] = found
-        return found
+    def _run_of_stage(self, stage: Mapping[str, Any]) -> Run:
+        if stage["step"] == "ingest":
+            return self.parent
+        if not stage["label"]:
+            return self._run("", BACKBONE_TASK)
+        return self._run(stage["label"], stage["task"] or "")
 
-    def _mark(
+    def _artifact(self, stage: Mapping[str, Any]) -> Artifact | None:
+        """Return the result of a stage; None while it has none."""
+        artifact = self.artifacts.get(stage["id"])
+        if artifact is None:
+            artifact = Artifact.open(join(self.storage, "stages"), stage["key"])
+        if artifact is not None:
+            self.artifacts[stage["id"]] = artifact
+        return artifact
+
+    def _finish_stage(
         self,
         run: Run,
         stage: Mapping[str, Any],
         points: Iterable[Point],
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Points and the tag that says they are there, in one call; the tag comes last."""
-        self.ready().points(run, points, {**(tags or {}), tag_of(stage): stage["key"]})
+        """Log points with the tag that says they are complete, in one call; the tag comes last."""
+        self.ready().log_points(run, points, {**(tags or {}), tag_of(stage): stage["key"]})
 
-    def _data(self, stage_id: str, context: str) -> Data:
+    def _input(self, stage_id: str, context: str) -> InputData:
+        """Return what MLflow notes of the data of an ingest stage."""
         stage = self.stages[stage_id]
         artifact = self._artifact(stage)
-        content = str(artifact.manifest.get("content", stage["key"]) if artifact else stage["key"])[
-            :24
-        ]
-        return Data(
+        content = stage["key"]
+        if artifact is not None:
+            content = str(artifact.manifest.get("content", content))
+        return InputData(
             stage_id.removeprefix("data/"),
-            f"{content}-{context}"[:36],
+            f"{content[:24]}-{context}"[:36],  # MLflow takes at most 36 characters
             join(self.storage, "stages", stage["key"]),
             context,
         )
 
     def inputs(self, run: Run, stage_ids: Iterable[str], context: str) -> None:
-        """Says of a run which of these stages, those that are data, it has read; once."""
-        data = [
-            self._data(stage_id, context) for stage_id in stage_ids if stage_id.startswith("data/")
-        ]
-        new = [d for d in data if (run.info.run_id, d.name, d.context) not in self.logged]
-        self.ready().inputs(run, new)
-        self.logged |= {(run.info.run_id, d.name, d.context) for d in new}
+        """Log, once, which data sets a run has read. Stages that are no data sets are left out."""
+        new = []
+        for stage_id in stage_ids:
+            if stage_id.startswith("data/"):
+                data = self._input(stage_id, context)
+                if (run.info.run_id, data.name, context) not in self.logged_inputs:
+                    new.append(data)
+        self.ready().log_inputs(run, new)
+        self.logged_inputs |= {(run.info.run_id, data.name, context) for data in new}
 
-    def _ingested(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
+    def _record_ingest(self, run: Run, stage: Mapping[str, Any]) -> None:
         self.inputs(run, [stage["id"]], "stream")
-        self._mark(run, stage, [])
+        self._finish_stage(run, stage, [])
 
-    def _trained(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
-        from pipeline.tracking import points as entries
+    def _record_training(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
+        from pipeline.tracking.points import history_points  # imports torch and matplotlib
 
-        tables, manifest, label = self._tables(), artifact.manifest, stage["label"] or ""
-        points = entries.history_points(tables.history(stage["id"]), stage["step"])
-        points += [
-            entries.Point(f"size/{kind}", float(size), 0, 0)
-            for kind, size in (manifest.get("sizes") or {}).items()
-        ]
-        points += [
-            entries.Point(name, float(manifest[name]), 0, 0)
-            for name in ("trained_parameters", "flops_share", "wall_s")
-            if manifest.get(name) is not None
-        ]
-        if self.place.pictures:
-            points += self._left_behind(run, stage, artifact, tables)
-        for reader in (run, self._run(label, "")) if label else (run,):
-            self.inputs(reader, stage["parents"], "train")
-        self._mark(run, stage, points, {"store": artifact.uri("")})
-        if not label:
+        tables = self._tables()
+        manifest = artifact.manifest
+        points = history_points(tables.history(stage["id"]), stage["step"])
+        for kind, size in (manifest.get("sizes") or {}).items():
+            points.append(Point(f"size/{kind}", float(size), 0, 0))
+        for name in ("trained_parameters", "flops_share", "wall_s"):
+            if manifest.get(name) is not None:
+                points.append(Point(name, float(manifest[name]), 0, 0))
+        if self.identity.pictures:
+            points += self._record_task_files(run, stage, artifact, tables)
+        self.inputs(run, stage["parents"], "train")
+        if stage["label"]:
+            self.inputs(self._run(stage["label"], ""), stage["parents"], "train")
+        self._finish_stage(run, stage, points, {"store": artifact.uri("")})
+        if not stage["label"]:
             self._close(run)
 
-    def _left_behind(
+    def _record_task_files(
         self, run: Run, stage: Mapping[str, Any], artifact: Artifact, tables: RunTables
     ) -> list[Point]:
-        """Pictures, tables and the state that a stage left; and what its masks keep."""
-        from pipeline.tracking import points as entries
+        """Upload pictures, tables and the state of a task; return points of its masks."""
+        from pipeline.tracking.points import mask_points, task_files  # torch and matplotlib
 
-        label, task, manifest = stage["label"] or "", stage["task"] or "", artifact.manifest
-        found: dict[str, bytes] = {}
+        label = stage["label"] or ""
+        task = stage["task"] or ""
+        manifest = artifact.manifest
+        files: dict[str, bytes] = {}
         views: list[MaskView | None] = []
         if label:
-            views = self._views(tables, label, task)
-            found = entries.task_files(tables, label, task, [v for v in views if v is not None])
-            if (
-                manifest["files"].get("task.safetensors", {"bytes": STATE_BYTES + 1})["bytes"]
-                <= STATE_BYTES
-            ):
-                found["task.safetensors"] = artifact.read("task.safetensors")
+            views = self._mask_views(tables, label, task)
+            files = task_files(tables, label, task, [view for view in views if view is not None])
+            state = manifest["files"].get("task.safetensors")
+            if state is not None and state["bytes"] <= MAX_STATE_BYTES:
+                files["task.safetensors"] = artifact.read("task.safetensors")
         if manifest.get("warnings"):
-            found["warnings.txt"] = "\n".join(manifest["warnings"]).encode()
-        self.ready().files(run, found)
-        return entries.keep_points(views[-1] if views else None)
+            files["warnings.txt"] = "\n".join(manifest["warnings"]).encode()
+        self.ready().log_files(run, files)
+        return mask_points(views[-1] if views else None)
 
-    def _views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
-        """Masks of the tasks up to `task` that are finished, from memory or from the store."""
-        from pipeline.report.figures import load_mask_view
+    def _mask_views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
+        """Return the masks of the finished tasks up to `task`, from memory or from the store."""
+        from pipeline.report.figures import load_mask_view  # imports torch and matplotlib
 
         tasks = tables.tasks(label)
-        found = []
+        views = []
         for name in tasks[: tasks.index(task) + 1]:
             if tables.state_stage(label, name) is None:
                 continue
-            if (label, name) not in self.views or name == task:
-                self.views[label, name] = load_mask_view(tables, label, name)
-            found.append(self.views[label, name])
-        while (
-            sum(b.nbytes for v in self.views.values() if v for b in v.bits.values()) > CACHE_BYTES
-        ):
-            self.views.popitem(last=False)
-        return found
+            if (label, name) not in self.mask_views or name == task:
+                self.mask_views[label, name] = load_mask_view(tables, label, name)
+            views.append(self.mask_views[label, name])
+        while sum(map(_mask_bytes, self.mask_views.values())) > MASK_CACHE_BYTES:
+            self.mask_views.popitem(last=False)
+        return views
 
-    def _evaluated(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
-        from pipeline.tracking import points as entries
+    def _record_evaluation(self, run: Run, stage: Mapping[str, Any]) -> None:
+        from pipeline.tracking.points import confusion_files  # imports torch and matplotlib
 
-        label, task, tables = stage["label"] or "", stage["task"] or "", self._tables()
-        calls, matrix = self.ready(), tables.matrix(label)
-        self.fresh.add(label)
-        self._measured(label, tables)
-        if self.place.pictures:
-            calls.files(run, entries.confusion_files(tables, label, task))
-        for reader in (run, self._run(label, "")):
-            self.inputs(reader, stage["parents"], self.place.data)
+        label = stage["label"] or ""
+        task = stage["task"] or ""
+        tables = self._tables()
+        matrix = tables.matrix(label)
+        self.newly_evaluated.add(label)
+        self._record_metrics(label, tables)
+        if self.identity.pictures:
+            self.ready().log_files(run, confusion_files(tables, label, task))
+        self.inputs(run, stage["parents"], self.identity.data)
+        self.inputs(self._run(label, ""), stage["parents"], self.identity.data)
         index = matrix.tasks.index(task)
-        own = (
-            [entries.Point("accuracy", float(matrix.rates[index, index]), 0, 0)]
-            if matrix.source[index, index] == "measured"
-            else []
-        )
-        self._mark(run, stage, own)
+        points = []
+        if matrix.source[index, index] == "measured":
+            points.append(Point("accuracy", float(matrix.rates[index, index]), 0, 0))
+        self._finish_stage(run, stage, points)
         self._close(run)
 
-    def _measured(self, label: str, tables: RunTables, again: bool = False) -> None:
-        """Matrix, averages and sizes of a method, as far as it is; points that were written before
-        only `again`."""
-        from pipeline.tracking import points as entries
+    def _record_metrics(self, label: str, tables: RunTables, again: bool = False) -> None:
+        """Write matrix, averages and sizes of a method as far as they are known.
 
-        calls, method, matrix = self.ready(), self._run(label, ""), tables.matrix(label)
-        points = (
-            entries.matrix_points(matrix)
-            + entries.size_points(tables.sizes(label))
-            + entries.pick_points(tables.picks(label))
-        )
-        new = [p for p in points if again or (label, p.name, str(p.step)) not in self.logged]
-        if self.place.pictures:
-            calls.files(method, entries.method_files(tables, label))
-        calls.points(method, new)
-        calls.points(
-            self.parent,
-            [
-                p._replace(name=entries.key_name(f"{p.name}/{label}"))
-                for p in new
-                if p.name in ("average_accuracy", "forgetting")
-            ],
-        )
-        self.logged |= {(label, p.name, str(p.step)) for p in new}
+        again: also write points that this process has written before.
+        """
+        from pipeline.tracking import points as curves  # imports torch and matplotlib
+
+        client = self.ready()
+        method = self._run(label, "")
+        points = [
+            *curves.matrix_points(tables.matrix(label)),
+            *curves.size_points(tables.sizes(label)),
+            *curves.pick_points(tables.picks(label)),
+        ]
+        if not again:
+            points = [p for p in points if (label, p.name, p.step) not in self.logged_points]
+        if self.identity.pictures:
+            client.log_files(method, curves.method_files(tables, label))
+        client.log_points(method, points)
+        compared = [p for p in points if p.name in ("average_accuracy", "forgetting")]
+        graph_points = [p._replace(name=key_name(f"{p.name}/{label}")) for p in compared]
+        client.log_points(self.parent, graph_points)
+        self.logged_points |= {(label, point.name, point.step) for point in points}
 
     # ---- the end ---------------------------------------------------------------------------------
-    def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
-        """Files to the run of the graph, below `analysis/`, and points by label to the runs of its
-        methods."""
-        calls = self.ready()
-        calls.files(self.parent, {f"analysis/{name}": data for name, data in files.items()})
-        for label, some in points.items():
-            calls.points(self._run(label, ""), some)
+    def record_analysis(
+        self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]
+    ) -> None:
+        """Upload files to the run of the graph, below `analysis/`, and log points by label to the
+        runs of its methods."""
+        client = self.ready()
+        client.log_files(self.parent, {f"analysis/{name}": data for name, data in files.items()})
+        for label, method_points in points.items():
+            client.log_points(self._run(label, ""), method_points)
 
     def finish(self, report: Mapping[str, bytes], status: str) -> None:
-        """Adds the report and closes the runs."""
-        from pipeline.report import files
-        from pipeline.tracking import points as entries
-
-        calls, parent = self.ready(), self.parent
-        if status == "FINISHED" and any(
-            s["step"] == "evaluate" and self._artifact(s) is None for s in self.record["stages"]
-        ):
+        """Upload the files of the report and close the runs."""
+        client = self.ready()
+        parent = self.parent
+        if status == "FINISHED" and not self._is_evaluated():
             status = "KILLED"  # the report of a run that was stopped half-way
         tables = self._tables()
-        digest = hashlib.sha256(
-            b"".join(hashlib.sha256(report[name]).digest() for name in sorted(report))
-        ).hexdigest()[:32]
-        if (
-            parent.info.status == status
-            and parent.data.tags.get("accrete.report") == digest
-            and not self.fresh
-        ):
+        digest = _digest(report)
+        is_recorded = parent.data.tags.get("accrete.report") == digest
+        if parent.info.status == status and is_recorded and not self.newly_evaluated:
             return
-        for (
-            label
-        ) in self.fresh:  # what stood before was not looked at when its evaluations were recorded
-            self._measured(label, tables, again=True)
-        if self.place.pictures:
-            environment = [
-                {"name": name, "value": ", ".join(values)}
-                for name, values in tables.environment().items()
-            ]
-            extra = {
-                "environment.json": json.dumps(tables.environment(), indent=1).encode(),
-                "environment.csv": files.as_csv(environment),
-            }
-            calls.files(parent, {**entries.of_run(report), **(extra if environment else {})})
-            for label in tables.labels:
-                calls.files(self._run(label, ""), entries.of_label(report, label))
-        for (label, task), run in self.runs.items():
-            if (label or task) and (not task or run.info.status not in ("FINISHED", status)):
+        # points of earlier evaluations may be missing: only new ones were written so far
+        for label in self.newly_evaluated:
+            self._record_metrics(label, tables, again=True)
+        if self.identity.pictures:
+            self._record_report(tables, report)
+        for (_, task), run in self.runs.items():
+            is_closed = bool(task) and run.info.status in ("FINISHED", status)
+            if run is not parent and not is_closed:
                 self._close(run, status)
-        calls.tag(parent, {"accrete.report": digest})
+        client.tag(parent, {"accrete.report": digest})
         self._close(parent, status)
-        self.fresh.clear()
+        self.newly_evaluated.clear()
+
+    def _is_evaluated(self) -> bool:
+        evaluations = [stage for stage in self.record["stages"] if stage["step"] == "evaluate"]
+        return all(self._artifact(stage) is not None for stage in evaluations)
+
+    def _record_report(self, tables: RunTables, report: Mapping[str, bytes]) -> None:
+        from pipeline.report import files  # imports matplotlib
+        from pipeline.tracking.points import method_report_files, run_report_files
+
+        contents = run_report_files(report)
+        environment = tables.environment()
+        if environment:
+            rows = []
+            for name, values in environment.items():
+                rows.append({"name": name, "value": ", ".join(values)})
+            contents["environment.json"] = json.dumps(environment, indent=1).encode()
+            contents["environment.csv"] = files.as_csv(rows)
+        client = self.ready()
+        client.log_files(self.parent, contents)
+        for label in tables.labels:
+            client.log_files(self._run(label, ""), method_report_files(report, label))
 
     def _close(self, run: Run, status: str = "FINISHED") -> None:
         self.ready().close(run, status)
 
     def _tables(self) -> RunTables:
-        from pipeline.results.tables import RunTables
+        from pipeline.results.tables import RunTables  # imports torch
 
-        return RunTables(self.storage, self.record, dict(self.known))
+        return RunTables(self.storage, self.record, dict(self.artifacts))
 
 
-# ---- tags and words ------------------------------------------------------------------------------
+def _mask_bytes(view: MaskView | None) -> int:
+    if view is None:
+        return 0
+    return sum(bits.nbytes for bits in view.bits.values())
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    """Return the digest of the files of a report."""
+    digests = [hashlib.sha256(files[name]).digest() for name in sorted(files)]
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
+
+
+# ---- tags and descriptions -----------------------------------------------------------------------
 def tag_of(stage: Mapping[str, Any]) -> str:
-    """The tag whose value is the key of a recorded stage."""
+    """Return the name of the tag whose value is the key of a recorded stage."""
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
 
 
 def keys_of(record: Mapping[str, Any], label: str) -> dict[str, str]:
-    """Keys of the stages of a method as tags; of the whole graph, those that its methods share, but
-    data, which has its tag once it is recorded."""
-    own = [
-        s
-        for s in record["stages"]
-        if (s["label"] or "") == label and s["step"] not in ("ingest", "report")
-    ]
-    return {f"stage.{s['id'].removeprefix(f'{label}/')}": s["key"] for s in own}
+    """Return the keys of the stages of a method as tags.
+
+    label: of the method; "" for the stages that all methods share. Data have a tag once they are
+    recorded, so they are left out.
+    """
+    tags = {}
+    for stage in record["stages"]:
+        is_of_label = (stage["label"] or "") == label
+        if is_of_label and stage["step"] not in ("ingest", "report"):
+            tags[f"stage.{stage['id'].removeprefix(f'{label}/')}"] = stage["key"]
+    return tags
 
 
 def tags_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """What all runs of a graph are sorted and filtered by."""
-    config, provenance = record["config"], record.get("provenance") or {}
+    """Return the tags by which all runs of a graph are sorted and filtered."""
+    config = record["config"]
+    provenance = record.get("provenance") or {}
     methods = dict.fromkeys(s["method"] or s["label"] for s in record["stages"] if s["label"])
     commit = str(provenance.get("git_commit", ""))
-    return {
-        "methods": ", ".join(methods)[:4000],
-        "stream": ", ".join(t["name"] for t in record["tasks"])[:4000],
+    tags = {
+        "methods": ", ".join(methods)[:MAX_TAG],
+        "stream": ", ".join(task["name"] for task in record["tasks"])[:MAX_TAG],
         "scenario": str(config.get("stream", {}).get("scenario", "task")),
         "backbone": str(config.get("backbone", {}).get("name", "")),
         "seed": str(config.get("seed", "")),
         "git_commit": commit,
         "mlflow.source.git.commit": commit,
-        **{
-            f"version.{name}": str(version)
-            for name, version in (provenance.get("packages") or {}).items()
-        },
         "version.python": str(provenance.get("python", "")),
     }
+    for name, version in (provenance.get("packages") or {}).items():
+        tags[f"version.{name}"] = str(version)
+    return tags
 
 
 def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
-    """What MLflow shows as the description of a run (Markdown)."""
+    """Return the description that MLflow shows for a run (Markdown)."""
     if task:
         owner = f"method **{label}**" if label else "all methods"
         return (
-            f"Task **{task}** of run **{record['name']}**, as learned by {owner}. Model "
-            "metrics: curves over epochs. Artifacts: what the task left behind "
-            "(masks, tokens, confusion matrix, task state)."
+            f"Task **{task}** of run **{record['name']}**, as learned by {owner}. Model metrics "
+            "are curves over epochs. Artifacts are masks, learned tokens, the confusion matrix "
+            "and the state of the task, as far as the method has them."
         )
     if label:
         return (
-            f"Method **{label}** of run **{record['name']}**. `accuracy_matrix.png` among the "
-            "artifacts: row = after learning a task, column = accuracy on "
-            "a task. Model metrics have step = number of tasks learned before. One child run "
-            "per task."
+            f"Method **{label}** of run **{record['name']}**. In the artifact "
+            "`accuracy_matrix.png`, a row is the model after learning one more task, and a column "
+            "is the accuracy on one task. The step of a model metric is the number of tasks "
+            "learned before. There is one child run per task."
         )
     return (
-        f"Run **{record['name']}**. Open `report.html` among the artifacts for the whole story, "
-        "`graph.svg` for the stages. One child run per method, "
-        "and below each one run per task. To compare methods, select their runs and press Compare."
+        f"Run **{record['name']}**. The artifact `report.html` is the whole report, `graph.svg` "
+        "the graph of stages. There is one child run per method, and below each method one run "
+        "per task. To compare methods, select their runs and press Compare."
     )

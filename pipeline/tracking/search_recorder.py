@@ -1,8 +1,8 @@
-"""The record of a search in MLflow: one run for the search, below it one per trial, below that the
-trial's methods and tasks.
+"""Records a search in MLflow: one run for the search, below it one per trial, then one per method
+and task of the trial.
 
 Everything is written from the records in the store (`searches/NAME/search.json`,
-`trials/NNNN.json`, `winner.json`), so it can be written anew, and twice adds nothing twice.
+`trials/NNNN.json`, `winner.json`), so it can be written again, and adds nothing twice.
 """
 
 from __future__ import annotations
@@ -13,17 +13,29 @@ import json
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyarrow import fs
 
 from pipeline.config import flatten
 from pipeline.results import trials
-from pipeline.tracking.mlflow_client import MlflowClientAdapter, transient
+from pipeline.results.trials import Trial, Winner, as_number, score
+from pipeline.tracking.mlflow_client import (
+    MlflowClientAdapter,
+    Point,
+    key_name,
+    transient,
+)
 from pipeline.tracking.outbox import Outbox
-from pipeline.tracking.points import Point, key_name
 from pipeline.tracking.recorder import Log, answers, close, log_to_stderr
-from pipeline.tracking.run_writer import OPENED, RunIdentity, RunWriter, keys_of, tags_of
+from pipeline.tracking.run_writer import (
+    MAX_TAG,
+    OPENED,
+    RunIdentity,
+    RunWriter,
+    keys_of,
+    tags_of,
+)
 from pipeline.tracking.ui import page_base, run_link, this_python
 from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError, require_package
@@ -34,81 +46,96 @@ if TYPE_CHECKING:
 
     from pipeline.config import TrackingSettings
 
-ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # of a trial
+ONE_LINE_YAML = {
+    "default_flow_style": True,
+    "width": 10_000,
+    "sort_keys": True,
+    "allow_unicode": False,
+}
+
+
+class SearchLocation(NamedTuple):
+    """Where the record of a search is in MLflow. run: id of the search's run."""
+
+    uri: str
+    experiment: str
+    run: str
 
 
 def search_identity(search: Mapping[str, Any]) -> str:
-    """What makes two searches the same: the name, the base config and the space."""
+    """Return what makes two searches the same: the name, the base config and the space."""
     body = json.dumps([search["config"], search["space"]], sort_keys=True, default=str)
     return f"{search['name']}-{hashlib.sha256(body.encode()).hexdigest()[:16]}"
 
 
 class SearchRecorder:
-    """Writes the record of one search. `start` first, `trial` whenever the record of a trial has
-    changed, `finish` at the end; only `finish` waits.
+    """Records one search: call `start`, `trial` whenever the record of a trial has changed, then
+    `finish`. Only `finish` waits.
 
-    log, remedy: as for a Recorder. Without `start`, and with tracking off, nothing is written.
+    log, remedy: as for a Recorder. Nothing is written with tracking off, or without `start`.
     """
 
     def __init__(
-        self, settings: TrackingSettings, storage: str, log: Log = log_to_stderr, remedy: str = ""
+        self,
+        settings: TrackingSettings,
+        storage: str,
+        log: Log = log_to_stderr,
+        remedy: str = "",
     ):
-        self.settings, self.storage = settings, storage
-        self.remedy = remedy or f"{this_python()} -m pipeline search CONFIG"
         if settings.enabled:
             require_package("mlflow", "the record of a search", "set tracking=off")
+        self.settings = settings
+        self.storage = storage
+        self.remedy = remedy or f"{this_python()} -m pipeline search CONFIG"
         self.search: Mapping[str, Any] = {}
-        self.trials: dict[int, Mapping[str, Any]] = {}  # the newest record of each
+        self.trials: dict[int, Trial] = {}  # the newest record of each
         self.writers: dict[int, RunWriter] = {}
-        self.calls: MlflowClientAdapter | None = None
+        self.client: MlflowClientAdapter | None = None
         self.run: Run | None = None
-        # tracking URI, experiment, id of the search's run
-        self.where: tuple[str, str, str] | None = None
-        self.drawn: set[int] = set()  # trials whose points are in the curves
-        self.read: set[tuple[str, str]] = set()  # (stage, context)
+        self.location: SearchLocation | None = None
+        self.trials_in_curves: set[int] = set()
+        self.logged_inputs: set[tuple[str, str]] = set()  # (stage, context)
         self.outbox = Outbox("MLflow", self._answers, self.forget, transient, log)
 
     @property
     def warnings(self) -> list[str]:
+        """Sentences on what is not in the record."""
         return self.outbox.warnings
 
     def start(self, search: Mapping[str, Any]) -> None:
-        """Opens the run of this search, or finds it. search: its record."""
+        """Find or create the run of this search. search: its record."""
         if self.settings.enabled:
             self.search = copy.deepcopy(dict(search))
             self.outbox.put(self._open)
 
-    def trial(self, trial: Mapping[str, Any]) -> None:
-        """Records a trial as far as it is. trial: its record."""
+    def trial(self, trial: Trial) -> None:
+        """Record a trial as far as it is. trial: its record."""
         if self.search:
-            self.outbox.put(partial(self._trial, copy.deepcopy(dict(trial))))
+            self.outbox.put(partial(self._record_trial, copy.deepcopy(trial)))
 
     def finish(
-        self, files: Mapping[str, bytes], winner: Mapping[str, Any] | None, status: str = "FINISHED"
+        self, files: Mapping[str, bytes], winner: Winner | None, status: str = "FINISHED"
     ) -> None:
-        """Adds report files and the winner (its record), closes the run and waits, of a server that
-        is away for `tracking.patience_s`."""
+        """Add report files and the winner, close the run and wait until all is written.
+
+        For a server that does not answer, wait at most `tracking.patience_s`.
+        """
         if self.search:
             self.outbox.put(partial(self._finish, dict(files), winner, status))
-            close(
-                self.outbox,
-                self.settings.patience_s,
-                f"the record of search {self.search['name']!r}",
-                self.remedy,
-            )
+            content = f"the record of search {self.search['name']!r}"
+            close(self.outbox, self.settings.patience_s, content, self.remedy)
 
     def links(self, base: str = "") -> list[str]:
-        """Where to look at the record of this search; `base` is the address of a running `mlflow
-        server`."""
-        if self.where is None:
+        """Return lines that say where the record of this search is. base: the address of a running
+        `mlflow server`."""
+        if self.location is None:
             return []
-        uri, experiment, run = self.where
-        base = base or (page_base(uri) if uri.startswith("http") else "")
-        return [
-            f"record: {run_link(base, experiment, run)}"
-            if base
-            else f"record: {this_python()} -m pipeline ui --storage {self.storage}"
-        ]
+        if not base and self.location.uri.startswith("http"):
+            base = page_base(self.location.uri)
+        if not base:
+            return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
+        return [f"record: {run_link(base, self.location.experiment, self.location.run)}"]
 
     @classmethod
     def rebuild(
@@ -118,8 +145,11 @@ class SearchRecorder:
         settings: TrackingSettings | None = None,
         log: Log = log_to_stderr,
     ) -> SearchRecorder:
-        """Writes the whole record of a search from what the store holds of it. settings: by default
-        those of its base config. Raises UserError where the storage has no such search."""
+        """Write the whole record of a search again from what the store holds of it.
+
+        settings: by default those of its base config. Raises `UserError` when the storage has no
+        such search.
+        """
         from pipeline.config import TrackingSettings
 
         folder = join(storage, "searches", name)
@@ -130,25 +160,24 @@ class SearchRecorder:
                 f"search {name!r} to record; give the name of "
                 "a folder in searches/"
             )
-        recorder = cls(
-            settings or TrackingSettings.model_validate(search["config"].get("tracking") or {}),
-            storage,
-            log,
-        )
+        if settings is None:
+            settings = TrackingSettings.model_validate(search["config"].get("tracking") or {})
+        recorder = cls(settings, storage, log)
         recorder.start(search)
-        found = trials.load(storage, name)
-        for trial in found.trials:
+        stored = trials.load(storage, name)
+        for trial in stored.trials:
             recorder.trial(trial)
-        recorder.finish(
-            {path.rsplit("/", 1)[-1]: read_bytes(path) for path in files_in(folder)}, found.winner
-        )
+        files = {path.rsplit("/", 1)[-1]: read_bytes(path) for path in files_in(folder)}
+        recorder.finish(files, stored.winner)
         return recorder
 
     # ---- written by the outbox's thread ----------------------------------------------------------
     def forget(self) -> None:
-        self.calls = self.run = None
-        self.drawn.clear()
-        self.read.clear()
+        """Forget everything that MLflow has answered."""
+        self.client = None
+        self.run = None
+        self.trials_in_curves.clear()
+        self.logged_inputs.clear()
         for writer in self.writers.values():
             writer.forget()
 
@@ -159,275 +188,279 @@ class SearchRecorder:
         self._ready()
 
     def _ready(self) -> tuple[MlflowClientAdapter, Run]:
-        if self.calls and self.run:
-            return self.calls, self.run
-        calls = self.calls = MlflowClientAdapter(self.storage, self.settings)
-        found = calls.find(
+        """Return the client and the run of the search. Find or create it the first time."""
+        if self.client and self.run:
+            return self.client, self.run
+        client = self.client = MlflowClientAdapter(self.storage, self.settings)
+        runs = client.find(
             {"accrete.search": search_identity(self.search), "accrete.kind": "search"}
         )
-        run = self.run = found[0] if found else calls.create(self.search["name"], self._tags())
-        self.where = (calls.uri, calls.experiment, run.info.run_id)
+        run = self.run = runs[0] if runs else client.create(self.search["name"], self._tags())
+        self.location = SearchLocation(client.uri, client.experiment, run.info.run_id)
         if run.info.status not in ("RUNNING", "FINISHED"):
-            calls.open(run)
+            client.reopen(run)
         if OPENED not in run.data.tags:
-            style = {
-                "default_flow_style": True,
-                "width": 10_000,
-                "sort_keys": True,
-                "allow_unicode": False,
-            }
-            space = {
-                f"space.{key}": dump_yaml(dimension, **style).removesuffix("\n...\n").strip()
-                for key, dimension in self.search["space"].items()
-            }
-            calls.params(run, {**space, **flatten(self.search["settings"], "settings")})
-        calls.tag(run, {OPENED: "true", "mlflow.note.content": note_of(self.search)})
-        return calls, run
+            client.log_params(run, self._params())
+        client.tag(run, {OPENED: "true", "mlflow.note.content": note_of(self.search)})
+        return client, run
+
+    def _params(self) -> dict[str, Any]:
+        """Return the dimensions of the space, each as one line of YAML, and the settings."""
+        params: dict[str, Any] = {}
+        for key, dimension in self.search["space"].items():
+            text = dump_yaml(dimension, **ONE_LINE_YAML)
+            params[f"space.{key}"] = text.removesuffix("\n...\n").strip()
+        return {**params, **flatten(self.search["settings"], "settings")}
 
     def _tags(self) -> dict[str, str]:
-        settings, config = self.search["settings"], self.search["config"]
+        settings = self.search["settings"]
+        config = self.search["config"]
         record = {
             "config": config,
             "provenance": self.search.get("provenance"),
             "stages": [],
             "tasks": [],
         }
-        methods = [
-            str((entry or {}).get("method", label))
-            for label, entry in config.get("methods", {}).items()
-        ]
-        stream = [
-            str(task.get("name") or task.get("card", ""))
-            for task in config.get("stream", {}).get("tasks", [])
-        ]
+        entries = config.get("methods", {}).items()
+        methods = [str((entry or {}).get("method", label)) for label, entry in entries]
+        tasks = config.get("stream", {}).get("tasks", [])
+        stream = [str(task.get("name") or task.get("card", "")) for task in tasks]
         return tags_of(record) | {
             "accrete.kind": "search",
             "accrete.search": search_identity(self.search),
             "mlflow.source.name": "python -m pipeline search",
             "protocol": str(settings.get("protocol", "")),
             "algorithm": str(settings.get("algorithm", "")),
-            "methods": ", ".join(dict.fromkeys(methods))[:4000],
-            "stream": ", ".join(stream)[:4000],
+            "methods": ", ".join(dict.fromkeys(methods))[:MAX_TAG],
+            "stream": ", ".join(stream)[:MAX_TAG],
         }
 
-    def _writer(self, trial: Mapping[str, Any]) -> RunWriter:
-        """What writes the runs of a trial: one without a graph is a graph without stages."""
-        calls, run = self._ready()
+    def _writer(self, trial: Trial) -> RunWriter:
+        """Return the writer of a trial's runs. A trial without a graph has a graph of no stages."""
+        client, run = self._ready()
         number = trial["number"]
-        name = f"{self.search['name']}-{number:04d}"
         if number not in self.writers:
-            shared = {
-                name: value for name, value in self._tags().items() if name in ("methods", "stream")
-            }
-            tags = shared | {
-                "accrete.search": search_identity(self.search),
-                "trial": f"{number:04d}",
-                "phase": trial.get("phase", ""),
-                "protocol": f"validation, {self.search['settings'].get('protocol', '')}",
-                "mlflow.source.name": "python -m pipeline search",
-            }
-            place = RunIdentity(
-                "trial",
-                f"{search_identity(self.search)}/{number:04d}",
-                run.info.run_id,
-                {k: v for k, v in tags.items() if v},
-                trial["params"],
-                trial_note(self.search, trial),
-                "validation",
-                pictures=False,
-            )
-            self.writers[number] = RunWriter(self.settings, self.storage, place)
+            identity = self._trial_identity(trial, run.info.run_id)
+            self.writers[number] = RunWriter(self.settings, self.storage, identity)
         writer = self.writers[number]
-        writer.calls = calls
+        writer.client = client
         graph = trial.get("graph") or {"config": self.search["config"], "stages": [], "tasks": []}
-        writer.begin(
-            {
-                **graph,
-                "name": name,
-                "provenance": graph.get("provenance") or self.search.get("provenance"),
-            }
-        )
+        record = {
+            **graph,
+            "name": f"{self.search['name']}-{number:04d}",
+            "provenance": graph.get("provenance") or self.search.get("provenance"),
+        }
+        writer.begin(record)
         return writer
 
-    def _trial(self, trial: Mapping[str, Any]) -> None:
+    def _trial_identity(self, trial: Trial, search_run_id: str) -> RunIdentity:
+        number = f"{trial['number']:04d}"
+        search_tags = self._tags()
+        tags = {
+            "methods": search_tags["methods"],
+            "stream": search_tags["stream"],
+            "accrete.search": search_identity(self.search),
+            "trial": number,
+            "phase": trial.get("phase", ""),
+            "protocol": f"validation, {self.search['settings'].get('protocol', '')}",
+            "mlflow.source.name": "python -m pipeline search",
+        }
+        return RunIdentity(
+            kind="trial",
+            key=f"{search_identity(self.search)}/{number}",
+            parent=search_run_id,
+            tags={name: value for name, value in tags.items() if value},
+            params=trial["params"],
+            note=trial_note(self.search, trial),
+            data="validation",
+            pictures=False,
+        )
+
+    def _record_trial(self, trial: Trial) -> None:
         self.trials[trial["number"]] = trial
         writer = self._writer(trial)
-        calls = writer.ready()
+        client = writer.ready()
         for stage in writer.record["stages"]:
             if stage["step"] != "report":
                 writer.stage(stage["id"])
-        points = [
-            Point(name, float(result[name]), result["position"] + 1, result["position"] + 1)
-            for result in trial["results"]
-            for name in ("accuracy", "bytes")
-            if finite(result.get(name))
-        ]
-        points += [
-            Point(name, float(value), 0, 0)
-            for name, value in (
-                ("device_s", trial.get("device_s")),
-                ("wall_s", trial.get("wall_s")),
-                *((f"stages_{k}", v) for k, v in (trial.get("stages") or {}).items()),
-            )
-            if finite(value) and trial["status"] in ENDS
-        ]
-        calls.points(writer.parent, points)
-        calls.tag(
-            writer.parent,
-            {
-                **keys_of(writer.record, ""),
-                "status": trial["status"],
-                "message": trial.get("message", "")[:4000],
-                "mlflow.note.content": trial_note(self.search, trial),
-            },
-        )
-        if trial["status"] in ENDS:
-            writer.finish({}, ENDS[trial["status"]])
+        client.log_points(writer.parent, _trial_points(trial))
+        tags = {
+            **keys_of(writer.record, ""),
+            "status": trial["status"],
+            "message": trial.get("message", "")[:MAX_TAG],
+            "mlflow.note.content": trial_note(self.search, trial),
+        }
+        client.tag(writer.parent, tags)
+        if trial["status"] in RUN_STATUS:
+            writer.finish({}, RUN_STATUS[trial["status"]])
         self._share_inputs(writer)
-        self._curves(whole=False)
+        self._log_curves(is_complete=False)
 
     def _share_inputs(self, writer: RunWriter) -> None:
-        """The search has read what its trials have read."""
+        """Log the data sets that a trial has read as inputs of the search, too."""
         _, run = self._ready()
         for stage in writer.record["stages"]:
             if stage["label"] and stage["id"] in writer.recorded:
                 context = "validation" if stage["step"] == "evaluate" else "train"
-                new = [p for p in stage["parents"] if (p, context) not in self.read]
-                writer.inputs(run, new, context)
-                self.read |= {(p, context) for p in new}
+                pairs = [(parent, context) for parent in stage["parents"]]
+                new = [pair for pair in pairs if pair not in self.logged_inputs]
+                writer.inputs(run, [parent for parent, _ in new], context)
+                self.logged_inputs.update(new)
 
-    def _curves(self, whole: bool) -> None:
-        """Accuracy by number of trial, and the best so far, of trials that went to their end, phase
-        by phase; only as far as all trials before have ended, so that a point never changes. whole:
-        those that have not ended never will."""
-        calls, run = self._ready()
+    def _log_curves(self, is_complete: bool) -> None:
+        """Log the accuracy by number of trial, and the best so far, of finished trials, by phase.
+
+        The curves end before the first trial that has not ended, so that a point never changes;
+        not if `is_complete`: then no trial will go on.
+        """
+        client, run = self._ready()
         best: dict[str, float] = {}
         points = []
         for number in range(max(self.trials, default=-1) + 1):
             trial = self.trials.get(number)
-            if not whole and (trial is None or trial["status"] not in ENDS):
+            has_ended = trial is not None and trial["status"] in RUN_STATUS
+            if not is_complete and not has_ended:
                 break
-            if (
-                trial is None
-                or trial["status"] != "finished"
-                or not trial["results"]
-                or not finite(value := trial["results"][-1]["accuracy"])
-            ):
+            if trial is None or trial["status"] != "finished":
+                continue
+            accuracy = score(trial)
+            if math.isnan(accuracy):
                 continue
             phase = f"/{trial['phase']}" if trial.get("phase") else ""
-            best[phase] = max(value, best.get(phase, -math.inf))
-            if number not in self.drawn:
-                points += [
-                    Point(key_name(f"accuracy{phase}"), value, number, number),
-                    Point(key_name(f"best_accuracy{phase}"), best[phase], number, number),
-                ]
-        calls.points(run, points)
-        self.drawn |= {p.step for p in points}
+            best[phase] = max(accuracy, best.get(phase, -math.inf))
+            if number not in self.trials_in_curves:
+                accuracy_name = key_name(f"accuracy{phase}")
+                best_name = key_name(f"best_accuracy{phase}")
+                points.append(Point(accuracy_name, accuracy, number, number))
+                points.append(Point(best_name, best[phase], number, number))
+        client.log_points(run, points)
+        self.trials_in_curves |= {point.step for point in points}
 
-    def _finish(
-        self, files: Mapping[str, bytes], winner: Mapping[str, Any] | None, status: str
-    ) -> None:
-        self._curves(whole=True)
-        calls, run = self._ready()
-        calls.files(run, files)
-        chosen = self._crown(winner)
+    def _finish(self, files: Mapping[str, bytes], winner: Winner | None, status: str) -> None:
+        self._log_curves(is_complete=True)
+        client, run = self._ready()
+        client.log_files(run, files)
+        winner_run = self._tag_winner(winner)
+        accuracy = math.nan
         if winner is not None:
-            tests = [
-                Point("winner_test_accuracy", float(t["average_accuracy"]), t["seed"], 0)
-                for t in winner.get("tests") or []
-                if finite(t.get("average_accuracy"))
-            ]
-            calls.points(run, tests)
-        accuracy = winner.get("accuracy") if winner else None
-        calls.tag(
-            run,
-            {
-                "winner_run": chosen,
-                "winner_accuracy": f"{accuracy:.6f}"
-                if finite(accuracy) and accuracy is not None
-                else "",
-                "mlflow.note.content": note_of(self.search, winner, self.trials),
-            },
-        )
+            accuracy = as_number(winner.get("accuracy"))
+            points = []
+            for test in winner.get("tests") or []:
+                test_accuracy = as_number(test.get("average_accuracy"))
+                if not math.isnan(test_accuracy):
+                    points.append(Point("winner_test_accuracy", test_accuracy, test["seed"], 0))
+            client.log_points(run, points)
+        tags = {
+            "winner_run": winner_run,
+            "winner_accuracy": "" if math.isnan(accuracy) else f"{accuracy:.6f}",
+            "mlflow.note.content": note_of(self.search, winner, self.trials),
+        }
+        client.tag(run, tags)
         if run.info.status != status:
-            calls.close(run, status)
+            client.close(run, status)
 
-    def _crown(self, winner: Mapping[str, Any] | None) -> str:
-        """The tag `winner` on the winner's run and on no other one. Returns the id of that run, or
-        nothing."""
-        calls, _ = self._ready()
+    def _tag_winner(self, winner: Winner | None) -> str:
+        """Set the tag `winner` on the winner's run alone. Return the id of that run, or ""."""
+        client, _ = self._ready()
         number = f"{winner['trial']:04d}" if winner else ""
-        chosen = ""
-        for run in calls.find(
+        winner_run = ""
+        runs = client.find(
             {"accrete.search": search_identity(self.search), "accrete.kind": "trial"}
-        ):
-            wins = run.data.tags.get("trial") == number
-            calls.tag(run, {"winner": "true" if wins else ""})
-            chosen = run.info.run_id if wins else chosen
-        return chosen
+        )
+        for run in runs:
+            is_winner = run.data.tags.get("trial") == number
+            client.tag(run, {"winner": "true" if is_winner else ""})
+            if is_winner:
+                winner_run = run.info.run_id
+        return winner_run
 
 
-# ---- records and words ---------------------------------------------------------------------------
+def _trial_points(trial: Trial) -> list[Point]:
+    """Return accuracy and size after each task of a trial, and its costs once it has ended."""
+    points = []
+    for result in trial["results"]:
+        tasks = result["position"] + 1
+        values = {"accuracy": result.get("accuracy"), "bytes": result.get("bytes")}
+        for name, value in values.items():
+            if not math.isnan(as_number(value)):
+                points.append(Point(name, as_number(value), tasks, tasks))
+    if trial["status"] not in RUN_STATUS:
+        return points
+    costs: dict[str, Any] = {"device_s": trial.get("device_s"), "wall_s": trial.get("wall_s")}
+    for kind, count in (trial.get("stages") or {}).items():
+        costs[f"stages_{kind}"] = count
+    for name, value in costs.items():
+        if not math.isnan(as_number(value)):
+            points.append(Point(name, as_number(value), 0, 0))
+    return points
+
+
+# ---- records and descriptions --------------------------------------------------------------------
 def read_record(path: str) -> dict[str, Any] | None:
-    """A record in the store; None where it is absent or damaged."""
+    """Return a record in the store; None when it is absent or damaged."""
     try:
-        found = read_json(path)
+        record = read_json(path)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def files_in(folder: str) -> list[str]:
-    """Paths of the files that lie directly in a folder, in order."""
+    """Return the sorted paths of the files directly in a folder."""
     system, path = resolve(folder)
-    found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return sorted(join(folder, info.base_name) for info in found if info.type == fs.FileType.File)
-
-
-def finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    names = [entry.base_name for entry in entries if entry.type == fs.FileType.File]
+    return sorted(join(folder, name) for name in names)
 
 
 def note_of(
     search: Mapping[str, Any],
-    winner: Mapping[str, Any] | None = None,
-    trials: Mapping[int, Mapping[str, Any]] | None = None,
+    winner: Winner | None = None,
+    trials: Mapping[int, Trial] | None = None,
 ) -> str:
-    """What MLflow shows as the description of a search (Markdown)."""
+    """Return the description that MLflow shows for a search (Markdown)."""
     settings = search["settings"]
-    budget = ", ".join(
-        f"{value} {name}" for name, value in (settings.get("budget") or {}).items() if value
-    )
-    text = (
-        f"Search **{search['name']}** over {', '.join(f'`{key}`' for key in search['space'])}, "
-        f"by {settings.get('algorithm', '')} search"
-        + (f" with {settings['scheduler']}" if settings.get("scheduler", "none") != "none" else "")
-        + (f", at most {budget}" if budget else "")
-        + ". Each child run is a trial: a whole graph, judged on validation images alone "
+    keys = ", ".join(f"`{key}`" for key in search["space"])
+    text = f"Search **{search['name']}** over {keys}, by {settings.get('algorithm', '')} search"
+    if settings.get("scheduler", "none") != "none":
+        text += f" with {settings['scheduler']}"
+    bounds = (settings.get("budget") or {}).items()
+    budget = ", ".join(f"{value} {name}" for name, value in bounds if value)
+    if budget:
+        text += f", at most {budget}"
+    text += (
+        ". Each child run is a trial: a complete run of the pipeline with settings of its own, "
+        "whose accuracy is measured on validation images alone "
         f"(protocol `{settings.get('protocol', '')}`). "
-        "`best_accuracy` has step = number of the trial."
+        "The step of `best_accuracy` is the number of the trial."
     )
     if trials:
-        counts = {
-            status: sum(t["status"] == status for t in trials.values())
-            for status in (*ENDS, "running")
-        }
+        statuses = [trial["status"] for trial in trials.values()]
+        counts = {status: statuses.count(status) for status in (*RUN_STATUS, "running")}
         text += " " + ", ".join(f"{n} {status}" for status, n in counts.items() if n) + "."
     if winner:
-        values = ", ".join(f"`{key}` = {value}" for key, value in winner.get("params", {}).items())
-        text += f" The winner is trial {winner['trial']}: {values or 'the base config'}."
+        text += f" The winner is trial {winner['trial']}: {params_text(winner.get('params', {}))}."
     return text
 
 
-def trial_note(search: Mapping[str, Any], trial: Mapping[str, Any]) -> str:
-    values = ", ".join(f"`{key}` = {value}" for key, value in trial["params"].items())
-    says = {
-        "stopped": " It was stopped early.",
-        "failed": f" It failed: {trial.get('message', '')}",
-    }.get(trial["status"], "")
-    phase = f", which looks for settings of task **{trial['phase']}**" if trial.get("phase") else ""
+def trial_note(search: Mapping[str, Any], trial: Trial) -> str:
+    """Return the description that MLflow shows for a trial (Markdown)."""
+    phase = ""
+    if trial.get("phase"):
+        phase = f", which searches settings for task **{trial['phase']}**"
+    end = ""
+    if trial["status"] == "stopped":
+        end = " It was stopped early."
+    elif trial["status"] == "failed":
+        end = f" It failed: {trial.get('message', '')}"
     return (
         f"Trial {trial['number']} of search **{search['name']}**{phase}: "
-        f"{values or 'the base config'}. `accuracy` is measured on validation images, "
-        f"on average over the tasks so far; step = tasks completed.{says}"
+        f"{params_text(trial['params'])}. `accuracy` is measured on validation images: the "
+        f"average over the tasks so far. Its step is the number of tasks learned.{end}"
     )
+
+
+def params_text(params: Mapping[str, Any]) -> str:
+    """Return the parameters of a trial in one line (Markdown)."""
+    values = [f"`{key}` = {value}" for key, value in params.items()]
+    return ", ".join(values) or "the base config"

@@ -1,4 +1,4 @@
-"""Looking at the record of runs: links into MLflow's pages, and a server for this machine."""
+"""Links into MLflow's pages, and `mlflow server` for this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from workers.errors import UserError
@@ -25,69 +25,81 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 LOOPBACK = "127.0.0.1"
-SAY_S = 10.0  # how often a person is told that the server is still starting
-LAST_LINES = 30  # of a server's log, to say why it ended
+NOTICE_S = 10.0  # seconds between two lines that say that the server is still starting
+LAST_LINES = 30  # lines of a server's log that are searched for why it ended
 MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
 
 
+class RecordedRun(NamedTuple):
+    """A run in MLflow with the ids of its child runs: methods of a run, trials of a search."""
+
+    name: str
+    run: str
+    children: list[str]
+
+
 def this_python() -> str:
-    """This interpreter as one would type it here."""
+    """Return the path of this interpreter, as short as a person would type it."""
     short = os.path.relpath(sys.executable)
     return sys.executable if short.startswith("..") else short
 
 
 def runs_link(base: str, experiment: str) -> str:
+    """Return the link to the page of an experiment."""
     return f"{base}/#/experiments/{experiment}/runs{MODE}"
 
 
 def run_link(base: str, experiment: str, run: str) -> str:
+    """Return the link to the page of a run."""
     return f"{base}/#/experiments/{experiment}/runs/{run}{MODE}"
 
 
 def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
-    """The page that lays the methods of a run side by side."""
-    lists = (quote(json.dumps(v, separators=(",", ":"))) for v in (list(runs), [experiment]))
-    return f"{base}/#/compare-runs?runs={next(lists)}&experiments={next(lists)}&workflowType=machine_learning"
+    """Return the link to the page that shows runs side by side."""
+    run_list = _as_query(list(runs))
+    experiments = _as_query([experiment])
+    query = f"runs={run_list}&experiments={experiments}&workflowType=machine_learning"
+    return f"{base}/#/compare-runs?{query}"
+
+
+def _as_query(values: list[str]) -> str:
+    return quote(json.dumps(values, separators=(",", ":")))
 
 
 def recorded(
     client: MlflowClient, experiment: str, kind: str = "run", most: int = 10
-) -> list[tuple[str, str, list[str]]]:
-    """(name, run id, run ids of its methods) of the graphs recorded last, the newest first. kind:
-    `search` for searches, with the ids of their trials."""
+) -> list[RecordedRun]:
+    """Return the last recorded runs, the newest first. kind: `run`, or `search` for searches."""
+    child_kind = "trial" if kind == "search" else "method"
     newest = ["attributes.start_time DESC"]
-    found = client.search_runs(
+    runs = client.search_runs(
         [experiment], f"tags.`accrete.kind` = '{kind}'", max_results=most, order_by=newest
     )
-    below = client.search_runs(
-        [experiment],
-        f"tags.`accrete.kind` = '{'trial' if kind == 'search' else 'method'}'",
-        max_results=1000,
-        order_by=newest,
+    children = client.search_runs(
+        [experiment], f"tags.`accrete.kind` = '{child_kind}'", max_results=1000, order_by=newest
     )
-    return [
-        (
-            r.info.run_name or "",
-            r.info.run_id,
-            [
-                m.info.run_id
-                for m in reversed(below)
-                if m.data.tags.get("mlflow.parentRunId") == r.info.run_id
-            ],
-        )
-        for r in found
-    ]
+    child_ids: dict[str, list[str]] = {}
+    for child in reversed(children):
+        parent = child.data.tags.get("mlflow.parentRunId", "")
+        child_ids.setdefault(parent, []).append(child.info.run_id)
+    rows = []
+    for run in runs:
+        run_id = run.info.run_id
+        rows.append(RecordedRun(run.info.run_name or "", run_id, child_ids.get(run_id, [])))
+    return rows
 
 
 def page_base(address: str) -> str:
-    """The address of a tracking server as the start of links for people: without user, password and
-    query."""
+    """Return the address of a tracking server without user, password and query, to begin links."""
     return redact(address).partition("?")[0].rstrip("/")
 
 
 def server_command(storage: str, host: str, port: int) -> list[str]:
-    """`mlflow server` with one process that serves and none that works on jobs. Its database is
-    named by `server_environment`: everybody on this machine can read the arguments of a process."""
+    """Return the command of `mlflow server` with one worker and no processes for jobs.
+
+    Its database is in `server_environment`, because everybody on this machine can read the
+    arguments of a process.
+    """
     return [
         sys.executable,
         "-m",
@@ -105,14 +117,14 @@ def server_command(storage: str, host: str, port: int) -> list[str]:
 
 
 def server_environment(uri: str) -> dict[str, str]:
-    """The environment of `mlflow server` over the database `uri`."""
+    """Return the environment of `mlflow server` over the database `uri`."""
     from pipeline.tracking.mlflow_client import ENVIRONMENT
 
     return {**os.environ, **ENVIRONMENT, "MLFLOW_BACKEND_STORE_URI": uri}
 
 
 def address_options(parser: argparse.ArgumentParser) -> None:
-    """Where a server listens: for this machine alone unless a person says otherwise."""
+    """Add --host and --port. By default a server listens for this machine alone."""
     parser.add_argument(
         "--host",
         default=LOOPBACK,
@@ -123,6 +135,7 @@ def address_options(parser: argparse.ArgumentParser) -> None:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -130,8 +143,7 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_if_exposed(host: str, port: int, what: str) -> None:
-    """One line on stderr where other machines can reach a server. what: what whoever reaches it can
-    do, and that nothing stops them."""
+    """Print a line on stderr when other machines can reach a server. what: what they can do."""
     if not is_loopback(host):
         print(
             f"accrete: anyone who reaches {host}:{port} can {what}; put it behind a proxy that "
@@ -143,35 +155,37 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """`port`, or a free one for 0. Raises UserError where it is taken."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    """Return `port`, or a free one for 0. Raise `UserError` when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
-            said = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"port {port} on {host} cannot be used ({said}); give another with --port, or "
+                f"port {port} on {host} cannot be used ({reason}); give another with --port, or "
                 "none for a free one"
             ) from None
-        return probe.getsockname()[1]
+        free: int = probe.getsockname()[1]
+        return free
 
 
 def serve(
     storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete"
 ) -> int:
-    """Runs `mlflow server` over the storage until it is interrupted and prints links to the runs.
-    Returns its exit code."""
-    from pipeline.tracking.mlflow_client import open_store, refusals_told
+    """Run `mlflow server` over the storage until it is interrupted, and print links to the runs.
+    Return its exit code."""
+    from pipeline.tracking.mlflow_client import explain_refusals, open_store
 
-    with refusals_told(storage, uri):
-        client, address, number = open_store(storage, uri, experiment)
+    with explain_refusals(storage, uri):
+        client, address, experiment_id = open_store(storage, uri, experiment)
         if address.startswith(("http://", "https://")):
-            print_links(client, page_base(address), number)
+            print_links(client, page_base(address), experiment_id)
             return 0
     port = free_port(host, port)
     warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
-    # a terminated `ui` takes its server with it
+    # so that the server ends when `ui` is terminated
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = subprocess.Popen(
         server_command(storage, host, port),
@@ -189,7 +203,7 @@ def serve(
         if not wait_until_up(server, host, port):
             reader.join(5)
             raise UserError(why_it_ended(server, log, host, port))
-        print_links(client, f"http://{host}:{port}", number)
+        print_links(client, f"http://{host}:{port}", experiment_id)
         print("stop with Ctrl-C", flush=True)
         return server.wait()
     except KeyboardInterrupt:
@@ -204,28 +218,27 @@ def serve(
 
 
 def print_links(client: MlflowClient, base: str, experiment: str) -> None:
+    """Print links to the last runs and searches, and to their methods and trials side by side."""
     print(f"MLflow: {runs_link(base, experiment)}")
     for kind, parts in (("run", "methods"), ("search", "trials")):
-        for name, run, below in recorded(client, experiment, kind):
-            print(f"  {name}: {run_link(base, experiment, run)}")
-            if len(below) > 1:
-                print(
-                    f"  {' ' * len(name)}  its {parts} side by side: "
-                    f"{compare_link(base, experiment, below)}"
-                )
+        for row in recorded(client, experiment, kind):
+            print(f"  {row.name}: {run_link(base, experiment, row.run)}")
+            if len(row.children) > 1:
+                indent = " " * len(row.name)
+                link = compare_link(base, experiment, row.children)
+                print(f"  {indent}  its {parts} side by side: {link}")
     sys.stdout.flush()
 
 
 def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, port: int) -> str:
-    """A sentence from the last lines of a server that ended before it answered."""
+    """Return a sentence on why a server ended before it answered, from the end of its log."""
     lines = [" ".join(redact(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "it said nothing"
-    taken = any("ddress already in use" in line for line in lines)
-    remedy = (
-        "another program took the port meanwhile: try another --port, or none for a free one"
-        if taken
-        else "mend what it says and try again"
-    )
+    remedy = "mend what it says and try again"
+    if any("ddress already in use" in line for line in lines):
+        remedy = (
+            "another program took the port meanwhile: try another --port, or none for a free one"
+        )
     return (
         f"mlflow server ended with exit code {server.returncode} before it answered on "
         f"{host}:{port} ({last}); {remedy}"
@@ -233,19 +246,22 @@ def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, p
 
 
 def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
-    """True once the port answers, however long that takes; False when the server has ended. Says
-    now and then that it waits."""
-    started = told = time.monotonic()
+    """Wait until the port answers, however long that takes; return False if the server ends.
+
+    Print a line on stderr every `NOTICE_S` seconds.
+    """
+    start = time.monotonic()
+    last_notice = start
     while server.poll() is None:
         try:
             socket.create_connection((host, port), timeout=1).close()
             return True
         except OSError:
             time.sleep(0.2)
-        if time.monotonic() - told > SAY_S:
-            told = time.monotonic()
+        if time.monotonic() - last_notice > NOTICE_S:
+            last_notice = time.monotonic()
             print(
-                f"accrete: mlflow server is starting, for {told - started:.0f} s now; Ctrl-C "
+                f"accrete: mlflow server is starting, for {last_notice - start:.0f} s now; Ctrl-C "
                 "ends it",
                 file=sys.stderr,
                 flush=True,

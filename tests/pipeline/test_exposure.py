@@ -298,7 +298,7 @@ def starting(wait: float, port: int = 0) -> subprocess.Popen[str]:
 def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ui, "SAY_S", 0.2)
+    monkeypatch.setattr(ui, "NOTICE_S", 0.2)
     port = ui.free_port("127.0.0.1")
     server = starting(1.0, port)
     try:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.report import figures, files, page, plots
 from pipeline.results.tables import RunTables
-from pipeline.tracking.points import method_files, of_label, pick_points
+from pipeline.tracking.points import method_files, method_report_files, pick_points
 
 NAMES = [t["name"] for t in fake_run.TASKS]
 
@@ -113,7 +113,9 @@ def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables) -> None:
     found = method_files(tables, "finetune")
     assert {"picked.png", "picked.csv", "picks.csv"} <= found.keys()
     assert found["picked.csv"].decode().splitlines()[2] == "birds,30,90,0,0"
-    assert of_label({"picked-finetune.png": b"x"}, "finetune") == {"report/picked.png": b"x"}
+    assert method_report_files({"picked-finetune.png": b"x"}, "finetune") == {
+        "report/picked.png": b"x"
+    }
 
 
 def test_methods_that_are_told_or_let_all_outputs_compete_have_nothing_of_it(

@@ -202,9 +202,9 @@ def test_another_graph_of_the_same_name_gets_runs_of_its_own() -> None:
     record = fake_run.record()
     changed = {**record, "stages": [{**record["stages"][0], "key": "other"}, *record["stages"][1:]]}
     assert (
-        run_writer.identity(changed)
-        != run_writer.identity(record)
-        == run_writer.identity(fake_run.record())
+        run_writer.run_key(changed)
+        != run_writer.run_key(record)
+        == run_writer.run_key(fake_run.record())
     )
 
 
@@ -322,7 +322,7 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(
     recorder = Recorder(
         TrackingSettings(system_metrics=True),
         str(tmp_path),
-        place=run_writer.RunIdentity(pictures=False),
+        identity=run_writer.RunIdentity(pictures=False),
     )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     client, _, experiment = mlflow_client.open_store(str(tmp_path))
@@ -333,7 +333,7 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(
 
     while not sampled():
         time.sleep(0.05)
-    machine = recorder.machine
+    machine = recorder.system_metrics
     recorder.finish({})
     assert {
         "system/cpu_utilization_percentage",
@@ -365,7 +365,9 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         (TrackingSettings(system_metrics=True), False, []),
     ):
         started.clear()
-        recorder = Recorder(settings, str(tmp_path), place=run_writer.RunIdentity(pictures=False))
+        recorder = Recorder(
+            settings, str(tmp_path), identity=run_writer.RunIdentity(pictures=False)
+        )
         recorder.start(
             {
                 **fake_run.record(
@@ -386,7 +388,7 @@ def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(
     recorder = Recorder(
         TrackingSettings(system_metrics=True),
         str(tmp_path),
-        place=run_writer.RunIdentity(pictures=False),
+        identity=run_writer.RunIdentity(pictures=False),
     )
     recorder.start({**fake_run.record(), "stages": []}, watch=True)
     recorder.finish({"report.html": b"a page"})

@@ -28,7 +28,7 @@ MAKE_AND_DIE = """
 import os, signal, sys
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
-from pipeline.tracking import mlflow_client
+from pipeline.tracking import mlflow_client, mlflow_internals
 left = [int(sys.argv[2])]
 @event.listens_for(Engine, "before_cursor_execute")
 def count(*_):
@@ -38,7 +38,7 @@ def count(*_):
 if sys.argv[3] == "beside":
     mlflow_client.open_store(sys.argv[1])
 else:  # as MLflow alone does it
-    mlflow_client.make_tables(f"sqlite:///{sys.argv[1]}/mlflow.db")
+    mlflow_internals.create_tables(f"sqlite:///{sys.argv[1]}/mlflow.db")
 """
 
 

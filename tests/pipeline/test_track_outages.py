@@ -42,7 +42,10 @@ def record_into(
     said: list[str] = []
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = Recorder(
-        settings or TrackingSettings(), storage, said.append, place=RunIdentity(pictures=pictures)
+        settings or TrackingSettings(),
+        storage,
+        said.append,
+        identity=RunIdentity(pictures=pictures),
     )
     recorder.start(fake_run.record(), "<svg>graph</svg>")
     recorder.finish(REPORT)
@@ -241,7 +244,9 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(
     go, fake = threading.Event(), FakeMlflow()
     fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is no fault
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
-    recorder = Recorder(TrackingSettings(), storage, [].append, place=RunIdentity(pictures=False))
+    recorder = Recorder(
+        TrackingSettings(), storage, [].append, identity=RunIdentity(pictures=False)
+    )
     recorder.start(fake_run.record())
     for stage in fake_run.stages():
         recorder.stage(stage, {"stage": stage.id})
@@ -251,7 +256,7 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(
     assert {r.status for r in fake.runs.values()} == {"FINISHED"}
 
 
-def test_one_module_writes_runs_and_two_make_models() -> None:
+def test_two_modules_write_runs_and_two_make_models() -> None:
     import ast
 
     def imports(path: Any) -> Any:
@@ -278,6 +283,7 @@ def test_one_module_writes_runs_and_two_make_models() -> None:
     }
     assert found == {
         "pipeline/tracking/mlflow_client.py",
+        "pipeline/tracking/mlflow_internals.py",
         "pipeline/tracking/publish.py",
         "pipeline/serving/served_model.py",
     }
@@ -379,7 +385,7 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
     real.start()
     storage, said = str(tmp_path / "storage"), []
     recorder = Recorder(
-        TrackingSettings(uri=real.uri), storage, said.append, place=RunIdentity(pictures=False)
+        TrackingSettings(uri=real.uri), storage, said.append, identity=RunIdentity(pictures=False)
     )
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(storage, set(IDS[:8])):

@@ -371,6 +371,6 @@ def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch: pytest.MonkeyPa
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     calls = mlflow_client.MlflowClientAdapter("", TrackingSettings())
-    calls.params(calls.create("x", {"a": "b"}), {"lr": 1})
-    calls.params(calls.find({"a": "b"})[0], {"lr": 2, "epochs": 3})
+    calls.log_params(calls.create("x", {"a": "b"}), {"lr": 1})
+    calls.log_params(calls.find({"a": "b"})[0], {"lr": 2, "epochs": 3})
     assert fake.found("x").params == {"lr": "1", "epochs": "3"}

@@ -1,0 +1,66 @@
+"""Every private name of MLflow that this project uses.
+
+tests/pipeline/test_mlflow_internals.py has a contract test for each, so that an upgrade of MLflow
+that changes one fails there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow.entities import Dataset, Run
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+
+def try_databases_once() -> None:
+    """Make MLflow report a database that does not answer at once; by itself it tries for 100 s."""
+    from mlflow.store.db import utils
+
+    utils.MAX_RETRY_COUNT = 1
+
+
+def latest_schema_revision() -> str:
+    """Return the revision of the tables that this version of MLflow creates."""
+    from mlflow.store.db import utils
+
+    revision: str = utils._get_latest_schema_revision()
+    return revision
+
+
+def create_tables(uri: str) -> None:
+    """Create all tables of MLflow in a new SQLite database, and close it."""
+    from mlflow.store.db import utils
+    from sqlalchemy import event
+
+    engine = utils.create_sqlalchemy_engine(uri)
+    # Nobody sees the database before it is complete and synced. A sync after each statement would
+    # cost seconds.
+    event.listen(
+        engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF")
+    )
+    try:
+        utils._initialize_tables(engine)
+    finally:
+        engine.dispose()
+
+
+def set_status(run: Run, status: str) -> None:
+    """Note in memory that a run has a new status, which saves a request for the run."""
+    run.info._status = status
+
+
+def dataset_entity(name: str, digest: str, source: str) -> Dataset:
+    """Return the entity of a data set that lies at a URI."""
+    from mlflow.data.http_dataset_source import HTTPDatasetSource
+    from mlflow.data.meta_dataset import MetaDataset
+
+    # MetaDataset inherits the abstract method `to_evaluation_dataset`
+    dataset = MetaDataset(HTTPDatasetSource(source), name=name, digest=digest)  # type: ignore[abstract]
+    return dataset._to_mlflow_entity()
+
+
+def is_sampling(monitor: SystemMetricsMonitor) -> bool:
+    """Return whether the thread of a monitor of system metrics still runs."""
+    thread = monitor._process
+    return thread is not None and thread.is_alive()

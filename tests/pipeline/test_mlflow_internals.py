@@ -1,0 +1,71 @@
+"""The contract of each private name of MLflow that is used: it is there, and does what is relied
+on."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import SQLAlchemyError
+
+from pipeline.tracking import mlflow_internals
+from pipeline.tracking.mlflow_client import open_store
+
+
+def test_a_database_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.store.db import utils
+
+    assert isinstance(utils.MAX_RETRY_COUNT, int)
+    monkeypatch.setattr(utils, "MAX_RETRY_COUNT", utils.MAX_RETRY_COUNT)  # restored afterwards
+    mlflow_internals.try_databases_once()
+    start = time.monotonic()
+    with pytest.raises(SQLAlchemyError):
+        utils.create_sqlalchemy_engine_with_retry(f"sqlite:///{tmp_path}")
+    assert time.monotonic() - start < 5
+
+
+def test_new_tables_have_the_latest_revision_and_the_database_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "mlflow.db"
+    mlflow_internals.create_tables(f"sqlite:///{path}")
+    with closing(sqlite3.connect(path)) as database:
+        versions = database.execute("SELECT version_num FROM alembic_version").fetchall()
+        tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    assert versions == [(mlflow_internals.latest_schema_revision(),)]
+    assert {("runs",), ("experiments",), ("metrics",)} <= set(tables)
+    assert [file.name for file in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def test_the_status_of_a_run_in_memory_is_what_it_is_set_to(tmp_path: Path) -> None:
+    client, _, experiment = open_store(str(tmp_path))
+    run = client.create_run(experiment)
+    mlflow_internals.set_status(run, "KILLED")
+    assert run.info.status == "KILLED"
+    assert client.get_run(run.info.run_id).info.status == "RUNNING"
+
+
+def test_a_data_set_keeps_its_name_digest_and_source() -> None:
+    dataset = mlflow_internals.dataset_entity("birds", "12ab", "s3://bucket/birds")
+    assert (dataset.name, dataset.digest) == ("birds", "12ab")
+    assert "s3://bucket/birds" in dataset.source
+
+
+def test_a_monitor_samples_from_its_start_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("psutil")
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
+    client, uri, experiment = open_store(str(tmp_path))
+    run_id = client.create_run(experiment).info.run_id
+    monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
+    assert not mlflow_internals.is_sampling(monitor)
+    monitor.start()
+    try:
+        assert mlflow_internals.is_sampling(monitor)
+    finally:
+        monitor.finish()
+    assert not mlflow_internals.is_sampling(monitor)

@@ -11,97 +11,98 @@ from pipeline.search.spec import Search
 
 
 class SearchScreen:
-    """What a person sees of a search: a line per trial that ended, and the end."""
+    """Prints one line per trial that has ended, and returns the texts for start and end."""
 
     def __init__(self, search: Search):
-        self.search, self.said = search, set[int]()
+        self.search = search
+        self.printed: set[int] = set()  # numbers of trials
 
     def __call__(self, record: Trial) -> None:
+        """Print a trial, once it has ended."""
         number = record["number"]
-        if record["status"] == "running" or number in self.said:
+        if record["status"] == "running" or number in self.printed:
             return
-        self.said.add(number)
-        last = record["results"][-1] if record["results"] else None
-        score = (
-            f"{100 * last['accuracy']:.2f} % after {last['position'] + 1} of "
-            f"{len(self.search.tasks)} tasks"
-            if last
-            else "no result"
-        )
-        why = {"stopped": ", stopped early", "failed": f", failed: {record['message']}"}.get(
-            record["status"], ""
-        )
+        self.printed.add(number)
+        score = "no result"
+        if record["results"]:
+            last = record["results"][-1]
+            learned = f"{last['position'] + 1} of {len(self.search.tasks)} tasks"
+            score = f"{100 * last['accuracy']:.2f} % after {learned}"
+        end = ""
+        if record["status"] == "stopped":
+            end = ", stopped early"
+        elif record["status"] == "failed":
+            end = f", failed: {record['message']}"
         phase = f"{record['phase']}, " if record["phase"] else ""
         stages = f"{record['stages']['run']} stages run, {record['stages']['reused']} reused"
         print(
-            f"{phase}trial {number}: {point_text(record['params'])}: {score}{why}; {stages}, "
+            f"{phase}trial {number}: {point_text(record['params'])}: {score}{end}; {stages}, "
             f"{record['device_s']:.0f} s",
             flush=True,
         )
 
     def head(self) -> str:
+        """Return what the search is, and how many trials are known."""
         settings = self.search.settings
-        bounds = ", ".join(
-            f"{value:g} {name}"
-            for name, value in settings.budget.model_dump().items()
-            if value is not None
-        )
+        text = f"search {self.search.name}: {settings.algorithm}"
+        if settings.scheduler != "none":
+            text += f" with {settings.scheduler}"
+        text += f", protocol {settings.protocol}, "
+        if settings.algorithm == "grid":
+            text += f"{len(self.search.space.grid())} points"
+        else:
+            bounds = settings.budget.model_dump(exclude_none=True).items()
+            text += f"budget {', '.join(f'{value:g} {name}' for name, value in bounds)}"
+        text += f", judged on validation images of {len(self.search.tasks)} tasks"
         known = len(self.search.records())
-        again = f"; {known} trial{'s' * (known > 1)} known from before" if known else ""
-        return (
-            f"search {self.search.name}: {settings.algorithm}"
-            + (f" with {settings.scheduler}" if settings.scheduler != "none" else "")
-            + f", protocol {settings.protocol}, "
-            + (
-                f"{len(self.search.space.grid())} points"
-                if settings.algorithm == "grid"
-                else f"budget {bounds}"
-            )
-            + f", judged on validation images of {len(self.search.tasks)} tasks{again}"
-            + (f"\nnote: {self.search.note}" if self.search.note else "")
-        )
+        if known:
+            text += f"; {known} {_plural('trial', known)} known from before"
+        if self.search.note:
+            text += f"\nnote: {self.search.note}"
+        return text
 
     def won(self, trial: int, path: str) -> str:
-        """trial: the number of the winner. path: of its config."""
+        """Return the totals and the winner. trial: its number. path: of its config."""
         records = self.search.records()
-        run, reused = (
-            sum(record["stages"][kind] for record in records) for kind in ("run", "reused")
-        )
+        run = sum(record["stages"]["run"] for record in records)
+        reused = sum(record["stages"]["reused"] for record in records)
         hours = sum(record["device_s"] for record in records) / 3600
         winner = next(record for record in records if record["number"] == trial)
+        accuracy = winner["results"][-1]["accuracy"]
         return (
             f"\n{len(records)} trials, {run} stages run, {reused} reused, {hours:.3f} "
             "device-hours\n"
             f"winner: trial {trial}, {point_text(winner['params'])}: "
-            f"{100 * winner['results'][-1]['accuracy']:.2f} % on validation images\n"
+            f"{100 * accuracy:.2f} % on validation images\n"
             f"its config: {path}"
         )
 
     def tested(self, tests: Sequence[SeedTest]) -> str:
+        """Return the accuracy of the winner on test data, over its seeds."""
         if not tests:
             return "no seeds, so the winner was not measured on test data"
         rates = [100 * test["average_accuracy"] for test in tests]
         spread = f" +- {statistics.stdev(rates):.2f}" if len(rates) > 1 else ""
+        seeds = ", ".join(str(test["seed"]) for test in tests)
+        rates_text = ", ".join(f"{rate:.2f}" for rate in rates)
         return (
             "\nwinner on test data, which the search has not seen: "
             f"{statistics.mean(rates):.2f}{spread} % average accuracy with "
-            f"seed{'s' * (len(rates) > 1)} {', '.join(str(test['seed']) for test in tests)} "
-            f"({', '.join(f'{rate:.2f}' for rate in rates)})"
+            f"{_plural('seed', len(rates))} {seeds} ({rates_text})"
         )
+
+
+def _plural(noun: str, count: int) -> str:
+    return f"{noun}s" if count > 1 else noun
 
 
 def point_text(params: Mapping[str, Any]) -> str:
-    """A point in a line: the last part of each key, and numbers with four digits."""
-    keys = {
-        key: key.removeprefix(f"methods.{key.split('.')[1]}.")
-        if key.startswith("methods.")
-        else key
-        for key in params
-    }
-    return (
-        ", ".join(
-            f"{keys[key]}={value:.4g}" if isinstance(value, float) else f"{keys[key]}={value}"
-            for key, value in params.items()
-        )
-        or "the base"
-    )
+    """Return a point of the space in one line: keys without method, numbers with four digits."""
+    parts = []
+    for key, value in params.items():
+        if key.startswith("methods."):
+            label = key.split(".")[1]
+            key = key.removeprefix(f"methods.{label}.")
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        parts.append(f"{key}={text}")
+    return ", ".join(parts) or "the base"

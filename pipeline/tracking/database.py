@@ -1,8 +1,8 @@
-"""The SQLite database of a record: made beside under a temporary name and moved into place whole; a
-half-made one is mended.
+"""Creates MLflow's SQLite database under a temporary name, and moves it into place when complete.
 
-MLflow makes its tables by some hundred statements, each of which stands at once. A process that is
-killed between two of them would leave a database that no later process can finish.
+MLflow creates its tables with some hundred statements, each committed by itself. A process that is
+killed between two of them would leave a database that no later process can complete. Such a
+database is moved aside and created again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # what a URI would read as some
 
 
 def sqlite_uri(path: Path) -> str:
-    """SQLAlchemy's URI of an absolute path, whatever is in its name."""
+    """Return SQLAlchemy's URI of an absolute path, also of one with special characters."""
     text = SPECIAL.sub(lambda match: quote(match.group()), str(path))
     # With the name of its driver, MLflow makes no folder after the quoted name; the plain form is
     # what people know.
@@ -34,8 +34,7 @@ def sqlite_uri(path: Path) -> str:
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The file of a SQLite URI; None for other databases and servers, and for a database in
-    memory."""
+    """Return the path of a SQLite URI; None for a server, another database or one in memory."""
     if not uri.startswith("sqlite"):
         return None
     from sqlalchemy.engine import make_url
@@ -46,10 +45,10 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], str]) -> None:
-    """Make the database where there is none, and anew where it was left half-made.
+    """Create the database if there is none, and again if it is incomplete.
 
-    initialize: makes all tables in the database of a URI, and closes it. latest: the revision that
-    it gives. Raises UserError where the file is no SQLite database.
+    initialize: creates all tables in the database of a URI, and closes it. latest: returns the
+    revision of these tables. Raise `UserError` when the file is no SQLite database.
     """
     if is_whole(path, latest):
         return
@@ -73,8 +72,7 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
 
 
 def is_whole(path: Path, latest: Callable[[], str]) -> bool:
-    """Whether a database is there to be used: with runs in it, or with all tables. One that has
-    runs is MLflow's to judge."""
+    """Return whether a database has runs, or all tables. MLflow itself judges one that has runs."""
     if not path.exists() or not path.stat().st_size:
         return False
     try:
@@ -89,11 +87,9 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
             }
             if "runs" in tables and database.execute("SELECT 1 FROM runs LIMIT 1").fetchone():
                 return True
-            versions = (
-                database.execute("SELECT version_num FROM alembic_version").fetchall()
-                if "alembic_version" in tables
-                else []
-            )
+            if "alembic_version" not in tables:
+                return False
+            versions = database.execute("SELECT version_num FROM alembic_version").fetchall()
             return versions == [(latest(),)]
     except sqlite3.OperationalError as error:
         if os.access(path, os.W_OK) or not os.access(path, os.R_OK):
@@ -108,8 +104,8 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a lock on a folder, which ends with the process. A disk that knows no locks is used
-    without."""
+    """Hold a lock on a folder, which ends with the process. A disk without locks is used without
+    one."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -1,5 +1,5 @@
-"""Work that waits for a server: done in order by a thread of its own, and kept while the server is
-away."""
+"""A queue of actions on a server: a thread does them in order, and waits while the server does not
+answer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from collections.abc import Callable
 
 from workers.storage.secrets import redact
 
-FIRST_S, LONGEST_S = 1.0, 30.0  # pauses between tries: each is twice the one before
+# pauses between tries: each is twice as long as the one before
+FIRST_S = 1.0
+LONGEST_S = 30.0
 TRIES = 5  # of an action that fails although the server answers
 
 Action = Callable[[], None]
 
 
 class Outbox:
-    """`put` never waits. Actions are done one after the other; each must be one that can be done
-    again after it failed half-way.
+    """`put` never waits. Actions are done one after the other. Each is done again after it failed
+    half-way, so it must allow that.
 
-    answers: whether the server is there. forget: called after a failure, so that the next try
-    believes nothing that was learned before it. transient: whether an error may not be repeated;
-    any other one costs its action and a sentence in `warnings`, and the rest goes on. log: a line
-    for people, once when the server goes away and once when it is back. name: what the server is
-    called in them.
+    name: of the server, in messages.
+    answers: returns whether the server answers.
+    forget: is called after a failure, before the next try: what is known of the server may be old.
+    transient: returns whether an action may succeed later after an error. After any other error the
+    action is left out, and a sentence is added to `warnings`.
+    log: is called with a line for people when the server stops answering and when it answers again.
     """
 
     def __init__(
@@ -35,21 +38,21 @@ class Outbox:
         transient: Callable[[Exception], bool],
         log: Callable[[str], None],
     ):
-        self.name, self.answers, self.forget, self.transient, self.log = (
-            name,
-            answers,
-            forget,
-            transient,
-            log,
-        )
+        self.name = name
+        self.answers = answers
+        self.forget = forget
+        self.transient = transient
+        self.log = log
         self.warnings: list[str] = []
         self.waiting: deque[Action] = deque()
         self.news = threading.Condition()
         self.away_since: float | None = None
-        self.given_up = self.hurried = False
+        self.given_up = False
+        self.hurried = False
         self.thread: threading.Thread | None = None
 
     def put(self, action: Action) -> None:
+        """Queue an action."""
         with self.news:
             self.waiting.append(action)
             if self.thread is None:
@@ -58,28 +61,30 @@ class Outbox:
             self.news.notify_all()
 
     def close(self, patience_s: float) -> int:
-        """Waits until everything is done, at most `patience_s` for a server that is away. Returns
-        how many actions were not done."""
+        """Wait until all actions are done; return how many were not done.
+
+        For a server that does not answer, wait at most `patience_s`.
+        """
         closing = time.monotonic()
         with self.news:
             self.hurried = True  # a pause ends at once
             self.news.notify_all()
             try:
                 while self.waiting:
-                    left = (
-                        None
-                        if self.away_since is None
-                        else max(closing, self.away_since) + patience_s - time.monotonic()
-                    )
-                    if left is not None and left <= 0:
-                        break
-                    self.news.wait(left)
+                    left_s = None
+                    if self.away_since is not None:
+                        give_up_at = max(closing, self.away_since) + patience_s
+                        left_s = give_up_at - time.monotonic()
+                        if left_s <= 0:
+                            break
+                    self.news.wait(left_s)
                 return len(self.waiting)
             finally:
                 self.given_up = True
                 self.news.notify_all()
 
     def warn(self, sentence: str) -> None:
+        """Add a sentence to `warnings`, once."""
         if sentence not in self.warnings:
             self.warnings.append(sentence)
 
@@ -96,7 +101,7 @@ class Outbox:
                     self.news.notify_all()
 
     def _carry_out(self, action: Action) -> bool:
-        """False where it was given up."""
+        """Do an action, again after an error that may pass; return False if it was given up."""
         tries = 0
         while not self.given_up:
             try:

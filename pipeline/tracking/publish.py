@@ -1,5 +1,5 @@
-"""A bundle as a model in MLflow: logged to the run of its method, and registered;
-`models:/NAME@champion` then serves it anywhere."""
+"""Logs a bundle as a model in MLflow, to the run of its method, and registers it, so that
+`models:/NAME@champion` serves it anywhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workers.serving.bundle import Bundle
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -28,15 +32,18 @@ PACKAGES = (
     "torch",
     "torchvision",
 )
-MOST_BYTES = 2 << 30  # a larger bundle stays where it is
+MOST_BYTES = 2 << 30  # a larger bundle is not logged
 ALIAS = "champion"
 TAG = "accrete.bundle"
 
 
 @dataclass(frozen=True)
 class Published:
-    """model: its address in MLflow, "" where it was not logged. version: of the registered model.
-    warning: why not, in a sentence."""
+    """A model in MLflow.
+
+    model: its URI; "" when it was not logged. version: of the registered model. warning: why it was
+    not logged.
+    """
 
     model: str
     version: str = ""
@@ -51,12 +58,12 @@ def log(
     alias: str = ALIAS,
     most_bytes: int = MOST_BYTES,
 ) -> Published:
-    """Logs the bundle in `folder` to the run `run_id`, and registers it as `name` where one is
-    given, with `alias` on the new version. The run's status and times stay as they are, so that it
-    may be finished already; what is logged already is not logged again.
+    """Log the bundle in `folder` to a run. Register it if `name` is given, with `alias` on the new
+    version.
 
-    uri: the tracking URI. Raises UserError where the folder holds no bundle, and what MLflow
-    raises.
+    The run may be finished: its status and times do not change. A bundle that is logged already is
+    not logged again. uri: the tracking URI. Raise `UserError` when the folder holds no bundle, and
+    what MLflow raises.
     """
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient
@@ -70,31 +77,33 @@ def log(
             "was not logged to MLflow; `python -m pipeline bundle` makes a folder of it",
         )
     client = MlflowClient(uri)
-    run, digest = client.get_run(run_id), bundle.body["sha256"]
-    found = [
-        m
-        for m in client.search_logged_models(
-            [run.info.experiment_id], f"source_run_id = '{run_id}'"
-        )
-        if m.tags.get(TAG) == digest
-    ]
-    model = next((m for m in found if m.status == "READY"), None) or _logged(
-        client, run, bundle, folder
-    )
+    run = client.get_run(run_id)
+    model = _find_model(client, run, bundle) or _create_model(client, run, bundle, folder)
     if not name:
         return Published(f"models:/{model.model_id}")
-    return Published(
-        f"models:/{name}@{alias}",
-        _registered(client, model, run_id, name, alias, note_of(bundle, name, alias)),
+    note = note_of(bundle, name, alias)
+    version = _register(client, model, run_id, name, alias, note)
+    return Published(f"models:/{name}@{alias}", version)
+
+
+def _find_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel | None:
+    """Return the complete model of this bundle in a run; None when there is none."""
+    models = client.search_logged_models(
+        [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
     )
+    for model in models:
+        if model.tags.get(TAG) == bundle.body["sha256"] and model.status == "READY":
+            return model
+    return None
 
 
-def _logged(client: Any, run: Any, bundle: Bundle, folder: str) -> Any:
-    """By the client's own calls: the fluent ones start runs, and copy every metric of the run one
-    by one."""
+def _create_model(client: MlflowClient, run: Run, bundle: Bundle, folder: str) -> LoggedModel:
+    """Log a bundle as a model, by calls of the client: MLflow's fluent functions start runs, and
+    copy every metric of the run one by one."""
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
-    body, run_id = bundle.body, run.info.run_id
+    body = bundle.body
+    run_id = run.info.run_id
     tags = {
         TAG: body["sha256"],
         "method": body["method"],
@@ -109,9 +118,10 @@ def _logged(client: Any, run: Any, bundle: Bundle, folder: str) -> Any:
         tags=tags,
     )
     try:
-        with tempfile.TemporaryDirectory(prefix="accrete-") as place:
+        with tempfile.TemporaryDirectory(prefix="accrete-") as temporary:
+            model_folder = str(Path(temporary, "model"))
             save(
-                str(Path(place, "model")),
+                model_folder,
                 bundle,
                 folder,
                 artifact_path=model.artifact_location,
@@ -119,7 +129,7 @@ def _logged(client: Any, run: Any, bundle: Bundle, folder: str) -> Any:
                 run_id=run_id,
                 model_id=model.model_id,
             )
-            client.log_model_artifacts(model.model_id, str(Path(place, "model")))
+            client.log_model_artifacts(model.model_id, model_folder)
     except BaseException:
         client.finalize_logged_model(model.model_id, LoggedModelStatus.FAILED)
         raise
@@ -128,8 +138,8 @@ def _logged(client: Any, run: Any, bundle: Bundle, folder: str) -> Any:
 
 
 def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
-    """Writes an MLflow model to the new folder `path`. folder: where the bundle lies. identity: of
-    the model, if it has one."""
+    """Write an MLflow model to the new folder `path`. folder: of the bundle. identity: arguments of
+    MLflow's `Model`, if it has ids already."""
     import mlflow
     import pandas as pd
     from mlflow.models import Model, ModelSignature
@@ -172,7 +182,7 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
 
 
 def picture() -> bytes:
-    """A small grey PNG: what an image looks like in a request."""
+    """Return a small grey PNG, as an example of an image in a request."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -181,7 +191,7 @@ def picture() -> bytes:
 
 
 def requirements() -> list[str]:
-    """What serving imports, at the versions that this checkout is tested with."""
+    """Return the packages that serving imports, at the versions that are tested."""
     pins = dict(
         line.strip().split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -191,42 +201,39 @@ def requirements() -> list[str]:
 
 
 def note_of(bundle: Bundle, name: str, alias: str) -> str:
-    """What MLflow shows as the description of a registered model (Markdown)."""
-    tasks = ", ".join(
-        f"`{task.name}` ({len(task.classes)} classes)" for task in bundle.tasks[:40]
-    ) + (" ..." if len(bundle.tasks) > 40 else "")
+    """Return the description that MLflow shows for a registered model (Markdown)."""
+    names = [f"`{task.name}` ({len(task.classes)} classes)" for task in bundle.tasks]
+    tasks = ", ".join(names[:40])
+    if len(names) > 40:
+        tasks += " ..."
     return (
         f"One model that serves every task of a run by method **{bundle.body['method']}**, "
         f"scenario `{bundle.body['scenario']}`: {tasks}.\n\n"
         f"`mlflow.pyfunc.load_model('models:/{name}@{alias}').predict(frame)` takes a column "
-        "`image` (base64, bytes or arrays) and, where the task is "
-        "to be told, a column `task`; it answers with class, probability, task, confidence and "
-        "all probabilities. "
+        "`image` (base64, bytes or arrays), and a column `task` if the task is known. It returns "
+        "class, probability, task, confidence and all probabilities. "
         f"`mlflow models serve -m models:/{name}@{alias} --env-manager local` answers over HTTP."
     )
 
 
-def _registered(client: Any, model: Any, run_id: str, name: str, alias: str, note: str) -> str:
+def _register(
+    client: MlflowClient, model: LoggedModel, run_id: str, name: str, alias: str, note: str
+) -> str:
+    """Register a model under a name, once, and set the alias; return its version."""
     from mlflow.exceptions import MlflowException
 
-    with suppress(MlflowException):  # it is there already; what else is wrong, the next call says
+    with suppress(MlflowException):  # it exists; any other error is raised by the next call
         client.create_registered_model(name)
     client.update_registered_model(name, note)
-    there = [
-        v
-        for v in client.search_model_versions(f"name = '{name}'")
-        if v.source == model.artifact_location
-    ]
-    version = (
-        there[0]
-        if there
-        else client.create_model_version(
+    versions = client.search_model_versions(f"name = '{name}'")
+    version = next((v for v in versions if v.source == model.artifact_location), None)
+    if version is None:
+        version = client.create_model_version(
             name,
             source=model.artifact_location,
             run_id=run_id,
             model_id=model.model_id,
             description=note,
         )
-    )
     client.set_registered_model_alias(name, alias, version.version)
     return str(version.version)

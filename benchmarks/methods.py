@@ -12,6 +12,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +23,9 @@ from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
+from workers.loop import remembered_samples
 from workers.methods import METHODS
-from workers.methods.base import Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
 from workers.model import vit
 from workers.rng import StepRng
 
@@ -92,6 +96,15 @@ def keys_of(task: Task) -> list[str]:
     return [f"train/{task.name}/{i:03d}" for i in range(4 * CLASSES)]
 
 
+def feed_of(pictures: Pictures, split: str, training: bool) -> Any:
+    return pictures
+
+
+def keys_by_class(task: Task) -> dict[str, list[str]]:
+    keys = keys_of(task)
+    return {name: keys[i::CLASSES] for i, name in enumerate(task.classes)}
+
+
 class Training:
     """A method in the middle of a stage: the training of its second task, where it is a chain; the
     first task's later steps are left out, but for the one that chooses exemplars."""
@@ -119,25 +132,32 @@ class Training:
         for position, step in [(0, step) for step in (first, *herds)] * bool(cls.carries) + [
             (int(bool(cls.carries)), first)
         ]:
+            rates = OptimPlan(
+                TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN)
+            )
             torch.manual_seed(0)
             self.method: Method = cls(copy.deepcopy(backbone), settings, seed=0)
             self.method.scenario, self.method.stream = scenario, TASKS[: position + 1]
-            self.method.keys_of = lambda task: {
-                name: keys_of(task)[i::CLASSES] for i, name in enumerate(task.classes)
-            }
             if state is not None and cls.loads_states(scenario):
                 self.method.load_task(state)
-            memory = self.method.memory(TASKS[position], step, carried)
+            context = StepContext(
+                TASKS[position],
+                rates,
+                step,
+                scenario,
+                TASKS[: position + 1],
+                carried=carried,
+                data=StepData(task_keys=keys_by_class),
+            )
+            memory = remembered_samples(self.method, context)
             tasks = tuple(
                 t
                 for t in self.method.stream
                 if cls.trains_on == "seen" or t == TASKS[position] or memory.get(t.name)
             )
-            self.method.feed_of = lambda split, training, tasks=tasks: Pictures(tasks)  # type: ignore[misc]
-            rates = OptimPlan(
-                TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN)
-            )
-            groups = self.method.begin(TASKS[position], step, carried, rates, tasks)
+            pictures = Pictures(tasks)
+            data = StepData(partial(feed_of, pictures), keys_by_class)
+            groups = self.method.begin(replace(context, training_tasks=tasks, data=data))
             trained = {id(p) for g in groups for p in g["params"]}
             for p in self.method.parameters():
                 p.requires_grad_(id(p) in trained)

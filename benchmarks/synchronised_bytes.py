@@ -26,7 +26,7 @@ from workers import dist, loop, optim, restore
 from workers.data.feed import Feed
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.methods.base import OptimPlan, Progress
+from workers.methods.base import OptimPlan, Progress, StepContext
 
 METHODS_COUNTED: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear"},
@@ -67,13 +67,8 @@ def count(job: StageJob, group: dist.Group) -> list[int]:
     the backbone."""
     assert job.task is not None
     method = METHODS[job.method](restore.load_backbone(job), restore.settings_of(job), job.seed)
-    groups = method.begin(
-        job.task,
-        "train",
-        None,
-        OptimPlan(job.train.lr, 0.0, job.train.batch_size, STEPS),
-        (job.task,),
-    )
+    plan = OptimPlan(job.train.lr, 0.0, job.train.batch_size, STEPS)
+    groups = method.begin(StepContext(job.task, plan, training_tasks=(job.task,)))
     optimizer = optim.build(groups, job.train)
     feed = Feed(job, (job.task,), "train", group, training=True)
     method.train()

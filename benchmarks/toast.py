@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from benchmarks.harness import Report, interleave, start
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, Task
-from workers.methods.base import OptimPlan, Progress
+from workers.methods.base import OptimPlan, Progress, StepContext
 from workers.methods.toast import Toast, ToastSettings
 from workers.model.top_down import select_tokens
 from workers.model.vit import build
@@ -63,7 +63,7 @@ def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
     )
     tasks = [Task(f"task {i}", "card", "", tuple(map(str, range(CLASSES)))) for i in range(TASKS)]
     for task in tasks:
-        method.begin(task, "train", None, OptimPlan(1e-3, 0.0, BATCH, 1.0), (task,))
+        method.begin(StepContext(task, OptimPlan(1e-3, 0.0, BATCH, 1.0), training_tasks=(task,)))
         method.to(dtype)
         for name in ("w1", "w2"):
             torch.nn.init.normal_(method.own[name], std=method.width**-0.5)

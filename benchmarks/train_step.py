@@ -29,7 +29,7 @@ from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.job import StageJob, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress, StepContext
 
 DEMAND = 1.05  # train loop / hand-written loop, CPU time
 SIDE, BATCH, BATCHES = 96, 16, 8
@@ -67,7 +67,7 @@ class Ours:
             job.train.batch_size,
             optim.mean_rate_steps(steps, len(batches), job.train),
         )
-        self.groups = self.method.begin(job.task, "train", None, rates, (job.task,))
+        self.groups = self.method.begin(StepContext(job.task, rates, training_tasks=(job.task,)))
         self.method.train()
         self.positions = positions(len(batches))
 

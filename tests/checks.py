@@ -8,6 +8,9 @@ optimizer could break it, else on one.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -28,6 +31,7 @@ from laboratory import (
     history,
     other_values,
 )
+from step_contexts import step_context
 from torch import Tensor
 
 from workers import evaluate, loop, restore
@@ -36,7 +40,7 @@ from workers.dist import Group
 from workers.errors import UserError
 from workers.evaluate import accuracy
 from workers.methods import METHODS
-from workers.methods.base import Method, OptimPlan
+from workers.methods.base import Method, OptimPlan, StepData
 from workers.model.vit import digest_of
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried
@@ -47,11 +51,19 @@ STATE, CARRIED = "task.safetensors", "carried.safetensors"
 QUICK = {"epochs": 1, "batch_size": 32}
 
 
+class BrokenPromise(AssertionError):
+    """Says which method breaks which promise, where that was seen, and what its author can do."""
+
+
 @dataclass(frozen=True)
 class Promise:
-    """A check, the classes it applies to, and the optimizers that it is shown on."""
+    """A check, the classes it applies to, and the optimizers that it is shown on.
+
+    remedy: what the author of a method that breaks it can do.
+    """
 
     check: Check
+    remedy: str
     applies: Callable[[type[Method]], bool]
     optimizers: tuple[str, ...]
 
@@ -60,18 +72,47 @@ PROMISES: dict[str, Promise] = {}
 
 
 def promise(
+    remedy: str,
     applies: Callable[[type[Method]], bool] = lambda cls: True,
     optimizers: tuple[str, ...] = ("adamw",),
 ) -> Callable[[Check], Check]:
+    """Register a check as a promise; what it raises becomes a `BrokenPromise`."""
+
     def register(check: Check) -> Check:
-        PROMISES[check.__name__.removeprefix("check_")] = Promise(check, applies, optimizers)
-        return check
+        name = check.__name__.removeprefix("check_")
+
+        @functools.wraps(check)
+        def explained(lab: Lab, method: str, optimizer: str) -> None:
+            try:
+                check(lab, method, optimizer)
+            except (AssertionError, pytest.fail.Exception) as error:
+                raise BrokenPromise(broken_promise(name, method, optimizer, error)) from error
+
+        PROMISES[name] = Promise(explained, remedy, applies, optimizers)
+        return explained
 
     return register
 
 
+def broken_promise(name: str, method: str, optimizer: str, error: BaseException) -> str:
+    """Return which promise is broken, the line of the check that saw it, and the remedy."""
+    frames = traceback.extract_tb(error.__traceback__)
+    in_check = [frame for frame in frames if frame.name == f"check_{name}"]
+    line = in_check[-1].lineno if in_check else 0
+    source = inspect.getfile(METHODS[method])
+    return (
+        f"method {method!r} breaks the promise {name!r} under {optimizer}: "
+        f"{PROMISES[name].remedy}. Method: {source}; check: tests/checks.py:{line}. "
+        f"Seen: {error or 'an assertion without a message'}"
+    )
+
+
 # ---- what stays ----------------------------------------------------------------------------------
-@promise(lambda cls: cls.freezes_backbone, tuple(OPTIMIZERS))
+@promise(
+    "train no parameter of the backbone, or declare freezes_backbone = False",
+    lambda cls: cls.freezes_backbone,
+    tuple(OPTIMIZERS),
+)
 def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
@@ -79,7 +120,14 @@ def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> No
         assert digest_of(live.backbone) == live.backbone_digest == run.state(task).backbone_digest
 
 
-@promise(lambda cls: not cls.may_forget, tuple(OPTIMIZERS))
+@promise(
+    (
+        "put locked entries back in after_step (gradients alone do not stop decay and "
+        "momentum), or declare may_forget = True"
+    ),
+    lambda cls: not cls.may_forget,
+    tuple(OPTIMIZERS),
+)
 def check_old_answers_stay(lab: Lab, method: str, optimizer: str) -> None:
     """Bit for bit, with the later task loaded beside the earlier one. The optimizers catch a lock
     that holds gradients back and forgets what weight decay and momentum do."""
@@ -94,14 +142,20 @@ def old_answers_stay(run: Run) -> None:
     )
 
 
-@promise(lambda cls: not cls.may_forget)
+@promise(
+    "gate after the whole backward pass and lock in fp32, or declare may_forget = True",
+    lambda cls: not cls.may_forget,
+)
 def check_old_answers_stay_under_accumulation_and_bf16(
     lab: Lab, method: str, optimizer: str
 ) -> None:
     old_answers_stay(lab.run(method, optimizer, accumulate=2, precision="bf16", epochs=1))
 
 
-@promise(lambda cls: not cls.may_forget)
+@promise(
+    "give the optimizer this task's parameters alone, and never write into a loaded state",
+    lambda cls: not cls.may_forget,
+)
 def check_another_tasks_training_leaves_a_loaded_task_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
@@ -120,7 +174,9 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
     assert all(same(getattr(state, kind), getattr(run.state(FIRST), kind)) for kind in KINDS)
 
 
-@promise()
+@promise(
+    "detach and clone what finish() puts into the state and into what is carried",
+)
 def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
     """What a task hands out shares no storage with the model, nor with what another task handed
     out."""
@@ -142,7 +198,12 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
 
 
 # ---- what is stored ------------------------------------------------------------------------------
-@promise()
+@promise(
+    (
+        "store what is served: make masks hard before finish(), and read everything back in "
+        "load_task and load_carried"
+    ),
+)
 def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str) -> None:
     """Packed and unpacked, a task gives the same logits; so does the method as training left it, up
     to rounding."""
@@ -160,7 +221,13 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
     assert Carried.from_bytes(stored.read(CARRIED)).to_bytes() == stored.read(CARRIED)
 
 
-@promise(lambda cls: cls.trains_on == "task" and not getattr(cls, "uses_class_means", False))
+@promise(
+    (
+        "store nothing that no answer needs, and use in serving_weights or features what "
+        "load_task got"
+    ),
+    lambda cls: cls.trains_on == "task" and not getattr(cls, "uses_class_means", False),
+)
 def check_whatever_is_stored_has_a_part_in_the_answers(
     lab: Lab, method: str, optimizer: str
 ) -> None:
@@ -188,7 +255,9 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
         assert not stored or not torch.equal(answers(changed, images, name), expected), kind
 
 
-@promise()
+@promise(
+    "leave TaskState.sizes as it is, and store tensors in masks, tokens, head or copies",
+)
 def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
@@ -202,7 +271,9 @@ def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optim
             assert recorded == len(data) - header, name
 
 
-@promise()
+@promise(
+    "call super().load_task(state) first",
+)
 def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
     state, other = run.state(FIRST), run.fresh()
@@ -213,7 +284,10 @@ def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimize
 
 
 # ---- how it trains -------------------------------------------------------------------------------
-@promise(lambda cls: cls.starts_as_backbone)
+@promise(
+    ("start masks and modules so that they change nothing, or declare starts_as_backbone = False"),
+    lambda cls: cls.starts_as_backbone,
+)
 def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
     job, images, plain = run.stages(FIRST)[0], run.images(FIRST), run.fresh().backbone.eval()
@@ -227,18 +301,21 @@ def begun(run: Run) -> Method:
     """The method at the first step of the first task, before anything was trained."""
     live, job = run.fresh(), run.stages(FIRST)[0]
     assert job.task is not None
-    live.feed_of = lambda split, training: Feed(job, (job.task,), split, Group(), training)  # type: ignore[arg-type]
-    live.begin(
-        job.task,
-        job.step,
-        None,
-        OptimPlan(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0),
-        (job.task,),
-    )
+    tasks = (job.task,)
+    plan = OptimPlan(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0)
+    data = StepData(lambda split, training: Feed(job, tasks, split, Group(), training))
+    live.begin(step_context(job.task, job.step, None, plan, tasks, data))
     return live
 
 
-@promise(lambda cls: cls.trains_on == "task" and not cls.carries)
+@promise(
+    (
+        "derive random numbers from derive_seed(self.seed, ..., task.name), not from "
+        "positions or from what the process did before; or declare what is carried in "
+        "`carries`"
+    ),
+    lambda cls: cls.trains_on == "task" and not cls.carries,
+)
 def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: str) -> None:
     """A star's task has the same key, and when it is run, the same bytes, wherever it stands in the
     stream."""
@@ -255,7 +332,12 @@ def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: s
     assert stored.read(STATE) == run.trained(SECOND).read(STATE)
 
 
-@promise()
+@promise(
+    (
+        "draw in training from Batch.draw, else from derive_seed(self.seed, ...) or the "
+        "process's torch generator, and change no file of another stage"
+    ),
+)
 def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
@@ -275,7 +357,12 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
         assert [contents(p) for p in parents] == before
 
 
-@promise()
+@promise(
+    (
+        "register what training keeps as a parameter, a buffer or a module (nn.ModuleDict, "
+        "not a dict), so that it is in the checkpoint"
+    ),
+)
 def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     lab: Lab, method: str, optimizer: str
 ) -> None:
@@ -322,7 +409,9 @@ class interrupted_after:
         self.patch.stop()
 
 
-@promise()
+@promise(
+    "read context.data.feed('train') or 'val' alone while training",
+)
 def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
@@ -335,7 +424,13 @@ def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: st
         assert "test" in lab.opened[run.evaluate_job(task).key]
 
 
-@promise(optimizers=("sgd",))
+@promise(
+    (
+        "return a mean over the batch from loss, and count with Batch.counts what is a mean "
+        "over some samples"
+    ),
+    optimizers=("sgd",),
+)
 def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optimizer: str) -> None:
     """On SGD: Adam divides a gradient by its own size, so that the rounding of a vanishing one
     becomes a whole step."""
@@ -353,7 +448,12 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
         )
 
 
-@promise()
+@promise(
+    (
+        "check that begin returns the trained parameters, and that after_backward leaves "
+        "their gradients"
+    ),
+)
 def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
     """Right after its training, each task is answered clearly better than by guessing."""
     run = lab.run(method, optimizer)
@@ -366,7 +466,12 @@ def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
 
 
 # ---- how it answers ------------------------------------------------------------------------------
-@promise()
+@promise(
+    (
+        "draw nothing and keep nothing in logits; make load_task and activate_task reset what "
+        "belongs to another task"
+    ),
+)
 def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, optimizer: str) -> None:
     """They are those of a method that is asked for one task only, as many as the task has classes,
     also where a later task has more."""
@@ -379,14 +484,19 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
         assert torch.equal(found, alone[task])
 
 
-@promise(lambda cls: bool(cls.per_task))
+@promise(
+    ("store the value in the task's state and serve by it, or take the setting out of per_task"),
+    lambda cls: bool(cls.per_task),
+)
 def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
     lab: Lab, method: str, optimizer: str
 ) -> None:
     """A task that was trained under other values is served, by a method that has the common ones,
     as by one that has its own; so is the next task, which was trained under the common ones after
     it. In every scenario that the method serves, and with what it picks."""
-    own, beside = other_values(method), BESIDE.get(method, {})
+    own = other_values(method)
+    beside = BESIDE.get(method, {})
+    no_change: dict[str, Any] = {}
     run = lab.run_of(
         method,
         OPTIMIZERS[optimizer],
@@ -399,7 +509,7 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
         run.prepare(job)
         common, itself = (
             restore.finished_method(replace(job, settings=job.settings | changed), Group())
-            for changed in ({}, own)
+            for changed in (no_change, own)
         )
         for task, scenario in product(range(after + 1), sorted(METHODS[method].scenarios)):
             common.scenario = itself.scenario = scenario
@@ -411,7 +521,9 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
             assert same(picks, others), sorted(own)
 
 
-@promise()
+@promise(
+    "change no tensor, no mode and no random state in logits and features",
+)
 def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer: str) -> None:
     """Every tensor, every module's mode, and the random numbers that come next."""
     run = lab.run(method, optimizer)
@@ -426,7 +538,9 @@ def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-@promise()
+@promise(
+    "change nothing in logits that training reads",
+)
 def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)
     job = next(j for j in run.stages(FIRST) if history(run.artifact(j)))

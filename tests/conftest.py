@@ -10,7 +10,20 @@ import pytest
 
 # Before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-pytest.register_assert_rewrite("tests.recovery")  # so that its assertions say what they saw
+# Helpers whose assertions say what they saw, as those of test files do.
+HELPERS = (
+    "checks",
+    "growing",
+    "hostile",
+    "imprinting",
+    "laboratory",
+    "on_strict_device",
+    "strict_device",
+    "tabletop",
+    "tests.recovery",
+    "two_domains",
+)
+pytest.register_assert_rewrite(*HELPERS)
 
 
 @pytest.fixture(scope="session")

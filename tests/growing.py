@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from laboratory import TASKS, Lab, Run
+from step_contexts import step_context
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
@@ -40,7 +41,7 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
     method.scenario, method.stream = "class", tasks
     for task in tasks[: -1 if step == "train" else None]:
         method.heads.restore(task.name, nn.Linear(32, task.num_classes).state_dict())
-    method.groups = method.begin(tasks[-1], step, None, RATES, tasks)  # type: ignore[assignment]
+    method.groups = method.begin(step_context(tasks[-1], step, None, RATES, tasks))  # type: ignore[assignment]
     trained = {id(p) for group in method.groups for p in group["params"]}  # type: ignore[union-attr]
     for p in method.parameters():
         p.requires_grad_(id(p) in trained)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from growing import RATES, SMALL, batch
+from step_contexts import feed_data, step_context
 
 from workers import loop, optim
 from workers.data.batch import Batch
@@ -29,8 +30,8 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
     method.scenario, method.stream = "class", tasks
     for task in tasks[: -1 if step == "train" else None]:
         method.heads.add(task.name, task.num_classes, 0)
-    method.feed_of = lambda split, training: feed_of_three_batches(*tasks)
-    method.groups = method.begin(tasks[-1], step, None, RATES, tasks)
+    data = feed_data(feed_of_three_batches(*tasks))
+    method.groups = method.begin(step_context(tasks[-1], step, None, RATES, tasks, data))
     trained = {id(p) for group in method.groups for p in group["params"]}
     for p in method.parameters():
         p.requires_grad_(id(p) in trained)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from step_contexts import step_context
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.base import Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress, StepData
 from workers.model.vit import build
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
@@ -81,10 +82,12 @@ def begun(
     carried: Carried | None = None,
     step: str = "train",
     rates: OptimPlan = RATES,
+    data: StepData = StepData(),  # noqa: B008 (frozen)
 ) -> list[dict[str, Any]]:
     """The parameter groups of a task that begins; nothing else has a gradient from then on, as in
     the loop."""
-    groups = [g for g in method.begin(task, step, carried, rates, (task,)) if g["params"]]
+    context = step_context(task, step, carried, rates, (task,), data)
+    groups = [g for g in method.begin(context) if g["params"]]
     trained = {id(p) for g in groups for p in g["params"]}
     for p in method.parameters():
         p.requires_grad_(id(p) in trained)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import PROMISES
+from checks import PROMISES, BrokenPromise
 from laboratory import Lab, answers
 from torch import Tensor
 
 from workers.methods import METHODS
-from workers.methods.base import Method, MethodSettings
+from workers.methods.base import Method, MethodSettings, ParamGroup, StepContext
 from workers.methods.finetune import FineTune, weight_groups
 from workers.methods.linear import Linear
 
@@ -44,8 +44,8 @@ def test_fine_tuning_forgets(lab: Lab, optimizer: str) -> None:
 class Thaws(Linear):
     """Promises a frozen backbone and trains it."""
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-        return super().begin(*arguments) + weight_groups(self.backbone, arguments[3])
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        return super().begin(context) + weight_groups(self.backbone, context.optim)
 
 
 class HoldsGradientsOnly(FineTune):
@@ -54,9 +54,9 @@ class HoldsGradientsOnly(FineTune):
 
     may_forget = False
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-        self.locked = arguments[2] is not None
-        return super().begin(*arguments)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        self.locked = context.carried is not None
+        return super().begin(context)
 
     def after_backward(self) -> None:
         if self.locked:
@@ -69,9 +69,9 @@ class SoftMask(Linear):
 
     starts_as_backbone = False
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+    def begin(self, context: StepContext) -> list[ParamGroup]:
         self.mask = torch.full((self.heads.width,), 0.7)
-        return super().begin(*arguments)
+        return super().begin(context)
 
     def features(self, images: Tensor) -> Tensor:
         return super().features(images) * self.mask.to(torch.float32)
@@ -96,8 +96,8 @@ class StartsElsewhere(Linear):
 class DrawsFromAnywhere(Linear):
     """Draws from a generator that nobody seeds: a stage is never the same twice."""
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-        groups = super().begin(*arguments)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
         with torch.no_grad():
             groups[0]["params"][0].copy_(
                 torch.from_numpy(
@@ -113,8 +113,8 @@ class StartsAsPyTorchDoes(Linear):
     name = "starts-as-pytorch-does"
     starts_as_backbone = False
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-        groups = super().begin(*arguments)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
         self.adapter = torch.nn.Linear(self.heads.width, self.heads.width)
         return [*groups, {"name": "adapter", "params": [*self.adapter.parameters()]}]
 
@@ -142,17 +142,17 @@ class CountsTasks(Linear):
 
     seen = 0
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+    def begin(self, context: StepContext) -> list[ParamGroup]:
         type(self).seen += 1
         self.seed = self.seen
-        return super().begin(*arguments)
+        return super().begin(context)
 
 
 class TrainsOldHeads(Linear):
     """Its optimizer gets the heads of all tasks that are loaded."""
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-        groups = super().begin(*arguments)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
         groups[0]["params"] = [layer.weight for layer in self.heads.layers]
         return groups
 
@@ -160,9 +160,9 @@ class TrainsOldHeads(Linear):
 class Peeks(Linear):
     """Looks at the test split before it trains."""
 
-    def begin(self, *arguments: Any) -> list[dict[str, Any]]:
-        self.feed_of("test", False)
-        return super().begin(*arguments)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        context.data.feed("test")
+        return super().begin(context)
 
 
 class SumsInsteadOfMeans(Linear):
@@ -293,8 +293,12 @@ def test_a_method_that_breaks_a_promise_is_found_out(
 
     monkeypatch.setitem(METHODS, Named.name, Named)
     assert PROMISES[promise].applies(Named)
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
+    with pytest.raises(BrokenPromise) as error:
         PROMISES[promise].check(lab, Named.name, PROMISES[promise].optimizers[0])
+    sentence = str(error.value)
+    assert sentence.startswith(f"method {Named.name!r} breaks the promise {promise!r}")
+    assert PROMISES[promise].remedy in sentence
+    assert "tests/checks.py" in sentence, "where the promise is checked"
 
 
 def test_every_promise_is_seen_to_fail() -> None:

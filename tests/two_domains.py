@@ -7,6 +7,7 @@ from typing import Any
 
 import tabletop
 import torch
+from step_contexts import feed_data
 from torch import Tensor
 
 from workers.data.batch import Batch
@@ -70,9 +71,9 @@ def begun(
 ) -> list[dict[str, Any]]:
     """Begin a task with a method, and return its parameter groups."""
     torch.manual_seed(2)
-    method.feed_of = lambda split, training: feed or Stream(task, steps)
     rates = OptimPlan(1e-2, 0.05, SIZE, steps / 2)
-    groups: list[dict[str, Any]] = tabletop.begun(method, task, carried, rates=rates)
+    data = feed_data(feed or Stream(task, steps))
+    groups: list[dict[str, Any]] = tabletop.begun(method, task, carried, rates=rates, data=data)
     return groups
 
 

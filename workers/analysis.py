@@ -18,6 +18,8 @@ from workers.dist import Group
 from workers.evaluate import answers, first_column
 from workers.job import BackboneSettings, StageJob, Task
 from workers.methods.base import Method
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.protocols import InfersTask
 from workers.model.attention import ClassAttention, record_attention, record_class_attention
 from workers.model.top_down import TopDown, selection
 
@@ -138,6 +140,7 @@ def _names(method: Method, job: StageJob, task: Task) -> list[str]:
     """Of the classes that `answers` chooses among."""
     if method.scenario != "class":
         return list(task.classes)
+    assert isinstance(method, ClassIncremental)
     classes = {known.name: known.classes for known in job.tasks}
     return [name for known in method.class_slices() for name in classes[known]]
 
@@ -152,16 +155,15 @@ def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
 
 
 def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
-    """Logits among the classes of `task`; a method that finds out the task itself answers as if it
-    had found this one."""
-    place = next(
-        (place for place, tasks in enumerate(method.candidates().values()) if task in tasks), None
-    )
-    return (
-        method.logits(images, task)
-        if place is None
-        else method.answer(images, torch.full((len(images),), place), task)
-    )
+    """Return logits among the classes of `task`.
+
+    A method that infers the task answers as if it had inferred this one.
+    """
+    if isinstance(method, InfersTask):
+        for choice, tasks in enumerate(method.candidates().values()):
+            if task in tasks:
+                return method.answer(images, torch.full((len(images),), choice), task)
+    return method.logits(images, task)
 
 
 def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:

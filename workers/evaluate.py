@@ -17,6 +17,8 @@ from workers.data.feed import Feed
 from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.protocols import InfersTask, candidates_of
 from workers.restore import finished_method
 
 EVALUATE_REVISION = 1  # raise it when measuring gives other numbers
@@ -53,7 +55,13 @@ def answers(method: Method, images: Tensor, task: str) -> Tensor:
 
 def first_column(method: Method, task: str) -> int:
     """Where the classes of `task` begin among those logits."""
-    return method.class_slices()[task].start if method.scenario == "class" else 0
+    return task_slice(method, task).start if method.scenario == "class" else 0
+
+
+def task_slice(method: Method, task: str) -> slice:
+    """Return the positions of the classes of `task` in the output space of scenario `class`."""
+    assert isinstance(method, ClassIncremental)
+    return method.class_slices()[task]
 
 
 def evaluate_task(
@@ -109,7 +117,7 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
     """Logits as the scenario asks for them; of a method that finds out by itself what an image
     belongs to also `place` (b,) among its candidates and `confidence` (b,), and in scenario `class`
     what it answers when it is `told` (b,)."""
-    if not method.candidates():
+    if not isinstance(method, InfersTask) or not method.candidates():
         return answers(method, images, task), {}
     place, confidence = method.infer(images)
     picks = {"place": place, "confidence": confidence}
@@ -143,7 +151,7 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
         "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest(),
     }
     if method.scenario == "class":
-        own = method.class_slices()[task.name]
+        own = task_slice(method, task.name)
         row["correct_task_aware"] = int(
             (picks.get("told", logits[:, own].argmax(1)) == labels).sum()
         )
@@ -169,8 +177,10 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
         }
     )
     if picks:
-        row["picks"] = picks_of(method.candidates(), task.name, picks["place"], picks["confidence"])
-        names = [*method.candidates()]
+        row["picks"] = picks_of(
+            candidates_of(method), task.name, picks["place"], picks["confidence"]
+        )
+        names = [*candidates_of(method)]
         table = table.append_column(
             "picked", pa.array([names[place] for place in picks["place"].tolist()])
         )

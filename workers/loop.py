@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +25,8 @@ from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.methods.base import Method, OptimPlan, Progress
+from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
+from workers.methods.protocols import PrecomputesFeatures, RemembersSamples, UsesSharpness
 from workers.model import noise, vit
 from workers.restore import load_carried, load_states, new_method, settings_of
 from workers.rng import derive_seed
@@ -42,23 +44,29 @@ AGREE_STEPS = 8  # steps between two moments at which several ranks ask whether 
 
 
 def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
-    """Runs one stage and returns its manifest. A stage whose result stands already is not run
-    again."""
-    if found := standing(job, group):
-        return found
-    with stage_lock(job.root, job.key, group):  # another run may compute it, or have done so by now
-        return standing(job, group) or _run_stage(job, group, report)
+    """Run one stage and return its manifest; return the stored one if the result exists."""
+    manifest = stored_manifest(job, group)
+    if manifest is not None:
+        return manifest
+    with stage_lock(job.root, job.key, group):
+        # another run may have computed it while this one waited
+        return stored_manifest(job, group) or _run_stage(job, group, report)
 
 
-def standing(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
-    """The manifest of a result that is there already, marked as such."""
-    found = Artifact.open(job.root, job.key) if group.rank == 0 else None
-    return group.share({**found.manifest, "reused": True} if found else None)
+def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
+    """Return the manifest of a result that exists, marked as `reused`."""
+    manifest = None
+    if group.rank == 0:
+        artifact = Artifact.open(job.root, job.key)
+        if artifact is not None:
+            manifest = {**artifact.manifest, "reused": True}
+    return group.share(manifest)
 
 
 def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
-    run = {"backbone": train_backbone, "evaluate": evaluate_task}.get(job.step, train_task)
+    runners = {"backbone": train_backbone, "evaluate": evaluate_task}
+    run = runners.get(job.step, train_task)
     with cached_artifacts(job.root, job.parents) as made_of:
         files, manifest = run(job, group, report)
     manifest |= {
@@ -77,19 +85,26 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
         },
     }
     if group.rank == 0:
-        attempt = Attempt(job.root, job.key)
-        for name, data in files.items():
-            attempt.write(name, data)
-        is_first = attempt.commit(manifest)
-        checkpoint.drop(job.root, job.key)
-        own_content = content_digest({**manifest, "files": attempt.files})
-        manifest = Artifact.need(job.root, job.key).manifest  # of two attempts, the one that stands
-        if not is_first and content_digest(manifest) != own_content:
-            manifest = {
-                **manifest,
-                "note": "another process was faster and got another content, which stands",
-            }
+        return publish(job, files, manifest)
     return manifest
+
+
+def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) -> dict[str, Any]:
+    """Write a result to the store and return the manifest that stands there.
+
+    Where another process was faster, its result stands.
+    """
+    attempt = Attempt(job.root, job.key)
+    for name, data in files.items():
+        attempt.write(name, data)
+    is_first = attempt.commit(manifest)
+    checkpoint.drop(job.root, job.key)
+    computed = content_digest({**manifest, "files": attempt.files})
+    stored = Artifact.need(job.root, job.key).manifest
+    if not is_first and content_digest(stored) != computed:
+        note = "another process was faster and got another content, which stands"
+        return {**stored, "note": note}
+    return stored
 
 
 def train_task(
@@ -153,64 +168,94 @@ def train_backbone(
 def fit(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
 ) -> list[dict[str, Any]]:
-    """Epochs over the task's training data, resumed from the stage's checkpoint if there is one; a
-    row per epoch."""
+    """Train a step of a task, resumed from its checkpoint if there is one; return a row per epoch.
+
+    A step that does not train (`Step.trains`) only begins; if it is `measured`, its one row has the
+    validation counts.
+    """
     assert job.task is not None
-    own = job.tasks if method.trains_on == "seen" else (job.task,)
-    method.keys_of = lambda task: keys_of(job.root, task, job.data.val_fraction)
-    memory = {
-        name: keys for name, keys in method.memory(job.task, job.step, carried).items() if keys
-    }
-    assert not memory or "seen" in (method.reads, method.trains_on), (
-        f"{method.name} has a memory, so it must say reads = 'seen'"
-    )
-    tasks = tuple(t for t in job.tasks if t in own or t.name in memory)
-    step = next((s for s in method.steps if s.name == job.step), None)
+    step = next((step for step in method.steps if step.name == job.step), None)
     epochs = job.train.epochs if step is None or step.trains else 0
-
-    def feed_of(split: str, training: bool) -> Feed:
-        return (
-            Feed(job, tasks, split, group, training, memory)
-            if split == "train"
-            else Feed(job, own, split, group, training)
-        )
-
-    method.feed_of, method.holds_out = feed_of, bool(job.data.val_fraction)
-    feed = feed_of("train", True) if epochs else None
-    per_epoch = feed.steps_per_epoch if feed else 0
-    total = epochs * per_epoch
     method.to(group.device)
-    carried = carried and carried.to(group.device)
-    rates = OptimPlan(
-        job.train.lr,
-        job.train.weight_decay,
-        job.train.batch_size,
-        optim.mean_rate_steps(total, per_epoch, job.train),
-    )
-    groups = method.begin(job.task, job.step, carried, rates, tasks)
+    context, feed = step_context(job, method, carried, group, epochs)
+    groups = method.begin(context)
     method.to(group.device)
-    val = feed_of("val", False) if job.data.val_fraction else None
+    val = context.data.feed("val") if context.data.has_validation else None
     if feed is None:
-        return (
-            [{"epoch": 0, **method.metrics(), **validated(method, val, group)}]
-            if step is not None and step.measured
-            else []
-        )
-    trained = {id(p) for g in groups for p in g["params"]}
+        if step is None or not step.measured:
+            return []
+        return [{"epoch": 0, **method.metrics(), **validated(method, val, group)}]
+    trained = {id(p) for param_group in groups for p in param_group["params"]}
     for p in method.parameters():
         p.requires_grad_(id(p) in trained)
     if job.train.compile:
         vit.compile_blocks(method.backbone)
     optimizer = optim.build(groups, job.train)
     method.train()
-    with precision_of(job, group):
-        method.precompute(feed)
-    if val is not None:
-        method.precompute(val)
-    return _epochs(job, method, optimizer, feed, val, epochs, group, report)
+    if isinstance(method, PrecomputesFeatures):
+        with precision_of(job, group):
+            method.precompute(feed)
+        if val is not None:
+            method.precompute(val)
+    return train_epochs(job, method, optimizer, feed, val, epochs, group, report)
 
 
-def _epochs(
+def step_context(
+    job: StageJob, method: Method, carried: Carried | None, group: dist.Group, epochs: int
+) -> tuple[StepContext, Feed | None]:
+    """Return what the step starts from, and the feed of its epochs; None where it has none."""
+    assert job.task is not None
+    own_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
+    train = job.train
+    context = StepContext(
+        job.task,
+        OptimPlan(train.lr, train.weight_decay, train.batch_size, 0.0),
+        job.step,
+        job.scenario,
+        job.tasks,
+        own_tasks,
+        carried,
+        StepData(
+            lambda split, training: Feed(job, own_tasks, split, group, training),
+            lambda task: keys_of(job.root, task, job.data.val_fraction),
+            bool(job.data.val_fraction),
+        ),
+    )
+    exemplars = remembered_samples(method, context)
+    tasks = tuple(task for task in job.tasks if task in own_tasks or task.name in exemplars)
+
+    def make_feed(split: str, training: bool) -> Feed:
+        if split == "train":
+            return Feed(job, tasks, split, group, training, exemplars)
+        return Feed(job, own_tasks, split, group, training)
+
+    feed = make_feed("train", True) if epochs else None
+    steps_per_epoch = feed.steps_per_epoch if feed else 0
+    rate_steps = optim.mean_rate_steps(epochs * steps_per_epoch, steps_per_epoch, train)
+    context = replace(
+        context,
+        training_tasks=tasks,
+        carried=carried and carried.to(group.device),
+        optim=replace(context.optim, mean_rate_steps=rate_steps),
+        data=replace(context.data, make_feed=make_feed),
+    )
+    return context, feed
+
+
+def remembered_samples(method: Method, context: StepContext) -> dict[str, list[str]]:
+    """Return task -> keys of the earlier samples that the step trains on, without empty lists."""
+    if not isinstance(method, RemembersSamples):
+        return {}
+    memory = method.memory(context)
+    exemplars = {name: keys for name, keys in memory.items() if keys}
+    assert not exemplars or "seen" in (method.reads, method.trains_on), (
+        f"method {method.name!r} trains on samples of earlier tasks, but declares reads = "
+        f"{method.reads!r}: the stage would not wait for their data; set reads = 'seen'"
+    )
+    return exemplars
+
+
+def train_epochs(
     job: StageJob,
     method: Method,
     optimizer: torch.optim.Optimizer,
@@ -220,84 +265,52 @@ def _epochs(
     group: dist.Group,
     report: Report,
 ) -> list[dict[str, Any]]:
-    # one rank looks, so that none starts elsewhere
-    found = checkpoint.load(job.root, job.key) if group.rank == 0 else None
-    mark = group.share(found) or Checkpoint(0, 0, [], {}, {})
-    best = mark.restore(method, optimizer) if mark.tensors else {}
-    history, saved = list(mark.history), time.monotonic()
-    meter = ProgressMeter(
-        job, epochs, feed.steps_per_epoch, report if group.rank == 0 else (lambda event: None)
-    )
-    for epoch in range(mark.epoch, epochs):
-        resumed = epoch == mark.epoch and mark.tensors
-        sums = LossMeter(mark.sums if resumed else {}, group)
-        first = mark.step if resumed else 0
+    """Run all epochs that the stage's checkpoint does not have yet; return a row per epoch."""
+    # one rank reads it, so that no rank starts somewhere else
+    stored = checkpoint.load(job.root, job.key) if group.rank == 0 else None
+    start = group.share(stored) or Checkpoint(0, 0, [], {}, {})
+    best = BestEpoch(start.best, start.restore(method, optimizer) if start.tensors else {})
+    checkpoints = Checkpoints(job, method, optimizer, best, group)
+    meter = ProgressMeter(job, epochs, report if group.rank == 0 else None)
+    history = list(start.history)
+    steps = feed.steps_per_epoch
+    for epoch in range(start.epoch, epochs):
+        is_resumed = epoch == start.epoch and bool(start.tensors)
+        first_step = start.step if is_resumed else 0
+        losses = LossMeter(start.sums if is_resumed else {}, group)
         method.train()
-        for step, batches in enumerate(feed.epoch(epoch, first), first):
-            progress = Progress(epoch, step, epochs, feed.steps_per_epoch)
+        for step, batches in enumerate(feed.epoch(epoch, first_step), first_step):
+            progress = Progress(epoch, step, epochs, steps)
             torch.manual_seed(derive_seed(job.seed, "step", epoch, step, group.rank))
-            sums.add(
-                train_step(method, optimizer, batches, progress, job, group), batches[0].draw.size
-            )
-            meter.tick(progress, batches[0].draw.size, sums)
-            if step + 1 < feed.steps_per_epoch and is_due(
-                saved + (job.checkpoint_s or math.inf), step, group
-            ):
-                so_far = sums.total()
-                if group.rank == 0:
-                    checkpoint.save(
-                        job.root,
-                        job.key,
-                        method,
-                        optimizer,
-                        best,
-                        Checkpoint(epoch, step + 1, history, so_far, mark.best),
-                    )
-                saved = time.monotonic()
-                exit_if_preempted(job, group)
+            terms = train_step(method, optimizer, batches, progress, job, group)
+            images = batches[0].draw.size  # of the global batch
+            losses.add(terms, images)
+            meter.add_step(progress, images, losses)
+            if step + 1 < steps and checkpoints.is_due(step):
+                checkpoints.save(epoch, step + 1, history, losses.total())
         row = {
             "epoch": epoch,
             "lr": optimizer.param_groups[0]["lr"],
-            **sums.means(job.id),
+            **losses.means(job.id),
             **method.metrics(),
+            **validated(method, val, group),
         }
-        row |= validated(method, val, group)
-        if job.train.keep == "best" and row.get("val_correct", -1) > mark.best.get(
-            "val_correct", -1
-        ):
-            mark.best = {"epoch": epoch, "val_correct": row["val_correct"]}
-            best = {n: t.detach().clone() for n, t in checkpoint.trained_state(method).items()}
+        if job.train.keep == "best":
+            best.update(method, row)
         history.append(row)
-        meter.epoch(row)
-        if epoch + 1 < epochs and is_due(
-            saved + (job.checkpoint_s or math.inf), AGREE_STEPS - 1, group
-        ):
-            if group.rank == 0:
-                checkpoint.save(
-                    job.root,
-                    job.key,
-                    method,
-                    optimizer,
-                    best,
-                    Checkpoint(epoch + 1, 0, history, {}, mark.best),
-                )
-            saved = time.monotonic()
-            exit_if_preempted(job, group)
-    if best:
-        live = checkpoint.trained_state(method)
-        with torch.no_grad():
-            for name, tensor in best.items():
-                live[name].copy_(tensor)
+        meter.add_epoch(row)
+        if epoch + 1 < epochs and checkpoints.is_due():
+            checkpoints.save(epoch + 1, 0, history, {})
+    best.restore(method)
     return history
 
 
 def validated(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
-    """Counts on the held-out part of train; empty where nothing is held out."""
-    return (
-        {}
-        if val is None
-        else dict(zip(("val_correct", "val_total"), accuracy(method, val, group), strict=True))
-    )
+    """Return the counts on the held-out part of train; empty where nothing is held out."""
+    if val is None:
+        return {}
+    correct, total = accuracy(method, val, group)
+    return {"val_correct": correct, "val_total": total}
 
 
 def train_step(
@@ -308,18 +321,19 @@ def train_step(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """One optimizer step over the global batch: forward and backward on this rank's micro-batches,
-    gradients summed over ranks, gate, clip, step, restore. Returns the loss and its terms, each
-    this rank's share of the global mean."""
-    optim.set_rate(
-        optimizer,
-        optim.factor(progress.global_step, progress.total, progress.steps_per_epoch, job.train),
-    )
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    terms = gradients(method, optimizer, batches, progress, job, group)
-    if method.sharpness():
-        with optim.ascend(parameters, method.sharpness()):
-            gradients(method, optimizer, batches, progress, job, group)
+    """Take one optimizer step over the global batch; `batches` are this rank's micro-batches.
+
+    Set the rate, compute gradients, gate, clip, step, restore. Return the loss and its terms, each
+    this rank's share of the mean over the global batch.
+    """
+    rate = optim.factor(progress.global_step, progress.total, progress.steps_per_epoch, job.train)
+    optim.set_rate(optimizer, rate)
+    parameters = parameters_of(optimizer)
+    terms = compute_gradients(method, optimizer, batches, progress, job, group)
+    rho = method.sharpness() if isinstance(method, UsesSharpness) else 0.0
+    if rho:
+        with optim.ascend(parameters, rho):
+            compute_gradients(method, optimizer, batches, progress, job, group)
     method.after_backward()
     if job.train.clip:
         torch.nn.utils.clip_grad_norm_(parameters, job.train.clip)
@@ -328,7 +342,7 @@ def train_step(
     return terms
 
 
-def gradients(
+def compute_gradients(
     method: Method,
     optimizer: torch.optim.Optimizer,
     batches: list[Batch],
@@ -336,8 +350,7 @@ def gradients(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Those of the global batch where the parameters stand, on every rank; returns the loss and its
-    terms."""
+    """Set the gradients of the global batch, summed over ranks; return the loss and its terms."""
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
     for batch in batches:
@@ -347,102 +360,174 @@ def gradients(
         (loss * batch.weight).backward()
         for name, value in {"loss": loss.detach(), **parts}.items():
             terms[name] = terms.get(name, 0.0) + value * batch.weight
-    group.sum_gradients([p for g in optimizer.param_groups for p in g["params"]])
+    group.sum_gradients(parameters_of(optimizer))
     return terms
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that the optimizer trains, in order."""
+    return [p for param_group in optimizer.param_groups for p in param_group["params"]]
+
+
 def precision_of(job: StageJob, group: dist.Group) -> contextlib.AbstractContextManager[Any]:
-    """The precision that losses are computed in."""
-    return (
-        torch.autocast(group.device.type, torch.bfloat16)
-        if job.train.precision == "bf16"
-        else contextlib.nullcontext()
-    )
+    """Return the autocast context that losses are computed in."""
+    if job.train.precision == "bf16":
+        return torch.autocast(group.device.type, torch.bfloat16)
+    return contextlib.nullcontext()
 
 
-def is_due(when: float, step: int, group: dist.Group) -> bool:
-    """Whether rank 0's clock has passed `when`, or it was told to leave; all ranks hear the same,
-    and several ask each other only now and then."""
-    if group.world > 1 and (step + 1) % AGREE_STEPS:
-        return False
-    return bool(group.share(time.monotonic() > when or preemption.requested.is_set()))
+class BestEpoch:
+    """The trained tensors of the epoch with the most correct validation images (`keep: best`).
+
+    record: `epoch` and `val_correct` of that epoch, as checkpoints store them; empty before the
+        first update.
+    """
+
+    def __init__(self, record: dict[str, Any], tensors: dict[str, torch.Tensor]):
+        self.record = record
+        self.tensors = tensors
+
+    def update(self, method: Method, row: dict[str, Any]) -> None:
+        """Remember this epoch if it is better than all before."""
+        val_correct = row.get("val_correct", -1)
+        if val_correct <= self.record.get("val_correct", -1):
+            return
+        self.record = {"epoch": row["epoch"], "val_correct": val_correct}
+        live = checkpoint.trained_state(method)
+        self.tensors = {name: tensor.detach().clone() for name, tensor in live.items()}
+
+    @torch.no_grad()
+    def restore(self, method: Method) -> None:
+        """Put the best epoch's tensors back, if one was remembered."""
+        if not self.tensors:
+            return
+        live = checkpoint.trained_state(method)
+        for name, tensor in self.tensors.items():
+            live[name].copy_(tensor)
 
 
-def exit_if_preempted(job: StageJob, group: dist.Group) -> None:
-    """Right after a checkpoint. Raises Leaving, on all ranks, where rank 0 was told to go."""
-    if group.share(preemption.requested.is_set()):
-        raise preemption.Preempted(f"{job.id} is saved")
+class Checkpoints:
+    """Saves a stage's checkpoint every `checkpoint_s` seconds, and when it is preempted."""
+
+    def __init__(
+        self,
+        job: StageJob,
+        method: Method,
+        optimizer: torch.optim.Optimizer,
+        best: BestEpoch,
+        group: dist.Group,
+    ):
+        self.job = job
+        self.method = method
+        self.optimizer = optimizer
+        self.best = best
+        self.group = group
+        self.period_s = job.checkpoint_s or math.inf
+        self.saved_at = time.monotonic()
+
+    def is_due(self, step: int | None = None) -> bool:
+        """Return whether to save now: rank 0's clock or its preemption notice decides for all.
+
+        After a `step` inside an epoch several ranks ask each other only every `AGREE_STEPS` steps.
+        """
+        if step is not None and self.group.world > 1 and (step + 1) % AGREE_STEPS:
+            return False
+        is_late = time.monotonic() > self.saved_at + self.period_s
+        return bool(self.group.share(is_late or preemption.requested.is_set()))
+
+    def save(
+        self, epoch: int, step: int, history: list[dict[str, Any]], sums: dict[str, float]
+    ) -> None:
+        """Save where training goes on. Raise `Preempted` on all ranks if rank 0 has a notice."""
+        job = self.job
+        if self.group.rank == 0:
+            mark = Checkpoint(epoch, step, history, sums, self.best.record)
+            checkpoint.save(job.root, job.key, self.method, self.optimizer, self.best.tensors, mark)
+        self.saved_at = time.monotonic()
+        if self.group.share(preemption.requested.is_set()):
+            raise preemption.Preempted(f"{job.id} is saved")
 
 
 class LossMeter:
-    """This rank's running sums of loss terms over an epoch, on the device so that no step waits for
-    them; `images` counts those of all ranks. start: the totals of a checkpoint, which rank 0 goes
-    on from."""
+    """This rank's sums of loss terms over an epoch, kept on the device so that no step waits.
+
+    start: the totals of a checkpoint, which rank 0 continues. `images` counts those of all ranks.
+    """
 
     def __init__(self, start: dict[str, float], group: dist.Group):
-        mine = start if group.rank == 0 else {}
-        self.values = {
-            name: torch.tensor(v, dtype=torch.float64, device=group.device)
-            for name, v in mine.items()
-            if name != "images"
-        }
-        self.group, self.images = group, int(start.get("images", 0))
+        self.group = group
+        self.images = int(start.get("images", 0))
+        self.values: dict[str, torch.Tensor] = {}
         self.started = time.perf_counter()
+        if group.rank == 0:
+            for name, value in start.items():
+                if name != "images":
+                    self.values[name] = torch.tensor(
+                        value, dtype=torch.float64, device=group.device
+                    )
 
     def add(self, terms: dict[str, torch.Tensor], images: int) -> None:
+        """Add the terms of a step, whose global batch has so many images."""
         for name, value in terms.items():
             self.values[name] = self.values.get(name, 0.0) + value.double() * images
         self.images += images
 
     def total(self) -> dict[str, float]:
-        """Sums over all ranks."""
-        return {
-            "images": self.images,
-            **{name: float(self.group.sum(v.clone())) for name, v in self.values.items()},
-        }
+        """Return the sums over all ranks, and the number of images."""
+        sums = {name: float(self.group.sum(value.clone())) for name, value in self.values.items()}
+        return {"images": self.images, **sums}
 
     def means(self, where: str) -> dict[str, float]:
-        """Epoch means over the global batch. Raises UserError where the loss is not a finite
-        number."""
-        means = {
-            name: value / self.images for name, value in self.total().items() if name != "images"
-        }
+        """Return means over the epoch's images. Raise `UserError` when the loss is not finite."""
+        total = self.total()
+        del total["images"]
+        means = {name: value / self.images for name, value in total.items()}
         check_finite(means["loss"], where)
-        return {
-            **means,
-            "images": self.images,
-            "seconds": round(time.perf_counter() - self.started, 3),
-        }
+        seconds = round(time.perf_counter() - self.started, 3)
+        return {**means, "images": self.images, "seconds": seconds}
 
 
 def check_finite(loss: float, where: str) -> None:
+    """Raise `UserError` when a loss is NaN or infinite."""
     if not math.isfinite(loss):
         raise UserError(
             f"stage {where}: the loss became {loss}; training cannot go on from there, lower "
-            "train.lr, "
-            "set train.clip=1, or use train.precision=fp32"
+            "train.lr, set train.clip=1, or use train.precision=fp32"
         )
 
 
 class ProgressMeter:
-    """Tells what a stage is doing: epoch, loss, accuracy, images per second, seconds left."""
+    """Reports at most once per `REPORT_S` where a stage is, how fast, and how long it will take.
 
-    def __init__(self, job: StageJob, epochs: int, per_epoch: int, report: Report):
-        self.job, self.epochs, self.per_epoch, self.report = job, epochs, per_epoch, report
-        self.started = self.said = time.monotonic()
-        self.images = self.steps = 0
+    report: None on ranks that report nothing.
+    """
+
+    def __init__(self, job: StageJob, epochs: int, report: Report | None):
+        self.job = job
+        self.epochs = epochs
+        self.report = report
+        self.started = time.monotonic()
+        self.reported = self.started
+        self.images = 0
+        self.steps = 0
         self.accuracy: float | None = None
 
-    def tick(self, progress: Progress, images: int, sums: LossMeter) -> None:
-        self.images, self.steps = self.images + images, self.steps + 1
+    def add_step(self, progress: Progress, images: int, losses: LossMeter) -> None:
+        """Count a step, whose global batch has so many images."""
+        self.images += images
+        self.steps += 1
         now = time.monotonic()
-        if now - self.said < REPORT_S:
+        if now - self.reported < REPORT_S:
             return
-        self.said, spent = now, now - self.started
-        # of several ranks, what this one's share tells
-        loss = float(sums.values["loss"]) / sums.images * sums.group.world
-        if sums.group.world == 1:
+        self.reported = now
+        spent_s = now - self.started
+        steps_left = progress.total - progress.global_step - 1
+        # of several ranks this is an estimate from the own share
+        loss = float(losses.values["loss"]) / losses.images * losses.group.world
+        if losses.group.world == 1:
             check_finite(loss, self.job.id)
+        if self.report is None:
+            return
         self.report(
             {
                 "stage": self.job.id,
@@ -450,29 +535,30 @@ class ProgressMeter:
                 "epochs": self.epochs,
                 "loss": loss,
                 "accuracy": self.accuracy,
-                "images_per_s": self.images / spent,
-                "left_s": (progress.total - progress.global_step - 1) * spent / self.steps,
+                "images_per_s": self.images / spent_s,
+                "left_s": steps_left * spent_s / self.steps,
             }
         )
 
-    def epoch(self, row: dict[str, Any]) -> None:
+    def add_epoch(self, row: dict[str, Any]) -> None:
+        """Remember the validation accuracy of an epoch."""
         if row.get("val_total"):
             self.accuracy = row["val_correct"] / row["val_total"]
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
-    """A table with the columns of all rows; a row that lacks one has null there."""
-    columns = dict.fromkeys(name for row in rows for name in row)
+    """Return a Parquet table with the columns of all rows, null where a row lacks one."""
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    complete = [{name: row.get(name) for name in columns} for row in rows]
     buffer = io.BytesIO()
-    pq.write_table(
-        pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), buffer
-    )
+    pq.write_table(pa.Table.from_pylist(complete), buffer)
     return buffer.getvalue()
 
 
 def device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
-    )
+    """Return the name of the GPU, or the architecture and number of cores of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"

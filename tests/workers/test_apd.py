@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tabletop
 import torch
+from step_contexts import step_context
 from tabletop import PROGRESS, images, rates, serving
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,7 +68,7 @@ def begun(
     )
     for state in states:
         method.load_task(state)
-    method.begin(TASKS[tasks - 1], "train", carried, RATES, (TASKS[tasks - 1],))
+    method.begin(step_context(TASKS[tasks - 1], "train", carried, RATES, (TASKS[tasks - 1],)))
     return method.train()
 
 
@@ -198,7 +199,7 @@ def test_sigma_decays_at_the_first_task_only(first: Any) -> None:
     decays = [
         {
             g["name"]: g.get("weight_decay", "configured")
-            for g in m.begin(t, "train", c, RATES, (t,))
+            for g in m.begin(step_context(t, "train", c, RATES, (t,)))
         }
         for m, t, c in ((apd(), TASKS[0], None), (method, TASKS[1], first[1]))
     ]
@@ -494,7 +495,7 @@ def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries(
     torch.manual_seed(0)
     width, depth = 192, 12
     method = Apd(build(BackboneSettings()), ApdSettings(), seed=1)
-    method.begin(TASKS[0], "train", None, RATES, TASKS[:1])
+    method.begin(step_context(TASKS[0], "train", None, RATES, TASKS[:1]))
     expected = 0
     for tau, share in zip(
         method.own_tau.values(), itertools.cycle((0.5, 0.2, 0.02, 0.0)), strict=False

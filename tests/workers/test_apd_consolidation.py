@@ -9,6 +9,7 @@ import pytest
 import torch
 from checks import PROMISES
 from laboratory import SETTINGS
+from step_contexts import step_context
 from test_apd import (
     RATES,
     SITE,
@@ -230,7 +231,7 @@ def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only
     state, carried = method.finish()
     assert size_of(carried, "own/") == sum(state.sizes().values())
     last.load_task(first[0][0])
-    assert last.begin(TASKS[1], "consolidate", carried, RATES, (TASKS[1],)) == []
+    assert last.begin(step_context(TASKS[1], "consolidate", carried, RATES, (TASKS[1],))) == []
     again, after = last.finish()
     assert again.to_bytes() == state.to_bytes()
     assert size_of(after, "own/") == 0

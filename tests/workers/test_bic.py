@@ -324,7 +324,7 @@ def test_the_bias_is_fitted_on_the_outputs_of_what_was_held_out(lab: Lab) -> Non
     job = run.stages(1)[1]
     live: Any = lab.live[job.key]
     images, labels = [], []
-    for b in live.feed_of("train", False).evaluate():
+    for b in live.context.data.feed("train").evaluate():
         images.append(b.images)
         labels.append(b.labels + torch.tensor([0, 2])[b.tasks])
     features = live.eval().features(torch.cat(images))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_contexts import step_context
 from tabletop import (
     BASE,
     ONE,
@@ -232,7 +233,9 @@ def test_embeddings_can_cross_zero_within_the_schedule() -> None:
     """However many steps there are, and N(0, 1) starts nearly all of them within reach."""
     for steps in (12.0, 3000.0):
         method = ctr()
-        groups = method.begin(ONE, "train", None, OptimPlan(1e-3, 0.05, 32, steps), (ONE,))
+        groups = method.begin(
+            step_context(ONE, "train", None, OptimPlan(1e-3, 0.05, 32, steps), (ONE,))
+        )
         rate = next(g["lr"] for g in groups if g["name"] == "masks")
         assert rate * steps == pytest.approx(4)
         assert float((method.mask.embedding.abs() < rate * steps).float().mean()) > 0.999
@@ -251,7 +254,7 @@ def test_the_stored_size_is_the_formula() -> None:
     """(A + d) 2 L bits: 768 bytes for a ViT-Ti with 64 units."""
     torch.manual_seed(0)
     method = CtrTsm(build(BackboneSettings()), CtrSettings(), seed=1)
-    method.begin(TWO, "train", None, RATES, (TWO,))
+    method.begin(step_context(TWO, "train", None, RATES, (TWO,)))
     sizes = method.finish()[0].sizes()
     assert sizes == {
         "masks": (64 + 192) * 2 * 12 // 8,

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from step_contexts import step_context
 from tabletop import ONE, THREE, TWO, answers, batch, images, vit
 from test_ctr import RATES, STEPS, ctr, served, started, stepped, stream
 from torch import Tensor
@@ -258,11 +259,13 @@ def test_a_stream_longer_than_its_capsules_is_refused() -> None:
         CtrFull.steps_for(settings, 2)
     with pytest.raises(UserError, match="max_tasks=3"):
         ctr(CtrFull).begin(
-            ONE,
-            "train",
-            Carried(stream(CtrFull, tasks=(ONE,))[0][1].tensors, {"tasks": 3}),
-            RATES,
-            (ONE,),
+            step_context(
+                ONE,
+                "train",
+                Carried(stream(CtrFull, tasks=(ONE,))[0][1].tensors, {"tasks": 3}),
+                RATES,
+                (ONE,),
+            ),
         )
 
 

@@ -4,6 +4,7 @@ are stored once, and those that lose units."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from growing import RATES, SMALL, START, TRAIN, A, B, C, batch, stream, wide
 from laboratory import OPTIMIZERS, TASKS, TINY, Lab, again, history, on_ranks
+from step_contexts import keys_data, step_context
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -94,7 +96,9 @@ def begun(
         for n, t in tensors.items()
     }
     carried = Carried(heads | handed, {"memory": memory or {}}) if heads else None
-    method.groups = method.begin(tasks[-1], step, carried, RATES, tasks) if step != "herd" else []  # type: ignore[assignment]
+    method.groups = (
+        method.begin(step_context(tasks[-1], step, carried, RATES, tasks)) if step != "herd" else []
+    )  # type: ignore[assignment]
     learning(method)
     return method.train()
 
@@ -297,8 +301,8 @@ def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn() ->
     memory = {"a": {"a1": [f"a1/{i}" for i in range(7)], "a2": [f"a2/{i}" for i in range(5)]}}
     method = begun("der", A, B, memory=memory)
     whole = {name: [f"{name}/{i}" for i in range(20)] for name in B.classes}
-    method.keys_of = lambda task: whole
-    chosen = method.memory(B, "finetune", Carried(meta={"memory": memory}))
+    context = step_context(B, "finetune", Carried(meta={"memory": memory}), data=keys_data(whole))
+    chosen = method.memory(context)
     assert {name: len(keys) for name, keys in chosen.items()} == {"a": 10, "b": 15}
     counts = [
         sum(key.startswith(f"{name}/") for keys in chosen.values() for key in keys)
@@ -307,22 +311,20 @@ def test_of_the_task_and_the_exemplars_equally_many_of_each_class_are_drawn() ->
     assert counts == [5] * 5
     assert all(len({*keys}) == len(keys) for keys in chosen.values())
     assert chosen["b"][:5] != whole["b1"][:5], "drawn, not the first"
-    assert method.memory(B, "finetune", Carried(meta={"memory": memory})) == chosen
+    assert method.memory(context) == chosen
     method.seed = 1
-    assert method.memory(B, "finetune", Carried(meta={"memory": memory})) != chosen
+    assert method.memory(context) != chosen
     scarce = {name: [f"{name}/{i}" for i in range(3)] for name in B.classes}
-    method.keys_of = lambda task: scarce
     assert {
-        len(keys)
-        for keys in method.memory(B, "finetune", Carried(meta={"memory": memory})).values()
+        len(keys) for keys in method.memory(replace(context, data=keys_data(scarce))).values()
     } == {6, 9}, "new classes can be the scarcer ones"
 
 
 def test_training_sees_the_task_whole_and_all_exemplars() -> None:
     memory = {"a": {"a1": ["k1", "k2"], "a2": ["k3"]}}
-    assert begun("der", A, B).memory(B, "train", Carried(meta={"memory": memory})) == {
-        "a": ["k1", "k2", "k3"]
-    }
+    assert begun("der", A, B).memory(
+        step_context(B, "train", Carried(meta={"memory": memory}))
+    ) == {"a": ["k1", "k2", "k3"]}
 
 
 # ---- in a stream ---------------------------------------------------------------------------------

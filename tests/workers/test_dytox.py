@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from laboratory import OPTIMIZERS, TASKS, Lab
+from step_contexts import step_context
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,7 +67,7 @@ def begun(
     method.scenario, method.stream = "class", tasks
     for task in tasks[:-1] if step == "train" else tasks:
         method.heads.add(task.name, task.num_classes, 0)
-    groups = method.begin(tasks[-1], step, carried, RATES, tasks)
+    groups = method.begin(step_context(tasks[-1], step, carried, RATES, tasks))
     learning = {id(p) for group in groups for p in group["params"]}
     for p in method.parameters():
         p.requires_grad_(id(p) in learning)
@@ -448,7 +449,7 @@ def test_in_a_chain_each_step_leaves_what_it_freezes_to_the_last_bit(lab: Lab) -
         equal(part(finetune, start), part(train, start)) for start in ("heads/two/", "decoder/")
     )
     assert not any(torch.equal(t, train[name]) for name, t in part(finetune, "heads/two/").items())
-    rows = run.live(1).feed_of("train", True).samples.table  # of the balanced step
+    rows = run.live(1).context.data.feed("train", True).samples.table  # of the balanced step
     assert sorted(rows["class"].to_pylist()) == sorted("01234" * 4)
     memory = run.carried(1).meta["memory"]
     assert {*rows["key"].to_pylist()} == {

@@ -22,7 +22,7 @@ from workers.errors import DamagedArtifact, UserError
 from workers.evaluate import accuracy, canary, result
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
-from workers.methods.base import Method, Step
+from workers.methods.base import Method, ParamGroup, Step, StepContext
 from workers.methods.finetune import FineTune
 from workers.methods.linear import Linear
 from workers.model import vit
@@ -285,24 +285,26 @@ class Rehearses(FineTune):
     steps = (Step("train"), Step("balance"))
     KEPT = 4
 
-    def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
-        kept = dict(carried.meta["memory"]) if carried else {}
-        return {name: keys for name, keys in kept.items() if step == "balance" or name != task.name}
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        kept = dict(context.carried.meta["memory"]) if context.carried else {}
+        return {
+            name: keys
+            for name, keys in kept.items()
+            if context.step == "balance" or name != context.task.name
+        }
 
-    def begin(
-        self, task: Task, step: str, carried: Carried | None, rates: Any, tasks: tuple[Task, ...]
-    ) -> list[dict[str, Any]]:
-        self.loaded, self.rates = list(self.heads.names), rates
-        kept = dict(carried.meta["memory"]) if carried else {}
-        if step == "train":
-            kept[task.name] = sorted(
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        self.loaded, self.rates = list(self.heads.names), context.optim
+        kept = dict(context.carried.meta["memory"]) if context.carried else {}
+        if context.step == "train":
+            kept[context.task.name] = sorted(
                 k
-                for b in self.feed_of("train", False).evaluate()
+                for b in context.data.feed("train").evaluate()
                 for k in b.keys or []
-                if f"/{task.classes[0]}/" in k
+                if f"/{context.task.classes[0]}/" in k
             )[: self.KEPT]
         self.kept = kept
-        return super().begin(task, step, carried, rates, tasks)
+        return super().begin(context)
 
     def finish(self) -> Any:
         state, carried = super().finish()

@@ -10,6 +10,7 @@ import pytest
 import tabletop
 import torch
 from pydantic import ValidationError
+from step_contexts import step_context
 from tabletop import (
     ONE,
     OPTIMIZERS,
@@ -75,7 +76,7 @@ def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
 # ---- the loss ------------------------------------------------------------------------------------
 def test_the_loss_is_cross_entropy_plus_c_times_r() -> None:
     method = Hat(vit(), HatSettings(c=0.5, price="absolute", schedule="linear", s_min=None), 1)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     loss, terms = method.loss(batch(), Progress(0, 0, 1, STEPS))
     assert math.isclose(float(terms["newly_used"]), 0.5, abs_tol=0.01), (
         "at scale 1 / s_max every mask is a half"
@@ -91,7 +92,7 @@ def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensat
     """Of the step before, over all units that have a gradient, whatever c and R added to it; times
     the number of free units."""
     method = Hat(vit(), HatSettings(c=0.5, start="normal", compensation=compensation), 1)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     method.uses = (torch.arange(384) % 3 == 0).short()
     for step in range(3):
         progress, before = Progress(0, step, 1, STEPS), method.price.clone()
@@ -112,7 +113,7 @@ def test_a_relative_price_is_what_units_are_worth_to_the_cross_entropy(compensat
 
 def test_a_step_in_which_no_unit_has_a_gradient_leaves_the_price() -> None:
     method = Hat(vit(), HatSettings(start="dense", schedule="linear"), 1)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     method.price.fill_(7)
     method.loss(batch(), Progress(0, STEPS - 1, 1, STEPS))[0].backward()
     assert method.mask.embedding.grad is not None
@@ -155,7 +156,7 @@ def test_embeddings_have_their_own_rate_and_no_decay() -> None:
     groups = {
         g["name"]: g
         for g in Hat(vit(), HatSettings(mask_travel=3.0), 1).begin(
-            ONE, "train", None, RATES, (ONE,)
+            step_context(ONE, "train", None, RATES, (ONE,))
         )
     }
     assert groups["masks"]["weight_decay"] == 0
@@ -166,7 +167,7 @@ def test_embeddings_have_their_own_rate_and_no_decay() -> None:
 
 def test_the_scale_starts_again_in_every_epoch() -> None:
     method = Hat(vit(), HatSettings(s_max=400, schedule="linear", s_min=None), 1)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     for epoch in (0, 1):
         for step, scale in ((0, 1 / 400), (STEPS - 1, 400.0)):
             method.training_weights(batch(), Progress(epoch, step, 2, STEPS))
@@ -183,7 +184,7 @@ def test_a_task_in_training_is_measured_with_the_masks_that_will_be_stored() -> 
 def test_a_dense_start_is_the_backbone_and_a_normal_one_switches_half_of_the_units_off() -> None:
     for start, share in (("dense", 1.0), ("normal", 0.5)):
         method = Hat(vit(), HatSettings(start=start), 1)
-        method.begin(ONE, "train", None, RATES, (ONE,))
+        method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
         assert math.isclose(method.metrics()["density"], share, abs_tol=0.05)
 
 
@@ -192,7 +193,7 @@ def test_a_loaded_task_that_is_trained_anew_is_measured_with_its_new_masks() -> 
     state = trained(method)[0]
     state.masks = {site: torch.zeros_like(mask) for site, mask in state.masks.items()}
     method.load_task(state)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     assert method.serving_weights("one")["blocks.0.mlp.fc2.weight"].any()
 
 
@@ -205,7 +206,7 @@ def test_embeddings_are_clamped_after_each_step() -> None:
 def test_embeddings_differ_between_tasks_and_not_between_runs() -> None:
     def start(task: Task) -> Tensor:
         method = Hat(vit(), HatSettings(start="normal"), 1)
-        method.begin(task, "train", None, RATES, (task,))
+        method.begin(step_context(task, "train", None, RATES, (task,)))
         return method.mask.embedding.detach()
 
     assert torch.equal(start(ONE), start(ONE))
@@ -290,7 +291,7 @@ def real() -> nn.Module:
 @pytest.mark.parametrize(("affine", "copies"), [(False, 0), (True, 4 * 14_400)])
 def test_a_task_of_vit_tiny_takes_1728_bytes_and_its_head(affine: bool, copies: int) -> None:
     method = Hat(real(), HatSettings(per_task_affine=affine), 1)
-    method.begin(TWO, "train", None, RATES, (TWO,))
+    method.begin(step_context(TWO, "train", None, RATES, (TWO,)))
     state = TaskState.from_bytes(method.finish()[0].to_bytes())
     assert sum(m.numel() for m in state.masks.values()) == 13_824
     assert state.sizes() == {"masks": 1_728, "tokens": 0, "head": 4 * 3 * 193, "copies": copies}
@@ -310,7 +311,7 @@ def test_a_state_of_another_width_is_refused() -> None:
 
 def test_measures_and_the_share_of_work() -> None:
     method = Hat(vit(), HatSettings(start="normal"), 1)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     with torch.no_grad():
         # two blocks of 32 + 32 + 128: a half of the first
         method.mask.embedding.copy_(torch.where(torch.arange(384) < 96, 1.0, -1.0))
@@ -343,7 +344,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 def test_an_epoch_of_one_step_is_refused() -> None:
     method = Hat(vit(), HatSettings(), 1)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     with pytest.raises(UserError, match="'one' has one step per epoch"):
         method.loss(batch(), Progress(0, 0, 3, 1))
 
@@ -382,7 +383,7 @@ def test_a_full_network_still_learns_a_head_and_a_choice_of_units() -> None:
 def test_adahat_moves_used_units_by_a_rate_and_free_ones_in_full() -> None:
     """Under plain SGD the step of every entry is that of no protection, times r / (n + r)."""
     method = AdaHat(vit(), AdaHatSettings(start="normal", intensity=0.3, eps=0.1, mask_lr=0.05), 1)
-    method.begin(ONE, "train", None, RATES, (ONE,))
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
     method.uses = torch.arange(384, dtype=torch.int16) % 3  # tasks per unit: 0, 1, 2
     progress = Progress(0, 1, 1, STEPS)
     method.loss(batch(), progress)[0].backward()

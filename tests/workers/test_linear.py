@@ -15,7 +15,7 @@ from test_feed import PLACES, feed_of, root  # noqa: F401 (a fixture)
 
 from workers.dist import Group
 from workers.methods import METHODS
-from workers.methods.base import Method
+from workers.methods.base import Method, ParamGroup, StepContext
 from workers.methods.individual import Individual
 from workers.methods.linear import Linear
 from workers.storage.artifact import Artifact
@@ -39,7 +39,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def recomputed() -> Any:
-    return mock.patch.object(Linear, "precompute", Method.precompute)
+    return mock.patch.object(Linear, "precompute", return_value=None)
 
 
 def probe(lab: Lab, **data: Any) -> Run:
@@ -106,9 +106,9 @@ def test_nothing_is_held_where_the_backbone_is_trained(
     class Thawed(Linear):
         name, freezes_backbone = "thawed", False
 
-        def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        def begin(self, context: StepContext) -> list[ParamGroup]:
             return [
-                *super().begin(*arguments),
+                *super().begin(context),
                 {"name": "norm", "params": [self.backbone.get_parameter("norm.bias")]},
             ]
 

@@ -11,6 +11,7 @@ import pytest
 import tabletop
 import torch
 from pydantic import ValidationError
+from step_contexts import step_context
 from tabletop import PROGRESS, rates
 from torch import Tensor, nn
 
@@ -56,7 +57,9 @@ def batch(step: int = 0, rows: range = range(8), size: int = 8) -> Batch:
 
 
 def trained(method: Meat, task: Task = TASK, steps: int = 12) -> TaskState:
-    optimizer = torch.optim.AdamW(method.begin(task, "train", None, RATES, (task,)), lr=RATES.lr)
+    optimizer = torch.optim.AdamW(
+        method.begin(step_context(task, "train", None, RATES, (task,))), lr=RATES.lr
+    )
     tabletop.train(method, optimizer, lambda progress: batch(progress.step), steps)
     return method.finish()[0]
 
@@ -211,7 +214,7 @@ def test_the_papers_ablation_trains_only_what_it_says(settings: Any, groups: Any
 
 def test_without_drop_control_the_loss_is_the_cross_entropy() -> None:
     method = meat(alpha=0)
-    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     loss, terms = method.loss(batch(), PROGRESS)
     assert torch.equal(loss.detach(), terms["ce"])
 
@@ -230,7 +233,7 @@ def test_drop_control_alone_drives_the_keep_ratio_to_lambda() -> None:
 def test_ranks_sample_what_one_process_samples() -> None:
     def gradients(parts: list[range]) -> list[Tensor]:
         method = meat(gamma=0.5)
-        method.begin(TASK, "train", None, RATES, (TASK,))
+        method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
         for rows in parts:
             part = batch(0, rows)
             (method.loss(part, PROGRESS)[0] * part.weight).backward()
@@ -243,7 +246,7 @@ def test_ranks_sample_what_one_process_samples() -> None:
 
 def test_token_masks_are_sampled_per_image_and_ffn_masks_once() -> None:
     method = meat(gamma=0.5)
-    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     tokens = method.sample_gates(batch().draw)["tokens"]
     assert tokens.shape == (8, 3, 16)
     assert not torch.equal(tokens[0], tokens[1])
@@ -268,7 +271,7 @@ def test_auto_rate_lets_an_entry_travel_the_same_way_in_any_number_of_steps() ->
 
 
 def test_mask_logits_are_neither_decayed_nor_starved_by_adams_epsilon() -> None:
-    groups = {g["name"]: g for g in meat().begin(TASK, "train", None, RATES, (TASK,))}
+    groups = {g["name"]: g for g in meat().begin(step_context(TASK, "train", None, RATES, (TASK,)))}
     assert set(groups) == {"head.weight", "head.bias", "masks"}
     assert groups["masks"]["weight_decay"] == 0
     assert groups["masks"]["eps"] < 1e-10
@@ -290,7 +293,7 @@ def test_masks_that_never_flip_are_reported() -> None:
 
 def test_bf16_training_keeps_masks_and_their_gradients_in_fp32() -> None:
     method = meat()
-    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = method.loss(batch(), PROGRESS)
     loss.backward()
@@ -305,7 +308,7 @@ def test_bf16_training_keeps_masks_and_their_gradients_in_fp32() -> None:
 def test_untouched_masks_give_the_logits_of_the_plain_backbone_bit_for_bit(ffn: str) -> None:
     plain = vit()
     method = meat(ffn_masks=ffn)
-    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     method.eval()
     with torch.no_grad():
         want = method.heads["one"](plain(images()))

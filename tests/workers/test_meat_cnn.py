@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from checks import PROMISES
 from laboratory import OPTIMIZERS, Lab, answers
+from step_contexts import step_context
 from tabletop import PROGRESS
 from test_meat import OTHER, RATES, TASK, batch, images, trained, with_random_masks
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ def meat(backbone: nn.Module | None = None, **settings: Any) -> Meat:
 
 
 def begun(method: Meat) -> Meat:
-    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     return method
 
 
@@ -376,7 +377,9 @@ def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch() -> None:
     one, all_ = model(images()[:1]), model(images())
     assert torch.allclose(one, all_[:1], atol=1e-4)
     method = FineTune(model, FineTune.Settings(), seed=0)
-    optimizer = torch.optim.SGD(method.begin(TASK, "train", None, RATES, (TASK,)), lr=0.1)
+    optimizer = torch.optim.SGD(
+        method.begin(step_context(TASK, "train", None, RATES, (TASK,))), lr=0.1
+    )
     method.train()
     method.loss(batch(), PROGRESS)[0].backward()
     optimizer.step()

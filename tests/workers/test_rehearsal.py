@@ -11,6 +11,7 @@ import pytest
 import torch
 from growing import START, A, B, batch, begun, moved, wide
 from laboratory import OPTIMIZERS, Lab, Run, again, history, on_ranks, small_batches
+from step_contexts import step_context
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -338,7 +339,7 @@ def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(la
     kept = run.carried(0)
     train = run.stages(1)[0]
     assert train.task is not None
-    remembered = run.fresh(1).memory(train.task, "train", kept)
+    remembered = run.fresh(1).memory(step_context(train.task, "train", kept))
     assert {name: len(keys) for name, keys in remembered.items()} == {"two": 10}
     run.trained(1)
     assert history(run.artifact(train))[0]["images"] == 10 + 3 * 36

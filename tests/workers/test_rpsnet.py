@@ -15,6 +15,7 @@ import torch
 from checks import PROMISES
 from growing import RATES, SMALL, START, A, B, C, batch, moved, stream, wide
 from laboratory import SETTINGS, Lab, Run, again, on_ranks
+from step_contexts import step_context
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +23,7 @@ from workers import loop, optim
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
+from workers.methods.base import StepData
 from workers.methods.rpsnet import Rpsnet, RpsnetSettings
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import kd_ce
@@ -118,7 +120,9 @@ def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
         for state, _ in left:
             method.load_task(TaskState.from_bytes(state.to_bytes()))
         carried = Carried.from_bytes(left[-1][1].to_bytes()) if left else None
-        method.groups = method.begin(task, "train", carried, RATES, tasks[: place + 1])  # type: ignore[assignment]
+        method.groups = method.begin(
+            step_context(task, "train", carried, RATES, tasks[: place + 1])
+        )  # type: ignore[assignment]
         if task != tasks[-1]:
             del method.rivals[1:]
             moved(method)
@@ -331,7 +335,8 @@ def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(
         with torch.no_grad():
             for p in method.rivals.parameters():
                 p.add_(torch.randn(p.shape), alpha=0.1)
-        method.holds_out, method.feed_of = holds_out, looked
+        data = StepData(looked, has_validation=holds_out)
+        method.context = replace(method.context, data=data)
         expected = []
         for rival in method.rivals:
             total = 0.0
@@ -425,7 +430,7 @@ def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float) -> 
     )
     job = run.stages(1)[0]
     one = TaskState.from_bytes(run.artifact(job).read("task.safetensors"))
-    assert lab.live[job.key].holds_out == bool(val_fraction), (
+    assert lab.live[job.key].context.data.has_validation == bool(val_fraction), (
         "this decides which images they are compared on"
     )
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")

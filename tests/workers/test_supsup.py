@@ -21,6 +21,7 @@ from two_domains import COLOURS, STRIPES, batch, begun, learned, samples, vit
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
+from workers.methods.base import ParamGroup, StepContext
 from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
 from workers.model.masks import TopK, keep_largest
 from workers.model.superposition import (
@@ -418,9 +419,9 @@ def test_old_answers_stay_bit_for_bit(optimizer: str, settings: dict[str, Any]) 
 
 def test_old_answers_would_not_stay_if_the_weights_were_trained() -> None:
     class Thaws(SupSup):
-        def begin(self, *arguments: Any) -> list[dict[str, Any]]:
+        def begin(self, context: StepContext) -> list[ParamGroup]:
             return [
-                *super().begin(*arguments),
+                *super().begin(context),
                 {"name": "weights", "params": [*self.sites.values()]},
             ]
 

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from checks import PROMISES
 from laboratory import Lab
+from step_contexts import step_context
 from tabletop import PROGRESS
 from test_meat import OTHER, RATES, TASK, batch, with_random_masks
 from torch import Tensor, nn
@@ -239,7 +240,9 @@ def test_positions_and_random_features_are_weights_that_nothing_trains() -> None
     assert fixed == model.state_dict().keys() - dict(model.named_parameters()).keys()
     before = {name: model.state_dict()[name].clone() for name in fixed}
     method = FineTune(model, FineTune.Settings(), seed=0)
-    optimizer = torch.optim.AdamW(method.begin(TASK, "train", None, RATES, (TASK,)), lr=0.1)
+    optimizer = torch.optim.AdamW(
+        method.begin(step_context(TASK, "train", None, RATES, (TASK,))), lr=0.1
+    )
     method.loss(large(), PROGRESS)[0].backward()
     optimizer.step()
     assert vit.digest_of(model) != method.backbone_digest
@@ -318,7 +321,7 @@ def meat(**settings: Any) -> Meat:
 
 def test_meat_starts_as_the_backbone_and_leaves_the_tokens_to_token_module_unmasked() -> None:
     method = meat()
-    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     with torch.no_grad():
         assert torch.equal(
             method.eval().logits(images(), "one"), method.heads["one"](t2t()(images()))
@@ -332,7 +335,7 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
     answers = {}
     for task in (TASK, OTHER):
         optimizer = torch.optim.AdamW(
-            method.begin(task, "train", None, RATES, (task,)), lr=RATES.lr
+            method.begin(step_context(task, "train", None, RATES, (task,))), lr=RATES.lr
         )
         for _ in range(4):
             optimizer.zero_grad()
@@ -346,7 +349,7 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
 
 def test_tfm_counts_the_operations_of_the_tokens_to_token_module() -> None:
     method = Tfm(t2t(), TfmSettings(growth=0.25, heads_every=1), seed=1)
-    method.begin(TASK, "train", None, RATES, (TASK,))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     state, _ = method.finish()
     backbone = multiply_adds(method.backbone.patch_embed, 3, 64, 64) + 3 * (
         17 * 32 * (4 * 32 + 4 * 32) + 2 * 17 * 17 * 32

@@ -11,6 +11,7 @@ import pytest
 import tabletop
 import torch
 from pydantic import ValidationError
+from step_contexts import step_context
 from tabletop import ONE, THREE, TRAININGS, TWO, Left, batch, images, in_turn, rates, serving
 from timm.layers import SwiGLU
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def begun(
     method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]
 ) -> list[dict[str, Any]]:
     torch.manual_seed(len(task.name))
-    return method.begin(task, "train", carried, rates(10.0, train), (task,))
+    return method.begin(step_context(task, "train", carried, rates(10.0, train), (task,)))
 
 
 def trained(

@@ -268,7 +268,7 @@ def test_where_it_is_asked_for_the_classifier_is_tuned_on_the_memory(lab: Lab) -
     }
     assert not any(n.startswith("heads/three") for n in after.tensors)
     live: Any = run.live(1)
-    assert sorted(live.feed_of("train", False).samples.table["class"].to_pylist()) == sorted(
+    assert sorted(live.context.data.feed("train").samples.table["class"].to_pylist()) == sorted(
         "01234" * 5
     )
     assert tuned.manifest["trained_parameters"] == 5 * 32 + 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_contexts import step_context
 from tabletop import (
     ONE,
     THREE,
@@ -257,7 +258,7 @@ def test_sizes_are_those_of_the_reference() -> None:
     """A bit per weight and the head for a task, 5,455,872 bits on DeiT-Ti; weights and a bit each
     are carried."""
     method = Wsn(build(BackboneSettings(options={"weight_init": "skip"})), WsnSettings(), seed=0)
-    method.begin(ONE, "train", None, OptimPlan(1e-3, 0.05, 8, 10.0), (ONE,))
+    method.begin(step_context(ONE, "train", None, OptimPlan(1e-3, 0.05, 8, 10.0), (ONE,)))
     state, carried = method.finish()
     assert state.sizes() == {
         "masks": 5_455_872 // 8,

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Neutral, Task, TrainSettings, key_inputs
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    StepContext,
+)
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
@@ -44,7 +50,7 @@ class AdapterSettings(MethodSettings):
     )
 
 
-class Adapter(Method):
+class Adapter(Method[AdapterSettings]):
     """A star. `houlsby`: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN,
     inside the residual branch; `pfeiffer`: behind the FFN alone; `adaptformer`: x' + FFN(LN x') +
     0.1 W_up relu(W_down x'), x' the residual stream before the FFN. Stored per task: 2 d m + d + m
@@ -60,13 +66,11 @@ class Adapter(Method):
     needs_vit = True
     Settings = AdapterSettings
     per_task = frozenset({"dropout"})
-    settings: AdapterSettings
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: AdapterSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        assert isinstance(settings, AdapterSettings)
         if settings.dropout and settings.kind != "adaptformer":
             raise UserError(
                 f"dropout is {settings.dropout} with kind {settings.kind!r}, which has none; "
@@ -75,9 +79,8 @@ class Adapter(Method):
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: AdapterSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        assert isinstance(settings, AdapterSettings)
         super().check_backbone(settings, backbone, tasks)
         sites_of(backbone, settings.kind)
 
@@ -86,21 +89,14 @@ class Adapter(Method):
         self.sites = sites_of(backbone, settings.kind)
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> its adapters' tensors
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
         device = self.device
         self.adapters = Bottlenecks(
             len(self.sites), self.sites.width, self.settings.width, device=device
         )
-        return groups + self.adapters.groups(rates.weight_decay)
+        return groups + self.adapters.groups(context.optim.weight_decay)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         """The adapters' tensors, not parameters of the backbone: `features` puts them in place."""

@@ -18,8 +18,15 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step
+from workers.job import DataSettings, TrainSettings
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    Step,
+    StepContext,
+)
 from workers.model.weights import Copies, norm_names, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
@@ -121,7 +128,7 @@ def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, s
             yield owner, site, Sparse(values, tensors[f"{prefix}/{form}"], form)
 
 
-class Apd(Method):
+class Apd(Method[ApdSettings]):
     """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of the blocks, M_t =
     sigmoid(v_t) one number per output feature, tau_t sparse. sigma learns at every task, so that
     old answers move, and
@@ -178,13 +185,11 @@ class Apd(Method):
             "gap",
         }
     )
-    settings: ApdSettings
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: ApdSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        assert isinstance(settings, ApdSettings)
         if (
             settings.retro == "frozen_tau"
             and train.optimizer == "sgd"
@@ -198,10 +203,9 @@ class Apd(Method):
             )
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: ApdSettings, position: int) -> tuple[Step, ...]:
         """Every K-th task ends with a consolidation; the base task stays with the backbone as it
         is."""
-        assert isinstance(settings, ApdSettings)
         every = settings.consolidate_every
         return (
             cls.steps[: 2 if every and (position + 1) % every == 0 else 1] if position >= 0 else ()
@@ -234,29 +238,26 @@ class Apd(Method):
         ] = {}  # by a consolidation: task -> entries of its tau, and of those that were
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        if step == "consolidate":
-            assert carried is not None
-            self.task = task
-            own = {kind: _below(carried.tensors, f"own/{kind}/") for kind in ("head", "copies")}
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        if context.step == "consolidate":
+            assert context.carried is not None
+            self.task = context.task
+            own = {
+                kind: _below(context.carried.tensors, f"own/{kind}/") for kind in ("head", "copies")
+            }
             self.load_task(
-                TaskState(task.name, task.classes, self.name, self.backbone_digest, **own)
+                TaskState(
+                    context.task.name, context.task.classes, self.name, self.backbone_digest, **own
+                )
             )
             self.consolidate()
             return []
-        groups = super().begin(task, step, carried, rates, tasks)
-        s, device, self.step = self.settings, self.device, step
-        self.loaded.pop(task.name, None)
-        self.tau.pop(task.name, None)
+        groups = super().begin(context)
+        s, device, self.step = self.settings, self.device, context.step
+        self.loaded.pop(context.task.name, None)
+        self.tau.pop(context.task.name, None)
         first = not self.sigma
         scale = torch.tensor(s.v_start).sigmoid()
         # What does not change in this task: sigma*, and of each earlier task tau* and M as a
@@ -301,7 +302,7 @@ class Apd(Method):
             {
                 "name": "sigma",
                 "params": [*sigma.values()],
-                "weight_decay": rates.weight_decay if first else 0.0,
+                "weight_decay": context.optim.weight_decay if first else 0.0,
             },
             {"name": "v", "params": [*self.own_v.values()]},
             {"name": "tau", "params": [*self.own_tau.values()]},

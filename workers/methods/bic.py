@@ -7,7 +7,7 @@ Wu, Chen, Wang, Ye, Liu, Guo, Fu: Large Scale Incremental Learning, CVPR 2019.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Memory, Rehearsal, RehearsalSettings
 from workers.model.bias import apply_bias, fit_bias
 from workers.model.distill import kd_ce
@@ -47,7 +47,7 @@ class BicSettings(RehearsalSettings):
     )
 
 
-class Bic(Rehearsal):
+class Bic(Rehearsal[BicSettings]):
     """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t, on raw
     outputs z; the teacher's for the classes of the task before are corrected first by that task's
     bias. Then `calibrate` fits z' = alpha z + beta for the new classes alone, on held-out images of
@@ -76,14 +76,12 @@ class Bic(Rehearsal):
     distills = True
     Settings = BicSettings
     per_task = Rehearsal.per_task | {"tau", "val_share", "beta_decay"}
-    settings: BicSettings
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: BicSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        assert isinstance(settings, BicSettings)
         classes = sum(task.num_classes for task in tasks)
         if classes and quota(settings.memory, settings.per_class, classes) < 2:
             raise UserError(
@@ -103,18 +101,18 @@ class Bic(Rehearsal):
         self.biases: dict[str, Tensor] = {}  # task -> (alpha, beta), fp64
 
     # ---- who is trained on what ------------------------------------------------------------------
-    def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
         """To `calibrate` what was held out of every class; else all but that."""
-        keys = self.keys_of(task)
-        held = self.held_out(task, keys)
-        if step == "calibrate":
-            kept: Memory = carried.meta[VALIDATION] if carried is not None else {}
+        keys = context.data.keys(context.task)
+        held = self.held_out(context.task, keys)
+        if context.step == "calibrate":
+            kept: Memory = context.carried.meta[VALIDATION] if context.carried is not None else {}
             return {
                 name: [key for keys in classes.values() for key in keys]
-                for name, classes in (kept | {task.name: held}).items()
+                for name, classes in (kept | {context.task.name: held}).items()
             }
-        return super().memory(task, step, carried) | {
-            task.name: [key for name in keys for key in keys[name] if key not in held[name]]
+        return super().memory(context) | {
+            context.task.name: [key for name in keys for key in keys[name] if key not in held[name]]
         }
 
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -142,17 +140,10 @@ class Bic(Rehearsal):
         return whole - self.reserved(whole)
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        if step == "calibrate":
-            self.calibrate(task)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        if context.step == "calibrate":
+            self.calibrate(context.task)
         return groups
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -180,7 +171,7 @@ class Bic(Rehearsal):
         count = self.reserved(
             super().share(sharers or max(own.stop for own in self.class_slices().values()))
         )
-        held = self.validation | {task.name: self.held_out(task, self.keys_of(task))}
+        held = self.validation | {task.name: self.held_out(task, self.context.data.keys(task))}
         self.validation = {
             name: {c: keys[:count] for c, keys in classes.items()} for name, classes in held.items()
         }

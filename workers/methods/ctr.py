@@ -15,12 +15,21 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import DataSettings, TrainSettings
 from workers.methods.adapter import added_share
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    OptimPlan,
+    ParamGroup,
+    Progress,
+    StepContext,
+    needs_adamw,
+)
 from workers.model.adapters import AdapterSites, Bottlenecks
 from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
 from workers.model.penalties import newly_used
@@ -62,7 +71,10 @@ def masked_bottleneck(
     return x + F.linear(F.linear(x, down, down_bias).relu_(), up, up_bias).relu_()
 
 
-class CtrTsm(Method):
+S = TypeVar("S", bound=CtrSettings, default=Any)
+
+
+class CtrTsm(Method[S]):
     """A chain: z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1), x + z2, behind attention and behind
     the FFN of every block of a frozen ViT. The linears are shared and trained on by every task; m =
     sigmoid(s e) per task as in HAT, stored as 1[e > 0]. What earlier tasks use is locked: rows of
@@ -84,20 +96,16 @@ class CtrTsm(Method):
     form: ClassVar[Callable[..., Tensor]] = staticmethod(masked_bottleneck)
     Settings = CtrSettings
     per_task = frozenset({"s_max", "c", "start", "expected_tasks", "mask_lr", "mask_travel"})
-    settings: CtrSettings
 
     @classmethod
-    def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
-    ) -> None:
-        assert isinstance(settings, CtrSettings)
+    def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:
         needs_adamw(settings.mask_lr, train)
 
     @classmethod
     def changes_past_predictions(cls, scenario: str) -> bool:
         return cls.may_forget
 
-    def __init__(self, backbone: nn.Module, settings: CtrSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, self.form)
         # The up-projection starts as PyTorch's Linear does. Not at zero: there relu has no
@@ -122,20 +130,13 @@ class CtrTsm(Method):
         return inner, outer
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
         device, s = self.device, self.settings
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "ctr", task.name))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "ctr", context.task.name))
         self.mask = AnnealedSigmoid(
             initial_embedding(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(
                 device
@@ -146,16 +147,18 @@ class CtrTsm(Method):
         self.used = self.used.to(device)
         self.protector = Protector(self.locks())
         mask_lr = (
-            s.mask_travel / max(rates.mean_rate_steps, 1e-9) if s.mask_lr == "auto" else s.mask_lr
+            s.mask_travel / max(context.optim.mean_rate_steps, 1e-9)
+            if s.mask_lr == "auto"
+            else s.mask_lr
         )
         return [
             *groups,
-            *self.shared_groups(rates),
+            *self.shared_groups(context.optim),
             {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
         ]
 
-    def shared_groups(self, rates: OptimPlan) -> list[dict[str, Any]]:
-        return self.adapters.groups(rates.weight_decay)
+    def shared_groups(self, optim: OptimPlan) -> list[ParamGroup]:
+        return self.adapters.groups(optim.weight_decay)
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Entries that an earlier task may use, by HAT's rule: both its output and its input are

@@ -20,13 +20,12 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import Task
 from workers.methods.adapter import added_share
-from workers.methods.base import MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.model.masks import HardSample
 from workers.model.vit import geometry
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import TaskState
 
 KERNELS = (3, 4, 5)  # tokens that a routing filter sees
 TRANSFER = 3  # J, transfer capsules per task
@@ -177,7 +176,7 @@ class Capsules(nn.Module):
         }
 
 
-class CtrFull(CtrTsm):
+class CtrFull(CtrTsm[CtrFullSettings]):
     """CTR's TSM behind a knowledge-sharing module: h = x + v, where v sums the capsules of tasks so
     far that a gate lets through, and the bottleneck sees h. Tasks hand on capsules and routing
     beside the adapters; all of that is shared and not protected (only the TSM is), so later tasks
@@ -194,11 +193,9 @@ class CtrFull(CtrTsm):
     may_forget = True
     form: ClassVar[Callable[..., Tensor]] = staticmethod(capsule_bottleneck)
     Settings = CtrFullSettings
-    settings: CtrFullSettings
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        assert isinstance(settings, CtrFullSettings)
+    def steps_for(cls, settings: CtrFullSettings, position: int) -> tuple[Step, ...]:
         if position >= settings.max_tasks:
             raise UserError(
                 f"method {cls.name!r} has capsules for max_tasks={settings.max_tasks} tasks, "
@@ -227,27 +224,20 @@ class CtrFull(CtrTsm):
         self.shared["capsules"] = self.capsules
         self.positions: dict[str, int] = {}  # task -> its place among the capsules
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
         self.steps_for(self.settings, self.position)  # raises where there is no capsule left
-        self.positions[task.name] = self.position
+        self.positions[context.task.name] = self.position
         return groups
 
-    def shared_groups(self, rates: OptimPlan) -> list[dict[str, Any]]:
+    def shared_groups(self, optim: OptimPlan) -> list[ParamGroup]:
         named = list(self.capsules.named_parameters())
         return [
-            *super().shared_groups(rates),
+            *super().shared_groups(optim),
             {
                 "name": "capsules",
                 "params": [p for n, p in named if not n.endswith("bias")],
-                "weight_decay": rates.weight_decay,
+                "weight_decay": optim.weight_decay,
             },
             {
                 "name": "capsules.bias",

@@ -13,11 +13,11 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import Task
-from workers.methods.base import OptimPlan, Progress, Step
+from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, weight_groups
 from workers.model.heads import JointHeads, sum_old_targets
@@ -55,7 +55,10 @@ READ = {
 }  # settings, by step
 
 
-class Der(Rehearsal):
+S = TypeVar("S", bound=DerSettings, default=Any)
+
+
+class Der(Rehearsal[S]):
     """u = [F_0(x), ..., F_t(x)], logits W u without bias, over (t + 1) D features. `train`: F_t
     starts as F_{t-1}, W anew, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'), where y' has
     one class for all old ones; aux: D -> K_t + 1, thrown away afterwards. The first task is CE
@@ -79,7 +82,6 @@ class Der(Rehearsal):
     steps = (Step("train"), Step("finetune", later=True), Step("herd", trains=False))
     Settings = DerSettings
     per_task = Rehearsal.per_task | {"auxiliary", "restart", "temperature"}
-    settings: DerSettings
     heads: JointHeads
     step = ""
 
@@ -91,7 +93,7 @@ class Der(Rehearsal):
             else frozenset()
         )
 
-    def __init__(self, backbone: nn.Module, settings: DerSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.dim: int = self.heads.width
         self.heads = JointHeads(self.dim)
@@ -101,17 +103,19 @@ class Der(Rehearsal):
         self.stored: Parts = {}  # the newest extractor as it was loaded or handed on
 
     # ---- who is trained on what ------------------------------------------------------------------
-    def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
-        if step != "finetune":
-            return super().memory(task, step, carried)
-        assert carried is not None
-        pool: Memory = carried.meta[MEMORY] | {task.name: self.keys_of(task)}
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        if context.step != "finetune":
+            return super().memory(context)
+        assert context.carried is not None
+        pool: Memory = context.carried.meta[MEMORY] | {
+            context.task.name: context.data.keys(context.task)
+        }
         count = min(len(keys) for classes in pool.values() for keys in classes.values())
 
         def drawn(keys: list[str]) -> list[str]:
-            return sorted(keys, key=lambda key: derive_seed(self.seed, "balanced", task.name, key))[
-                :count
-            ]
+            return sorted(
+                keys, key=lambda key: derive_seed(self.seed, "balanced", context.task.name, key)
+            )[:count]
 
         return {
             name: [key for keys in classes.values() for key in drawn(keys)]
@@ -119,40 +123,33 @@ class Der(Rehearsal):
         }
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        if step == "herd":
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        if context.step == "herd":
             return groups
         self.heads.renew(len(self.class_slices()) * self.dim)
         groups = []
-        if step == "train":
+        if context.step == "train":
             self.inherit()
             if self.old:
-                self.auxiliary = nn.Linear(self.dim, 1 + task.num_classes, bias=False)
+                self.auxiliary = nn.Linear(self.dim, 1 + context.task.num_classes, bias=False)
                 groups.append(
                     {
                         "name": "auxiliary",
                         "params": [self.auxiliary.weight],
-                        "weight_decay": rates.weight_decay,
+                        "weight_decay": context.optim.weight_decay,
                     }
                 )
-            groups += weight_groups(self.backbone, rates)
-        self.start_classifier(step)
-        return [*self.head_groups(rates, list(self.class_slices())), *groups]
+            groups += weight_groups(self.backbone, context.optim)
+        self.start_classifier(context.step)
+        return [*self.head_groups(context.optim, list(self.class_slices())), *groups]
 
-    def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
+    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
         return [
             {
                 "name": "head.weight",
                 "params": [self.heads[name].weight for name in names],
-                "weight_decay": rates.weight_decay,
+                "weight_decay": optim.weight_decay,
             }
         ]
 

@@ -11,20 +11,28 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.methods.base import (
+    ParamGroup,
+    Progress,
+    StepContext,
+    needs_adamw,
+)
 from workers.methods.der import Der, DerSettings, Parts
 from workers.model.compact import multiply_adds
 from workers.model.masks import AnnealedSigmoid, annealed_scale, initial_embedding
 from workers.model.units import cut_units, masked_weights, pack, unit_sites, unpack
 from workers.rng import derive_seed
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import TaskState
+
+S = TypeVar("S", bound=DerSettings, default=Any)
 
 
-class PrunedDer(Der):
+class PrunedDer(Der[S]):
     """DER on a ViT whose extractors lose units (`workers.model.units`). While an extractor is
     trained its units are masked; after `train` the masks are those of `hard`, so that `finetune`
     and `herd` meet the network that is served. Stored are masks, as bits, and the entries of kept
@@ -36,13 +44,11 @@ class PrunedDer(Der):
     needs_vit = True
 
     @classmethod
-    def check_backbone(
-        cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()
-    ) -> None:
+    def check_backbone(cls, settings: S, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
         unit_sites(backbone)
 
-    def __init__(self, backbone: Any, settings: DerSettings, seed: int):
+    def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = unit_sites(backbone)
         self.shape = 3, *backbone.patch_embed.img_size
@@ -127,7 +133,7 @@ class DerPSettings(DerSettings):
     )
 
 
-class DerP(PrunedDer):
+class DerP(PrunedDer[DerPSettings]):
     """While an extractor is trained, its units are multiplied by m = sigmoid(s e), s rising from 1
     / s_max to s_max within every epoch, and sparsity * L_S is added to the loss. L_S = sum_l K_l
     |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two groups of units;
@@ -150,14 +156,12 @@ class DerP(PrunedDer):
     )
     Settings = DerPSettings
     per_task = PrunedDer.per_task | {"s_max", "sparsity", "mask_lr", "mask_travel"}
-    settings: DerPSettings
     mask: AnnealedSigmoid
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: DerPSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        assert isinstance(settings, DerPSettings)
         needs_adamw(settings.mask_lr, train)
 
     @classmethod
@@ -168,25 +172,18 @@ class DerP(PrunedDer):
         )
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        if step != "train":
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        if context.step != "train":
             return groups
         start = initial_embedding(
             (sum(self.sites.values()),),
             "uniform",
-            torch.Generator().manual_seed(derive_seed(self.seed, "der", task.name)),
+            torch.Generator().manual_seed(derive_seed(self.seed, "der", context.task.name)),
         )
         self.mask = AnnealedSigmoid(start, self.settings.s_max)
         mask_lr = (
-            self.settings.mask_travel / max(rates.mean_rate_steps, 1e-9)
+            self.settings.mask_travel / max(context.optim.mean_rate_steps, 1e-9)
             if self.settings.mask_lr == "auto"
             else self.settings.mask_lr
         )

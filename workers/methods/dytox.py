@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import weight_groups
 from workers.model.convit import ConViT
@@ -52,7 +52,7 @@ class DyToxSettings(RehearsalSettings):
     )
 
 
-class DyTox(Rehearsal):
+class DyTox(Rehearsal[DyToxSettings]):
     """`train`: L = (1 - a) BCE + a KL + divergence * BCE_div over the task's data and the
     exemplars, a = O_t / A_t; the encoder, the decoder and the task's own token and head learn,
     older ones stay. BCE is over all classes, KL holds the softmax of old classes to what it was
@@ -85,12 +85,11 @@ class DyTox(Rehearsal):
     encoder_rests = False  # in evaluation mode while the decoder is trained
     Settings = DyToxSettings
     per_task = Rehearsal.per_task | {"divergence", "tau", "drop_path", "rho"}
-    settings: DyToxSettings
     heads: TokenHeads
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: DyToxSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
         base = next((task.name for task in tasks if task.role == "base"), None)
@@ -139,37 +138,30 @@ class DyTox(Rehearsal):
         return TokenNetwork(self.backbone, self.decoder, heads)  # type: ignore[arg-type]
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        old = [name for name in self.class_slices() if name != task.name]
-        if step == "train" and old:
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        old = [name for name in self.class_slices() if name != context.task.name]
+        if context.step == "train" and old:
             self.before = (copy.deepcopy(self.network()).eval().requires_grad_(False),)
-        super().begin(task, step, carried, rates, tasks)
+        super().begin(context)
         self.decoder.expect(len(self.class_slices()))
-        self.encoder_rests = step == "finetune"
+        self.encoder_rests = context.step == "finetune"
         learning: list[nn.Module] = [
             self.decoder,
             *(
                 self.heads[name]
-                for name in (self.class_slices() if self.encoder_rests else [task.name])
+                for name in (self.class_slices() if self.encoder_rests else [context.task.name])
             ),
         ]
         if not self.encoder_rests:
             learning.append(self.backbone)
         if self.before:
             self.auxiliary = TokenHeads(self.heads.width).add(
-                "auxiliary", 1 + task.num_classes, derive_seed(self.seed, task.name)
+                "auxiliary", 1 + context.task.num_classes, derive_seed(self.seed, context.task.name)
             )  # type: ignore[assignment]
             learning.append(self.auxiliary)  # type: ignore[arg-type]
-        groups = [group for module in learning for group in weight_groups(module, rates)]
+        groups = [group for module in learning for group in weight_groups(module, context.optim)]
         return [
             {
                 **group,

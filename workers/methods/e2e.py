@@ -6,18 +6,16 @@ Castro, Marin-Jimenez, Guil, Schmid, Alahari: End-to-End Incremental Learning, E
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from workers.data.batch import Batch
-from workers.job import Task
-from workers.methods.base import OptimPlan, Progress, Step
+from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.distill import Teacher, kd_bce, kd_ce
-from workers.storage.taskstate import Carried
 
 
 class E2eSettings(RehearsalSettings):
@@ -38,7 +36,7 @@ class E2eSettings(RehearsalSettings):
     )
 
 
-class E2e(Rehearsal):
+class E2e(Rehearsal[E2eSettings]):
     """L = CE over all classes + mean over tasks s of KD_s, the distance of softmax(z_s / tau) to
     softmax(y_s / tau) over the classes of s alone. In `train` the teacher is the network before the
     task, and s runs over earlier tasks. `balance` chooses as many images of each new class as there
@@ -66,23 +64,15 @@ class E2e(Rehearsal):
     distills = True
     Settings = E2eSettings
     per_task = Rehearsal.per_task | {"tau", "kd", "noise"}
-    settings: E2eSettings
 
-    def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
-        return {} if step == "balance" else super().memory(task, step, carried)
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        return {} if context.step == "balance" else super().memory(context)
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        if step == "balance":
-            self.herd(task, sharers=self.class_slices()[task.name].start)
-        if step == "finetune":
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        if context.step == "balance":
+            self.herd(context.task, sharers=self.class_slices()[context.task.name].start)
+        if context.step == "finetune":
             self.teacher = Teacher(
                 self.backbone, {name: self.heads[name] for name in self.class_slices()}
             )

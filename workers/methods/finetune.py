@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.job import Task
-from workers.methods.base import Method, OptimPlan
+from workers.methods.base import Method, MethodSettings, OptimPlan, ParamGroup, StepContext
+from workers.methods.bases.class_incremental import ClassIncremental
 from workers.storage.taskstate import Carried, TaskState
 
 
-class FineTune(Method):
+class FineTune(ClassIncremental[MethodSettings]):
     """All backbone weights and the task's own head; old heads stay as they were while the backbone
     moves under them. In scenario `class` the old heads go on training too: their outputs compete
     with the new ones, and get no sample of their own.
@@ -22,19 +22,10 @@ class FineTune(Method):
     may_forget = True
     scenarios = frozenset({"task", "class"})
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        return super().begin(task, step, carried, rates, tasks) + weight_groups(
-            self.backbone, rates
-        )
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(), Carried(
@@ -50,7 +41,7 @@ class FineTune(Method):
             self.backbone.load_state_dict(carried.tensors)
 
 
-def weight_groups(module: Any, rates: OptimPlan) -> list[dict[str, Any]]:
+def weight_groups(module: Any, optim: OptimPlan) -> list[ParamGroup]:
     """Parameter groups as DeiT has them: no weight decay on biases, norms, class token and position
     embedding."""
     plain = [
@@ -62,7 +53,7 @@ def weight_groups(module: Any, rates: OptimPlan) -> list[dict[str, Any]]:
         p for n, p in module.named_parameters() if p.ndim <= 1 or n in ("cls_token", "pos_embed")
     ]
     return [
-        {"name": "backbone", "params": plain, "weight_decay": rates.weight_decay},
+        {"name": "backbone", "params": plain, "weight_decay": optim.weight_decay},
         {"name": "backbone.exempt", "params": exempt, "weight_decay": 0.0},
     ]
 

@@ -12,11 +12,20 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step, needs_adamw
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    Step,
+    StepContext,
+    needs_adamw,
+)
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
@@ -80,7 +89,10 @@ class HatSettings(MethodSettings):
     )
 
 
-class Hat(Method):
+S = TypeVar("S", bound=HatSettings, default=Any)
+
+
+class Hat(Method[S]):
     """A chain: h' = a .* h with a = sigmoid(s e) (Eq. 1), s annealed in every epoch; stored are
     hard masks 1[e > 0] per unit, and the weights hand on how many tasks use each unit. The base
     task, if there is one, is learned as a first task.
@@ -117,14 +129,10 @@ class Hat(Method):
             "per_task_affine",
         }
     )
-    settings: HatSettings
     price: Tensor
 
     @classmethod
-    def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
-    ) -> None:
-        assert isinstance(settings, HatSettings)
+    def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:
         needs_adamw(settings.mask_lr, train)
         if settings.s_min is not None and settings.s_min >= settings.s_max:
             raise UserError(
@@ -133,9 +141,7 @@ class Hat(Method):
             )
 
     @classmethod
-    def check_backbone(
-        cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()
-    ) -> None:
+    def check_backbone(cls, settings: S, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
         unit_sites(backbone)
 
@@ -144,10 +150,10 @@ class Hat(Method):
         return cls.may_forget
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
         return cls.steps
 
-    def __init__(self, backbone: Any, settings: HatSettings, seed: int):
+    def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = unit_sites(backbone)
         self.shared = dict(backbone.named_parameters())
@@ -163,20 +169,13 @@ class Hat(Method):
         return dict(zip(self.sites, units.split(list(self.sites.values())), strict=True))
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
         device = self.device
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "hat", task.name))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "hat", context.task.name))
         start = initial_embedding(
             tuple(self.uses.shape), self.settings.start, generator, self.settings.expected_tasks
         )
@@ -193,7 +192,7 @@ class Hat(Method):
             {name: (self.shared[name], n > 0) for name, n in units.items() if bool(n.any())}
         )
         mask_lr = (
-            self.settings.mask_travel / max(rates.mean_rate_steps, 1e-9)
+            self.settings.mask_travel / max(context.optim.mean_rate_steps, 1e-9)
             if self.settings.mask_lr == "auto"
             else self.settings.mask_lr
         )
@@ -202,7 +201,7 @@ class Hat(Method):
             {
                 "name": "weights",
                 "params": [self.shared[n] for n in units if n.endswith("weight")],
-                "weight_decay": rates.weight_decay,
+                "weight_decay": context.optim.weight_decay,
             },
             {
                 "name": "biases",
@@ -343,7 +342,7 @@ class AdaHatSettings(HatSettings):
     eps: PositiveFloat = Field(0.1, description="added to a site's share of R")
 
 
-class AdaHat(Hat):
+class AdaHat(Hat[AdaHatSettings]):
     """HAT whose locks give way: entries of a unit that n earlier tasks use move by r / (n + r), r =
     A / (eps + R of the unit's site). It forgets a little to go on learning where HAT runs out of
     units. The rate acts on the step and not on the gradient (see Protector).
@@ -356,7 +355,6 @@ class AdaHat(Hat):
     may_forget: ClassVar[bool] = True
     Settings = AdaHatSettings
     per_task = Hat.per_task | {"intensity", "eps"}
-    settings: AdaHatSettings
 
     def after_backward(self) -> None:
         soft, uses = self.by_site(self.soft.detach()), self.by_site(self.uses)

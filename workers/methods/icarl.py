@@ -34,7 +34,7 @@ class IcarlSettings(RehearsalSettings):
     )
 
 
-class Icarl(Rehearsal):
+class Icarl(Rehearsal[IcarlSettings]):
     """loss `bce`: binary cross-entropy of all outputs, a mean over entries, to the teacher's
     sigmoid for the O_t old classes, of exemplars too, whatever their label, and to the labels for
     the K_t new ones: L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t. loss `ce_kd`: L = CE over
@@ -53,7 +53,6 @@ class Icarl(Rehearsal):
     uses_class_means = True
     Settings = IcarlSettings
     per_task = Rehearsal.per_task | {"loss", "tau"}
-    settings: IcarlSettings
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:

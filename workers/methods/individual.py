@@ -7,34 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.job import Task
-from workers.methods.base import Method, OptimPlan
+from workers.methods.base import Method, MethodSettings, ParamGroup, StepContext
 from workers.methods.finetune import tensors_of, weight_groups
 from workers.storage.taskstate import Carried, TaskState
 
 
-class Individual(Method):
+class Individual(Method[MethodSettings]):
     """Starts every task from the common backbone and stores all trained weights in the task's
     state."""
 
     name = "individual"
     freezes_backbone = False
 
-    def __init__(self, backbone: Any, settings: Any, seed: int):
+    def __init__(self, backbone: Any, settings: MethodSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.weights: dict[str, dict[str, Tensor]] = {}
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        return super().begin(task, step, carried, rates, tasks) + weight_groups(
-            self.backbone, rates
-        )
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(copies=tensors_of(self.backbone)), Carried()

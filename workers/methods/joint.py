@@ -3,15 +3,13 @@ which keeps all data."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from workers.job import Task
-from workers.methods.base import Method, OptimPlan
+from workers.methods.base import MethodSettings, ParamGroup, StepContext
+from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.storage.taskstate import Carried, TaskState
 
 
-class Joint(Method):
+class Joint(ClassIncremental[MethodSettings]):
     """Each stage trains one network and one head per task on the union of the data of all tasks so
     far."""
 
@@ -22,17 +20,8 @@ class Joint(Method):
     scenarios = frozenset({"task", "class"})
     may_forget = True  # a later stage is another network: nothing binds its answers on old tasks
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        return super().begin(task, step, carried, rates, tasks) + weight_groups(
-            self.backbone, rates
-        )
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(), Carried(network_of(self, [t.name for t in self.training_tasks]))

@@ -14,7 +14,6 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.methods.base import MethodSettings
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings
 from workers.model.masks import SoftBinary
 from workers.model.weights import norm_names
@@ -45,7 +44,7 @@ class KsmSettings(ThresholdSettings):
     )
 
 
-class Ksm(ThresholdMasks):
+class Ksm(ThresholdMasks[KsmSettings]):
     """W' = (b + 0.5 a) .* W, one b and a per kernel, see `SoftBinary`. All real values start above
     theta, so that training starts from the backbone itself. Stored: the bits b, the coefficients
     0.5 a of kernels that are off (as `SITE.soft`, in order), copies of norms. The real values are
@@ -62,9 +61,8 @@ class Ksm(ThresholdMasks):
     paper = "KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021"
     Settings = KsmSettings
     per_task = ThresholdMasks.per_task | {"soft", "norms", "beta", "temperature"}
-    settings: KsmSettings
 
-    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: KsmSettings, seed: int):
         super().__init__(backbone, settings, seed)
         for site, weight in self.sites.items():
             if (

@@ -3,14 +3,13 @@ column."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from workers.methods.base import Method
+from workers.data.feed import Feed
+from workers.methods.base import Method, MethodSettings
 
 
-class Linear(Method):
+class Linear(Method[MethodSettings]):
     """A frozen backbone and one head per task (a star, zero forgetting).
 
     Where augmentation leaves images as they are, so are their features in every epoch: they are
@@ -21,7 +20,7 @@ class Linear(Method):
     name = "linear"
     revision = 2
 
-    def precompute(self, feed: Any) -> None:
+    def precompute(self, feed: Feed) -> None:
         if not any(p.requires_grad for p in self.backbone.parameters()):
             feed.cache_features(super().features)
 

@@ -6,15 +6,19 @@ Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    StepContext,
+)
 from workers.model.adapters import AdapterSites
 from workers.model.lowrank import (
     PROJECTION,
@@ -39,7 +43,7 @@ class LoraSettings(MethodSettings):
     alpha: PositiveFloat = Field(1.0, description="the update is scaled by alpha / rank")
 
 
-class Lora(Method):
+class Lora(Method[LoraSettings]):
     """A star: W x + (alpha / r) B A x, with B zero at the start, so that a task starts as the
     backbone itself. Stored per task: A and B, unmerged, 4 r d floats a block for either target, and
     a head.
@@ -56,14 +60,12 @@ class Lora(Method):
     paper = "LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022"
     needs_vit = True
     Settings = LoraSettings
-    settings: LoraSettings
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: LoraSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        assert isinstance(settings, LoraSettings)
         sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
         if settings.rank > sites.width:
             raise UserError(
@@ -82,23 +84,16 @@ class Lora(Method):
     def factors(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
         return factors(**update, rows=self.rows, scale=self.settings.alpha / self.settings.rank)
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
         self.update = LowRank(**self.shapes).to(self.device)
         return [
             *groups,
             {
                 "name": "lora",
                 "params": [*self.update.parameters()],
-                "weight_decay": rates.weight_decay,
+                "weight_decay": context.optim.weight_decay,
             },
         ]
 

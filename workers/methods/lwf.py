@@ -6,16 +6,19 @@ Li, Hoiem: Learning without Forgetting, ECCV 2016.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data.batch import Batch
-from workers.job import Task
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import (
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    StepContext,
+)
+from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.model.distill import Teacher, kd_ce
 from workers.storage.taskstate import Carried, TaskState
@@ -38,7 +41,7 @@ class LwfSettings(MethodSettings):
     )
 
 
-class Lwf(Method):
+class Lwf(ClassIncremental[LwfSettings]):
     """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), all on images of the new task.
     The teacher is the network before the task; the old heads, a base task's among them, are trained
     along. In scenario `class` the old heads' outputs form one softmax, and cross-entropy stays
@@ -58,28 +61,20 @@ class Lwf(Method):
     scenarios = frozenset({"task", "class"})
     Settings = LwfSettings
     per_task = frozenset({"lambda", "tau", "head_first"})
-    settings: LwfSettings
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        self.old = [name for name in self.class_slices() if name != task.name]
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        self.old = [name for name in self.class_slices() if name != context.task.name]
         self.teacher = (
             Teacher(self.backbone, {name: self.heads[name] for name in self.old})
             if self.old
             else None
         )
-        super().begin(task, step, carried, rates, tasks)
-        return self.head_groups(rates, list(self.class_slices())) + weight_groups(
-            self.backbone, rates
+        super().begin(context)
+        return self.head_groups(context.optim, list(self.class_slices())) + weight_groups(
+            self.backbone, context.optim
         )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,7 +8,7 @@ numbers are the paper's.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings, key_inputs
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    OptimPlan,
+    ParamGroup,
+    Progress,
+    StepContext,
+    needs_adamw,
+)
 from workers.model.masks import GumbelHard
 from workers.model.sites import Sites, sites_of
 from workers.rng import StepRng
@@ -76,7 +84,7 @@ class MeatSettings(MethodSettings):
     )
 
 
-class Meat(Method):
+class Meat(Method[MeatSettings]):
     """A star: the backbone is shared and frozen, each task leaves packed mask bits and a head.
 
     Where it differs from the paper: one logit per entry (see GumbelHard); logits start at +-gamma,
@@ -93,24 +101,21 @@ class Meat(Method):
     paper = "Meta-attention for ViT-backed Continual Learning, CVPR 2022"
     Settings = MeatSettings
     per_task = frozenset({"lambda", "alpha", "gamma", "tau", "mask_lr", "mask_travel"})
-    settings: MeatSettings
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: MeatSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the
         gradients."""
-        assert isinstance(settings, MeatSettings)
         masked = settings.token_masks or settings.ffn_masks != "off"
         if masked:
             needs_adamw(settings.mask_lr, train)
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: MeatSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        assert isinstance(settings, MeatSettings)
         _sites(backbone, settings)
 
     def __init__(self, backbone: nn.Module, settings: MeatSettings, seed: int):
@@ -124,17 +129,10 @@ class Meat(Method):
         return self.sites.gates | self.sites.entries
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
         device = self.device
-        self.loaded.pop(task.name, None)
+        self.loaded.pop(context.task.name, None)
         self.masks = {
             name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
             for name, shape in self.mask_shapes().items()
@@ -146,14 +144,14 @@ class Meat(Method):
                 {
                     "name": "masks",
                     "params": [m.logits for m in self.masks.values()],
-                    "lr": self.rate(rates),
+                    "lr": self.rate(context.optim),
                     "weight_decay": 0.0,
                     "eps": ADAM_EPS,
                 }
             )
         return groups
 
-    def rate(self, rates: OptimPlan) -> float:
+    def rate(self, optim: OptimPlan) -> float:
         """Peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard. Adam moves an
         entry by at most the rate per step, so `auto` sets rate * mean_rate_steps = mask_travel * 2
         gamma: long and short trainings reach equally far."""
@@ -162,10 +160,10 @@ class Meat(Method):
                 self.settings.mask_travel
                 * 2
                 * self.settings.gamma
-                / max(rates.mean_rate_steps, 1e-9)
+                / max(optim.mean_rate_steps, 1e-9)
             )
         return 2 * (
-            0.1 * rates.batch_size / 1024
+            0.1 * optim.batch_size / 1024
             if self.settings.mask_lr == "paper"
             else self.settings.mask_lr
         )

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    Step,
+    StepContext,
+)
 from workers.methods.finetune import tensors_of
 from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
@@ -84,7 +91,7 @@ class PackNetSettings(MethodSettings):
         return self.prune[position]
 
 
-class PackNet(Method):
+class PackNet(Method[PackNetSettings]):
     """Task t claims all free weights and trains them (`train`), gives the smallest round(p * count)
     of each layer back, which become 0 (`prune`), and trains those that it kept (`retrain`). It is
     served with W_eff(t) = W .* 1[1 <= owner <= t]: the weights of earlier tasks take part and never
@@ -115,21 +122,18 @@ class PackNet(Method):
     freezes_backbone = False
     Settings = PackNetSettings
     per_task = frozenset({"prune", "per_task_affine"})
-    settings: PackNetSettings
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        assert isinstance(settings, PackNetSettings)
+    def steps_for(cls, settings: PackNetSettings, position: int) -> tuple[Step, ...]:
         if position < 0:
             return cls.steps[1:] if settings.base_mode == "prune_retrain" else ()
         return cls.steps[:1] if settings.share(position) is None else cls.steps
 
     @classmethod
-    def needs_base(cls, settings: MethodSettings) -> bool:
-        assert isinstance(settings, PackNetSettings)
+    def needs_base(cls, settings: PackNetSettings) -> bool:
         return settings.base_mode == "prune_retrain"
 
-    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: PackNetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites: dict[str, Any] = weight_sites(backbone)
         self.others = [
@@ -144,26 +148,19 @@ class PackNet(Method):
         self.copies: Copies | None = None  # of the task in training
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is None:
-            self.start(task)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is None:
+            self.start(context.task)
         else:
-            self.load_carried(carried)
-        self.step, self.copies = step, None
-        self.numbers.pop(task.name, None)
-        self.loaded.pop(task.name, None)
-        if self.latest_name != task.name:
-            self.claim(task)
-        elif carried is not None:  # the task's own step before this one hands on the head
-            self.heads.restore(task.name, under("head", carried))
-        if step == "prune":
+            self.load_carried(context.carried)
+        self.step, self.copies = context.step, None
+        self.numbers.pop(context.task.name, None)
+        self.loaded.pop(context.task.name, None)
+        if self.latest_name != context.task.name:
+            self.claim(context.task)
+        elif context.carried is not None:  # the task's own step before this one hands on the head
+            self.heads.restore(context.task.name, under("head", context.carried))
+        if context.step == "prune":
             self.give_back(self.settings.share(self.position) or 0.0)
         self.protector = Protector(
             {
@@ -171,17 +168,17 @@ class PackNet(Method):
                 for site, weight in self.sites.items()
             }
         )
-        groups = super().begin(task, step, carried, rates, tasks)
+        groups = super().begin(context)
         groups.append(
             {
                 "name": "weights",
                 "params": [*self.sites.values()],
-                "weight_decay": rates.weight_decay,
+                "weight_decay": context.optim.weight_decay,
             }
         )
         return [
             *groups,
-            {"name": "others", "params": self.trained_others(carried), "weight_decay": 0.0},
+            {"name": "others", "params": self.trained_others(context.carried), "weight_decay": 0.0},
         ]
 
     def start(self, task: Task) -> None:

@@ -14,11 +14,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import MethodSettings, OptimPlan
+from workers.job import DataSettings, TrainSettings
+from workers.methods.base import ParamGroup, StepContext
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings, full
 from workers.model.masks import Threshold
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import TaskState
 
 
 class PiggybackSettings(ThresholdSettings):
@@ -41,7 +41,7 @@ class PiggybackSettings(ThresholdSettings):
         return self.init == "weights" or super().starts_on()
 
 
-class Piggyback(ThresholdMasks):
+class Piggyback(ThresholdMasks[PiggybackSettings]):
     """M = 1[M^r > theta], y = (M .* W) x + b; the gradient of M goes to M^r as it is. All real
     values start above theta, so that training starts from the backbone itself. Stored: a bit per
     weight; ternary: two, `SITE` for what is not 0, `SITE.minus` for what is -1.
@@ -59,13 +59,11 @@ class Piggyback(ThresholdMasks):
     )
     Settings = PiggybackSettings
     per_task = ThresholdMasks.per_task | {"ternary", "init", "scale_gradients"}
-    settings: PiggybackSettings
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: PiggybackSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        assert isinstance(settings, PiggybackSettings)
         super().validate(settings, train, data, scenario)
         if settings.scale_gradients != "none" and train.optimizer == "adamw":
             raise UserError(
@@ -97,15 +95,8 @@ class Piggyback(ThresholdMasks):
         )
         return Threshold(values, self.settings.theta, self.settings.ternary)
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
         sizes = (
             {site: weight.detach().abs() for site, weight in self.sites.items()}
             if self.settings.scale_gradients != "none"

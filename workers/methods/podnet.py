@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import MethodSettings, Progress
+from workers.methods.base import Progress
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.model.cosine import nca
 from workers.model.pod import cosine_distance, features_and_maps, pod
@@ -43,7 +43,7 @@ class PodNetSettings(CosineSettings):
     clamp: PositiveFloat = Field(5.0, description="largest entry of a gradient, in size")
 
 
-class PodNet(CosineRehearsal):
+class PodNet(CosineRehearsal[PodNetSettings]):
     """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD). NCA =
     -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance of
     each block's map, squared, summed over rows and over columns and normalised, to the teacher's.
@@ -60,11 +60,10 @@ class PodNet(CosineRehearsal):
     needs_vit = True
     Settings = PodNetSettings
     per_task = CosineRehearsal.per_task | {"lambda_c", "lambda_f", "delta", "hinge", "clamp"}
-    settings: PodNetSettings
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: PodNetSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         if data.mixup or data.cutmix or data.smoothing:
             raise UserError(
@@ -75,7 +74,7 @@ class PodNet(CosineRehearsal):
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: PodNetSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
         if len(backbone.blocks) < 2:  # type: ignore[arg-type]

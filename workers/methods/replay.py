@@ -6,10 +6,10 @@ a stream of single passes).
 
 from __future__ import annotations
 
-from workers.methods.bases.rehearsal import Rehearsal
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 
 
-class Replay(Rehearsal):
+class Replay(Rehearsal[RehearsalSettings]):
     """L = CE over all classes so far, on the task's images and all exemplars, each as often as any
     other."""
 

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import DataSettings, TrainSettings
 from workers.methods.adapter import added_share
-from workers.methods.base import MethodSettings, OptimPlan, Progress
+from workers.methods.base import ParamGroup, Progress, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, tensors_of, weight_groups
 from workers.model.adapters import AdapterSites, houlsby
@@ -68,7 +68,7 @@ class Rival(nn.Module):
         self.path, self.heads = path, heads
 
 
-class Rpsnet(Rehearsal):
+class Rpsnet(Rehearsal[RpsnetSettings]):
     """A RECONSTRUCTION. Behind each block of a ViT, the trunk, stands a bank of M bottlenecks; the
     outputs of those that any path has taken are added to the residual stream (`PathNetwork`), in
     training and in serving. Every J tasks a path is drawn, one module of each bank, and learns
@@ -101,15 +101,13 @@ class Rpsnet(Rehearsal):
     needs_vit = True
     Settings = RpsnetSettings
     per_task = Rehearsal.per_task | {"candidates", "phi", "tau"}
-    settings: RpsnetSettings
     step = ""
     trunk_learns = False
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: RpsnetSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        assert isinstance(settings, RpsnetSettings)
         if train.keep == "best" and settings.candidates > 1:
             raise UserError(
                 f"train.keep is 'best' and candidates is {settings.candidates}: one epoch would "
@@ -144,17 +142,10 @@ class Rpsnet(Rehearsal):
         return self
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
+    def begin(self, context: StepContext) -> list[ParamGroup]:
         self.trunk_learns = not self.frozen and all(t.role != "base" for t in self.stream)
-        super().begin(task, step, carried, rates, tasks)
-        if step != "train":
+        super().begin(context)
+        if context.step != "train":
             return []
         if self.old:
             self.teacher = Teacher(
@@ -172,9 +163,11 @@ class Rpsnet(Rehearsal):
             )
         else:
             self.rivals = nn.ModuleList([Rival(self.path, self.heads)])
-        groups = weight_groups(self.backbone, rates) if self.trunk_learns else []
+        groups = weight_groups(self.backbone, context.optim) if self.trunk_learns else []
         for rival in self.rivals:
-            groups += weight_groups(rival.heads, rates) + rival.path.groups(rates.weight_decay)  # type: ignore[operator, union-attr]
+            assert isinstance(rival, Rival)
+            groups += weight_groups(rival.heads, context.optim)
+            groups += rival.path.groups(context.optim.weight_decay)
         return groups
 
     def drawn(self, candidate: int) -> Path:
@@ -226,7 +219,7 @@ class Rpsnet(Rehearsal):
         """Keeps the candidate with the lowest L, of equals the first. Every rank looks at its share
         of the images, all decide alike."""
         self.eval()
-        feed = self.feed_of("val" if self.holds_out else "train", False)
+        feed = self.context.data.feed("val" if self.context.data.has_validation else "train")
         first = torch.tensor([self.class_slices()[t.name].start for t in feed.tasks])
         mine: list[list[float]] = []
         for batch in feed.evaluate():

@@ -15,14 +15,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
-from workers.job import Task
-from workers.methods.base import OptimPlan, Progress
+from workers.methods.base import ParamGroup, Progress, StepContext
 from workers.methods.der import DerSettings
 from workers.methods.der_p import PrunedDer
 from workers.model.distill import kd_ce
 from workers.model.masks import TopK
 from workers.model.units import magnitudes, masked_weights
-from workers.storage.taskstate import Carried
 
 
 class SimpleDerSettings(DerSettings):
@@ -46,7 +44,7 @@ class SimpleDerSettings(DerSettings):
     )
 
 
-class SimpleDer(PrunedDer):
+class SimpleDer(PrunedDer[SimpleDerSettings]):
     """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task,
     which are the old W on the features of frozen extractors, at no further forward. In the middle
     of `train` the units with the smallest weights are dropped for good, as many of every head and
@@ -65,7 +63,6 @@ class SimpleDer(PrunedDer):
     revision = 2
     Settings = SimpleDerSettings
     per_task = PrunedDer.per_task | {"keep", "prune_after", "distillation", "tau"}
-    settings: SimpleDerSettings
     kept: Tensor
 
     @classmethod
@@ -84,22 +81,15 @@ class SimpleDer(PrunedDer):
             # module
         ] = ()
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if step == "train" and carried is not None:
-            self.load_carried(carried)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.step == "train" and context.carried is not None:
+            self.load_carried(context.carried)
             self.before = tuple(
                 copy.deepcopy(self.heads[name]).requires_grad_(False)
                 for name in self.class_slices()
-                if name != task.name
+                if name != context.task.name
             )
-        return super().begin(task, step, carried, rates, tasks)
+        return super().begin(context)
 
     def hard(self) -> Tensor:
         return self.kept

@@ -17,11 +17,13 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import MethodSettings, OptimPlan, Progress, Step, needs_adamw
+from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
+from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
@@ -103,7 +105,10 @@ class SupSupSettings(WeightMaskSettings):
     )
 
 
-class SupSup(WeightMasks):
+S = TypeVar("S", bound=SupSupSettings, default=Any)
+
+
+class SupSup(WeightMasks[S], ClassIncremental[S]):
     """A star: W is frozen, a task leaves a bit per weight. All tasks share a last layer of random
     signs, masked like the others: a task's classes are its first outputs, the superfluous ones are
     trained to be low, and no task has a head. Where the task is not told it is inferred: the mask
@@ -134,13 +139,9 @@ class SupSup(WeightMasks):
         "budget",
         "start",
     }
-    settings: SupSupSettings
 
     @classmethod
-    def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
-    ) -> None:
-        assert isinstance(settings, SupSupSettings)
+    def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:
         needs_adamw(settings.mask_lr, train)
         if settings.weights == "signed_constant" and settings.start == "weights":
             raise UserError(
@@ -160,11 +161,8 @@ class SupSup(WeightMasks):
             )
 
     @classmethod
-    def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
-    ) -> None:
+    def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
-        assert isinstance(settings, SupSupSettings)
         for task in tasks:
             needed = task.num_classes + (settings.objective == "superfluous")
             if 0 < settings.outputs < needed:
@@ -179,12 +177,11 @@ class SupSup(WeightMasks):
         return frozenset({"infer", "objective", "infer_images"}) if step == "train" else frozenset()
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
         """A base task goes through the same where it has to share the output layer."""
-        assert isinstance(settings, SupSupSettings)
         return cls.steps if position >= 0 or settings.outputs else ()
 
-    def __init__(self, backbone: nn.Module, settings: SupSupSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.constants = nn.ParameterList()  # not trained and not stored: the seed gives them
         # what stands in for parameters of the backbone that have no mask, by name
@@ -266,17 +263,17 @@ class SupSup(WeightMasks):
             return min(0.5, self.settings.budget * (shape[0] + shape[1]) / shape.numel())
         return min(0.5, self.settings.density) if site == OUTPUTS else self.settings.density
 
-    def rate(self, site: str, rates: OptimPlan) -> float:
+    def rate(self, site: str, optim: OptimPlan) -> float:
         """Adam moves a score by at most the rate in a step, so `auto` sets rate * mean_rate_steps =
         travel / sqrt(inputs)."""
         if self.settings.mask_lr != "auto":
             return self.settings.mask_lr
         travel = self.settings.outputs_travel if site == OUTPUTS else self.settings.mask_travel
-        return travel * self.width(site) / max(rates.mean_rate_steps, 1e-9)
+        return travel * self.width(site) / max(optim.mean_rate_steps, 1e-9)
 
     # ---- training --------------------------------------------------------------------------------
-    def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
-        return [] if self.settings.outputs else super().head_groups(rates, names)
+    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
+        return [] if self.settings.outputs else super().head_groups(optim, names)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         return super().training_weights(batch, progress) | self.fixed

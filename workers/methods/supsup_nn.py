@@ -7,15 +7,15 @@ Wortsman et al.: Supermasks in Superposition, NeurIPS 2020, scenario NNs.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from workers.dist import Group
-from workers.job import Task, key_inputs
-from workers.methods.base import OptimPlan, Progress
+from workers.job import key_inputs
+from workers.methods.base import ParamGroup, Progress, StepContext
 from workers.methods.supsup import SupSup, SupSupSettings
 from workers.model.superposition import Judge, Weights, shares
 from workers.rng import derive_seed
@@ -56,7 +56,7 @@ class SupSupNNSettings(SupSupSettings):
     most: PositiveInt = Field(32, description="masks there can be; then the best known one goes on")
 
 
-class SupSupNN(SupSup):
+class SupSupNN(SupSup[SupSupNNSettings]):
     """A chain that carries all masks so far, a bit per weight and mask. Before the first step of a
     task, and every `every` steps, it looks at the coming batch under the superposition of k masks:
     the known ones, filled up with untrained ones. It goes on with the mask whose share nu =
@@ -80,7 +80,6 @@ class SupSupNN(SupSup):
     Settings = SupSupNNSettings
     # untrained masks, by density and start, serve too
     per_task = frozenset({"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"})
-    settings: SupSupNNSettings
     bank: Tensor
     counter: Tensor
     trained: Tensor
@@ -146,18 +145,11 @@ class SupSupNN(SupSup):
             ).to(self.bank.device)
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.feed = self.feed_of("train", False)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        groups = super().begin(context)
+        self.feed = context.data.feed("train")
         # Every rank looks at the whole batch, however many share it, and the first one's word
         # counts.
         self.ranks, self.feed.group, self.feed.accumulate = (

@@ -23,8 +23,13 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import Task
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    StepContext,
+)
 from workers.model.compact import multiply_adds
 from workers.model.context import uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState
@@ -74,7 +79,7 @@ class Pair:
     sites: tuple[str | None, ...]
 
 
-class Tfm(Method):
+class Tfm(Method[TfmSettings]):
     """A unit is, for a task, 0 unused (it came later), 1 forward-only (an earlier task learned it:
     used and frozen), or 2 normal (new: used and trained). Forward-only units get a scale and a
     shift per task: y <- gamma y + beta, folded into the rows in effect. New units read the residual
@@ -99,9 +104,8 @@ class Tfm(Method):
     carries = ("units",)
     Settings = TfmSettings
     per_task = frozenset({"growth", "norm_lr"})
-    settings: TfmSettings
 
-    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: TfmSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.pairs = pairs_of(backbone)
         self.original = dict(backbone.named_parameters())
@@ -111,19 +115,12 @@ class Tfm(Method):
         self.loaded: dict[str, TaskState] = {}
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
-        self.load_carried(carried or Carried())
-        self.position = carried.meta["tasks"] if carried else 0
-        whole = self.settings.first == "trained" and carried is None
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
+        self.load_carried(context.carried or Carried())
+        self.position = context.carried.meta["tasks"] if context.carried else 0
+        whole = self.settings.first == "trained" and context.carried is None
         start = (
             {f"{WEIGHTS}{name}": p.detach().clone() for name, p in self.original.items()}
             if whole
@@ -162,7 +159,7 @@ class Tfm(Method):
             )
         return [
             *groups,
-            {"name": "units", "params": kinds["units"], "weight_decay": rates.weight_decay},
+            {"name": "units", "params": kinds["units"], "weight_decay": context.optim.weight_decay},
             {"name": "units.exempt", "params": kinds["units.exempt"], "weight_decay": 0.0},
             {
                 "name": "norm",

@@ -15,11 +15,19 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from timm.models.convnext import ConvNeXt
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, Step
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    Step,
+    StepContext,
+)
 from workers.model.top_down import TopDown
 from workers.model.top_down_conv import StageTopDown
 from workers.rng import derive_seed
@@ -61,7 +69,10 @@ class ToastSettings(MethodSettings):
     )
 
 
-class Toast(Method):
+S = TypeVar("S", bound=ToastSettings, default=Any)
+
+
+class Toast(Method[S]):
     """A star: tokens of a first pass are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P
     and from block to block down a chain of linear feedback layers (W1_l, W2_l), and are added to
     the values of a second pass. Stored per task: xi, P, the feedback layers and a head. A base task
@@ -97,13 +108,9 @@ class Toast(Method):
     starts_from = ("pretune",)
     needs_vit = True  # or a ConvNeXt: see `check_backbone`
     Settings = ToastSettings
-    settings: ToastSettings
 
     @classmethod
-    def check_backbone(
-        cls, settings: MethodSettings, backbone: Any, tasks: tuple[Task, ...] = ()
-    ) -> None:
-        assert isinstance(settings, ToastSettings)
+    def check_backbone(cls, settings: S, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
         convolutional = isinstance(backbone, ConvNeXt)
         if not convolutional and not isinstance(backbone, VisionTransformer):
             raise UserError(
@@ -125,8 +132,7 @@ class Toast(Method):
         top_down_of(backbone, settings)
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        assert isinstance(settings, ToastSettings)
+    def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
         return cls.steps[1:] if position >= 0 else cls.steps[:1] if settings.pretune else ()
 
     @classmethod
@@ -135,7 +141,7 @@ class Toast(Method):
             {"pretune", "train_P"} if step == "pretune" else {"pretune", "variational"}
         )
 
-    def __init__(self, backbone: Any, settings: ToastSettings, seed: int):
+    def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.top_down = top_down_of(backbone, settings)
         self.width = self.top_down.width
@@ -156,28 +162,21 @@ class Toast(Method):
         return self.top_down.shapes()
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
-        self.step, device = step, self.device
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
+        self.step, device = context.step, self.device
         self.start = {name: t.to(device) for name, t in self.start.items()}
         if "prior" not in self.start:
             self.start["prior"] = self.top_down.prior(
                 torch.Generator().manual_seed(derive_seed(self.seed, "toast"))
             )
-        own = dict(self.start) if step == "pretune" else self.beginning(task)
-        if task.role == "unlabelled":
+        own = dict(self.start) if context.step == "pretune" else self.beginning(context.task)
+        if context.task.role == "unlabelled":
             own, groups = self.top_down.first_layers(own), []
-        if step != "pretune" and self.settings.train_P:
+        if context.step != "pretune" and self.settings.train_P:
             own["transform"] = torch.eye(self.width)
         self.own = nn.ParameterDict(
             {name: nn.Parameter(t.to(device, copy=True)) for name, t in own.items()}
@@ -186,7 +185,7 @@ class Toast(Method):
             {
                 "name": name,
                 "params": [p],
-                "weight_decay": rates.weight_decay if name != "prior" else 0.0,
+                "weight_decay": context.optim.weight_decay if name != "prior" else 0.0,
             }
             for name, p in self.own.items()
         ]
@@ -307,7 +306,7 @@ class ToastLiteSettings(ToastSettings):
     alpha: PositiveFloat = Field(1.0, description="that part is scaled by alpha / r")
 
 
-class ToastLite(Toast):
+class ToastLite(Toast[ToastLiteSettings]):
     """TOAST whose feedback layers are shared: a task trains W + alpha / r B A beside xi and P, with
     B = 0 at the start. `pretune` trains W1 and W2 themselves, as in TOAST. Stored per task: xi, P,
     the low-rank parts and a head.
@@ -315,7 +314,6 @@ class ToastLite(Toast):
 
     name = "toast_lite"
     Settings = ToastLiteSettings
-    settings: ToastLiteSettings
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import MethodSettings, Progress
+from workers.methods.base import Progress
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.model.cosine import margin_rank
 from workers.model.pod import cosine_distance
@@ -39,7 +39,7 @@ class UcirSettings(CosineSettings):
     )
 
 
-class Ucir(CosineRehearsal):
+class Ucir(CosineRehearsal[UcirSettings]):
     """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank, where rank is the mean
     over the samples of old classes in the global batch, and over their K most similar new classes
     k, of relu(margin - s_y + s_k), s without eta. With `finetune` the classifier is then trained
@@ -53,11 +53,10 @@ class Ucir(CosineRehearsal):
     paper = "Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019"
     Settings = UcirSettings
     per_task = CosineRehearsal.per_task | {"lambda", "margin"}
-    settings: UcirSettings
 
     @classmethod
     def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
+        cls, settings: UcirSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         if data.mixup or data.cutmix:
             raise UserError(
@@ -68,10 +67,9 @@ class Ucir(CosineRehearsal):
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: UcirSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        assert isinstance(settings, UcirSettings)
         small = next((task for task in tasks[1:] if task.num_classes < settings.top_k), None)
         if small is not None:
             raise UserError(

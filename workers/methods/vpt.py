@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    StepContext,
+)
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.prompts import Depth, PromptSites, initial_prompts
@@ -34,7 +40,7 @@ class VptSettings(MethodSettings):
     )
 
 
-class Vpt(Method):
+class Vpt(Method[VptSettings]):
     """A star: p prompts after the class token and before the patches, without position embeddings.
     Stored per task: p d floats (shallow) or L p d (deep) and a head.
 
@@ -48,13 +54,11 @@ class Vpt(Method):
     needs_vit = True
     starts_as_backbone = False
     Settings = VptSettings
-    settings: VptSettings
 
     @classmethod
     def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+        cls, settings: VptSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        assert isinstance(settings, VptSettings)
         super().check_backbone(settings, backbone, tasks)
         PromptSites(backbone, settings.depth)
 
@@ -65,23 +69,20 @@ class Vpt(Method):
             str, Tensor | None
         ] = {}  # task -> its prompts (L or 1, p, d); the base task has none
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
         device = self.device
         self.prompts = nn.Parameter(
             initial_prompts(len(self.sites), self.settings.prompts, self.backbone).to(device)
         )
         return [
             *groups,
-            {"name": "prompts", "params": [self.prompts], "weight_decay": rates.weight_decay},
+            {
+                "name": "prompts",
+                "params": [self.prompts],
+                "weight_decay": context.optim.weight_decay,
+            },
         ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:

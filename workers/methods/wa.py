@@ -7,19 +7,16 @@ CVPR 2020.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from workers.data.batch import Batch
 from workers.job import Task
-from workers.methods.base import OptimPlan, Progress, Step
+from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.align import weight_ratio
 from workers.model.distill import kd_ce
-from workers.storage.taskstate import Carried
 
 
 class WaSettings(RehearsalSettings):
@@ -33,7 +30,7 @@ class WaSettings(RehearsalSettings):
     )
 
 
-class Wa(Rehearsal):
+class Wa(Rehearsal[WaSettings]):
     """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t: old classes
     among all. Then `align` multiplies the weight vectors of the task's classes by gamma, the mean
     length of the old ones over that of the new ones; directions, biases and old heads stay. What is
@@ -54,20 +51,12 @@ class Wa(Rehearsal):
     distills = True
     Settings = WaSettings
     per_task = Rehearsal.per_task | {"tau", "nonnegative"}
-    settings: WaSettings
     gamma: float | None = None  # of this step's alignment
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        if step == "align":
-            self.align(task)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        if context.step == "align":
+            self.align(context.task)
         return groups
 
     @torch.no_grad()

@@ -14,8 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workers.job import Task
-from workers.methods.base import MethodSettings, OptimPlan, Progress
+from workers.methods.base import ParamGroup, Progress, StepContext
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.masks import TopK
 from workers.model.protect import Protector
@@ -36,7 +35,7 @@ class WsnSettings(WeightMaskSettings):
     )
 
 
-class Wsn(WeightMasks):
+class Wsn(WeightMasks[WsnSettings]):
     """m_t = 1 for the share c of highest |score| of each layer, W_eff = m_t .* W; the gradient of
     m_t goes to the scores as it is. What some earlier task uses is locked (M = m_1 or ... or
     m_{t-1}, Eq. 4): task t may use it, and changes the rest only.
@@ -57,9 +56,8 @@ class Wsn(WeightMasks):
     starts_as_backbone = False
     Settings = WsnSettings
     per_task = WeightMasks.per_task | {"density", "start"}
-    settings: WsnSettings
 
-    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: WsnSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.union = {
             site: torch.zeros_like(weight, dtype=torch.bool) for site, weight in self.sites.items()
@@ -73,24 +71,21 @@ class Wsn(WeightMasks):
         return TopK(scores.to(weight.device), self.settings.density)
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        groups = super().begin(task, step, carried, rates, tasks)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        groups = super().begin(context)
         weights: dict[str, Any] = self.sites
         self.protector = Protector(
             {site: (weights[site], used) for site, used in self.union.items()}
         )
         return [
             *groups,
-            {"name": "weights", "params": [*weights.values()], "weight_decay": rates.weight_decay},
+            {
+                "name": "weights",
+                "params": [*weights.values()],
+                "weight_decay": context.optim.weight_decay,
+            },
         ]
 
     def after_backward(self) -> None:

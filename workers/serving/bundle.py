@@ -175,8 +175,10 @@ class Bundle:
 
     @classmethod
     def of_job(cls, job: StageJob, max_pixels: int = MAX_PIXELS) -> Bundle:
-        """What `restore.finished_method` loads for a job, straight from the store. Files are read when they
-        are asked for."""
+        """What `restore.finished_method` loads for a job, straight from the store.
+
+        Files are read when they are asked for.
+        """
         assert job.backbone is not None
         places = {BACKBONE: (job.backbone, "state.safetensors")}
         places |= {state_file(task): (key, "task.safetensors") for task, key in job.states.items()}

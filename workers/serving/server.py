@@ -18,6 +18,8 @@ from workers.data.augment import Augment
 from workers.data.feed import EVAL_BATCH
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.protocols import candidates_of, grouped_logits
 from workers.rng import StepRng
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, pixels_of
@@ -138,7 +140,7 @@ class Predictor:
     @property
     def infers(self) -> bool:
         """Whether images need no task."""
-        return bool(self.method.candidates()) or self.method.scenario == "class"
+        return bool(candidates_of(self.method)) or self.method.scenario == "class"
 
     @property
     def mixes(self) -> bool:
@@ -256,13 +258,14 @@ class Predictor:
             return {
                 task: self.kept.get(task, self.compact)(images[mine]) for task, mine in here.items()
             }
-        return self.method.grouped_logits(images, here) if here else {}
+        return grouped_logits(self.method, images, here) if here else {}
 
     def untold(self, rows: Tensor, images: Tensor, rule: Rule) -> list[Group]:
         """Images whose task is not told. rows: their places in the batch."""
-        if candidates := self.method.candidates():
+        candidates = candidates_of(self.method)
+        if candidates:
             return self.inferred(rows, images, [*candidates.values()])
-        if self.method.scenario == "class":
+        if isinstance(self.method, ClassIncremental) and self.method.scenario == "class":
             classes = [pair for name in self.method.class_slices() for pair in self.classes[name]]
             return [Group(rows, self.method.logits(images, None), classes, by_task=True)]
         every = self.told(images, dict.fromkeys(self.classes, torch.arange(len(rows))))

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from workers.job import Task
-from workers.methods.base import MethodSettings, OptimPlan, Step
+from workers.methods.base import OptimPlan, ParamGroup, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.model.cosine import CosineHeads, imprint
 from workers.rng import derive_seed
-from workers.storage.taskstate import Carried
 
 
 class CosineSettings(RehearsalSettings):
@@ -33,7 +33,10 @@ class CosineSettings(RehearsalSettings):
     )
 
 
-class CosineRehearsal(Rehearsal):
+S = TypeVar("S", bound=CosineSettings, default=Any)
+
+
+class CosineRehearsal(Rehearsal[S]):
     """From the second task on a new class starts from where its images lie: its vectors are
     imprinted under the network before the task, as long as old ones are on average. `train` leaves
     the vectors of old classes as they are, and moves eta, the new ones and the network. With
@@ -50,40 +53,35 @@ class CosineRehearsal(Rehearsal):
     distills = True
     Settings = CosineSettings
     per_task = Rehearsal.per_task | {"finetune"}
-    settings: CosineSettings
     heads: CosineHeads
     step = ""
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
-        assert isinstance(settings, CosineSettings)
+    def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
         return tuple(
             step
             for step in super().steps_for(settings, position)
             if step.name != "finetune" or settings.finetune
         )
 
-    def __init__(self, backbone: nn.Module, settings: CosineSettings, seed: int, proxies: int = 1):
+    def __init__(self, backbone: nn.Module, settings: S, seed: int, proxies: int = 1):
         super().__init__(backbone, settings, seed)
         self.heads = CosineHeads(backbone.num_features, proxies, settings.scale)  # type: ignore[arg-type]
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        if (step == "train" and self.old) or (step == "herd" and task.role == "base"):
-            self.imprint(task)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        if (context.step == "train" and self.old) or (
+            context.step == "herd" and context.task.role == "base"
+        ):
+            self.imprint(context.task)
         return [
-            group for group in groups if step != "finetune" or group["name"].startswith("head.")
+            group
+            for group in groups
+            if context.step != "finetune" or group["name"].startswith("head.")
         ]
 
-    def head_groups(self, rates: OptimPlan, names: list[str]) -> list[dict[str, Any]]:
+    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
         """The task's own vectors, in `finetune` those of all, and eta."""
         assert self.task is not None
         weights = [
@@ -92,7 +90,7 @@ class CosineRehearsal(Rehearsal):
             if self.step == "finetune" or name == self.task.name
         ]
         return [
-            {"name": "head.weight", "params": weights, "weight_decay": rates.weight_decay},
+            {"name": "head.weight", "params": weights, "weight_decay": optim.weight_decay},
             {"name": "head.scale", "params": [self.heads.scale], "weight_decay": 0.0},
         ]
 

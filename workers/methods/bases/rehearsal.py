@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Method, MethodSettings, OptimPlan, Step
+from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
+from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
 from workers.model.distill import Teacher
 from workers.model.exemplars import SELECTIONS, class_means, quota
@@ -37,7 +39,10 @@ class RehearsalSettings(MethodSettings):
     )
 
 
-class Rehearsal(Method):
+S = TypeVar("S", bound=RehearsalSettings, default=Any)
+
+
+class Rehearsal(ClassIncremental[S]):
     """A chain over one growing output space. `train` learns a task on its data and the exemplars of
     earlier tasks; `herd` chooses the task's own exemplars by the features of the trained network
     under the evaluation transform, and shortens the older lists. The chain carries weights, heads
@@ -59,14 +64,10 @@ class Rehearsal(Method):
     uses_class_means: ClassVar[bool] = False
     Settings = RehearsalSettings
     per_task = frozenset({"selection"})
-    settings: RehearsalSettings
 
     @classmethod
-    def check_backbone(
-        cls, settings: MethodSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
-    ) -> None:
+    def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
-        assert isinstance(settings, RehearsalSettings)
         classes = sum(task.num_classes for task in tasks)
         if not settings.per_class and settings.memory < classes:
             raise UserError(
@@ -80,51 +81,42 @@ class Rehearsal(Method):
         return frozenset({"memory", "per_class", "selection"}) if step == "train" else frozenset()
 
     @classmethod
-    def steps_for(cls, settings: MethodSettings, position: int) -> tuple[Step, ...]:
+    def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
         return (
             cls.steps
             if position >= 0
             else tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
         )
 
-    def __init__(self, backbone: nn.Module, settings: RehearsalSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.exemplars: Memory = {}
         self.teacher: Teacher | None = None
         self.means: Tensor | None = None
 
     # ---- training --------------------------------------------------------------------------------
-    def memory(self, task: Task, step: str, carried: Carried | None) -> dict[str, list[str]]:
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
         """All exemplars of the classes that `step` has no other data of."""
-        if step == "herd" and not self.uses_class_means:
+        if context.step == "herd" and not self.uses_class_means:
             return {}
-        kept: Memory = carried.meta.get(MEMORY, {}) if carried is not None else {}
-        whole = task.name if step in ("train", "herd") else None
+        kept: Memory = context.carried.meta.get(MEMORY, {}) if context.carried is not None else {}
+        whole = context.task.name if context.step in ("train", "herd") else None
         return {
             name: [key for keys in classes.values() for key in keys]
             for name, classes in kept.items()
             if name != whole
         }
 
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        if carried is not None:
-            self.load_carried(carried)
-        self.step, self.means = step, None  # means were of the network before
-        self.old = [name for name in self.class_slices() if name != task.name]
-        if step == "train" and self.distills and self.old:
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        self.step, self.means = context.step, None  # means were of the network before
+        self.old = [name for name in self.class_slices() if name != context.task.name]
+        if context.step == "train" and self.distills and self.old:
             self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old})
-        groups = super().begin(task, step, carried, rates, tasks) + weight_groups(
-            self.backbone, rates
-        )
-        if step == "herd":
-            self.herd(task)
+        groups = super().begin(context) + weight_groups(self.backbone, context.optim)
+        if context.step == "herd":
+            self.herd(context.task)
         return groups
 
     @property
@@ -187,7 +179,7 @@ class Rehearsal(Method):
         labels (n,), places of their tasks (n,) and keys, on the CPU, by task and key in order, the
         same on every rank."""
         self.eval()
-        feed = self.feed_of("train", False)
+        feed = self.context.data.feed("train")
         mine = [
             (
                 self.features(b.images).float().cpu(),

@@ -8,11 +8,20 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings, key_inputs
-from workers.methods.base import Method, MethodSettings, OptimPlan, Progress, needs_adamw
+from workers.job import DataSettings, TrainSettings, key_inputs
+from workers.methods.base import (
+    Method,
+    MethodSettings,
+    OptimPlan,
+    ParamGroup,
+    Progress,
+    StepContext,
+    needs_adamw,
+)
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
 
@@ -21,16 +30,18 @@ class WeightMaskSettings(MethodSettings):
     mask_lr: PositiveFloat = Field(1e-3, description="peak learning rate of the masks' real values")
 
 
-class WeightMasks(Method):
+S = TypeVar("S", bound=WeightMaskSettings, default=Any)
+
+
+class WeightMasks(Method[S]):
     """A star: W stays, task t is served with M_t .* W, multiplied once when the method turns to it.
     A subclass says what a mask is (`new_mask`: a module with `sample()` and `hard()`) and, where it
     is more than bits, how it is stored (`packed`, `unpacked`)."""
 
     Settings = WeightMaskSettings
     per_task = frozenset({"mask_lr"})
-    settings: WeightMaskSettings
 
-    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = weight_sites(backbone)
         self.masks: dict[str, nn.Module] = {}  # of the task in training, by site
@@ -51,7 +62,7 @@ class WeightMasks(Method):
         memory, see `masked`."""
         return tuple(self.sites[site].shape)
 
-    def rate(self, site: str, rates: OptimPlan) -> float:
+    def rate(self, site: str, optim: OptimPlan) -> float:
         """Peak learning rate of a site's real values."""
         return self.settings.mask_lr
 
@@ -64,17 +75,10 @@ class WeightMasks(Method):
         return mask != 0
 
     # ---- training --------------------------------------------------------------------------------
-    def begin(
-        self,
-        task: Task,
-        step: str,
-        carried: Carried | None,
-        rates: OptimPlan,
-        tasks: tuple[Task, ...],
-    ) -> list[dict[str, Any]]:
-        groups = super().begin(task, step, carried, rates, tasks)
-        self.loaded.pop(task.name, None)
-        self.loaded_copies.pop(task.name, None)
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.loaded.pop(context.task.name, None)
+        self.loaded_copies.pop(context.task.name, None)
         self.masks = {
             site: self.new_mask(site, weight.detach()) for site, weight in self.sites.items()
         }
@@ -83,7 +87,7 @@ class WeightMasks(Method):
         self.copies = Copies(self.backbone, self.copied())
         by_rate: dict[float, list[nn.Parameter]] = {}
         for site, mask in self.masks.items():
-            by_rate.setdefault(self.rate(site, rates), []).extend(mask.parameters())
+            by_rate.setdefault(self.rate(site, context.optim), []).extend(mask.parameters())
         groups += [
             {"name": "masks", "params": some, "lr": rate, "weight_decay": 0.0}
             for rate, some in by_rate.items()
@@ -188,19 +192,18 @@ class ThresholdSettings(WeightMaskSettings):
         return self.start > self.theta
 
 
-class ThresholdMasks(WeightMasks):
+T = TypeVar("T", bound=ThresholdSettings, default=Any)
+
+
+class ThresholdMasks(WeightMasks[T]):
     """Real values start at `start` (or where `start_of` says) and switch an entry off as they fall
     below theta."""
 
     Settings = ThresholdSettings
     per_task = WeightMasks.per_task | {"mask_travel", "theta", "start"}
-    settings: ThresholdSettings
 
     @classmethod
-    def validate(
-        cls, settings: MethodSettings, train: TrainSettings, data: DataSettings, scenario: str
-    ) -> None:
-        assert isinstance(settings, ThresholdSettings)
+    def validate(cls, settings: T, train: TrainSettings, data: DataSettings, scenario: str) -> None:
         needs_adamw(settings.mask_lr, train)
         if not settings.starts_on():
             raise UserError(
@@ -213,7 +216,7 @@ class ThresholdMasks(WeightMasks):
         """Where the real values of a site start."""
         return self.settings.start
 
-    def rate(self, site: str, rates: OptimPlan) -> float:
+    def rate(self, site: str, optim: OptimPlan) -> float:
         """A step of Adam is about the rate long, so n steps in random directions carry a value
         sqrt(n) rates. `auto` makes that mask_travel * (start - theta), in short and long trainings
         alike. A smaller rate flips nothing; with a far larger one most entries reach the threshold
@@ -222,7 +225,7 @@ class ThresholdMasks(WeightMasks):
             return (
                 self.settings.mask_travel
                 * (self.start_of(site) - self.settings.theta)
-                / math.sqrt(max(rates.mean_rate_steps, 1e-9))
+                / math.sqrt(max(optim.mean_rate_steps, 1e-9))
             )
         return self.settings.mask_lr
 

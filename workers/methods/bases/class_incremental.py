@@ -1,0 +1,74 @@
+"""One output space over the classes of all tasks: scenario `class`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.data.batch import Batch
+from workers.methods.base import Method, ParamGroup, S, StepContext
+
+
+class ClassIncremental(Method[S]):
+    """A method that can answer without being given the task: the heads of all tasks compete.
+
+    In scenario `task` it works as any other `Method`.
+    """
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        """In scenario `class` train the heads of all tasks, since they answer together."""
+        groups = super().begin(context)
+        if self.scenario != "class":
+            return groups
+        return self.head_groups(context.optim, list(self.class_slices()))
+
+    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
+        """In scenario `class` the cross-entropy is over the outputs of all tasks so far."""
+        if self.scenario != "class":
+            return super().classification_loss(features, batch)
+        logits = self.all_logits(features).float()
+        if batch.targets is None:
+            return F.cross_entropy(logits, self.global_labels(batch))
+        return F.cross_entropy(logits, self.global_targets(batch))
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        """With task None: logits over all classes so far, in the order of `class_slices`."""
+        if task is None:
+            return self.all_logits(self.features(images))
+        return super().logits(images, task)
+
+    def all_logits(self, features: Tensor) -> Tensor:
+        """features (b, d) -> (b, classes so far), in the order of `class_slices`."""
+        return torch.cat([self.heads[name](features) for name in self.class_slices()], 1)
+
+    def class_slices(self) -> dict[str, slice]:
+        """Return task -> the positions of its classes in the one output space.
+
+        Tasks that are loaded or in training, in stream order.
+        """
+        names = [task.name for task in self.stream if task.name in self.heads.names]
+        slices = {}
+        start = 0
+        for name in names or self.heads.names:
+            stop = start + self.heads[name].out_features
+            slices[name] = slice(start, stop)
+            start = stop
+        return slices
+
+    def global_labels(self, batch: Batch) -> Tensor:
+        """Return each sample's class among all classes so far, (b,)."""
+        slices = self.class_slices()
+        starts = [slices[task.name].start for task in self.training_tasks]
+        return batch.labels + torch.tensor(starts, device=batch.tasks.device)[batch.tasks]
+
+    def global_targets(self, batch: Batch) -> Tensor:
+        """Return each sample's targets over all classes so far, one-hot or soft, (b, classes)."""
+        slices = self.class_slices()
+        num_classes = max(task_slice.stop for task_slice in slices.values())
+        if batch.targets is None:
+            return F.one_hot(self.global_labels(batch), num_classes).float()
+        if len(self.training_tasks) > 1:  # the feed gave targets over all classes
+            return batch.targets
+        task_slice = slices[self.training_tasks[0].name]
+        return F.pad(batch.targets, (task_slice.start, num_classes - task_slice.stop))

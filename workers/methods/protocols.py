@@ -1,0 +1,102 @@
+"""What only some methods do: small protocols, checked with `isinstance` where they are used.
+
+A method takes part by defining the functions of a protocol; it inherits from none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from workers.data.feed import Feed
+from workers.methods.base import Method, StepContext
+from workers.methods.bases.class_incremental import ClassIncremental
+
+
+@runtime_checkable
+class RemembersSamples(Protocol):
+    """A rehearsal memory: the feed gives samples of earlier tasks beside the task's own."""
+
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        """Return task name -> keys in its train split that this step trains on.
+
+        Where the task in training is itself named, the feed gives only these keys of it. The class
+        needs `reads = "seen"`. Called before `begin`.
+        """
+
+
+@runtime_checkable
+class PrecomputesFeatures(Protocol):
+    """Some of the forward pass is the same in every epoch."""
+
+    def precompute(self, feed: Feed) -> None:
+        """Cache in the feed what can be computed once (`Feed.cache_features`).
+
+        Called before the first step, also of a resumed stage, with the feed of the epochs and with
+        the one of validation, when it is known which parameters are trained.
+        """
+
+
+@runtime_checkable
+class UsesSharpness(Protocol):
+    """Sharpness-aware steps: the gradient is taken uphill of where a step starts."""
+
+    def sharpness(self) -> float:
+        """Return rho of adaptive sharpness-aware steps (`optim.ascended`); 0 for a plain step."""
+
+
+@runtime_checkable
+class InfersTask(Protocol):
+    """The method finds out by itself what an image belongs to, and then answers as if given it.
+
+    `logits` is `answer` with what `infer` picks; measuring records the picks.
+    """
+
+    def candidates(self) -> dict[str, tuple[str, ...]]:
+        """Return what `infer` chooses among: candidate -> the tasks for which it is right.
+
+        Empty when the method, with its settings, is given the task or lets all outputs compete.
+        """
+
+    def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
+
+    def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
+        """Return the logits, had each image been of the candidate at its index in `choices`."""
+
+
+@runtime_checkable
+class SharesForward(Protocol):
+    """Tasks share a part of the forward pass, so that a mixed batch computes it once."""
+
+    def grouped_logits(
+        self, images: Tensor, rows: Mapping[str, Tensor | slice]
+    ) -> dict[str, Tensor]:
+        """Return task -> its logits on its rows of images (b, 3, H, W).
+
+        They equal those of `logits` up to the order of summation.
+        """
+
+
+def grouped_logits(
+    method: Method, images: Tensor, rows: Mapping[str, Tensor | slice]
+) -> dict[str, Tensor]:
+    """Return task -> its logits on its rows of images (b, 3, H, W).
+
+    Parts that tasks share are computed once. The logits equal those of `Method.logits` up to the order of summation.
+    """
+    if isinstance(method, SharesForward):
+        return method.grouped_logits(images, rows)
+    cls = type(method)
+    has_plain_logits = cls.logits in (Method.logits, ClassIncremental.logits)
+    if has_plain_logits and cls.serving_weights is Method.serving_weights:
+        features = method.features(images)  # tasks differ in heads alone
+        return {task: method.heads[task](features[index]) for task, index in rows.items()}
+    return {task: method.logits(images[index], task) for task, index in rows.items()}
+
+
+def candidates_of(method: Method) -> dict[str, tuple[str, ...]]:
+    """Return what `method` infers the task from (`InfersTask.candidates`); empty if it does not."""
+    return method.candidates() if isinstance(method, InfersTask) else {}

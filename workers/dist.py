@@ -1,5 +1,4 @@
-"""The ranks of one worker group: who am I, sum over all, wait for all. One rank needs no process
-group."""
+"""The ranks of one worker group and their collectives. A single rank needs no process group."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Group:
-    """rank of world processes, each with one device. world == 1 never touches torch.distributed."""
+    """One rank of `world` processes, each with one device. world == 1 never calls
+    torch.distributed."""
 
     rank: int = 0
     world: int = 1
@@ -28,34 +28,37 @@ class Group:
         return tensor
 
     def sum_gradients(self, parameters: list[Tensor]) -> int:
-        """Sums the gradients of `parameters` over ranks in a few flat buckets; a missing gradient
-        counts as zero. Returns the bytes that were synchronised per rank."""
+        """Sum the gradients of `parameters` over ranks, in a few flat buckets.
+
+        A missing gradient becomes zero, on one rank too, because what the optimizer does with it
+        must not depend on the number of ranks. Return the bytes that were synchronised per rank.
+        """
         for p in parameters:
-            if (
-                p.grad is None
-                # on one rank too: what the optimizer does with it must not depend on the number of
-                # ranks
-            ):
+            if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if self.world == 1:
             return 0
-        total, bucket, size = 0, [], 0
+        total = 0
+        bucket: list[Tensor] = []
+        bucket_bytes = 0
         for p in parameters:
             assert p.grad is not None
             bucket.append(p.grad)
-            size += p.grad.numel() * p.grad.element_size()
-            if size >= BUCKET_BYTES:
+            bucket_bytes += p.grad.numel() * p.grad.element_size()
+            if bucket_bytes >= BUCKET_BYTES:
                 total += self._sum_bucket(bucket)
-                bucket, size = [], 0
-        return total + (self._sum_bucket(bucket) if bucket else 0)
+                bucket = []
+                bucket_bytes = 0
+        if bucket:
+            total += self._sum_bucket(bucket)
+        return total
 
     @staticmethod
     def _sum_bucket(bucket: list[Tensor]) -> int:
-        flat = torch._utils._flatten_dense_tensors(bucket)
+        flat: Tensor = torch._utils._flatten_dense_tensors(bucket)
         dist.all_reduce(flat)
-        for grad, summed in zip(
-            bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
-        ):
+        sums = torch._utils._unflatten_dense_tensors(flat, bucket)
+        for grad, summed in zip(bucket, sums, strict=True):
             grad.copy_(summed)
         return flat.numel() * flat.element_size()
 
@@ -77,6 +80,8 @@ class Group:
 
 
 def interleave(shares: list[list[Any]]) -> list[Any]:
-    """Every rank's share of what went round the ranks in turn, as one list in the order that it
-    had."""
-    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+    """Undo a round-robin split over ranks: item i of the result is item i // world of rank i %
+    world."""
+    world = len(shares)
+    total = sum(len(share) for share in shares)
+    return [shares[i % world][i // world] for i in range(total)]

@@ -1,5 +1,5 @@
-"""Optimizer and learning-rate schedule: one cosine with a linear start scales all parameter
-groups."""
+"""Optimizer and learning-rate schedule: one cosine with linear warm-up for all
+parameter groups."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from workers.job import TrainSettings
 
 
 def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float:
-    """Learning rate of step `step` (from 0) of `total`, relative to each group's peak.
+    """Learning rate at step `step` (from 0) of `total`, relative to each group's peak.
 
-    `schedule: epoch`: one rate for a whole epoch, timm's cosine as DeiT and DyTox step it. It is
-    told the number of the epoch that ended, so that the first two have the same rate; and the
-    cosine is over all epochs, so that warm-up cuts off its beginning.
+    `schedule: epoch` has one rate per epoch: timm's cosine as DeiT and DyTox step it. They pass the
+    number of the epoch that ended, so that the first two epochs have the same rate. Their cosine is
+    over all epochs, so that warm-up cuts off its beginning.
     """
     if train.schedule == "epoch":
-        epochs, epoch = total // per_epoch, max(0, step // per_epoch - 1)
-        warm = round(train.warmup * epochs)
-        step, start, rising, share = epoch, 0.01, epoch / max(1, warm), epoch / epochs
+        epochs = total // per_epoch
+        epoch = max(0, step // per_epoch - 1)
+        warmup = round(train.warmup * epochs)
+        is_warmup = epoch < warmup
+        start = 0.01
+        warmup_share = epoch / max(1, warmup)
+        share = epoch / epochs
     else:
-        warm = int(train.warmup * total)
-        start, rising, share = 0.0, (step + 1) / (warm + 1), (step - warm) / max(1, total - warm)
-    if step < warm:
-        start = start if train.warmup_start is None else train.warmup_start
-        return start + (1 - start) * rising
+        warmup = int(train.warmup * total)
+        is_warmup = step < warmup
+        start = 0.0
+        warmup_share = (step + 1) / (warmup + 1)
+        share = (step - warmup) / max(1, total - warmup)
+    if is_warmup:
+        if train.warmup_start is not None:
+            start = train.warmup_start
+        return start + (1 - start) * warmup_share
     return train.floor + (1 - train.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
 
@@ -41,11 +49,13 @@ def mean_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
 
 
 def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Optimizer:
-    """A new optimizer (momentum never crosses a task). Groups without a rate or decay take the
-    configured ones."""
-    full = [
-        {"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups if g["params"]
-    ]
+    """Make a new optimizer; momentum never carries over to another task.
+
+    Groups without `lr` or `weight_decay` get the configured ones; groups without parameters are
+    left out.
+    """
+    defaults = {"lr": train.lr, "weight_decay": train.weight_decay}
+    full = [{**defaults, **group} for group in groups if group["params"]]
     for group in full:
         group["peak"] = group["lr"]
     if train.optimizer == "sgd":
@@ -54,23 +64,32 @@ def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Opt
 
 
 def set_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Set the learning rate of each group to `scale` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * scale
 
 
 @contextlib.contextmanager
 def ascend(parameters: list[Tensor], rho: float) -> Iterator[None]:
-    """Inside, each w stands at w + rho w^2 g / || |w| g ||, g its gradient on entry, the norm over
-    all of them: the step uphill of ASAM (Kwon et al., ICML 2021), which no rescaling of weights
-    changes. Afterwards all are back to the last bit."""
+    """Within the context, move each weight w to w + rho w^2 g / || |w| g ||, g its gradient.
+
+    The norm is over all weights. This is the ascent step of ASAM (Kwon et al., ICML 2021), which is
+    invariant to rescaling of weights. On exit all weights are restored to the last bit.
+    """
+    originals: list[tuple[Tensor, Tensor]] = []  # (parameter, copy of its values)
     with torch.no_grad():
-        moved = [(p, p.clone(), p.grad) for p in parameters if p.grad is not None]
-        norm = torch.stack([(old.abs() * g).norm() for _, old, g in moved]).norm() + 1e-12
-        for p, old, g in moved:
-            p.add_(old.square() * g * (rho / norm))
+        norms = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                originals.append((parameter, parameter.clone()))
+                norms.append((parameter.abs() * parameter.grad).norm())
+        norm = torch.stack(norms).norm() + 1e-12
+        for parameter, values in originals:
+            assert parameter.grad is not None
+            parameter.add_(values.square() * parameter.grad * (rho / norm))
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, old, _ in moved:
-                p.copy_(old)
+            for parameter, values in originals:
+                parameter.copy_(values)

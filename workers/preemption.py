@@ -1,5 +1,5 @@
-"""A notice to leave: the machine is going to be taken away. Whoever trains saves its state at the
-next step that it can, and goes."""
+"""Preemption: on SIGTERM a process saves its training state at the next step where it can, and
+stops."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-requested = threading.Event()  # of this process; the ranks of a group hear of it from rank 0
+requested = threading.Event()  # of this process; rank 0 tells the other ranks of a group
 
 
 class Preempted(Exception):
-    """Raised where work stops because of a notice; what was done is saved."""
+    """Work stops because of a preemption; its state is saved."""
 
 
 def listen() -> Callable[[], None]:
-    """From now on SIGTERM is a notice; a second one ends the process at once. Returns what ends the
-    listening. Only the main thread can listen; elsewhere nothing changes."""
+    """Set `requested` on SIGTERM; a second SIGTERM ends the process at once.
+
+    Return a function that restores the former handler. Only the main thread can handle signals; in
+    other threads nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 

@@ -1,9 +1,8 @@
-"""Random numbers that belong to a sample: a pure function of (seed, epoch, step, position in the
-global batch).
+"""Random numbers per sample: a pure function of (seed, epoch, step, position in the global batch).
 
-Every rank draws for the whole global batch and keeps its own rows, so a sample meets the same
-augmentation and the same Gumbel noise whatever the number of ranks, and a resumed run meets what
-the uninterrupted one met, without saved state.
+Every rank draws for the whole global batch and takes the rows of its samples. So a sample gets the
+same augmentation and the same Gumbel noise for any number of ranks. A resumed run draws what an
+uninterrupted one draws, without saved state.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def derive_seed(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class StepRng:
-    """The noise of one optimizer step.
+    """The random numbers of one optimizer step.
 
-    seed, epoch, step: where we are; step counts inside the epoch.
-    positions: those in the global batch that this rank (and micro-batch) holds, shape (b,).
+    seed, epoch, step: which step it is; `step` counts inside the epoch.
+    positions: (b,) positions in the global batch of the samples of this rank (and micro-batch).
     size: number of samples in the global batch.
     """
 
@@ -44,21 +43,20 @@ class StepRng:
         return self.positions.to(self.device)
 
     def generator(self, tag: str, device: torch.device | None = None) -> torch.Generator:
+        """A generator for one use, `tag`; equal on all ranks and micro-batches of the step."""
         device = device or self.device
         return torch.Generator(device).manual_seed(
             derive_seed(self.seed, self.epoch, self.step, tag)
         )
 
     def per_sample(self, tag: str, *shape: int, device: torch.device | None = None) -> Tensor:
-        """Uniform [0, 1) numbers of shape (b, *shape), the same for a sample whatever rank holds
-        it."""
+        """Uniform [0, 1) numbers (b, *shape); a sample's numbers do not depend on its rank."""
         device = device or self.device
         full = torch.rand((self.size, *shape), generator=self.generator(tag, device), device=device)
-        return full[
-            self.positions_on_device if device == self.device else self.positions.to(device)
-        ]
+        if device == self.device:
+            return full[self.positions_on_device]
+        return full[self.positions.to(device)]
 
     def shared(self, tag: str, *shape: int) -> Tensor:
-        """Uniform [0, 1) numbers of the given shape, equal on all ranks and micro-batches of the
-        step."""
+        """Uniform [0, 1) numbers of `shape`, equal on all ranks and micro-batches of the step."""
         return torch.rand(shape, generator=self.generator(tag), device=self.device)

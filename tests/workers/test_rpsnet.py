@@ -53,7 +53,7 @@ def by_hand(vit: Any, *paths: Path) -> Tensor:
         y = block(x)
         x = y.clone()
         for each in paths:
-            for row, (at, _) in enumerate(each.places):
+            for row, (at, _) in enumerate(each.indices):
                 if at == index:
                     x = (
                         x
@@ -194,8 +194,8 @@ def test_a_path_is_drawn_every_so_many_tasks_and_goes_on_learning_until_then() -
     assert not torch.equal(left[0][1].tensors["path/up"], left[1][0].copies["up"]), (
         "the second task trained it on"
     )
-    one, two = (begun(A, B, C, every=2, seed=seed).path.places for seed in (0, 1))
-    assert begun(A, B, C, every=2).path.places == one != two
+    one, two = (begun(A, B, C, every=2, seed=seed).path.indices for seed in (0, 1))
+    assert begun(A, B, C, every=2).path.indices == one != two
 
 
 def test_what_never_changes_again_is_stored_once() -> None:
@@ -213,13 +213,13 @@ def test_what_never_changes_again_is_stored_once() -> None:
 
 def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained() -> None:
     method = begun(A, B, modules=1)
-    assert method.path.places == []
+    assert method.path.indices == []
     assert "the path adds no module" in method.warnings()[0]
     assert torch.equal(method.features(IMAGES), method.network(None)(IMAGES))
     trained(method, A, B)
     wide_bank = begun(A, B, C, modules=2)
-    held = {place for each in wide_bank.frozen.values() for place in each.places}
-    assert not held & {*wide_bank.path.places}
+    held = {place for each in wide_bank.frozen.values() for place in each.indices}
+    assert not held & {*wide_bank.path.indices}
     assert not begun(A, B, modules=50).warnings()
 
 
@@ -286,9 +286,9 @@ def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: in
 
 def test_candidates_differ_and_are_the_same_however_many_there_are() -> None:
     three, two = begun(A, B, candidates=3).rivals, begun(A, B, candidates=2).rivals
-    assert [r.path.places for r in three][:2] == [r.path.places for r in two]
+    assert [r.path.indices for r in three][:2] == [r.path.indices for r in two]
     assert all(same(tensors(one), tensors(other)) for one, other in zip(three, two, strict=False))
-    assert len({str(r.path.places) for r in three}) > 1
+    assert len({str(r.path.indices) for r in three}) > 1
     assert len({id(r.heads) for r in three}) == 3
 
 

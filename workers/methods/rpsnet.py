@@ -173,15 +173,15 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def drawn(self, candidate: int) -> Path:
         """A new path, the same however many there are beside it."""
         seed = derive_seed(self.seed, "path", len(self.frozen), candidate)
-        held = {place for path in self.frozen.values() for place in path.places}  # type: ignore[union-attr]
-        places = [
+        held = {place for path in self.frozen.values() for place in path.indices}  # type: ignore[union-attr]
+        indices = [
             place
             for place in random_path(len(self.sites), self.settings.modules, seed)
             if place not in held
         ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return Path(places, self.sites.width, self.settings.width)
+            return Path(indices, self.sites.width, self.settings.width)
 
     @property
     def phi(self) -> float:
@@ -237,7 +237,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         self.path, self.heads = kept.path, kept.heads
 
     def warnings(self) -> list[str]:
-        if self.step != "train" or self.path is None or self.path.places:
+        if self.step != "train" or self.path is None or self.path.indices:
             return []
         return [
             "the path adds no module: those that it drew are all in earlier paths, and only "
@@ -261,10 +261,10 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             else {}
         )
         if self.ends and self.path_ends():
-            state.copies, state.meta["path"] = self.path.export() | trunk, self.path.places
+            state.copies, state.meta["path"] = self.path.export() | trunk, self.path.indices
             return state, carried
         own = {PATH + name: t for name, t in (self.path.export() | trunk).items()}
-        return state, Carried(carried.tensors | own, carried.meta | {"path": self.path.places})
+        return state, Carried(carried.tensors | own, carried.meta | {"path": self.path.indices})
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         return heads_of(self, heads)

@@ -36,9 +36,9 @@ class CosineHead(nn.Module):
     def similarity(self, features: Tensor) -> Tensor:
         """(b, d) -> s (b, classes) in [-1, 1]."""
         with torch.autocast(features.device.type, enabled=False):
-            cosines = F.linear(
-                F.normalize(features.float(), dim=1), F.normalize(self.weight, dim=2).flatten(0, 1)
-            )
+            unit = F.normalize(features.float(), dim=1)
+            vectors = F.normalize(self.weight, dim=2).flatten(0, 1)  # (classes P, d)
+            cosines: Tensor = F.linear(unit, vectors)
             cosines = cosines.unflatten(1, self.weight.shape[:2])  # (b, classes, P)
             return (cosines.softmax(2) * cosines).sum(2)
 
@@ -73,13 +73,10 @@ def imprint(
     along the means of P clusters of the unit vectors of that class; of one cluster this is the
     class mean."""
     unit = normalise(features)
-    noise = [
-        torch.Generator().manual_seed(derive_seed(seed, "proxies", label))
-        for label in range(classes)
-    ]
-    centres = [
-        normalise(k_means(unit[labels == label], proxies, noise[label])) for label in range(classes)
-    ]
+    centres = []
+    for label in range(classes):
+        noise = torch.Generator().manual_seed(derive_seed(seed, "proxies", label))
+        centres.append(normalise(k_means(unit[labels == label], proxies, noise)))
     return length * torch.stack(centres).to(features.dtype)
 
 
@@ -122,6 +119,9 @@ def nca(
     """-log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)), where the sample's own class is no
     part of the sum, and `hinge` keeps it from going below 0; a mean over the batch. s (b, A),
     labels (b,)."""
-    own = scale * (similarity.gather(1, labels[:, None]).squeeze(1) - margin)
-    others = (scale * similarity).scatter(1, labels[:, None], -torch.inf).logsumexp(1)
-    return (F.relu(others - own) if hinge else others - own).mean()
+    true_class = scale * (similarity.gather(1, labels[:, None]).squeeze(1) - margin)  # (b,)
+    other_classes = (scale * similarity).scatter(1, labels[:, None], -torch.inf).logsumexp(1)
+    losses = other_classes - true_class
+    if hinge:
+        losses = F.relu(losses)
+    return losses.mean()

@@ -45,11 +45,9 @@ def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
 def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
     """tau^2 KL(softmax(y / tau) || softmax(z / tau)), a mean over all b * classes entries, in fp32:
     of tau = 1 as many times weaker than `kd_ce` as there are classes."""
-    divergence = F.kl_div(
-        (student.float() / tau).log_softmax(1),
-        (teacher.float() / tau).softmax(1),
-        reduction="batchmean",
-    )
+    log_q = (student.float() / tau).log_softmax(1)
+    p = (teacher.float() / tau).softmax(1)
+    divergence = F.kl_div(log_q, p, reduction="batchmean")
     return tau**2 * divergence / student.shape[1]
 
 
@@ -62,6 +60,8 @@ def kd_sig(student: Tensor, teacher: Tensor) -> Tensor:
 def kd_bce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
     """Binary cross-entropy of each of q = softmax(z / tau) to p = softmax(y / tau), a mean over all
     entries, in fp32."""
-    scores, p = student.float() / tau, (teacher.float() / tau).softmax(1)
+    scores = student.float() / tau
+    p = (teacher.float() / tau).softmax(1)
     q = scores.softmax(1).clamp(max=1 - torch.finfo(torch.float32).eps)  # log(1 - q) stays finite
-    return -(p * scores.log_softmax(1) + (1 - p) * torch.log1p(-q)).mean()
+    log_likelihood = p * scores.log_softmax(1) + (1 - p) * torch.log1p(-q)
+    return -log_likelihood.mean()

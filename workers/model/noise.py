@@ -1,5 +1,4 @@
-"""Stochastic depth whose draws belong to samples, so that they are the same for any number of
-ranks."""
+"""Stochastic depth that is drawn per sample, and so is the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ from workers.rng import StepRng
 
 
 class DrawnDropPath(DropPath):
-    """timm's DropPath, except that who is dropped is decided before the forward (see `draw_paths`)
-    and not inside it.
+    """timm's DropPath, but `draw_paths` decides which samples are dropped, before the forward.
 
-    uniform: [0, 1) numbers (b,) of the step, one per sample, or (b, ...) for parts of one. Before
-    the first step nothing is dropped.
+    uniform: [0, 1) numbers (b,) of the step, one per sample, or (b, ...) for parts of a sample.
+    Before the first step nothing is dropped.
     """
 
     uniform: Tensor | None = None
@@ -25,8 +23,9 @@ class DrawnDropPath(DropPath):
         if self.uniform is None or not self.training or self.drop_prob == 0:
             return x
         assert len(self.uniform) == len(x), "stochastic depth was drawn for another batch"
-        kept = (self.uniform >= self.drop_prob).to(x.dtype) / (1 - self.drop_prob)
-        return x * kept.view(*kept.shape, *[1] * (x.ndim - kept.ndim))
+        scale = (self.uniform >= self.drop_prob).to(x.dtype) / (1 - self.drop_prob)
+        broadcast = scale.shape + (1,) * (x.ndim - scale.ndim)
+        return x * scale.view(broadcast)
 
 
 class TokenDropPath(DrawnDropPath):
@@ -37,21 +36,22 @@ class TokenDropPath(DrawnDropPath):
 
 
 def replace_drop_paths(model: nn.Module) -> None:
-    """Gives every DropPath of a model the class above, in place."""
+    """Turn every DropPath of a model into a `DrawnDropPath`, in place."""
     for module in model.modules():
         if type(module) is DropPath:
             module.__class__ = DrawnDropPath
 
 
 def draw_paths(model: nn.Module, draw: StepRng) -> None:
-    """Before the forward of a step: who is dropped, for each DropPath of `model` in order."""
-    found = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
-    for place, path in enumerate(found):
+    """Draw which samples each DropPath of `model` drops in the next forward."""
+    drop_paths = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
+    of_samples = []
+    for index, path in enumerate(drop_paths):
         if isinstance(path, TokenDropPath):
-            path.uniform = draw.per_sample(f"drop_path of tokens {place}", path.tokens)
-    paths = [path for path in found if not isinstance(path, TokenDropPath)]
-    if paths:
-        for path, uniform in zip(
-            paths, draw.per_sample("drop_path", len(paths)).unbind(1), strict=True
-        ):
-            path.uniform = uniform
+            path.uniform = draw.per_sample(f"drop_path of tokens {index}", path.tokens)
+        else:
+            of_samples.append(path)
+    if of_samples:
+        uniform = draw.per_sample("drop_path", len(of_samples))  # (b, paths)
+        for path, column in zip(of_samples, uniform.unbind(1), strict=True):
+            path.uniform = column

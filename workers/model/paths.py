@@ -1,5 +1,5 @@
-"""Random paths: of a bank of bottlenecks behind every block of a ViT each path takes one; those
-that any path has taken are summed.
+"""Random paths: behind every block of a ViT lies a bank of bottleneck modules, of which each path
+takes one; the modules that some path has taken are summed.
 
 Axes: S modules that a path adds, d width of the backbone, m units of a module.
 """
@@ -17,32 +17,32 @@ ModuleIndex = tuple[int, int]  # a block, and one of the modules in its bank
 
 
 def random_path(blocks: int, modules: int, seed: int) -> list[ModuleIndex]:
-    """One module of each block's bank of so many, each as likely as any other."""
-    return list(
-        enumerate(
-            torch.randint(
-                modules, (blocks,), generator=torch.Generator().manual_seed(seed)
-            ).tolist()
-        )
-    )
+    """Draw one of `modules` modules for each block, uniformly."""
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.randint(modules, (blocks,), generator=generator)
+    return list(enumerate(choices.tolist()))
 
 
 class Path(Bottlenecks):
-    """The modules up(gelu(down x)) that a path adds at `places`, stacked. Where a path drew what an
-    earlier one has, it adds nothing."""
+    """The modules up(gelu(down x)) that a path adds, stacked in the order of `indices`.
 
-    def __init__(self, places: list[ModuleIndex], width: int, bottleneck: int):
-        super().__init__(len(places), width, bottleneck)
-        self.places = places
+    It adds none where an earlier path has the same module.
+    """
+
+    def __init__(self, indices: list[ModuleIndex], width: int, bottleneck: int):
+        super().__init__(len(indices), width, bottleneck)
+        self.indices = indices
 
     @classmethod
-    def restored(cls, places: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
+    def restored(cls, indices: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
+        """A stored path; it is not trained any more."""
         _, bottleneck, width = tensors["down"].shape
-        path = cls([(block, module) for block, module in places], width, bottleneck)
+        path = cls([(block, module) for block, module in indices], width, bottleneck)
         path.load_state_dict(tensors)
         return path.requires_grad_(False)
 
     def export(self) -> dict[str, Tensor]:
+        """A copy of the tensors, to be stored."""
         return {name: t.detach().clone() for name, t in self.tensors().items()}
 
 
@@ -52,27 +52,36 @@ class PathNetwork(nn.Module):
 
     def __init__(self, backbone: nn.Module, sites: AdapterSites, paths: Iterable[Path]):
         super().__init__()
-        self.backbone, self.sites, self.paths = backbone, sites, nn.ModuleList(paths)
+        self.backbone = backbone
+        self.sites = sites
+        self.paths = nn.ModuleList(paths)
 
     def forward(self, images: Tensor) -> Tensor:
         """images (b, 3, H, W) -> features (b, d)."""
-        with self.sites.using(stack_paths(self.paths, len(self.sites))):  # type: ignore[arg-type]
-            return self.backbone(images)
+        tensors = stack_paths(self.paths, len(self.sites))  # type: ignore[arg-type]
+        with self.sites.using(tensors):
+            features: Tensor = self.backbone(images)
+        return features
 
 
 def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
-    """The modules at each block as one bottleneck that has the units of all: name -> a tensor for
-    each block. Nothing where no path is."""
+    """The modules of each block as one bottleneck with all their units.
+
+    Return name -> one tensor per block; empty where there is no path.
+    """
     parts: dict[str, list[list[Tensor]]] = {}
     for path in paths:
         for name, stacked in path.tensors().items():
             at = parts.setdefault(name, [[] for _ in range(blocks)])
-            for (block, _), tensor in zip(path.places, stacked.unbind(0), strict=True):
+            for (block, _), tensor in zip(path.indices, stacked.unbind(0), strict=True):
                 at[block].append(tensor)
-    joined = {
-        "down": torch.cat,
-        "down_bias": torch.cat,
-        "up": lambda found: torch.cat(found, 1),
-        "up_bias": lambda found: torch.stack(found).sum(0),
-    }
-    return {name: [joined[name](found) for found in at] for name, at in parts.items()}
+    return {name: [_join(name, tensors) for tensors in at] for name, at in parts.items()}
+
+
+def _join(name: str, tensors: list[Tensor]) -> Tensor:
+    """One tensor of the joint bottleneck: units side by side, biases behind them summed."""
+    if name == "up_bias":
+        return torch.stack(tensors).sum(0)  # (d,)
+    if name == "up":
+        return torch.cat(tensors, 1)  # (d, units)
+    return torch.cat(tensors)  # down: (units, d); down_bias: (units,)

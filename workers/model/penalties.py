@@ -12,6 +12,10 @@ def newly_used(masks: Iterable[Tensor], used: Iterable[Tensor]) -> Tensor:
     """HAT's R (Eq. 4, 5): sum of a (1 - used) over the sum of (1 - used), one ratio over all sites;
     0 where everything is used. masks: a in [0, 1], one tensor per site, with gradients. used: which
     units earlier tasks use, boolean, of the same shapes."""
-    pairs = [(a, ~past.to(a.device)) for a, past in zip(masks, used, strict=True)]
-    taken = torch.stack([(a * free).sum() for a, free in pairs]).sum()
-    return taken / torch.stack([free.sum() for _, free in pairs]).sum().clamp(min=1)
+    taken = []
+    unused = []
+    for mask, is_used in zip(masks, used, strict=True):
+        is_free = ~is_used.to(mask.device)
+        taken.append((mask * is_free).sum())
+        unused.append(is_free.sum())
+    return torch.stack(taken).sum() / torch.stack(unused).sum().clamp(min=1)

@@ -23,7 +23,9 @@ def pool_axes(maps: Tensor) -> Tensor:
     """(b, d, h, w) -> unit vectors (b, d (w + h)): squares, summed over the height, and over the
     width."""
     squares = maps.float().square()
-    return F.normalize(torch.cat([squares.sum(2).flatten(1), squares.sum(3).flatten(1)], 1), dim=1)
+    columns = squares.sum(2).flatten(1)  # (b, d w)
+    rows = squares.sum(3).flatten(1)  # (b, d h)
+    return F.normalize(torch.cat([columns, rows], 1), dim=1)
 
 
 def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:

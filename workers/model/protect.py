@@ -23,25 +23,26 @@ class Protector:
 
     def __init__(self, locks: dict[str, tuple[nn.Parameter, Tensor]]):
         self.locks = {name: (p, lock.to(p.device)) for name, (p, lock) in locks.items()}
-        self.kept = {
-            name: p.detach().clone()
-            for name, (p, lock) in self.locks.items()
-            if lock.dtype == torch.bool
-        }
+        self.saved: dict[str, Tensor] = {}  # name -> values to restore
+        for name, (parameter, lock) in self.locks.items():
+            if lock.dtype == torch.bool:
+                self.saved[name] = parameter.detach().clone()
 
     @torch.no_grad()
     def gate(self) -> None:
+        """Before the optimizer's step: zero the gradients of locked entries."""
         for name, (p, lock) in self.locks.items():
             if lock.dtype != torch.bool:
-                self.kept[name] = p.detach().clone()
+                self.saved[name] = p.detach().clone()
             elif p.grad is not None:
                 p.grad.masked_fill_(lock, 0.0)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for name, kept in self.kept.items():
+        """After the optimizer's step: put locked entries back."""
+        for name, values in self.saved.items():
             p, lock = self.locks[name]
             if lock.dtype == torch.bool:
-                torch.where(lock, kept, p, out=p.data)
+                torch.where(lock, values, p, out=p.data)
             else:
-                p.lerp_(kept, lock.expand_as(p))
+                p.lerp_(values, lock.expand_as(p))

@@ -1,5 +1,5 @@
-"""Which of several masks of the same weights fits some images: by how the outputs' entropy changes
-with each mask's share.
+"""Inference of the mask that fits some images, among several masks of the same weights: from how
+the outputs' entropy changes with each mask's share.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. A network with weights W .* sum_i
 alpha_i M^i is as unsure as its masks are unfit, and the derivative in alpha_i says which mask would
@@ -16,14 +16,14 @@ from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Weights = dict[str, Tensor]
-Network = Callable[[Weights, Tensor], Tensor]  # weights by name, images (n, ...) -> outputs (n, s)
-Objective = Callable[[Tensor], Tensor]  # outputs (n, s) -> (n,), small where the weights fit
-Judge = Callable[
-    [Sequence[int], Tensor], Tensor
-]  # k masks, groups of images (g, n, ...) -> (g, k), the smaller the better a mask fits
-Rule = Callable[
-    [Judge, Tensor, int], tuple[Tensor, Tensor]
-]  # judge, groups, number of masks -> the mask for each group, how sure (g,)
+# weights by name, images (n, ...) -> outputs (n, s)
+Network = Callable[[Weights, Tensor], Tensor]
+# outputs (n, s) -> (n,), small where the weights fit
+Objective = Callable[[Tensor], Tensor]
+# k masks, groups of images (g, n, ...) -> (g, k), the smaller the better a mask fits
+Judge = Callable[[Sequence[int], Tensor], Tensor]
+# judge, groups, number of masks -> the mask of each group (g,), how sure it is (g,)
+Rule = Callable[[Judge, Tensor, int], tuple[Tensor, Tensor]]
 
 GRADIENT_BYTES = 256 << 20  # of all weights, for the groups that are judged at once
 
@@ -51,11 +51,11 @@ def superfluous_share(outputs: Tensor, real: int) -> Tensor:
 def superpose(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:
     """W .* sum_i alpha_i M^i by name, differentiable in alpha (k,). masks: k dictionaries with the
     names of `weights`."""
-    return {
-        name: weight
-        * torch.stack([a * mask[name] for a, mask in zip(alpha, masks, strict=True)]).sum(0)
-        for name, weight in weights.items()
-    }
+    superposed = {}
+    for name, weight in weights.items():
+        scaled = [share * mask[name] for share, mask in zip(alpha, masks, strict=True)]
+        superposed[name] = weight * torch.stack(scaled).sum(0)
+    return superposed
 
 
 @torch.no_grad()
@@ -67,25 +67,29 @@ def slopes(
     groups: Tensor,
     objective: Objective,
 ) -> Tensor:
-    """groups (g, n, ...), each judged as a whole -> d mean objective / d alpha, (g, k), also where
-    gradients are switched off: the gradient of the superposed weights, one for each group, summed
-    over what each mask keeps of W."""
-    mixed = superpose(weights, masks, alpha)
-    of_groups = vmap(
-        grad(lambda some, images: objective(network(some, images)).mean()), in_dims=(None, 0)
-    )
-    together = max(1, GRADIENT_BYTES // (4 * sum(weight.numel() for weight in weights.values())))
-    found = []
-    for some in groups.split(together):
+    """d mean objective / d alpha of each group, (g, k), also where gradients are switched off.
+
+    groups: (g, n, ...). The gradient of the superposed weights is computed per group, and summed
+    over what each mask keeps of W.
+    """
+    superposed = superpose(weights, masks, alpha)
+
+    def loss(values: Weights, images: Tensor) -> Tensor:
+        return objective(network(values, images)).mean()
+
+    gradients_of = vmap(grad(loss), in_dims=(None, 0))
+    weight_bytes = 4 * sum(weight.numel() for weight in weights.values())
+    groups_at_once = max(1, GRADIENT_BYTES // weight_bytes)
+    slopes_of_groups = []
+    for part in groups.split(groups_at_once):
         with sdpa_kernel(SDPBackend.MATH):  # fused attention knows no vmap
-            gradients = of_groups(mixed, some)
-        parts = [
-            gradient.flatten(1)
-            @ torch.stack([(weights[name] * mask[name]).flatten() for mask in masks]).T
-            for name, gradient in gradients.items()
-        ]
-        found.append(torch.stack(parts).sum(0))
-    return torch.cat(found)
+            gradients = gradients_of(superposed, part)
+        by_name = []
+        for name, gradient in gradients.items():
+            masked = [(weights[name] * mask[name]).flatten() for mask in masks]
+            by_name.append(gradient.flatten(1) @ torch.stack(masked).T)  # (part of g, k)
+        slopes_of_groups.append(torch.stack(by_name).sum(0))
+    return torch.cat(slopes_of_groups)
 
 
 @torch.no_grad()
@@ -96,15 +100,14 @@ def values(
     groups: Tensor,
     objectives: Sequence[Objective],
 ) -> Tensor:
-    """The mean of each mask's objective over each group under that mask alone, (g, k): a forward
-    for each mask."""
-    found = []
+    """The mean of each mask's objective over each group under that mask alone, (g, k); one forward
+    per mask."""
+    means = []
     for mask, objective in zip(masks, objectives, strict=True):
-        outputs = network(
-            {name: weight * mask[name] for name, weight in weights.items()}, groups.flatten(0, 1)
-        )
-        found.append(objective(outputs).view(len(groups), -1).mean(1))
-    return torch.stack(found, 1)
+        masked = {name: weight * mask[name] for name, weight in weights.items()}
+        outputs = network(masked, groups.flatten(0, 1))  # (g n, outputs)
+        means.append(objective(outputs).view(len(groups), -1).mean(1))
+    return torch.stack(means, 1)
 
 
 def shares(scores: Tensor) -> Tensor:
@@ -119,26 +122,28 @@ def infer_at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 def infer_by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same by binary search: judge all, keep the better half (rounded up; the first among
-    equals), judge those, ... until one is left, after ceil(log2 count) rounds. How sure: the
-    product of the shares that the kept halves had."""
-    places, sure = (
-        torch.zeros(len(groups), dtype=torch.int64, device=groups.device),
-        torch.ones(len(groups), device=groups.device),
-    )
-    alive: list[tuple[tuple[int, ...], Tensor]] = [
-        (tuple(range(count)), torch.arange(len(groups), device=groups.device))
+    """The mask for each group by binary search, (g,), and how sure it is, (g,).
+
+    Judge all masks, go on with the better half (rounded up; the first among equals), until one is
+    left after ceil(log2 count) rounds. How sure: the product of the shares of the better halves.
+    """
+    device = groups.device
+    best_masks = torch.zeros(len(groups), dtype=torch.int64, device=device)
+    sure = torch.ones(len(groups), device=device)
+    # (masks that are left, rows of the groups for which they are)
+    pending: list[tuple[tuple[int, ...], Tensor]] = [
+        (tuple(range(count)), torch.arange(len(groups), device=device))
     ]
-    while alive:
-        masks, rows = alive.pop()
+    while pending:
+        masks, rows = pending.pop()
         if len(masks) == 1:
-            places[rows] = masks[0]
+            best_masks[rows] = masks[0]
             continue
-        scores = judge(masks, groups[rows])
-        kept = scores.argsort(dim=1, stable=True)[:, : (len(masks) + 1) // 2].sort(1).values
-        sure[rows] *= shares(scores).gather(1, kept).sum(1)
-        alive.extend(
-            (tuple(masks[i] for i in half.tolist()), rows[(kept == half).all(1)])
-            for half in kept.unique(dim=0)
-        )
-    return places, sure
+        scores = judge(masks, groups[rows])  # (rows, masks)
+        order = scores.argsort(dim=1, stable=True)
+        better = order[:, : (len(masks) + 1) // 2].sort(1).values  # (rows, half of masks)
+        sure[rows] *= shares(scores).gather(1, better).sum(1)
+        for half in better.unique(dim=0):
+            rows_of_half = rows[(better == half).all(1)]
+            pending.append((tuple(masks[i] for i in half.tolist()), rows_of_half))
+    return best_masks, sure

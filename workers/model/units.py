@@ -134,89 +134,99 @@ def weight_values(out: Tensor | None, into: Tensor | None) -> Tensor:
 def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """All parameters of `vit` by name; of those with entries that belong to units, the entries of
     kept units alone, in a row. masks: boolean, by site."""
-    kept = unit_values(vit, masks)
-    return {
-        name: p.detach()[kept[name].expand_as(p)] if name in kept else p.detach().clone()
-        for name, p in vit.named_parameters()
-    }
+    locks = unit_values(vit, masks)
+    tensors = {}
+    for name, parameter in vit.named_parameters():
+        if name in locks:
+            tensors[name] = parameter.detach()[locks[name].expand_as(parameter)]
+        else:
+            tensors[name] = parameter.detach().clone()
+    return tensors
 
 
 def unpack(
     vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fill: bool
 ) -> dict[str, Tensor]:
-    """The inverse of `pack`: parameters in the shapes of `vit`. Entries of other units are those
-    of `vit` where `fill` is true, else 0. Raises UserError where tensors, masks and `vit` do not
-    belong together."""
+    """The inverse of `pack`: parameters in the shapes of `vit`.
+
+    Entries of other units are those of `vit` where `fill` is true, else 0. Raise `UserError` when
+    tensors, masks and `vit` do not belong together.
+    """
     sizes = {site: tuple(mask.shape) for site, mask in masks.items()}
-    own = dict(vit.named_parameters())
-    if (
-        sizes != {site: (size,) for site, size in unit_sites(vit).items()}
-        or tensors.keys() != own.keys()
-    ):
+    expected_sizes = {site: (size,) for site, size in unit_sites(vit).items()}
+    parameters = dict(vit.named_parameters())
+    if sizes != expected_sizes or tensors.keys() != parameters.keys():
         raise UserError(
             f"a pruned network has {sum(map(len, masks.values()))} units in {len(masks)} sites "
             f"and {len(tensors)} parameters, which are "
             "not those of this backbone; use the backbone of its run"
         )
-    kept = {name: lock.expand_as(own[name]) for name, lock in unit_values(vit, masks).items()}
-    found: dict[str, Tensor] = {}
+    unpacked: dict[str, Tensor] = {}
+    locks = unit_values(vit, masks)
     for name, tensor in tensors.items():
-        size = (int(kept[name].sum()),) if name in kept else tuple(own[name].shape)
+        parameter = parameters[name]
+        size = tuple(parameter.shape)
+        if name in locks:
+            lock = locks[name].expand_as(parameter)
+            size = (int(lock.sum()),)
         if tuple(tensor.shape) != size:
             raise UserError(
                 f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and "
                 f"this backbone leave {size}; use the backbone "
                 "of its run"
             )
-        start = own[name].detach().to(tensor.device)
-        found[name] = (
-            (start if fill else torch.zeros_like(start)).masked_scatter(kept[name], tensor)
-            if name in kept
-            else tensor
-        )
-    return found
+        if name not in locks:
+            unpacked[name] = tensor
+            continue
+        values = parameter.detach().to(tensor.device)
+        if not fill:
+            values = torch.zeros_like(values)
+        unpacked[name] = values.masked_scatter(lock, tensor)
+    return unpacked
 
 
 @torch.no_grad()
 def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
-    """Cuts, in place, units whose weights are 0. Of queries, keys and values all heads of a block
-    keep as many channels as the one that keeps most, at least one: those of its kept units, then
-    zeros. timm divides the scores by the root of that number, so queries are scaled."""
+    """Cut units whose weights are 0, in place.
+
+    All heads of a block keep as many channels of queries, keys and values as the head that keeps
+    most, at least one: those of its units that are on, then zeros. timm divides the scores by the
+    root of that number, so queries are scaled.
+    """
     for index, block in enumerate(vit.blocks):
         attn, mlp = block.attn, block.mlp
         qk, v, ff = (masks[f"blocks.{index}.{kind}"] for kind in KINDS)
         heads, width, total = attn.num_heads, attn.head_dim, attn.attn_dim
-        most = max(1, *(int(mask.view(heads, width).sum(1).max()) for mask in (qk, v)))
-
-        def places(
-            mask: Tensor, heads: int = heads, width: int = width, most: int = most
-        ) -> Tensor:
-            first = (
-                mask.view(heads, width).int().argsort(dim=1, descending=True, stable=True)[:, :most]
-            )
-            return (first + width * torch.arange(heads, device=mask.device)[:, None]).flatten()
-
-        rows = torch.cat([places(qk), places(qk) + total, places(v) + 2 * total])
-        neurons = (
-            ff.nonzero()[:, 0]
-            if bool(ff.any())
-            else torch.zeros(1, dtype=torch.int64, device=ff.device)
-        )
-        for linear, out, into in (
-            (attn.qkv, rows, None),
-            (attn.proj, None, places(v)),
-            (mlp.fc1, neurons, None),
-            (mlp.fc2, None, neurons),
-        ):
-            _cut(linear, out, into)
+        qk_per_head = qk.view(heads, width)
+        v_per_head = v.view(heads, width)
+        most = max(1, int(qk_per_head.sum(1).max()), int(v_per_head.sum(1).max()))
+        qk_rows = _channels_on(qk_per_head, most)
+        v_rows = _channels_on(v_per_head, most)
+        neurons = ff.nonzero()[:, 0]
+        if not len(neurons):
+            neurons = torch.zeros(1, dtype=torch.int64, device=ff.device)
+        _cut(attn.qkv, torch.cat([qk_rows, qk_rows + total, v_rows + 2 * total]), None)
+        _cut(attn.proj, None, v_rows)
+        _cut(mlp.fc1, neurons, None)
+        _cut(mlp.fc2, None, neurons)
         attn.head_dim, attn.attn_dim, attn.scale = most, heads * most, most**-0.5
         for p in attn.qkv.parameters():
             p[: heads * most] *= (most / width) ** 0.5
 
 
+def _channels_on(mask: Tensor, count: int) -> Tensor:
+    """mask (heads, width) -> indices (heads * count,): `count` channels of each head, first those
+    that are on."""
+    heads, width = mask.shape
+    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :count]
+    offsets = width * torch.arange(heads, device=mask.device)[:, None]
+    return (order + offsets).flatten()
+
+
 def _cut(linear: nn.Linear, out: Tensor | None, into: Tensor | None) -> None:
-    """Keeps rows `out` with their bias, or columns `into`."""
-    linear.weight = nn.Parameter(linear.weight[out] if into is None else linear.weight[:, into])
+    """Keep rows `out` with their bias, or columns `into`, in place."""
+    weight = linear.weight[out] if into is None else linear.weight[:, into]
+    linear.weight = nn.Parameter(weight)
     if out is not None and linear.bias is not None:
         linear.bias = nn.Parameter(linear.bias[out])
     linear.out_features, linear.in_features = linear.weight.shape

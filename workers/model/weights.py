@@ -20,12 +20,12 @@ def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
 def norm_names(backbone: nn.Module) -> list[str]:
     """Names of the affine parameters of all norm layers."""
     kinds = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-    return [
-        f"{name}.{p}"
-        for name, module in backbone.named_modules()
-        if isinstance(module, kinds)
-        for p, _ in module.named_parameters(recurse=False)
-    ]
+    names = []
+    for module_name, module in backbone.named_modules():
+        if isinstance(module, kinds):
+            for name, _ in module.named_parameters(recurse=False):
+                names.append(f"{module_name}.{name}")
+    return names
 
 
 class Copies(nn.Module):
@@ -33,9 +33,11 @@ class Copies(nn.Module):
 
     def __init__(self, backbone: nn.Module, names: list[str]):
         super().__init__()
-        own = dict(backbone.named_parameters())
+        parameters = dict(backbone.named_parameters())
         self.names = names
-        self.values = nn.ParameterList(nn.Parameter(own[name].detach().clone()) for name in names)
+        copies = [nn.Parameter(parameters[name].detach().clone()) for name in names]
+        self.values = nn.ParameterList(copies)
 
     def tensors(self) -> dict[str, Tensor]:
+        """The copies by name."""
         return dict(zip(self.names, self.values, strict=True))

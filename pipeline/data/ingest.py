@@ -26,7 +26,15 @@ from pipeline.data.listing import SPLITS, Split, describe_left_out, nfc, printab
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA
 from workers.errors import UserError
-from workers.storage.artifact import Artifact, Attempt, FileInfo, delete_dir, join, write_bytes
+from workers.storage.artifact import (
+    Artifact,
+    Attempt,
+    FileInfo,
+    Manifest,
+    delete_dir,
+    join,
+    write_bytes,
+)
 
 REVISION = 1  # raise it when the same source gives other shards
 REJECTED = "rejected.csv"
@@ -95,7 +103,7 @@ def ingest(
     map_fn: MapFn,
     extra: dict[str, Any],
     progress: Report | None = None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Write the artifact `key` below `root` and return its manifest.
 
     map_fn(function, items): results in order. The shards are the same bytes whatever it does in

@@ -78,7 +78,7 @@ class Lookup:
 
     hit: bool
     reason: str
-    manifest: dict[str, Any] | None = None
+    manifest: Mapping[str, Any] | None = None
     damaged: bool = False
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.results import metrics
 from workers.errors import UserError
-from workers.storage.artifact import Artifact, join
+from workers.storage.artifact import Artifact, Manifest, join
 from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
@@ -95,7 +95,7 @@ class RunTables:
         cls,
         storage: str,
         record: Mapping[str, Any],
-        known: Mapping[str, dict[str, Any]] | None = None,
+        known: Mapping[str, Manifest] | None = None,
     ) -> RunTables:
         """Reads the manifests of all stages; those in `known` (by stage id) are taken as they
         are."""

@@ -10,14 +10,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
 from pipeline.tracking.ui import compare_link, page_base, run_link, this_python
 from workers.errors import UserError, require_package
-from workers.storage.artifact import Artifact, join
+from workers.storage.artifact import Artifact, Manifest, join
 
 if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
@@ -87,7 +87,8 @@ class Recorder:
             return
         if manifest and "attempt" in manifest:
             root = join(self.storage, "stages")
-            self.writer.artifacts[stage.id] = Artifact(root, stage.key, dict(manifest))
+            fields = cast(Manifest, dict(manifest))
+            self.writer.artifacts[stage.id] = Artifact(root, stage.key, fields)
         self._put(partial(self.writer.stage, stage.id))
 
     def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from pipeline.graph.stage import Stage
-from workers.storage.artifact import Artifact, Attempt, join
+from workers.storage.artifact import Artifact, Attempt, Manifest, join
 from workers.storage.taskstate import Carried, TaskState
 
 TASKS = [
@@ -143,7 +143,7 @@ def record(name: str = "tiny") -> dict[str, Any]:
     }
 
 
-def write(storage: str, only: set[str] | None = None) -> list[tuple[Stage, dict[str, Any]]]:
+def write(storage: str, only: set[str] | None = None) -> list[tuple[Stage, Manifest]]:
     """Writes the results of all stages, or of those whose id is in `only`; the report stage has
     none."""
     done = []

@@ -30,7 +30,7 @@ from pipeline.graph.store import Store
 from tests import s3
 from workers.data.shards import Shards, decode
 from workers.errors import DamagedArtifact, UserError
-from workers.storage.artifact import Artifact
+from workers.storage.artifact import Artifact, Manifest
 
 CLASSES = ("cat", "dog")
 DATA = Path(
@@ -83,7 +83,7 @@ def threads(fn: Any, items: Any) -> Any:
         return list(pool.map(fn, items))
 
 
-def run(card: Card, root: Path, key: str = "k", map_fn: Any = serial) -> tuple[dict, Shards]:
+def run(card: Card, root: Path, key: str = "k", map_fn: Any = serial) -> tuple[Manifest, Shards]:
     manifest = ingest(card, str(root), key, map_fn, {"step": "ingest"})
     return manifest, Shards.open(str(root), key)
 

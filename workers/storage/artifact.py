@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, Required, TypedDict, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from pyarrow import fs
@@ -55,6 +55,43 @@ class FileInfo(TypedDict):
 
     bytes: int
     sha256: str
+
+
+class Manifest(TypedDict, total=False):
+    """The fields of `manifest.json`: the first five of every result, the others of some kinds.
+
+    wall_s: seconds that the stage took. made_of: stage id -> content digest of its inputs.
+    """
+
+    attempt: Required[str]
+    key: Required[str]
+    files: Required[dict[str, FileInfo]]
+    sha256: Required[str]
+    step: str
+    kind: str
+    provenance: dict[str, Any]
+    made_of: dict[str, str]
+    wall_s: float
+    workers: int
+    warnings: list[str]
+    content: str
+    card: str
+    classes: list[str]
+    counts: dict[str, int]
+    rejected: dict[str, int]
+    fingerprint: str | None
+    raw_content: str
+    max_pixels: int
+    digest: str
+    bytes: int
+    parameters: int
+    sizes: dict[str, int]
+    trained_parameters: int
+    carried_bytes: int
+    flops_share: float | None
+    backbone_digest: str
+    epochs: int
+    result: dict[str, Any]
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
@@ -423,7 +460,7 @@ class Artifact:
 
     root: str
     key: str
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @classmethod
     def open(cls, root: str, key: str) -> Artifact | None:
@@ -439,7 +476,7 @@ class Artifact:
             return None
         if not names_own_files_only(manifest):
             return None
-        return cls(root, key, manifest)
+        return cls(root, key, cast(Manifest, manifest))
 
     @classmethod
     def need(cls, root: str, key: str) -> Artifact:

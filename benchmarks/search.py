@@ -14,12 +14,12 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from benchmarks import stream
 from benchmarks.harness import Report, start
+from pipeline.results.trials import Trial
 from pipeline.search import run as search
 from pipeline.search import spec
 
@@ -64,7 +64,7 @@ def main() -> None:
         tuple[float, float]
     ] = []  # of each trial: when it was heard to have ended, and the seconds of its stages
 
-    def notify(record: dict[str, Any]) -> None:
+    def notify(record: Trial) -> None:
         if record["status"] == "finished" and record["number"] not in said:
             said.add(record["number"])
             ended.append((time.monotonic(), record["device_s"]))

@@ -16,7 +16,7 @@ Fault = Callable[
 URI = "http://mlflow.test"
 
 
-class Page(list):
+class Page(list[Any]):
     token = None
 
 
@@ -46,7 +46,9 @@ class FakeMlflow:
     answer was lost."""
 
     def __init__(self, fault: Fault = lambda number, name: "") -> None:
-        self.fault, self.count, self.names, self.runs = fault, itertools.count(1), [], {}
+        self.fault = fault
+        self.count = itertools.count(1)
+        self.runs: dict[str, Any] = {}
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:

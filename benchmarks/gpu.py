@@ -2,8 +2,8 @@
 
 `python -m benchmarks.gpu [--methods NAME ...]`; meant for at most 5 minutes on one GPU with 16 CPU
 cores. It needs neither ray nor mlflow nor webdataset, makes its own images and reaches for nothing
-outside its temporary folder. What is compared with the CPU, and how closely, is told in
-`benchmarks/gpu_checks.py`. `--device cpu` rehearses all of it without a GPU.
+outside its temporary folder. `benchmarks/gpu_checks.py` says what is compared with the CPU, and how
+closely. `--device cpu` rehearses all of it without a GPU.
 
 One line per failure: method, scenario, precision, stage, a sentence, the line of this project under
 which it was raised. Then a table. Exit code 1 where anything failed, 2 where it could not begin.
@@ -59,29 +59,43 @@ class Row:
 
 
 def cases_of(names: list[str]) -> list[Case]:
-    """Every method in every scenario that it serves, and a few in bf16. Raises UserError where
-    there is no such method."""
+    """Return every method in every scenario that it serves, and a few in bf16.
+
+    Raise `UserError` when there is no such method.
+    """
     for name in names:
         if name not in METHODS:
             close = difflib.get_close_matches(name, METHODS, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(METHODS)}"
+            hint = f"there are: {', '.join(METHODS)}"
+            if close:
+                hint = f"did you mean {close[0]!r}?"
             raise UserError(f"--methods names {name!r}, which does not exist; {hint}")
-    cases = [Case(name, scenario) for name in names for scenario in sorted(METHODS[name].scenarios)]
-    return cases + [
-        Case(name, max(METHODS[name].scenarios), "bf16") for name in names if name in BF16
-    ]
+    cases = []
+    for name in names:
+        cases += [Case(name, scenario) for scenario in sorted(METHODS[name].scenarios)]
+    for name in names:
+        if name in BF16:
+            cases.append(Case(name, max(METHODS[name].scenarios), "bf16"))
+    return cases
 
 
 def gpu_name() -> str:
-    """Empty where there is none that torch can use. Not to be called in the process that forks."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    """Return the name of the GPU, empty where there is none that torch can use.
+
+    Not to be called in the process that forks: a forked process cannot use CUDA after it.
+    """
+    if not torch.cuda.is_available():
+        return ""
+    return torch.cuda.get_device_name()
 
 
-def device_of(wanted: str | None) -> tuple[str, str]:
-    """The device and what it is called. Raises UserError where there is no GPU, unless the CPU was
-    asked for."""
+def device_of(requested: str | None) -> tuple[str, str]:
+    """Return the device, and a text that describes it.
+
+    Raise `UserError` when there is no GPU, unless the CPU was requested.
+    """
     processor = f"{platform.machine()}, {os.cpu_count()} cores"
-    if wanted == "cpu":
+    if requested == "cpu":
         return "cpu", f"the CPU ({processor}), a rehearsal"
     name = gpu_pool.ask(gpu_name)
     if not name:
@@ -93,8 +107,7 @@ def device_of(wanted: str | None) -> tuple[str, str]:
 
 
 def run(cases: list[Case], device: str, jobs: int, limit_s: float) -> dict[Case, Row]:
-    """Checks all cases, `jobs` side by side, and prints a line for each failure and each case as
-    they come."""
+    """Check all cases, `jobs` side by side, and print a line for each failure and each case."""
     rows = {case: Row() for case in cases}
     with tempfile.TemporaryDirectory(prefix="accrete-gpu-") as folder:
         setup = prepare(Path(folder), device)
@@ -117,13 +130,16 @@ def run(cases: list[Case], device: str, jobs: int, limit_s: float) -> dict[Case,
 
 
 def add_failure(case: Case, row: Row, failure: Failure) -> None:
+    """Print a failure and add it to the row of its case."""
     row.failures.append(failure)
-    frame = f" [{failure.frame}]" if failure.frame else ""
-    print(f"FAIL  {case}, {failure.stage}: {failure.sentence}{frame}", flush=True)
+    line = f"FAIL  {case}, {failure.stage}: {failure.sentence}"
+    if failure.frame:
+        line += f" [{failure.frame}]"
+    print(line, flush=True)
 
 
 def table_of(rows: dict[Case, Row]) -> str:
-    """A line per case."""
+    """Return the table of results, a line per case."""
     heading = ["method", "scenario", "precision", "result", *COLUMNS.values(), "seconds"]
     lines = [heading]
     for case, row in rows.items():
@@ -133,14 +149,15 @@ def table_of(rows: dict[Case, Row]) -> str:
             [case.method, case.scenario, case.precision, result, *measured, f"{row.seconds:.1f}"]
         )
     widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
-    padded = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    return "\n".join(padded)
+    texts = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
 
 
-def main(argv: list[str] | None = None) -> int:
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description="correctness of every method on a GPU, against the CPU",
@@ -165,7 +182,13 @@ def main(argv: list[str] | None = None) -> int:
         metavar="SECONDS",
         help=f"of one case, then it is stopped (default: {LIMIT_S:g})",
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check what the command line asks for; return 1 where a case failed, 2 where none could
+    begin."""
+    arguments = command_line().parse_args(argv)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS has no deterministic form
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -178,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(f"on {name}; {versions}; {len(cases)} cases, {arguments.jobs} side by side", flush=True)
     rows = run(cases, device, max(1, arguments.jobs), arguments.limit)
-    failed = sum(bool(row.failures) for row in rows.values())
+    failed = len([row for row in rows.values() if row.failures])
     seconds = time.monotonic() - began
     print(f"\n{table_of(rows)}\n{LEGEND}\n")
     print(f"{failed} of {len(rows)} cases failed; {seconds:.0f} s in all", flush=True)

@@ -23,7 +23,7 @@ import contextlib
 import hashlib
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,10 +49,10 @@ from benchmarks.gpu_results import (
     frame_of,
     history,
     largest,
-    other_values,
     predictions,
     relative,
     sentence_of,
+    share_of_other_values,
     stage_metadata,
     stage_tensors,
 )
@@ -60,12 +60,12 @@ from pipeline.config import Config
 from pipeline.graph.run import look_up_all, run_graph
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from pipeline.serving.commands import bundle_of
+from pipeline.results.bundles import bundle_of
 from workers import loop, preemption
 from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.serving.server import Answer, Predictor
+from workers.serving.server import Answer, Predictor, Rule
 from workers.storage.artifact import Artifact
 
 # How far two devices may be apart.
@@ -76,11 +76,43 @@ METADATA = 0.1  # share of the values
 DECISIONS = 0.05  # share of the images, each of them a near-tie
 
 
-def check_case(setup: Setup, case: Case, send: Callable[[str, Any], None]) -> bool:
-    """Makes all checks of a case; one that fails ends only those that need its result.
+def shapes_of(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, Any]]:
+    """Return type and shape of each tensor; sparse ones may have any length."""
+    shapes = {}
+    for name, tensor in tensors.items():
+        shapes[name] = (tensor.dtype, None if name.endswith(SPARSE) else tensor.shape)
+    return shapes
 
-    Sends `stage` (the id of what begins), `failure` (a Failure) and at the end `measured` (text by
-    column of the table). Returns whether nothing failed.
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a training step left behind."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any]
+    history: list[dict[str, Any]]
+
+    def is_equal(self, other: Contents) -> bool:
+        """Return whether both are the same, bit for bit."""
+        if self.tensors.keys() != other.tensors.keys():
+            return False
+        if self.metadata != other.metadata or self.history != other.history:
+            return False
+        return all(
+            torch.equal(tensor, other.tensors[name]) for name, tensor in self.tensors.items()
+        )
+
+
+def contents_of(artifact: Artifact) -> Contents:
+    """Return what a training step left behind."""
+    return Contents(stage_tensors(artifact), stage_metadata(artifact), history(artifact))
+
+
+def check_case(setup: Setup, case: Case, send: Callable[[str, Any], None]) -> bool:
+    """Make all checks of a case, and return whether nothing failed.
+
+    A check that fails ends only those that need its result. `send` gets `stage` (the id of what
+    begins), `failure` (a Failure), and at the end `measured` (text by column of the table).
     """
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # fp32 is compared with fp32
@@ -115,19 +147,20 @@ class CaseChecks:
 
     # ---- failures --------------------------------------------------------------------------------
     def fail(self, stage: str, sentence: str, frame: str = "") -> None:
-        """One line for a failure that two checks meet."""
+        """Send a failure, once where two checks meet it."""
         if (stage, sentence) not in self.failures:
             self.failures.add((stage, sentence))
             self.send("failure", Failure(stage, sentence, frame))
 
     def fail_by(self, stage: str, error: Exception) -> None:
+        """Send what an exception says; nothing more once the device is lost."""
         if not self.is_device_lost:
             self.fail(stage, sentence_of(error), frame_of(error))
         self.is_device_lost |= "CUDA error" in str(error)
 
     def attempt(self, stage: str, check: Callable[[], bool]) -> bool:
-        """What the check returns; False where it raises, which is a failure of the stage that was
-        under way."""
+        """Return what the check returns, and False where it raises: a failure of the stage that it
+        had entered."""
         if self.is_device_lost:
             return False
         self.enter(stage)
@@ -138,23 +171,24 @@ class CaseChecks:
             return False
 
     def enter(self, stage: str) -> None:
+        """Send which stage begins."""
         self.stage = stage
         self.send("stage", stage)
 
     def demand(self, is_met: bool, sentence: str) -> None:
+        """Fail the stage that was entered where a demand is not met."""
         if not is_met:
             self.fail(self.stage, sentence)
 
     def measure(self, what: str, difference: float, limit: float) -> None:
-        """Notes a difference between both sides; a failure where it is above the limit, or no
+        """Note a difference between both sides; it fails where it is above the limit, or no
         number."""
         self.measured[what] = largest([self.measured.get(what, 0.0), difference])
-        self.demand(
-            difference <= limit, f"{what} differ by {difference:.2g}, at most {limit:g} is rounding"
-        )
+        sentence = f"{what} differ by {difference:.2g}, at most {limit:g} is rounding"
+        self.demand(difference <= limit, sentence)
 
     def table_row(self) -> dict[str, str]:
-        """Text by column of what was compared."""
+        """Return what was compared, as text by column."""
         row = {what: f"{difference:.1g}" for what, difference in self.measured.items()}
         if self.measured.get("masks") == 0.0:
             row["masks"] = f"= {self.digest.hexdigest()[:8]}"
@@ -162,16 +196,15 @@ class CaseChecks:
 
     # ---- runs ------------------------------------------------------------------------------------
     def run(self, store: Store, graph: Graph, config: Config) -> bool:
-        """Runs what is missing as `accrete run` does where `cluster.workers` is 0. Every stage that
-        failed is a failure."""
+        """Run what is missing as the command `run` does where `cluster.workers` is 0.
+
+        Return whether no stage failed.
+        """
         errors: dict[str, Exception] = {}
+        executor = WatchedExecutor(store, config.cluster, self.enter, errors)
+        lookups = look_up_all(graph, store, None)
         outcome = run_graph(
-            graph,
-            store,
-            lambda todo: WatchedExecutor(store, config.cluster, self.enter, errors),
-            retries=0,
-            watchers=[],
-            lookups=look_up_all(graph, store, None),
+            graph, store, lambda todo: executor, retries=0, watchers=[], lookups=lookups
         )
         for stage, message in outcome.failures.items():
             error = errors.get(stage)
@@ -182,23 +215,26 @@ class CaseChecks:
         return not outcome.failures
 
     def run_on_cpu(self) -> bool:
+        """Run the whole graph on the CPU: the reference of all comparisons."""
         with host_draws(), recorded_steps() as self.cpu_steps:
             self.store, self.graph, config = plan(self.setup, self.case, "reference", CPU)
             return self.run(self.store, self.graph, config)
 
     # ---- stage by stage --------------------------------------------------------------------------
     def compare_stages(self) -> None:
+        """Compare every stage of the method on both sides."""
         for stage in self.graph:
             if stage.method and isinstance(stage.job, StageJob):
                 self.attempt(stage.id, partial(self.compare_stage, stage.job))
 
     def compare_stage(self, job: StageJob) -> bool:
-        """The same job again on the device, under another key."""
+        """Run the same job again on the device, under another key, and compare the results."""
         device = self.setup.device
         again = replace(job, key=f"{job.key}-again")
         with host_draws(), recorded_steps() as steps, another_rounding(device):
             loop.run_stage(again, Group(0, 1, device), lambda event: None)
-        on_cpu, on_device = Artifact.need(job.root, job.key), Artifact.need(job.root, again.key)
+        on_cpu = Artifact.need(job.root, job.key)
+        on_device = Artifact.need(job.root, again.key)
         if job.step == "evaluate":
             self.compare_predictions(on_cpu, on_device)
         else:
@@ -207,113 +243,117 @@ class CaseChecks:
         return True
 
     def compare_steps(self, on_cpu: list[Step], on_device: list[Step]) -> None:
-        self.demand(
-            len(on_cpu) == len(on_device),
-            f"it took {len(on_device)} steps, on the CPU {len(on_cpu)}",
-        )
-        pairs = list(zip(on_device, on_cpu, strict=False))
-        if not pairs:
+        """Compare what each optimizer step saw on both sides, and its loss."""
+        sentence = f"it took {len(on_device)} steps, on the CPU {len(on_cpu)}"
+        self.demand(len(on_cpu) == len(on_device), sentence)
+        is_same_order = True
+        image_gaps: list[float] = []
+        loss_gaps: list[float] = []
+        for ours, reference in zip(on_device, on_cpu, strict=False):
+            if not torch.equal(ours.labels, reference.labels):
+                is_same_order = False
+            if not torch.equal(ours.tasks, reference.tasks):
+                is_same_order = False
+            image_gaps.append(relative({"": ours.images}, {"": reference.images}))
+            loss_gaps.append(abs(ours.loss - reference.loss) / (1 + abs(reference.loss)))
+        if not loss_gaps:
             return
-        is_same_order = all(
-            torch.equal(a.labels, b.labels) and torch.equal(a.tasks, b.tasks) for a, b in pairs
-        )
         self.demand(is_same_order, "its batches hold other samples than on the CPU")
-        self.measure(
-            "images", largest(relative({"": a.images}, {"": b.images}) for a, b in pairs), ROUNDING
-        )
-        losses = [abs(a.loss - b.loss) / (1 + abs(b.loss)) for a, b in pairs]
-        self.measure("first loss", losses[0], ROUNDING)
-        self.measure("last loss", losses[-1], LAST_LOSS)
+        self.measure("images", largest(image_gaps), ROUNDING)
+        self.measure("first loss", loss_gaps[0], ROUNDING)
+        self.measure("last loss", loss_gaps[-1], LAST_LOSS)
 
     def compare_results(self, on_cpu: Artifact, on_device: Artifact, is_trained: bool) -> None:
-        """State and carried state of one step on both sides."""
-        ours, theirs = stage_tensors(on_device), stage_tensors(on_cpu)
-        shapes = [
-            {name: (t.dtype, name.endswith(SPARSE) or t.shape) for name, t in tensors.items()}
-            for tensors in (ours, theirs)
-        ]
-        if shapes[0] != shapes[1]:
-            names = [
-                name
-                for name in {**shapes[0], **shapes[1]}
-                if shapes[0].get(name) != shapes[1].get(name)
-            ]
-            self.demand(
-                False, f"it leaves other tensors than on the CPU: {', '.join(sorted(names))[:100]}"
-            )
+        """Compare state and carried state of one step on both sides."""
+        tensors = stage_tensors(on_device)
+        reference = stage_tensors(on_cpu)
+        shapes = shapes_of(tensors)
+        expected_shapes = shapes_of(reference)
+        if shapes != expected_shapes:
+            names = sorted(name for name, _ in shapes.items() ^ expected_shapes.items())
+            listed = ", ".join(dict.fromkeys(names))[:100]
+            self.demand(False, f"it leaves other tensors than on the CPU: {listed}")
             return
-        bits = {
-            name: (bits_of(t), bits_of(theirs[name]))
-            for name, t in ours.items()
-            if not t.is_floating_point()
-        }
-        if bits:
-            count = sum(a.size for a, _ in bits.values())
-            different = sum(int((a != b).sum()) for a, b in bits.values())
-            self.measure("masks", different / max(1, count), TRAINED_MASKS if is_trained else 0.0)
-            for name in sorted(bits):
-                self.digest.update(np.packbits(bits[name][0].astype(bool)).tobytes())
-        numbers = [
-            {name: t for name, t in tensors.items() if t.is_floating_point()}
-            for tensors in (ours, theirs)
-        ]
-        self.measure("tensors", relative(*numbers), TRAINED_TENSORS if is_trained else ROUNDING)
+        self.compare_masks(tensors, reference, is_trained)
+        numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
         self.measure(
-            "metadata", other_values(stage_metadata(on_device), stage_metadata(on_cpu)), METADATA
+            "tensors", relative(numbers, reference), TRAINED_TENSORS if is_trained else ROUNDING
         )
+        metadata = share_of_other_values(stage_metadata(on_device), stage_metadata(on_cpu))
+        self.measure("metadata", metadata, METADATA)
+
+    def compare_masks(
+        self, tensors: dict[str, Tensor], reference: dict[str, Tensor], is_trained: bool
+    ) -> None:
+        """Compare integers and packed bits, and add them to the digest of the case."""
+        names = sorted(name for name, t in tensors.items() if not t.is_floating_point())
+        if not names:
+            return
+        count = 0
+        different = 0
+        for name in names:
+            bits = bits_of(tensors[name])
+            count += bits.size
+            different += int((bits != bits_of(reference[name])).sum())
+            self.digest.update(np.packbits(bits.astype(bool)).tobytes())
+        limit = TRAINED_MASKS if is_trained else 0.0
+        self.measure("masks", different / max(1, count), limit)
 
     def compare_predictions(self, on_cpu: Artifact, on_device: Artifact) -> None:
-        """Of `evaluate`, image by image."""
-        ours, theirs = predictions(on_device), predictions(on_cpu)
-        self.demand(
-            [row["key"] for row in ours] == [row["key"] for row in theirs],
-            "it measured other images than on the CPU",
-        )
-        pairs = list(zip(ours, theirs, strict=False))
-        self.measure(
-            "confidences",
-            largest(abs(a["confidence"] - b["confidence"]) for a, b in pairs),
-            ROUNDING,
-        )
-        # with equal confidences: near-ties
-        different = sum(a["prediction"] != b["prediction"] for a, b in pairs)
-        self.measure("decisions", different / max(1, len(pairs)), DECISIONS)
+        """Compare the predictions of `evaluate`, image by image."""
+        rows = predictions(on_device)
+        expected = predictions(on_cpu)
+        is_same_order = [row["key"] for row in rows] == [row["key"] for row in expected]
+        self.demand(is_same_order, "it measured other images than on the CPU")
+        gaps: list[float] = []
+        different = 0
+        for row, reference in zip(rows, expected, strict=False):
+            gaps.append(abs(row["confidence"] - reference["confidence"]))
+            if row["prediction"] != reference["prediction"]:
+                different += 1
+        self.measure("confidences", largest(gaps), ROUNDING)
+        # With equal confidences, other decisions are near-ties.
+        self.measure("decisions", different / max(1, len(gaps)), DECISIONS)
 
     # ---- serving ---------------------------------------------------------------------------------
     def compare_served(self) -> bool:
-        """One bundle on both sides; one batch of images of all tasks, with their tasks told and not
-        told."""
+        """Compare one bundle on both sides over one batch of images of all tasks: once with the
+        task of each image, once without."""
         folder = str(self.folder / "bundle")
         bundle_of(self.graph, self.store, self.case.method).write(folder)
         on_cpu = Predictor.open(folder)
         with another_rounding(self.setup.device):
             on_device = Predictor.open(folder, device=str(self.setup.device))
         images, tasks = mixed_batch(self.setup)
-        untold = "refuse" if on_cpu.infers else "confident"
-        for told, rule in ((tasks, "refuse"), (None, untold)):
-            expected = on_cpu.predict(images, told, rule)  # type: ignore[arg-type]
+        rule_without_task: Rule = "refuse" if on_cpu.infers else "confident"
+        requests: list[tuple[list[str] | None, Rule]] = [
+            (tasks, "refuse"),
+            (None, rule_without_task),
+        ]
+        for tasks_of_images, rule in requests:
+            expected = on_cpu.predict(images, tasks_of_images, rule)
             with another_rounding(self.setup.device):
-                answers = on_device.predict(images, told, rule)  # type: ignore[arg-type]
+                answers = on_device.predict(images, tasks_of_images, rule)
             self.compare_answers(answers, expected)
         return True
 
     def compare_answers(self, answers: list[Answer], expected: list[Answer]) -> None:
-        gaps = []
-        for a, b in zip(answers, expected, strict=True):
-            if (
-                a.probabilities.keys() == b.probabilities.keys()
-            ):  # else the method picked another task
-                gaps += [abs(p - b.probabilities[name]) for name, p in a.probabilities.items()]
+        """Compare probabilities and predicted classes of served images."""
+        gaps: list[float] = []
+        different = 0
+        for ours, reference in zip(answers, expected, strict=True):
+            if (ours.task, ours.class_) != (reference.task, reference.class_):
+                different += 1
+            if ours.probabilities.keys() != reference.probabilities.keys():
+                continue  # the method inferred another task
+            for name, probability in ours.probabilities.items():
+                gaps.append(abs(probability - reference.probabilities[name]))
         self.measure("probabilities", largest(gaps), ROUNDING)
-        different = sum(
-            (a.task, a.class_) != (b.task, b.class_) for a, b in zip(answers, expected, strict=True)
-        )
         self.measure("answers", different / len(expected), DECISIONS)
 
     # ---- the users' path -------------------------------------------------------------------------
     def run_as_users_do(self) -> bool:
-        """The graph on the device from its ingest on, twice: nothing is left to do the second
-        time."""
+        """Run the whole graph on the device, as a user would."""
         self.nondeterministic: set[str] = set()
         with deterministic(self.nondeterministic):
             self.users = plan(self.setup, self.case, "users", self.setup.device)
@@ -323,8 +363,8 @@ class CaseChecks:
         return True
 
     def check_canaries(self) -> None:
-        """Of a method that forgets nothing, the answers on a task beside the next one are bit for
-        bit what they were."""
+        """Check that a method that forgets nothing answers on each task as it did before the next
+        one, bit for bit."""
         store, graph, _ = self.users
         if METHODS[self.case.method].may_forget:
             return
@@ -342,15 +382,11 @@ class CaseChecks:
                 digests |= {row["task"]: row["logits_sha256"] for row in result["rows"]}
 
     def resume(self) -> bool:
-        """Every training step of the last task once more, told to leave in its middle, resumed by
-        the next run."""
+        """Run every training step of the last task again, interrupt each in its middle, and compare
+        what the next run makes of it."""
         store, graph, config = self.users
         stages = [s for s in graph if s.task == LAST_TASK and s.method and s.step != "evaluate"]
-        before = {stage.id: Artifact.need(store.root, stage.key) for stage in stages}
-        contents = {
-            stage: ({**stage_tensors(artifact)}, stage_metadata(artifact), history(artifact))
-            for stage, artifact in before.items()
-        }
+        uninterrupted = {s.id: contents_of(Artifact.need(store.root, s.key)) for s in stages}
         for stage in stages:
             store.withdraw(stage.key)
         with deterministic(self.nondeterministic), interrupted_steps() as steps:
@@ -361,39 +397,32 @@ class CaseChecks:
                     break
         for stage in stages:
             self.enter(stage.id)
-            if any("loss" in row for row in contents[stage.id][2]):
+            expected = uninterrupted[stage.id]
+            if any("loss" in row for row in expected.history):
+                taken = steps.taken[stage.id]
+                total = steps.total[stage.id]
                 self.demand(stage.id in steps.interrupted, "it was not interrupted")
-                self.demand(
-                    steps.taken[stage.id] == steps.total[stage.id],
-                    f"interrupted, it took {steps.taken[stage.id]} steps in all; "
-                    f"without interruption it takes {steps.total[stage.id]}",
+                sentence = (
+                    f"interrupted, it took {taken} steps in all; without interruption it takes "
+                    f"{total}"
                 )
-            self.compare_resumed(Artifact.need(store.root, stage.key), *contents[stage.id])
+                self.demand(taken == total, sentence)
+            self.compare_resumed(contents_of(Artifact.need(store.root, stage.key)), expected)
         return True
 
-    def compare_resumed(
-        self,
-        artifact: Artifact,
-        tensors: dict[str, Tensor],
-        metadata: Any,
-        rows: list[dict[str, Any]],
-    ) -> None:
-        again = stage_tensors(artifact)
-        is_same = again.keys() == tensors.keys() and all(
-            torch.equal(t, tensors[name]) for name, t in again.items()
-        )
-        if is_same and stage_metadata(artifact) == metadata and history(artifact) == rows:
+    def compare_resumed(self, resumed: Contents, expected: Contents) -> None:
+        """Compare the result of a resumed step with that of the same step without interruption."""
+        if resumed.is_equal(expected):
             self.resumed = self.resumed or "bits"
             return
-        difference = relative(again, tensors) if again.keys() == tensors.keys() else float("inf")
+        difference = float("inf")
+        if resumed.tensors.keys() == expected.tensors.keys():
+            difference = relative(resumed.tensors, expected.tensors)
         self.resumed = f"{difference:.1g}"
-        why = (
-            f" ({', '.join(sorted(self.nondeterministic))} is not deterministic here)"
-            if self.nondeterministic
-            else ""
-        )
-        limit = ROUNDING if self.nondeterministic else 0.0
-        self.demand(
-            difference <= limit and bool(self.nondeterministic),
-            f"interrupted and resumed, it ends with another result, {difference:.2g} apart{why}",
-        )
+        sentence = f"interrupted and resumed, it ends with another result, {difference:.2g} apart"
+        if not self.nondeterministic:
+            self.demand(False, sentence)
+            return
+        names = ", ".join(sorted(self.nondeterministic))
+        is_rounding = difference <= ROUNDING
+        self.demand(is_rounding, f"{sentence} ({names} is not deterministic here)")

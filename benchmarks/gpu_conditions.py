@@ -1,5 +1,4 @@
-"""Under what conditions `benchmarks.gpu` runs stages: recorded, interrupted, with equal random
-numbers, deterministically."""
+"""How `benchmarks.gpu` runs stages: recorded, interrupted, deterministic, with equal noise."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Step:
 
 @contextlib.contextmanager
 def host_draws() -> Iterator[None]:
-    """A step's random numbers come from the CPU's generator, whatever the device: two devices get
-    the same."""
+    """Draw random numbers of a step on the CPU, so that two devices get the same."""
 
     def on_host(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def draw(
@@ -63,23 +61,24 @@ def host_draws() -> Iterator[None]:
 
 
 def another_rounding(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Where the device is the CPU too, linear layers are computed in double precision: what
-    rounding does can be rehearsed."""
+    """Compute linear layers in double precision where the device is the CPU too, so that a
+    rehearsal sees another rounding."""
     if device.type != "cpu":
         return contextlib.nullcontext()
     linear = functional.linear
 
     def in_double(images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = linear(images.double(), weight.double(), None if bias is None else bias.double())
-        return out.to(images.dtype)
+        if bias is not None:
+            bias = bias.double()
+        return linear(images.double(), weight.double(), bias).to(images.dtype)
 
     return mock.patch.object(functional, "linear", in_double)
 
 
 @contextlib.contextmanager
 def deterministic(exceptions: set[str]) -> Iterator[None]:
-    """PyTorch takes the deterministic form of every operation that has one; names of those that
-    have none go to `exceptions`."""
+    """Let PyTorch take the deterministic form of every operation, and add the names of operations
+    that have none to `exceptions`."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_warn_always(True)  # in every case, not in the first one of a process
     try:
@@ -96,19 +95,21 @@ def deterministic(exceptions: set[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_steps() -> Iterator[defaultdict[str, list[Step]]]:
-    """Stage id -> its steps of the train loop, as they are taken."""
+    """Yield a dictionary that gets the steps of the train loop, by stage id, as they are taken."""
     steps: defaultdict[str, list[Step]] = defaultdict(list)
     train_step = loop.train_step
 
     def record(
         method: Any, optimizer: Any, batches: Any, progress: Any, job: StageJob, group: Group
     ) -> Any:
-        columns = [
-            torch.cat([getattr(batch, name) for batch in batches]).cpu()
-            for name in ("labels", "tasks", "images")
-        ]
         terms = train_step(method, optimizer, batches, progress, job, group)
-        steps[job.id].append(Step(float(terms["loss"]), *columns))
+        step = Step(
+            float(terms["loss"]),
+            labels=torch.cat([batch.labels for batch in batches]).cpu(),
+            tasks=torch.cat([batch.tasks for batch in batches]).cpu(),
+            images=torch.cat([batch.images for batch in batches]).cpu(),
+        )
+        steps[job.id].append(step)
         return terms
 
     with mock.patch.object(loop, "train_step", record):
@@ -117,8 +118,8 @@ def recorded_steps() -> Iterator[defaultdict[str, list[Step]]]:
 
 @dataclass
 class Interruptions:
-    """By stage id: the steps that were taken over all tries, and how many there are; which stages
-    were told to leave."""
+    """By stage id: the steps taken over all tries, the steps there are, and which stages were
+    interrupted."""
 
     taken: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     total: dict[str, int] = field(default_factory=dict)
@@ -127,7 +128,8 @@ class Interruptions:
 
 @contextlib.contextmanager
 def interrupted_steps() -> Iterator[Interruptions]:
-    """Tells every training stage once to leave, as SIGTERM does, in the middle of its steps."""
+    """Request preemption of every training stage once, as SIGTERM does, in the middle of its
+    steps."""
     steps = Interruptions()
     train_step = loop.train_step
 
@@ -147,8 +149,10 @@ def interrupted_steps() -> Iterator[Interruptions]:
 
 
 class WatchedExecutor(LocalExecutor):
-    """The executor of `cluster.workers: 0`, which tells what it begins and keeps what was raised.
-    The report is left out."""
+    """The executor of `cluster.workers: 0`; it notes each stage that begins and each exception.
+
+    It makes no report.
+    """
 
     def __init__(
         self,

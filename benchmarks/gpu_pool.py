@@ -19,8 +19,10 @@ FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Message:
-    """What a worker sends of a case, by `kind`; the pool itself sends `ended` (why the process of
-    the case came to an end) and `done` (seconds)."""
+    """What a worker sends about a case, by `kind`.
+
+    The pool itself sends `ended` (why the process of the case ended) and `done` (seconds).
+    """
 
     case: Any
     kind: str
@@ -29,8 +31,10 @@ class Message:
 
 @dataclass
 class Worker:
-    """A process that is given one case after the other through a pipe. `is_fit`: it can check
-    another one."""
+    """A process that gets one case after the other through a pipe.
+
+    is_fit: whether it can check another case.
+    """
 
     process: Any
     connection: Connection
@@ -40,16 +44,17 @@ class Worker:
 
     @property
     def seconds(self) -> float:
-        """Since its case began."""
+        """Seconds since its case began."""
         return time.monotonic() - self.started
 
     def give(self, case: Any) -> None:
+        """Start the check of a case."""
         self.case = case
         self.started = time.monotonic()
         self.connection.send(case)
 
     def read(self) -> Iterator[Message]:
-        """The next message of its case; where its process is gone, that."""
+        """Yield the next message of its case, or that its process died."""
         try:
             kind, value = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -64,7 +69,7 @@ class Worker:
             yield Message(self.case, kind, value)
 
     def end(self, why: str) -> Iterator[Message]:
-        """Gives its case up, and its process with it."""
+        """Kill the process, and yield why its case ended."""
         self.process.kill()
         self.is_fit = False
         yield Message(self.case, "ended", why)
@@ -72,18 +77,17 @@ class Worker:
         self.case = None
 
     def close(self) -> None:
+        """Kill the process and close its pipe."""
         self.connection.close()
         self.process.kill()
         self.process.join()
 
 
 def run(cases: Iterable[Any], check: Check, jobs: int, limit_s: float) -> Iterator[Message]:
-    """Runs `check(case, send)` for each case in one of `jobs` processes and yields what it sends,
-    as it comes.
+    """Run `check(case, send)` for each case in one of `jobs` processes; yield what it sends.
 
     `check` returns whether its process is fit for a further case: after an error of CUDA none is. A
-    case that takes longer
-    than `limit_s` seconds is ended with its process.
+    case that takes longer than `limit_s` seconds is ended with its process.
     """
     pending = deque(cases)
     workers: list[Worker] = []
@@ -109,11 +113,14 @@ def run(cases: Iterable[Any], check: Check, jobs: int, limit_s: float) -> Iterat
 
 
 def exit_text(code: int | None) -> str:
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    """Return an exit code of `multiprocessing` as text: negative ones are signals."""
+    if code is not None and code < 0:
+        return f"signal {-code}"
+    return f"exit code {code}"
 
 
 def start(check: Check, siblings: Sequence[Worker]) -> Worker:
-    """A new process that waits for its first case."""
+    """Start a process that waits for its first case."""
     connection, other_end = FORK.Pipe()
     inherited = [connection, *(worker.connection for worker in siblings)]
     process = FORK.Process(target=work, args=(other_end, inherited, check), daemon=True)
@@ -123,10 +130,13 @@ def start(check: Check, siblings: Sequence[Worker]) -> Worker:
 
 
 def work(connection: Connection, inherited: list[Connection], check: Check) -> None:
-    """What a process does until its pipe is closed. `inherited`: ends of pipes that belong to the
-    parent; held open here they would hide its end."""
-    for other in inherited:
-        other.close()
+    """Check cases until the pipe is closed: what runs in a worker's process.
+
+    inherited: ends of pipes that belong to the parent. Held open here, they would hide that the
+    parent has ended.
+    """
+    for parent_end in inherited:
+        parent_end.close()
 
     def send(kind: str, value: Any) -> None:
         connection.send((kind, value))
@@ -141,8 +151,8 @@ def work(connection: Connection, inherited: list[Connection], check: Check) -> N
 
 
 def ask(question: Callable[[], Any]) -> Any:
-    """The answer of a process that ends with it: what it loads (a driver, a context) does not stay
-    in this one."""
+    """Return the answer of a process of its own, so that what it loads (a driver, a context) does
+    not stay in this one."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: sender.send(question()))
     process.start()

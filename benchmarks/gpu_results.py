@@ -1,9 +1,9 @@
-"""What `benchmarks.gpu` compares: results of stages as values, how far two of them are apart,
-errors as sentences."""
+"""What `benchmarks.gpu` compares: results of stages as values, their distances, error sentences."""
 
 from __future__ import annotations
 
 import io
+import math
 import re
 import traceback
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.graph.store import flatten
+from pipeline.config import flatten
 from workers.errors import UserError
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried, TaskState
@@ -29,112 +29,136 @@ ENFORCED = re.compile(r"^\[enforce fail [^\]]*\] [^.]*\. ")  # PyTorch puts it b
 
 
 def stage_tensors(artifact: Artifact) -> dict[str, Tensor]:
-    """All tensors that a training step left, by kind and name: masks as booleans, sparse tensors as
-    vectors without their
-    last zeros."""
+    """Return all tensors that a training step left, by kind and name.
+
+    Masks are booleans; sparse tensors are vectors without their last zeros.
+    """
     state = TaskState.from_bytes(artifact.read("task.safetensors"))
-    tensors = {
-        f"carried/{name}": t
-        for name, t in Carried.from_bytes(artifact.read("carried.safetensors")).tensors.items()
-    }
+    carried = Carried.from_bytes(artifact.read("carried.safetensors"))
+    tensors = {f"carried/{name}": tensor for name, tensor in carried.tensors.items()}
     for kind in KINDS:
-        tensors |= {f"{kind}/{name}": t for name, t in getattr(state, kind).items()}
+        tensors |= {f"{kind}/{name}": tensor for name, tensor in getattr(state, kind).items()}
     for name in [name for name in tensors if name.endswith("/values")]:
-        prefix = name.removesuffix("/values")
-        values = tensors.pop(name)
-        at = tensors.pop(f"{prefix}/at", None)
-        places = (
-            torch.from_numpy(bits_of(tensors.pop(f"{prefix}/bits")))
-            .nonzero()
-            .squeeze(1)[: len(values)]
-            if at is None
-            else at.long()
-        )
-        tensors[f"{prefix}{SPARSE}"] = torch.zeros(
-            int(places.max()) + 1 if len(places) else 0
-        ).index_put_((places,), values)
+        merge_sparse(tensors, name.removesuffix("/values"))
     return tensors
 
 
+def merge_sparse(tensors: dict[str, Tensor], prefix: str) -> None:
+    """Replace the parts of a sparse tensor (values, and positions or bits) by one vector."""
+    values = tensors.pop(f"{prefix}/values")
+    positions = tensors.pop(f"{prefix}/at", None)
+    if positions is None:
+        bits = torch.from_numpy(bits_of(tensors.pop(f"{prefix}/bits")))
+        positions = bits.nonzero().squeeze(1)[: len(values)]
+    positions = positions.long()
+    length = 0
+    if len(positions):
+        length = int(positions.max()) + 1
+    tensors[f"{prefix}{SPARSE}"] = torch.zeros(length).index_put_((positions,), values)
+
+
 def stage_metadata(artifact: Artifact) -> dict[str, Any]:
-    """Metadata of state and carried state, as values by dotted key."""
+    """Return the metadata of state and carried state, as values by dotted key."""
     state = TaskState.from_bytes(artifact.read("task.safetensors"))
     carried = Carried.from_bytes(artifact.read("carried.safetensors"))
     return flatten({"state": state.meta, "carried": carried.meta})
 
 
 def history(artifact: Artifact) -> list[dict[str, Any]]:
-    """A row per epoch, without its seconds."""
-    rows = pq.read_table(io.BytesIO(artifact.read("history.parquet"))).to_pylist()
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+    """Return a row per epoch, without its seconds."""
+    table = pq.read_table(io.BytesIO(artifact.read("history.parquet")))
+    columns = [name for name in table.column_names if name != "seconds"]
+    rows: list[dict[str, Any]] = table.select(columns).to_pylist()
+    return rows
 
 
 def predictions(artifact: Artifact) -> list[dict[str, Any]]:
-    """A row per test image."""
-    return pq.read_table(io.BytesIO(artifact.read("predictions.parquet"))).to_pylist()
+    """Return a row per test image."""
+    table = pq.read_table(io.BytesIO(artifact.read("predictions.parquet")))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
 
 
 def bits_of(tensor: Tensor) -> np.ndarray:
-    """Booleans and other integers as they are; bytes as their bits, because masks are packed."""
-    values = tensor.numpy()
-    return np.unpackbits(values.reshape(-1)) if values.dtype == np.uint8 else values.reshape(-1)
+    """Return the values of a tensor in a row; bytes as their bits, because masks are packed."""
+    values = tensor.numpy().reshape(-1)
+    if values.dtype == np.uint8:
+        return np.unpackbits(values)
+    return values
 
 
 def largest(values: Iterable[float]) -> float:
-    """0 where there are none; not a number where one is."""
+    """Return the largest value: 0 of none, not a number where one is none."""
     return float(np.max(list(values), initial=0.0))
 
 
-def relative(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """|a - b| / |b|, over all tensors together. Vectors may end in zeros that the other side
-    lacks."""
-    difference = size = 0.0
-    for name, a in ours.items():
-        b = theirs[name]
+def relative(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Return |a - b| / |b| over all tensors together.
+
+    A vector may be shorter on one side: zeros are meant at its end.
+    """
+    difference = 0.0
+    size = 0.0
+    for name, a in tensors.items():
+        b = reference[name]
         if a.shape != b.shape:
             length = max(len(a), len(b))
-            a, b = (functional.pad(t, (0, length - len(t))) for t in (a, b))
+            a = functional.pad(a, (0, length - len(a)))
+            b = functional.pad(b, (0, length - len(b)))
         difference += float((a.double() - b.double()).square().sum())
         size += float(b.double().square().sum())
-    return (difference / size) ** 0.5 if size else difference**0.5
+    if size == 0.0:
+        return math.sqrt(difference)
+    return math.sqrt(difference / size)
 
 
-def other_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """Share of the values that the other side has not. Numbers may differ by rounding; other lists
-    are compared as sets."""
-    different = count = 0.0
-    for name in {**ours, **theirs}:
-        a, b = (
-            values if isinstance(values, list) else [values]
-            for values in (ours.get(name), theirs.get(name))
-        )
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and any other value as a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def are_floats(values: Iterable[Any]) -> bool:
+    """Return whether all values are floats."""
+    return all(isinstance(value, float) for value in values)
+
+
+def differs(a: float, b: float) -> bool:
+    """Return whether two numbers differ by more than rounding."""
+    return abs(a - b) > ROUNDING * (1 + abs(b))
+
+
+def share_of_other_values(values: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
+    """Return the share of values that the other side does not have.
+
+    Numbers may differ by rounding; lists of anything else are compared as sets.
+    """
+    different = 0.0
+    count = 0
+    for name in {**values, **reference}:
+        a = as_list(values.get(name))
+        b = as_list(reference.get(name))
         count += max(len(a), len(b))
-        if len(a) == len(b) and all(isinstance(value, float) for value in [*a, *b]):
-            different += sum(
-                abs(x - y) > ROUNDING * (1 + abs(y)) for x, y in zip(a, b, strict=True)
-            )
+        if len(a) == len(b) and are_floats([*a, *b]):
+            different += sum(map(differs, a, b))
         else:
-            different += len({str(value) for value in a} ^ {str(value) for value in b}) / 2
-    return different / count if count else 0.0
+            different += len(set(map(str, a)) ^ set(map(str, b))) / 2
+    return different / max(1, count)
 
 
 # ---- errors --------------------------------------------------------------------------------------
 def sentence_of(error: BaseException) -> str:
-    """The first sentence of an error, in one line."""
+    """Return the first sentence of an error, in one line."""
     lines = ENFORCED.sub("", str(error).strip()).splitlines() or [""]
-    sentence = (
-        lines[0]
-        if isinstance(error, UserError)
-        else f"{type(error).__name__}: {lines[0].split('. ')[0]}"
-    )
-    return (
-        sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[: LONGEST_SENTENCE - 4]} ..."
-    )
+    sentence = lines[0]
+    if not isinstance(error, UserError):
+        sentence = f"{type(error).__name__}: {sentence.split('. ')[0]}"
+    if len(sentence) > LONGEST_SENTENCE:
+        return f"{sentence[: LONGEST_SENTENCE - 4]} ..."
+    return sentence
 
 
 def frame_of(error: BaseException) -> str:
-    """The deepest line of this project that the error went through, as FILE:LINE below the
-    checkout."""
+    """Return the deepest line of this project in a traceback, as FILE:LINE below the checkout."""
     frame = ""
     for entry in traceback.extract_tb(error.__traceback__):
         path = Path(entry.filename)

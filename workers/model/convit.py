@@ -70,8 +70,11 @@ class GatedAttention(nn.Module):
 
 def offsets(side: int) -> Tensor:
     """(N, N, 3) on a grid of side x side patches."""
-    place = torch.arange(side * side)
-    dx, dy = (row[None, :] - row[:, None] for row in (place % side, place // side))
+    patch = torch.arange(side * side)
+    x = patch % side
+    y = patch // side
+    dx = x[None, :] - x[:, None]
+    dy = y[None, :] - y[:, None]
     return torch.stack([dx, dy, dx * dx + dy * dy], 2).float()
 
 

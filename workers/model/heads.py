@@ -26,8 +26,7 @@ class Heads(nn.Module):
         self.device = torch.device("cpu")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Heads:
-        """What `to` stands on: heads that are added later belong where these were moved to, be
-        there none yet."""
+        """Called by `to`: remember the device, so that heads that are added later go there too."""
         super()._apply(fn, recurse)
         self.device = fn(torch.empty(0, device=self.device)).device
         return self
@@ -38,6 +37,7 @@ class Heads(nn.Module):
         return self.layers[self.names.index(task)]  # type: ignore[return-value]
 
     def add(self, task: str, classes: int, seed: int) -> nn.Linear:
+        """Return the head of a task; make it first if there is none."""
         if task not in self.names:
             layer = self.layer(classes)
             self.start(layer, torch.Generator().manual_seed(derive_seed(seed, "head", task)))
@@ -45,19 +45,20 @@ class Heads(nn.Module):
         return self[task]
 
     def layer(self, classes: int) -> Any:
-        """A head for so many classes, whatever its values."""
+        """A new head for `classes` classes, not initialised yet."""
         return nn.Linear(self.width, classes)
 
     def start(self, layer: Any, generator: torch.Generator) -> None:
-        """What a new head's values are before training."""
+        """Initialise a new head."""
         nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
         nn.init.zeros_(layer.bias)
 
     def export(self, task: str) -> dict[str, Tensor]:
+        """A copy of a head's tensors, to be stored."""
         return {name: t.detach().clone() for name, t in self[task].state_dict().items()}
 
     def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
-        """Adds or replaces the head of a finished task; it is not trained any more."""
+        """Add or replace the head of a finished task; it is not trained any more."""
         layer = self.layer(tensors["weight"].shape[0])
         layer.load_state_dict(tensors)
         layer.requires_grad_(False)

@@ -91,6 +91,7 @@ class Threshold(nn.Module):
         self.theta, self.ternary, self.inclusive = theta, ternary, inclusive
 
     def sample(self) -> Tensor:
+        """The mask as floats, with a straight-through gradient."""
         return StraightThrough.apply(self.scores, self._floats())
 
     @torch.no_grad()
@@ -100,7 +101,7 @@ class Threshold(nn.Module):
 
     @torch.no_grad()
     def _floats(self) -> Tensor:
-        """Written as floats at once: several times faster than booleans that are converted."""
+        """The mask as floats, written directly: several times faster than converting booleans."""
         compare = torch.ge if self.inclusive else torch.gt
         mask = compare(self.scores, self.theta, out=torch.empty_like(self.scores))
         return (
@@ -129,6 +130,7 @@ class SoftBinary(nn.Module):
         self.theta, self.steepness, self.soft = theta, beta / temperature, soft
 
     def sample(self) -> Tensor:
+        """The mask as floats, with a straight-through gradient."""
         return StraightThrough.apply(
             torch.sigmoid((self.scores - self.theta) * self.steepness), self._floats()
         )
@@ -163,10 +165,12 @@ class TopK(nn.Module):
         self.density = density
 
     def sample(self) -> Tensor:
+        """The mask as floats, with a straight-through gradient."""
         return StraightThrough.apply(self.scores.abs(), self.hard().to(self.scores.dtype))
 
     @torch.no_grad()
     def hard(self) -> Tensor:
+        """Boolean mask."""
         size = self.scores.abs().flatten()
         dropped = int((1 - self.density) * size.numel())
         if dropped == 0:
@@ -177,11 +181,11 @@ class TopK(nn.Module):
             return keep_largest(size, dropped).view_as(self.scores)
         # 20 times as fast as kthvalue
         cut = torch.from_numpy(np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped])
-        kept = size > cut
-        missing = size.numel() - dropped - int(kept.sum())  # of those that equal the cut
+        mask = size > cut
+        missing = size.numel() - dropped - int(mask.sum())  # of those that equal the cut
         if missing:
-            kept[(size == cut).nonzero()[:missing, 0]] = True
-        return kept.view_as(self.scores)
+            mask[(size == cut).nonzero()[:missing, 0]] = True
+        return mask.view_as(self.scores)
 
 
 def keep_largest(size: Tensor, dropped: int) -> Tensor:

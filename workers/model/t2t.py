@@ -113,9 +113,10 @@ def as_image(tokens: Tensor, height: int, width: int) -> Tensor:
 def sinusoids(positions: int, width: int) -> Tensor:
     """(1, positions, width): sines at even and cosines at odd places, of position / 10000^(2
     floor(i / 2) / width)."""
-    place = torch.arange(width)
-    angles = torch.arange(positions)[:, None] / 10000.0 ** (2 * (place // 2).double() / width)
-    return torch.where(place % 2 == 0, angles.sin(), angles.cos()).float()[None]
+    channel = torch.arange(width)
+    periods = 10000.0 ** (2 * (channel // 2).double() / width)  # (width,)
+    angles = torch.arange(positions)[:, None] / periods
+    return torch.where(channel % 2 == 0, angles.sin(), angles.cos()).float()[None]
 
 
 class Times(nn.Module):

@@ -59,8 +59,9 @@ class TaskAttention(nn.Module):
             for layer in (self.k, self.v)
         )
         q = q * q.shape[-1] ** -0.5
-        own = (q * k).sum(-1, keepdim=True).expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
-        share = torch.cat([own, q @ keys.transpose(-2, -1)], -1).softmax(-1)  # (B, H, T, 1 + N)
+        to_itself = (q * k).sum(-1, keepdim=True).expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
+        to_patches = q @ keys.transpose(-2, -1)  # (B, H, T, N)
+        share = torch.cat([to_itself, to_patches], -1).softmax(-1)  # (B, H, T, 1 + N)
         out = share[..., :1] * v + share[..., 1:] @ values
         return self.proj(out.transpose(1, 2).flatten(2))
 
@@ -111,15 +112,14 @@ class TokenNetwork(nn.Module):
         """Embeddings (b, tasks, D) -> (b, classes of all tasks): one layer norm without weights,
         then all heads as one product, padded to the largest."""
         heads = self.each()
+        norm_weights = torch.stack([head.norm.weight for head in heads])  # (tasks, D)
+        norm_biases = torch.stack([head.norm.bias for head in heads])  # (tasks, D)
         e = F.layer_norm(e, e.shape[-1:], eps=heads[0].norm.eps)
-        e = e * torch.stack([head.norm.weight for head in heads]) + torch.stack(
-            [head.norm.bias for head in heads]
-        )
-        # (tasks, most classes, D)
+        e = e * norm_weights + norm_biases
+        # (tasks, most classes, D) and (tasks, most classes)
         weights = pad_sequence([head.weight for head in heads], batch_first=True)
-        padded = torch.einsum("btd,tkd->btk", e, weights) + pad_sequence(
-            [head.bias for head in heads], batch_first=True
-        )
+        biases = pad_sequence([head.bias for head in heads], batch_first=True)
+        padded = torch.einsum("btd,tkd->btk", e, weights) + biases
         sizes = torch.tensor([head.out_features for head in heads])
         real = (torch.arange(weights.shape[1]) < sizes[:, None]).flatten().nonzero().squeeze(1)
         return padded.flatten(1)[:, real.to(padded.device)]

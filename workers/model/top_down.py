@@ -66,12 +66,10 @@ class TopDown:
     def __init__(
         self, backbone: Any, start: int = 0, stop: int | None = None, value_bias: bool = False
     ):
-        self.backbone, self.start, self.stop, self.value_bias = (
-            backbone,
-            start,
-            len(backbone.blocks) if stop is None else stop,
-            value_bias,
-        )
+        self.backbone = backbone
+        self.start = start
+        self.stop = len(backbone.blocks) if stop is None else stop
+        self.value_bias = value_bias
         self.width: int = backbone.embed_dim  # of what is selected
         self.steered = [*backbone.blocks][self.start : self.stop]
         self.hooks = [Hook(add_to_values) for _ in self.steered]

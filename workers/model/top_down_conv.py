@@ -54,11 +54,9 @@ class StageTopDown:
                 "td_value_bias is true, but the backbone is a ConvNeXt, which has no attention "
                 "whose value bias could be added; leave it out"
             )
-        self.backbone, self.start, self.stop = (
-            backbone,
-            start,
-            len(backbone.stages) if stop is None else stop,
-        )
+        self.backbone = backbone
+        self.start = start
+        self.stop = len(backbone.stages) if stop is None else stop
         self.steered = [*backbone.stages][self.start : self.stop]
         self.strides = [
             1 if isinstance(stage.downsample, nn.Identity) else stage.downsample[1].stride[0]
@@ -134,15 +132,13 @@ class StageTopDown:
     ) -> Tensor:
         """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave.
         stream: gets the maps that each steered stage is given and leaves."""
-        x, stream = entered, [] if stream is None else stream
-        for stage, added in zip(
-            self.steered,
-            self.handed_down(self.selected(seen, feedback["prior"]), feedback),
-            strict=True,
-        ):
-            given = x + added
-            x = stage(given)
-            stream.append((given, x))
+        x = entered
+        stream = [] if stream is None else stream
+        feedback_maps = self.handed_down(self.selected(seen, feedback["prior"]), feedback)
+        for stage, added in zip(self.steered, feedback_maps, strict=True):
+            stage_input = x + added
+            x = stage(stage_input)
+            stream.append((stage_input, x))
         for stage in self.backbone.stages[self.stop :]:
             x = stage(x)
         return self.backbone.forward_head(self.backbone.norm_pre(x))
@@ -177,10 +173,11 @@ class StageTopDown:
     ) -> Tensor:
         """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage. stream:
         maps that each steered stage was given and left."""
-        errors = [
-            F.mse_loss(upsample(left.detach(), layers[w1], stride), given.detach())
-            for (given, left), (w1, _), stride in zip(stream, self.names, self.strides, strict=True)
-        ]
+        errors = []
+        for maps, (w1, _), stride in zip(stream, self.names, self.strides, strict=True):
+            stage_input, stage_output = maps
+            undone = upsample(stage_output.detach(), layers[w1], stride)
+            errors.append(F.mse_loss(undone, stage_input.detach()))
         return torch.stack(errors).sum()
 
     def flops_share(self) -> float:

@@ -229,4 +229,4 @@ def write(
         (folder / "trials" / f"{t['number']:04d}.json").write_text(json.dumps(t))
     if won is not None:
         (folder / "winner.json").write_text(json.dumps(won))
-    return body["name"]
+    return str(body["name"])

@@ -3,35 +3,57 @@ number side by side."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
+from pipeline.results.trials import Round, Trial, TrialResult
 from pipeline.search.population import lineage, start_of
 from pipeline.search.space import Space, Uniform
 
 SPACE = Space({"methods.meat.lambda": Uniform(dist="uniform", low=0.0, high=1.0)})
 
 
-def record(number: int, *accuracies: float) -> dict[str, Any]:
-    rounds = [
-        {"params": {"methods.meat.lambda": number / 10}, "accuracy": accuracy}
-        for accuracy in accuracies
-    ]
-    return {"number": number, "rounds": rounds, "results": [], "history": {}}
+def record(number: int, *accuracies: float) -> Trial:
+    """Return a running trial with one round per accuracy."""
+    params = {"methods.meat.lambda": number / 10}
+    rounds: list[Round] = [{"params": params, "accuracy": accuracy} for accuracy in accuracies]
+    return {
+        "number": number,
+        "phase": "",
+        "params": params,
+        "status": "running",
+        "message": "",
+        "results": [],
+        "stages": {"run": 0, "reused": 0},
+        "device_s": 0.0,
+        "rounds": rounds,
+        "history": {},
+    }
 
 
-def parents(records: list[dict[str, Any]], position: int = 1, seed: int = 0) -> list[int]:
-    return [start_of(r["number"], position, records, SPACE, seed).parent for r in records]
+def records_of(accuracies: Sequence[float]) -> list[Trial]:
+    """Return trials 0, 1, ... that have learned one task with these accuracies."""
+    return [record(number, accuracy) for number, accuracy in enumerate(accuracies)]
+
+
+def result_of(task: str) -> TrialResult:
+    """Return a result after `task`."""
+    return {"task": task, "position": 0, "accuracy": 0.5, "bytes": 1.0, "per_task": {}}
+
+
+def parents(records: list[Trial], position: int = 1, seed: int = 0) -> list[int]:
+    """Return the parent of each trial in the round of task `position`."""
+    starts = [start_of(trial["number"], position, records, SPACE, seed) for trial in records]
+    return [start.parent for start in starts]
 
 
 def test_the_lower_quarter_takes_over_from_the_upper_one() -> None:
-    records = [
-        record(n, accuracy) for n, accuracy in enumerate((0.5, 0.9, 0.1, 0.8, 0.6, 0.2, 0.7, 0.4))
-    ]
-    found = parents(records)
-    assert {n for n, parent in enumerate(found) if parent != n} == {2, 5}
-    assert {found[2], found[5]} <= {1, 3}
+    records = records_of((0.5, 0.9, 0.1, 0.8, 0.6, 0.2, 0.7, 0.4))
+    parent_of = parents(records)
+    changed = [number for number in range(8) if parent_of[number] != number]
+    assert changed == [2, 5]
+    assert {parent_of[2], parent_of[5]} <= {1, 3}
     assert {parents(records, seed=seed)[2] for seed in range(20)} == {1, 3}
     for number in (2, 5):
         start = start_of(number, 1, records, SPACE, 0)
@@ -47,7 +69,7 @@ def test_the_lower_quarter_takes_over_from_the_upper_one() -> None:
     [([0.3], [0]), ([0.3, 0.3], [0, 1]), ([0.2, 0.3], [1, 1]), ([0.3, 0.2, 0.1], [0, 1, 0])],
 )
 def test_small_and_equal_populations(accuracies: list[float], expected: list[int]) -> None:
-    assert parents([record(n, accuracy) for n, accuracy in enumerate(accuracies)]) == expected
+    assert parents(records_of(accuracies)) == expected
 
 
 def test_what_came_later_and_who_is_behind_change_nothing() -> None:
@@ -56,6 +78,12 @@ def test_what_came_later_and_who_is_behind_change_nothing() -> None:
 
 
 def test_a_lineage_is_cut_at_the_tasks_that_come_before() -> None:
-    body = {"results": ["a", "b", "c"], "history": {"one": 1, "two": 2, "three": 3}}
-    assert lineage(body, ("one", "two")) == {"results": ["a", "b"], "history": {"one": 1, "two": 2}}
-    assert lineage(body, ()) == {"results": [], "history": {}}
+    results = [result_of("a"), result_of("b"), result_of("c")]
+    trial = record(0)
+    trial["results"] = results
+    trial["history"] = {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 3}}
+    assert lineage(trial, ("a", "b")) == {
+        "results": results[:2],
+        "history": {"a": {"x": 1}, "b": {"x": 2}},
+    }
+    assert lineage(trial, ()) == {"results": [], "history": {}}

@@ -10,14 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
+from ray.tune.execution.tune_controller import TuneController
+from ray.tune.experiment import Trial as TuneTrial
 
 from pipeline import config
+from pipeline.results.trials import SeedTest, Trial, best
 from pipeline.search import run, spec, trial, tune
 from pipeline.search.screen import SearchScreen
 from tests import small_run
@@ -189,14 +193,14 @@ def test_an_override_that_means_nothing_is_refused_in_one_sentence(
 
 
 def test_a_search_goes_on_with_other_workers_and_another_record(tmp_path: Path) -> None:
-    run.write_state(prepared(tmp_path))
+    spec.write_state(prepared(tmp_path))
     prepared(tmp_path, "cluster.workers=2", "tracking=off")
     with pytest.raises(UserError, match="another space, base, data or code"):
         prepared(tmp_path, "train.epochs=1")
 
 
 def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> None:
-    run.write_state(prepared(tmp_path))
+    spec.write_state(prepared(tmp_path))
     prepared(tmp_path, budget={"trials": 50}, seeds=[1], tolerance=0.1)  # these may change
     for change in (
         {"space": {"methods.meat.lambda": SPACE["methods.meat.lambda"]}},
@@ -211,38 +215,41 @@ def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> 
 def test_a_greedy_search_keeps_its_number_of_trials_as_that_says_which_task_a_trial_is_for(
     tmp_path: Path,
 ) -> None:
-    run.write_state(prepared(tmp_path, protocol="per_task", budget={"trials": 2}))
+    spec.write_state(prepared(tmp_path, protocol="per_task", budget={"trials": 2}))
     with pytest.raises(UserError, match="another space"):
         prepared(tmp_path, protocol="per_task", budget={"trials": 3})
     prepared(tmp_path, protocol="per_task", budget={"trials": 2, "hours": 1})
 
 
 def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
-    found = prepared(tmp_path)
-    run.write_state(found)
-    plan = next(iter(run.phases(found, {})))[1]
-    for number, point in enumerate((0.6, 0.9)):
-        trial.run_trial(
-            plan,
-            number,
-            {"methods.meat.lambda": point, "methods.meat.alpha": 1},
-            lambda result: None,
-        )
-    records = found.records()
-    winner = run.best(records)
-    path = run.write_winner(
-        found, run.Outcome(winner, run.winner_config(found, winner, {})), [{"seed": 0}]
-    )
+    search = prepared(tmp_path)
+    spec.write_state(search)
+    _, plan = next(iter(run.phases(search, {})))
+    for number, share in enumerate((0.6, 0.9)):
+        params = {"methods.meat.lambda": share, "methods.meat.alpha": 1}
+        trial.run_trial(plan, number, params, lambda result: None)
+    records = search.records()
+    winner_number = best(records)
+    assert winner_number is not None
+    outcome = run.Outcome(winner_number, run.winner_config(search, winner_number, {}))
+    test: SeedTest = {
+        "seed": 0,
+        "run": "small-winner-seed0",
+        "average_accuracy": 0.5,
+        "forgetting": 0.0,
+        "bytes_per_task": 1.0,
+    }
+    path = run.write_winner(search, outcome, [test])
     settings = config.load(path)
-    assert (
-        config.dump(settings)["methods"]["meat"]["lambda"]
-        == records[winner]["params"]["methods.meat.lambda"]
-    )
+    params = records[winner_number]["params"]
+    body = config.dump(settings)
+    assert body["methods"]["meat"]["lambda"] == params["methods.meat.lambda"]
     assert settings.storage == str(tmp_path / "storage")
-    said = json.loads(Path(path).with_name("winner.json").read_text())
-    assert said["trial"] == winner
-    assert said["accuracy"] == max(r["results"][-1]["accuracy"] for r in records)
-    assert said["tests"] == [{"seed": 0}]
+    written_winner = json.loads(Path(path).with_name("winner.json").read_text())
+    assert written_winner["trial"] == winner_number
+    accuracies = [record["results"][-1]["accuracy"] for record in records]
+    assert written_winner["accuracy"] == max(accuracies)
+    assert written_winner["tests"] == [test]
 
 
 def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) -> None:
@@ -273,24 +280,29 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
 @pytest.mark.parametrize("count", range(2, 11))
 def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int) -> None:
     settings = SimpleNamespace(scheduler="asha", grace=1, reduction=2)
-    scheduler = tune.scheduler_of(
-        SimpleNamespace(settings=settings, tasks=tuple(map(str, range(count))))
-    )  # type: ignore[arg-type]
-    trials = [SimpleNamespace(trial_id=str(n)) for n in range(8)]
+    tasks = tuple(str(task) for task in range(count))
+    search = cast(spec.Search, SimpleNamespace(settings=settings, tasks=tasks))
+    scheduler = tune.scheduler_of(search)
+    assert scheduler is not None
+    controller = cast(TuneController, None)
+    trials = [cast(TuneTrial, SimpleNamespace(trial_id=str(n))) for n in range(8)]
+    worst = trials[-1]
     for one in trials:
-        scheduler.on_trial_add(None, one)
+        scheduler.on_trial_add(controller, one)
     stopped: set[str] = set()
     for task in range(1, count + 1):
-        for place, one in enumerate(trials):
-            # each better than those before it, but for the last
-            rising = 0.0 if one is trials[-1] else place / 10
-            result = {"task": task, "accuracy": rising if task < count else 1 - place / 10}
-            if (
-                one.trial_id not in stopped
-                and scheduler.on_trial_result(None, one, result) == "STOP"
-            ):
+        for index, one in enumerate(trials):
+            accuracy = index / 10  # each better than those before it ...
+            if one is worst:
+                accuracy = 0.0  # ... except the last
+            if task == count:
+                accuracy = 1 - index / 10
+            if one.trial_id in stopped:
+                continue
+            result = {"task": task, "accuracy": accuracy}
+            if scheduler.on_trial_result(controller, one, result) == "STOP":
                 stopped.add(one.trial_id)
-    assert stopped == {trials[-1].trial_id}
+    assert stopped == {worst.trial_id}
 
 
 def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Path) -> None:
@@ -306,11 +318,12 @@ def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Pat
 
 
 def test_room_in_the_cluster() -> None:
-    def room(resources: dict[str, float], *others: str, **own: Any) -> int:
-        around = nodes_of(
-            [resources], **{"01": ("01-search",), **{job: (f"{job}-x",) for job in others}}
-        )
-        return tune.room_for(around, config.ClusterSettings(**own), "01-search")
+    def room(resources: dict[str, float], *other_jobs: str, **cluster: Any) -> int:
+        drivers: dict[str, Any] = {"01": ("01-search",)}
+        for job in other_jobs:
+            drivers[job] = (f"{job}-x",)
+        cluster_state = nodes_of([resources], **drivers)
+        return tune.room_for(cluster_state, config.ClusterSettings(**cluster), "01-search")
 
     assert room({"CPU": 8.0}, workers=0) == 8
     assert room({"CPU": 8.0}, workers=2, cpus_per_worker=2) == 2
@@ -343,59 +356,91 @@ def searched(path: str, out: Path, *more: str) -> str:
     return out.read_text()
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(path.read_text())
-        for path in sorted((folder / "storage" / "searches" / "small" / "trials").glob("*.json"))
-    ]
+def search_folder(folder: Path) -> Path:
+    return folder / "storage" / "searches" / "small"
+
+
+def records(folder: Path) -> list[Trial]:
+    paths = sorted((search_folder(folder) / "trials").glob("*.json"))
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def winner(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "storage" / "searches" / "small" / "winner.json").read_text())
+    body: dict[str, Any] = json.loads((search_folder(folder) / "winner.json").read_text())
+    return body
 
 
-def essence(found: list[dict[str, Any]]) -> list[Any]:
-    return [(r["number"], r["params"], r["status"], r["results"]) for r in found]
+def winner_body(folder: Path) -> dict[str, Any]:
+    """Return the plain values of the winner's config."""
+    body: dict[str, Any] = yaml.safe_load((search_folder(folder) / "winner.yaml").read_text())
+    return body
+
+
+def winner_keys(folder: Path) -> dict[str, str]:
+    """Return stage id -> key of the winner's run with seed 5."""
+    manifests = small_run.manifests(folder / "storage", "small-winner-seed5")
+    return {stage_id: manifest["key"] for stage_id, manifest in manifests.items()}
+
+
+def stage_keys(record: Trial) -> dict[str, str]:
+    """Return stage id -> key of a trial's graph."""
+    graph = record["graph"]
+    assert graph is not None
+    return {stage["id"]: stage["key"] for stage in graph["stages"]}
+
+
+def finished(trials: Iterable[Trial]) -> list[Trial]:
+    return [record for record in trials if record["status"] == "finished"]
+
+
+def learned_tasks(record: Trial) -> list[str]:
+    return [result["task"] for result in record["results"]]
+
+
+def essence(trials: list[Trial]) -> list[Any]:
+    """Return what must not depend on how often a search was interrupted."""
+    return [
+        (record["number"], record["params"], record["status"], record["results"])
+        for record in trials
+    ]
 
 
 @pytest.mark.slow
 def test_a_killed_search_goes_on_and_has_the_same_winner(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    more = {"budget": {"trials": 5}, "seeds": [5], "changes": {"train": {"epochs": 6}}}
+    more: dict[str, Any] = {
+        "budget": {"trials": 5},
+        "seeds": [5],
+        "changes": {"train": {"epochs": 6}},
+    }
     searched(written(whole, **more), tmp_path / "out")
     path = written(killed, **more)
     process = started(path, tmp_path / "killed.out")
     deadline = time.monotonic() + 300
-    while sum(r["status"] == "finished" for r in records(killed)) < 2:
+    while len(finished(records(killed))) < 2:
         assert time.monotonic() < deadline
         assert process.poll() is None, (tmp_path / "killed.out").read_text()
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    before = {r["number"]: r for r in records(killed)}
-    assert 2 <= sum(r["status"] == "finished" for r in before.values()) < 5
-    said = searched(path, tmp_path / "again")
-    assert "known from before" in said
-    after = {r["number"]: r for r in records(killed)}
-    assert [after[n] for n, r in before.items() if r["status"] == "finished"] == [
-        r for r in before.values() if r["status"] == "finished"
-    ]
+    finished_before = finished(records(killed))
+    assert 2 <= len(finished_before) < 5
+    output = searched(path, tmp_path / "again")
+    assert "known from before" in output
+    after = {record["number"]: record for record in records(killed)}
+    for record in finished_before:
+        assert after[record["number"]] == record
     assert essence(records(killed)) == essence(records(whole))
     assert winner(killed) == winner(whole)
     assert winner(whole)["tests"][0]["run"] == "small-winner-seed5"
     assert not list((killed / "storage" / "ray").glob("*"))
-    assert (
-        yaml.safe_load((killed / "storage" / "searches" / "small" / "winner.yaml").read_text())[
-            "name"
-        ]
-        == "small-winner"
-    )
+    assert winner_body(killed)["name"] == "small-winner"
 
 
 @pytest.mark.slow
 def test_halving_stops_poor_trials_and_failed_ones_stop_nothing(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 1e-8, 3e-3, 1e30]}}
-    more = {
+    more: dict[str, Any] = {
         "method": "individual",
         "scheduler": "asha",
         "budget": {"trials": 10},
@@ -406,15 +451,17 @@ def test_halving_stops_poor_trials_and_failed_ones_stop_nothing(tmp_path: Path) 
         tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more
     )
     searched(path, tmp_path / "out")
-    found = records(tmp_path)
-    by_rate: dict[float, set[str]] = {}
-    for r in found:
-        by_rate.setdefault(r["params"]["methods.individual.train.lr"], set()).add(r["status"])
-    assert by_rate[1e30] == {"failed"}
-    assert "stopped" in by_rate[1e-9] | by_rate[1e-8]
+    statuses_by_rate: dict[float, set[str]] = {}
+    for record in records(tmp_path):
+        rate = record["params"]["methods.individual.train.lr"]
+        statuses_by_rate.setdefault(rate, set()).add(record["status"])
+        if record["status"] == "stopped":
+            assert len(record["results"]) < 3
+        if record["status"] == "failed":
+            assert "lower train.lr" in record["message"]
+    assert statuses_by_rate[1e30] == {"failed"}
+    assert "stopped" in statuses_by_rate[1e-9] | statuses_by_rate[1e-8]
     assert winner(tmp_path)["params"] == {"methods.individual.train.lr": 3e-3}
-    assert all(len(r["results"]) < 3 for r in found if r["status"] == "stopped")
-    assert all("lower train.lr" in r["message"] for r in found if r["status"] == "failed")
 
 
 @pytest.mark.slow
@@ -428,12 +475,10 @@ def test_first_tasks_two_streams_and_several_workers(tmp_path: Path) -> None:
         budget={"trials": 2},
         seeds=[5],
     )
-    said = searched(path, tmp_path / "out")
-    assert all([x["task"] for x in r["results"]] == ["a", "b"] for r in records(tmp_path))
-    assert "on test data" in said
-    assert set(small_run.manifests(tmp_path / "storage", "small-winner-seed5")) >= {
-        "meat/c/evaluate"
-    }
+    output = searched(path, tmp_path / "out")
+    assert all(learned_tasks(record) == ["a", "b"] for record in records(tmp_path))
+    assert "on test data" in output
+    assert "meat/c/evaluate" in winner_keys(tmp_path)
     stream = {"tasks": [{"name": "other", "card": cards["c"]}]}
     other = written(
         tmp_path / "two",
@@ -445,12 +490,9 @@ def test_first_tasks_two_streams_and_several_workers(tmp_path: Path) -> None:
         set={"cluster.workers": 2},
     )
     searched(other, tmp_path / "out2")
-    assert all([x["task"] for x in r["results"]] == ["other"] for r in records(tmp_path / "two"))
-    assert {
-        i.split("/")[1]
-        for i in small_run.manifests(tmp_path / "two" / "storage", "small-winner-seed5")
-        if i.startswith("meat")
-    } == {"a", "b"}
+    assert all(learned_tasks(record) == ["other"] for record in records(tmp_path / "two"))
+    method_stages = [name for name in winner_keys(tmp_path / "two") if name.startswith("meat")]
+    assert {name.split("/")[1] for name in method_stages} == {"a", "b"}
 
 
 @pytest.mark.slow
@@ -464,42 +506,30 @@ def test_each_task_in_turn_chooses_for_itself(tmp_path: Path) -> None:
         changes={"train": {"epochs": 4}},
     )
     searched(path, tmp_path / "out")
-    found = records(tmp_path)
-    assert [(r["number"], r["phase"]) for r in found] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")], (
-        "the base task is the backbone's"
-    )
-    chosen = {
-        phase: max(
-            (r for r in found if r["phase"] == phase), key=lambda r: r["results"][-1]["accuracy"]
-        )
-        for phase in "ab"
-    }
-    body = yaml.safe_load((tmp_path / "storage" / "searches" / "small" / "winner.yaml").read_text())
-    own = body["methods"]["meat"]["tasks"]
+    trials = records(tmp_path)
+    phases = [(record["number"], record["phase"]) for record in trials]
+    assert phases == [(0, "a"), (1, "a"), (2, "b"), (3, "b")], "the base task is the backbone's"
+    settings = winner_body(tmp_path)["methods"]["meat"]
+    chosen: dict[str, Trial] = {}
     for phase in "ab":
-        assert {f"methods.meat.{key}": value for key, value in own[phase].items()} == chosen[phase][
-            "params"
-        ]
-    assert "lambda" not in body["methods"]["meat"], "common settings stay the base's"
-    first = next(s["key"] for s in chosen["a"]["graph"]["stages"] if s["id"] == "meat/a/train")
-    for r in found[2:]:
-        assert {s["id"]: s["key"] for s in r["graph"]["stages"]}["meat/a/train"] == first, (
+        of_phase = [record for record in trials if record["phase"] == phase]
+        chosen[phase] = max(of_phase, key=lambda record: record["results"][-1]["accuracy"])
+        task_params = {f"methods.meat.{k}": v for k, v in settings["tasks"][phase].items()}
+        assert task_params == chosen[phase]["params"]
+    assert "lambda" not in settings, "common settings stay the base's"
+    first_key = stage_keys(chosen["a"])["meat/a/train"]
+    for record in trials[2:]:
+        assert stage_keys(record)["meat/a/train"] == first_key, (
             "the next task goes on from the first one's choice"
         )
-    keys = {
-        i: m["key"]
-        for i, m in small_run.manifests(tmp_path / "storage", "small-winner-seed5").items()
-    }
-    assert (
-        keys["meat/b/train"]
-        == {s["id"]: s["key"] for s in chosen["b"]["graph"]["stages"]}["meat/b/train"]
-    ), "the winner is what was chosen"
+    winner_key = winner_keys(tmp_path)["meat/b/train"]
+    assert winner_key == stage_keys(chosen["b"])["meat/b/train"], "the winner is what was chosen"
 
 
 @pytest.mark.slow
 def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
-    more = {
+    more: dict[str, Any] = {
         "method": "individual",
         "scheduler": "pbt",
         "budget": {"trials": 2},
@@ -510,36 +540,32 @@ def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -
     path = written(
         tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more
     )
-    begun = [tune.points_of(spec.prepare(path, [], {}), n, 0) for n in range(2)]
+    search = spec.prepare(path, [], {})
+    first_points = [tune.points_of(search, number, 0) for number in range(2)]
     searched(path, tmp_path / "out")
-    found = records(tmp_path)
-    assert {r["status"] for r in found} == {"finished"}
-    assert all(list(r["history"]) == ["a", "b", "c"] for r in found)
-    assert begun == [{"methods.individual.train.lr": rate} for rate in (3e-3, 1e-9)], (
+    trials = records(tmp_path)
+    good, poor = trials
+    assert first_points == [{"methods.individual.train.lr": rate} for rate in (3e-3, 1e-9)], (
         "one of them learns nothing"
     )
-    assert found[1]["history"]["a"] == found[0]["history"]["a"] == begun[0], (
+    assert poor["history"]["a"] == good["history"]["a"] == first_points[0], (
         "and takes over what the other one has learned"
     )
-    assert found[1]["rounds"][0]["params"] == begun[1]
-    assert found[1]["rounds"][0]["accuracy"] < found[0]["rounds"][0]["accuracy"]
-    assert all(r["results"][-1]["accuracy"] == r["rounds"][-1]["accuracy"] for r in found), (
-        "nothing is taken over after the last task"
-    )
-    assert found[1]["results"][0] == found[0]["results"][0]
-    won = found[winner(tmp_path)["trial"]]
-    body = yaml.safe_load((tmp_path / "storage" / "searches" / "small" / "winner.yaml").read_text())
-    assert [body["methods"]["individual"]["tasks"][t]["train"]["lr"] for t in "abc"] == [
-        own["methods.individual.train.lr"] for own in won["history"].values()
-    ]
-    keys = {
-        i: m["key"]
-        for i, m in small_run.manifests(tmp_path / "storage", "small-winner-seed5").items()
-    }
-    assert (
-        keys["individual/c/train"]
-        == {s["id"]: s["key"] for s in won["graph"]["stages"]}["individual/c/train"]
-    )
+    assert poor["rounds"][0]["params"] == first_points[1]
+    assert poor["rounds"][0]["accuracy"] < good["rounds"][0]["accuracy"]
+    for record in trials:
+        assert record["status"] == "finished"
+        assert list(record["history"]) == ["a", "b", "c"]
+        assert record["results"][-1]["accuracy"] == record["rounds"][-1]["accuracy"], (
+            "nothing is taken over after the last task"
+        )
+    assert poor["results"][0] == good["results"][0]
+    best_trial = trials[winner(tmp_path)["trial"]]
+    tasks = winner_body(tmp_path)["methods"]["individual"]["tasks"]
+    rates = [params["methods.individual.train.lr"] for params in best_trial["history"].values()]
+    assert [tasks[task]["train"]["lr"] for task in "abc"] == rates
+    winner_key = winner_keys(tmp_path)["individual/c/train"]
+    assert winner_key == stage_keys(best_trial)["individual/c/train"]
 
 
 def test_a_second_process_leaves_a_running_search_and_its_record_alone(

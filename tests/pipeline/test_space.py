@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -12,24 +13,23 @@ from pipeline.search.space import Dimension, Space, check, with_params
 from pipeline.search.trial import with_history
 from workers.errors import UserError
 
-ADAPTER = TypeAdapter(Dimension)
-BODY = {
+ADAPTER: TypeAdapter[Any] = TypeAdapter(Dimension)
+BODY: dict[str, Any] = {
     "name": "x",
     "stream": {"tasks": [{"card": "digits"}]},
     "methods": {"meat": {"lambda": 0.9}, "hat": {}},
 }
 
 
-def space(**dimensions: dict) -> Space:
-    return Space(
-        {
-            key.replace("__", "."): ADAPTER.validate_python(value)
-            for key, value in dimensions.items()
-        }
-    )
+def space(**dimensions: dict[str, Any]) -> Space:
+    """Return a space; a double underscore in a name stands for a dot of the key."""
+    by_key = {}
+    for name, dimension in dimensions.items():
+        by_key[name.replace("__", ".")] = ADAPTER.validate_python(dimension)
+    return Space(by_key)
 
 
-WIDE = {
+WIDE: dict[str, dict[str, Any]] = {
     "methods__meat__lambda": {"dist": "uniform", "low": 0.5, "high": 1.0},
     "methods__meat__alpha": {"dist": "choice", "values": [0.5, 1, 2]},
     "methods__meat__mask_lr": {"dist": "loguniform", "low": 1e-4, "high": 1e-1},
@@ -159,9 +159,9 @@ def test_params_land_where_they_belong() -> None:
     }
 
 
-CHOICE = {"dist": "choice", "values": [1]}
-MEAT = {"method": {"dist": "choice", "values": ["meat"]}}
-BAD = [
+CHOICE: dict[str, Any] = {"dist": "choice", "values": [1]}
+MEAT: dict[str, dict[str, Any]] = {"method": {"dist": "choice", "values": ["meat"]}}
+BAD: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
     (
         {"methods__meat__lamda": {"dist": "uniform", "low": 0, "high": 1}, **MEAT},
         ["lamda", "did you mean 'lambda'"],
@@ -197,7 +197,7 @@ BAD = [
 
 @pytest.mark.parametrize(("dimensions", "said"), BAD)
 def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(
-    dimensions: dict, said: list[str]
+    dimensions: dict[str, dict[str, Any]], said: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
         check(space(**dimensions), BODY, "s.yaml")

@@ -57,13 +57,16 @@ class Server:
     """Answers while it is up."""
 
     def __init__(self) -> None:
-        self.up, self.heard, self.tried, self.said = True, [], threading.Event(), []
+        self.up = True
+        self.received: list[Any] = []
+        self.lines: list[str] = []
+        self.tried = threading.Event()
         self.outbox = outbox.Outbox(
             "MLflow",
             lambda: self.up,
             lambda: None,
             lambda e: isinstance(e, ConnectionError),
-            self.said.append,
+            self.lines.append,
         )
 
     def tell(self, what: Any) -> None:
@@ -75,7 +78,7 @@ class Server:
                 raise Refused("bad request")
             if what == "unlucky":
                 raise Away("connection reset")
-            self.heard.append(what)
+            self.received.append(what)
 
         self.outbox.put(action)
 
@@ -86,15 +89,15 @@ def test_what_a_server_misses_is_told_in_order_once_it_is_back_without_further_n
     server.up = False
     for number in range(2, 6):
         server.tell(number)  # returns at once
-    while not server.said:
+    while not server.lines:
         time.sleep(0.001)
     server.up = True
-    while len(server.heard) < 5:
+    while len(server.received) < 5:
         time.sleep(0.001)
     assert server.outbox.close(0) == 0
-    assert server.heard == [1, 2, 3, 4, 5]
-    assert ["does not answer" in line for line in server.said] == [True, False]
-    assert "answers again after" in server.said[1]
+    assert server.received == [1, 2, 3, 4, 5]
+    assert ["does not answer" in line for line in server.lines] == [True, False]
+    assert "answers again after" in server.lines[1]
     assert server.outbox.warnings == []
 
 
@@ -103,13 +106,13 @@ def test_a_server_that_goes_away_twice_is_said_to_be_away_twice() -> None:
     for times in (2, 4):
         server.up = False
         server.tell(times)
-        while len(server.said) < times - 1:
+        while len(server.lines) < times - 1:
             time.sleep(0.001)
         server.up = True
-        while len(server.said) < times:
+        while len(server.lines) < times:
             time.sleep(0.001)
     assert server.outbox.close(60) == 0
-    assert server.heard == [2, 4]
+    assert server.received == [2, 4]
 
 
 def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on() -> None:
@@ -117,12 +120,12 @@ def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on() ->
     for what in (1, "nonsense", 2, "unlucky", 3):
         server.tell(what)
     assert server.outbox.close(60) == 0
-    assert server.heard == [1, 2, 3]
+    assert server.received == [1, 2, 3]
     assert [w.split(";")[0] for w in server.outbox.warnings] == [
         "MLflow: Refused: bad request",
         "MLflow: Away: connection reset",
     ]
-    assert server.said == []
+    assert server.lines == []
 
 
 def test_the_end_waits_no_longer_than_it_has_patience() -> None:
@@ -132,30 +135,41 @@ def test_the_end_waits_no_longer_than_it_has_patience() -> None:
     server.tell(2)
     server.tried.wait()
     assert server.outbox.close(0.01) == 2
-    server.outbox.thread.join(10)
-    assert not server.outbox.thread.is_alive()
-    assert server.heard == []
+    thread = server.outbox.thread
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+    assert server.received == []
 
 
 def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is() -> None:
     server = Server()
     go = threading.Event()
-    server.outbox.put(lambda: (go.wait(), server.heard.append("slow"))[1])
+
+    def answer_slowly() -> None:
+        go.wait()
+        server.received.append("slow")
+
+    server.outbox.put(answer_slowly)
     threading.Timer(0.1, go.set).start()
     assert server.outbox.close(0) == 0
-    assert server.heard == ["slow"]
+    assert server.received == ["slow"]
 
 
 def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
-    server, pauses, real = Server(), [], outbox.Outbox._pause
-    monkeypatch.setattr(
-        outbox.Outbox,
-        "_pause",
-        lambda self, s: pauses.append(s) or (real(self, s) if len(pauses) > 7 else None),
-    )
+    server = Server()
+    pauses: list[float] = []
+    wait = outbox.Outbox._pause
+
+    def note_pause(box: outbox.Outbox, seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) > 7:
+            wait(box, seconds)
+
+    monkeypatch.setattr(outbox.Outbox, "_pause", note_pause)
     server.up = False
     server.tell(1)
     while len(pauses) < 8:
@@ -163,7 +177,7 @@ def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     server.up = True
     assert server.outbox.close(60) == 0  # long before the pause of 30 s is over
-    assert server.heard == [1]
+    assert server.received == [1]
 
 
 # ---- the record of a run -------------------------------------------------------------------------
@@ -244,8 +258,9 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(
     go, fake = threading.Event(), FakeMlflow()
     fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is no fault
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
+    lines: list[str] = []
     recorder = Recorder(
-        TrackingSettings(), storage, [].append, identity=RunIdentity(pictures=False)
+        TrackingSettings(), storage, lines.append, identity=RunIdentity(pictures=False)
     )
     recorder.start(fake_run.record())
     for stage in fake_run.stages():
@@ -383,9 +398,10 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
     monkeypatch.setattr(outbox, "FIRST_S", 0.2)
     monkeypatch.setattr(outbox, "LONGEST_S", 0.5)
     real.start()
-    storage, said = str(tmp_path / "storage"), []
+    storage = str(tmp_path / "storage")
+    lines: list[str] = []
     recorder = Recorder(
-        TrackingSettings(uri=real.uri), storage, said.append, identity=RunIdentity(pictures=False)
+        TrackingSettings(uri=real.uri), storage, lines.append, identity=RunIdentity(pictures=False)
     )
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(storage, set(IDS[:8])):
@@ -395,12 +411,12 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
     real.kill()
     for stage, manifest in fake_run.write(storage, set(IDS[8:])):
         recorder.stage(stage, manifest)
-    while not said:
+    while not lines:
         time.sleep(0.01)
     real.start()
     recorder.finish(REPORT)
     assert recorder.warnings == []
-    assert ["does not answer" in line for line in said] == [True, False]
+    assert ["does not answer" in line for line in lines] == [True, False]
     found = real.contents()
     assert len(found) == 1 + 1 + 3 + 3 * 4
     assert {status for status, *_ in found.values()} == {"FINISHED"}

@@ -10,6 +10,7 @@ import pytest
 from fake_mlflow import FakeMlflow
 
 from pipeline.config import TrackingSettings
+from pipeline.results.trials import Winner
 from pipeline.tracking import mlflow_client, outbox, ui
 from pipeline.tracking.search_recorder import SearchRecorder, search_identity
 from workers.errors import UserError
@@ -80,7 +81,7 @@ TRIALS = [
     trial_record(3, [], "failed", message="stage meat/birds/train failed: no memory", graph=None),
     trial_record(4, [0.9, 0.75]),
 ]
-WINNER = {
+WINNER: Winner = {
     "trial": 1,
     "params": TRIALS[1]["params"],
     "accuracy": 0.8,
@@ -125,7 +126,8 @@ def record_into(
     **changes: Any,
 ) -> Any:
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
-    recorder = SearchRecorder(TrackingSettings(), storage, [].append)
+    lines: list[str] = []
+    recorder = SearchRecorder(TrackingSettings(), storage, lines.append)
     recorder.start(search_record(**changes))
     for trial in trials:
         recorder.trial(trial)

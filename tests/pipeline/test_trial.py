@@ -6,22 +6,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pipeline import config
 from pipeline.graph import build
-from pipeline.graph.run import Event
+from pipeline.graph.run import Event, Walk
 from pipeline.graph.store import Store
 from pipeline.launch import executor
+from pipeline.results.trials import Trial, TrialResult
 from pipeline.search import trial
 from pipeline.search.space import with_params
 from tests import small_run
-from workers import evaluate
+from workers import evaluate, loop
 from workers.data import feed
 from workers.dist import Group
 from workers.errors import UserError
+from workers.job import StageJob
 
 PARAMS = {"methods.meat.lambda": 0.8}
 
@@ -38,23 +40,39 @@ def plan(tmp_path: Path) -> trial.Plan:
 
 
 def run(
-    plan: trial.Plan, number: int = 0, params: dict[str, Any] = PARAMS, **more: Any
-) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
-    trial.run_trial(plan, number, params, told.append, **more)
-    return told
+    plan: trial.Plan,
+    number: int = 0,
+    params: dict[str, Any] = PARAMS,
+    parent: int | None = None,
+) -> list[TrialResult]:
+    """Run a trial; return the results that it reports."""
+    results: list[TrialResult] = []
+    trial.run_trial(plan, number, params, results.append, parent)
+    return results
 
 
-def record(plan: trial.Plan, number: int = 0) -> dict[str, Any]:
-    found = trial.read_record(plan.storage, plan.name, number)
-    assert found is not None
-    return found
+def record(plan: trial.Plan, number: int = 0) -> Trial:
+    """Return the stored record of a trial."""
+    body = trial.read_record(plan.storage, plan.name, number)
+    assert body is not None
+    return body
+
+
+def stage_keys(plan: trial.Plan, number: int = 0) -> dict[str, str]:
+    """Return stage id -> key of a trial's graph."""
+    graph = record(plan, number)["graph"]
+    assert graph is not None
+    return {stage["id"]: stage["key"] for stage in graph["stages"]}
+
+
+def tasks_of(results: list[TrialResult]) -> list[str]:
+    return [result["task"] for result in results]
 
 
 def test_a_trial_is_judged_on_validation_images_alone(
     plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    splits = []
+    splits: list[tuple[str, str]] = []
 
     class Watched(feed.Feed):
         def __init__(self, job: Any, tasks: Any, split: str, *rest: Any, **more: Any) -> None:
@@ -63,27 +81,29 @@ def test_a_trial_is_judged_on_validation_images_alone(
 
     monkeypatch.setattr(evaluate, "Feed", Watched)
     monkeypatch.setattr("workers.loop.Feed", Watched)
-    told = run(plan)
+    results = run(plan)
     assert ("evaluate", "val") in splits
-    assert not {split for _, split in splits} & {"test"}
-    assert [t["task"] for t in told] == ["a", "b", "c"]
-    assert told[-1]["accuracy"] == pytest.approx(sum(told[-1]["per_task"].values()) / 3)
+    assert "test" not in {split for _, split in splits}
+    assert tasks_of(results) == ["a", "b", "c"]
+    last = results[-1]
+    assert last["accuracy"] == pytest.approx(sum(last["per_task"].values()) / 3)
     manifest = small_manifest(plan, "meat/c/evaluate")
-    assert {row["total"] for row in manifest["result"]["rows"]} <= set(range(2, 17)), (
-        "a fifth of 40 images, by hash"
-    )
+    for row in manifest["result"]["rows"]:
+        assert 2 <= row["total"] <= 16, "a fifth of 40 images, by hash"
 
 
 def small_manifest(plan: trial.Plan, stage_id: str) -> dict[str, Any]:
-    key = next(s["key"] for s in record(plan)["graph"]["stages"] if s["id"] == stage_id)
-    return json.loads(Path(plan.storage, "stages", key, "manifest.json").read_text())
+    """Return the manifest of a stage of trial 0."""
+    path = Path(plan.storage, "stages", stage_keys(plan)[stage_id], "manifest.json")
+    manifest: dict[str, Any] = json.loads(path.read_text())
+    return manifest
 
 
 def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.Plan) -> None:
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "run"}, "run")
     graph, _ = build.graph_of(settings, Store(plan.storage))
-    keys = {s["id"]: s["key"] for s in record(plan)["graph"]["stages"]}
+    keys = stage_keys(plan)
     for stage in graph:
         if stage.step == "report":
             assert stage.id not in keys
@@ -109,53 +129,44 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: tria
     count = trial.Count()
     for stage in graph:
         if stage.step != "ingest":
-            count.event(
-                None,
-                Event(
-                    "done",
-                    stage.id,
-                    body=executor.run_stage(stage.job, Group(), lambda event: None),
-                ),
-            )  # type: ignore[arg-type]
+            manifest = loop.run_stage(cast(StageJob, stage.job), Group(), lambda event: None)
+            count.event(cast(Walk, None), Event("done", stage.id, body=manifest))
     assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
 
 
 def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(
     plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = run(plan)
+    results = run(plan)
     monkeypatch.setattr(trial.Runner, "run", lambda *_: pytest.fail("ran again"))
-    again = run(plan)
-    assert [{k: v for k, v in t.items() if k != "record"} for t in again] == [
-        {k: v for k, v in t.items() if k != "record"} for t in told
-    ]
+    assert run(plan) == results
 
 
 def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(result: dict[str, Any]) -> None:
+    def interrupt(result: TrialResult) -> None:
         if result["task"] == "b":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trial.run_trial(plan, 0, PARAMS, killed)
+        trial.run_trial(plan, 0, PARAMS, interrupt)
     cut = record(plan)
     assert cut["status"] == "running"
-    assert [r["task"] for r in cut["results"]] == ["a", "b"]
-    ran: list[str] = []
-    step = executor.run_stage
+    assert tasks_of(cut["results"]) == ["a", "b"]
+    trained_tasks: list[str] = []
 
-    def noted(job: Any, *rest: Any) -> Any:
-        ran.extend([job.task.name] if job.step == "train" else [])
-        return step(job, *rest)
+    def note_and_run(job: Any, *rest: Any) -> Any:
+        if job.step == "train":
+            trained_tasks.append(job.task.name)
+        return loop.run_stage(job, *rest)
 
-    monkeypatch.setattr(executor, "run_stage", noted)
+    monkeypatch.setattr(executor, "run_stage", note_and_run)
     run(plan)
     assert record(plan)["status"] == "finished"
     assert record(plan)["stages"] == {"run": 10, "reused": 0}, (
         "what it ran before it was killed is its own"
     )
     assert record(plan)["device_s"] > cut["device_s"] > 0
-    assert ran == ["c"]
+    assert trained_tasks == ["c"]
 
 
 def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:
@@ -179,16 +190,11 @@ def test_a_damaged_record_begins_anew(plan: trial.Plan) -> None:
 
 
 def test_fewer_tasks_leave_the_others_alone(plan: trial.Plan) -> None:
-    from dataclasses import replace
-
-    told = run(replace(plan, tasks=("a", "b")))
-    assert [t["task"] for t in told] == ["a", "b"]
-    done = {
-        s["id"]
-        for s in record(plan)["graph"]["stages"]
-        if Path(plan.storage, "stages", s["key"], "manifest.json").exists()
-    }
-    assert not {i for i in done if "/c" in i}
+    results = run(replace(plan, tasks=("a", "b")))
+    assert tasks_of(results) == ["a", "b"]
+    for stage_id, key in stage_keys(plan).items():
+        if "/c" in stage_id:
+            assert not Path(plan.storage, "stages", key, "manifest.json").exists()
 
 
 def test_a_search_without_validation_images_cannot_be_judged(plan: trial.Plan) -> None:
@@ -197,12 +203,12 @@ def test_a_search_without_validation_images_cannot_be_judged(plan: trial.Plan) -
 
 
 def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Plan) -> None:
-    def stopped(result: dict[str, Any]) -> None:
+    def interrupt(result: TrialResult) -> None:
         if result["task"] == "c":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trial.run_trial(plan, 0, PARAMS, stopped)
+        trial.run_trial(plan, 0, PARAMS, interrupt)
     assert record(plan)["status"] == "finished"
     assert record(plan)["ended"]
 
@@ -213,10 +219,10 @@ def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
     plan = replace(plan, each=True, own=plan.tasks)
     points = [{"methods.meat.lambda": share} for share in (0.6, 0.9)]
     for number, params in enumerate(points):
-        trial.run_trial(replace(plan, until=1), number, params, lambda result: None)
-    assert [record(plan, n)["status"] for n in (0, 1)] == ["running"] * 2
-    trial.run_trial(replace(plan, until=2), 0, points[0], lambda result: None, parent=0)
-    trial.run_trial(replace(plan, until=2), 1, points[0], lambda result: None, parent=0)
+        run(replace(plan, until=1), number, params)
+    assert [record(plan, number)["status"] for number in (0, 1)] == ["running", "running"]
+    run(replace(plan, until=2), 0, points[0], parent=0)
+    run(replace(plan, until=2), 1, points[0], parent=0)
     assert record(plan, 1)["results"] == record(plan, 0)["results"], (
         "the same parameters on the same first task"
     )
@@ -225,54 +231,51 @@ def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
         "what it has tried itself"
     )
     for number, params in enumerate(points):
-        trial.run_trial(replace(plan, until=3), number, params, lambda result: None, parent=number)
-    ended = [record(plan, n) for n in (0, 1)]
-    assert [one["status"] for one in ended] == ["finished"] * 2
-    assert [one["history"]["c"] for one in ended] == points
-    assert all(
-        one["rounds"][-1] == {"params": one["params"], "accuracy": one["results"][-1]["accuracy"]}
-        for one in ended
-    )
-    told: list[dict[str, Any]] = []
-    trial.run_trial(replace(plan, until=2), 1, points[1], told.append, parent=0)
-    assert ([r["task"] for r in told], record(plan, 1)) == (["a", "b", "c"], ended[1]), (
-        "a round that is over is told again"
-    )
+        run(replace(plan, until=3), number, params, parent=number)
+        ended = record(plan, number)
+        assert ended["status"] == "finished"
+        assert ended["history"]["c"] == params == ended["params"]
+        accuracy = ended["results"][-1]["accuracy"]
+        assert ended["rounds"][-1] == {"params": params, "accuracy": accuracy}
+    results = run(replace(plan, until=2), 1, points[1], parent=0)
+    assert tasks_of(results) == ["a", "b", "c"], "a round that is over is reported again"
+    assert record(plan, 1) == ended
 
 
 def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.Plan) -> None:
     plan = replace(plan, each=True, own=plan.tasks)
     for number in (0, 1):
-        trial.run_trial(
-            replace(plan, until=1),
-            number,
-            {"methods.meat.lambda": 0.6 + 0.3 * number},
-            lambda result: None,
-        )
+        run(replace(plan, until=1), number, {"methods.meat.lambda": 0.6 + 0.3 * number})
 
-    def killed(self: Any, stage_id: str) -> None:
+    def interrupt(runner: trial.Runner, stage_id: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial.Runner, "run", killed)
+        patch.setattr(trial.Runner, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            trial.run_trial(replace(plan, until=2), 1, PARAMS, lambda result: None, parent=0)
-    trial.run_trial(replace(plan, until=2), 1, PARAMS, lambda result: None, parent=0)
+            run(replace(plan, until=2), 1, PARAMS, parent=0)
+    run(replace(plan, until=2), 1, PARAMS, parent=0)
     assert record(plan, 1)["history"] == {"a": {"methods.meat.lambda": 0.6}, "b": PARAMS}
     assert len(record(plan, 1)["rounds"]) == len(record(plan, 1)["results"]) == 2
 
 
 def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: Path) -> None:
     run(plan)
-    keys = {s["key"] for s in record(plan)["graph"]["stages"]}
-    store, place = Store(plan.storage), Path(trial.folder(plan.storage, plan.name))
-    (place / "search.json").write_text(
-        json.dumps({"space": {}, "settings": {}, "config": {}, "provenance": {}, "sessions": []})
-    )
+    keys = set(stage_keys(plan).values())
+    store = Store(plan.storage)
+    search_folder = Path(trial.folder(plan.storage, plan.name))
+    state: dict[str, Any] = {
+        "space": {},
+        "settings": {},
+        "config": {},
+        "provenance": {},
+        "sessions": [],
+    }
+    (search_folder / "search.json").write_text(json.dumps(state))
     assert store.garbage() == []
-    place.rename(tmp_path / "elsewhere")
+    search_folder.rename(tmp_path / "elsewhere")
     assert {name.split("/")[1] for name, _ in store.garbage()} == keys
-    (tmp_path / "elsewhere").rename(place)
+    (tmp_path / "elsewhere").rename(search_folder)
     Path(trial.record_path(plan.storage, plan.name, 0)).write_text("{")
     with pytest.raises(UserError, match="what it needs is not known"):
         store.garbage()

@@ -27,18 +27,10 @@ from benchmarks import stream
 from benchmarks.harness import Report, start
 from pipeline.config import ClusterSettings, Config
 from pipeline.console import Console
-from pipeline.graph.run import (
-    Decision,
-    Event,
-    Executor,
-    Outcome,
-    Walk,
-    Watcher,
-    look_up_all,
-    run_graph,
-)
+from pipeline.graph.run import Executor, Outcome, Watcher, look_up_all, run_graph
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.launch import executor as launch
 from pipeline.launch.cluster import connect
 from pipeline.launch.groups import RayExecutor
@@ -61,9 +53,9 @@ class Times:
         self.done: dict[str, tuple[float, float]] = {}
 
     def event(self, walk: Walk, event: Event) -> None:
-        if event.kind == "done":
+        if event.kind is EventKind.DONE:
             self.done[event.stage] = time.monotonic(), event.body.get("wall_s", 0.0)
-        if event.kind == "failed":
+        if event.kind is EventKind.FAILED:
             raise SystemExit(f"stage {event.stage} failed: {event.message}")
 
     def decision(self, walk: Walk, decision: Decision) -> None:

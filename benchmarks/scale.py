@@ -25,9 +25,10 @@ from benchmarks.harness import Report, interleave, start
 from pipeline.config import Config
 from pipeline.console import Console
 from pipeline.graph.build import graph_of
-from pipeline.graph.run import Event, look_up_all, run_graph
+from pipeline.graph.run import look_up_all, run_graph
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store, record_of
+from pipeline.graph.walk import Event, EventKind
 from workers.storage.artifact import Attempt
 
 TASKS = 25
@@ -47,8 +48,8 @@ class Instant:
     def submit(self, stage: Stage, depth: int) -> None:
         body = {"kind": "train", "sizes": {}, "wall_s": 0.0}
         self.events += [
-            Event("progress", stage.id, body={"task": stage.task}),
-            Event("done", stage.id, body=body),
+            Event(EventKind.PROGRESS, stage.id, body={"task": stage.task}),
+            Event(EventKind.DONE, stage.id, body=body),
         ]
 
     def poll(self) -> list[Event]:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeline import config as configs
 from pipeline.config import Config
 from pipeline.graph import diagram
+from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import (
     Outcome,
     Watcher,
     look_up_all,
-    needed,
     raise_failures,
     run_graph,
+    stages_to_run,
 )
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, record_of, version_notes
@@ -44,7 +45,8 @@ from workers.storage.artifact import (
 from workers.storage.lock import stage_lock
 
 if TYPE_CHECKING:
-    from pipeline.graph.run import Event, Executor
+    from pipeline.graph.run import Executor
+    from pipeline.graph.walk import Event
     from pipeline.report.analyse import Analysis, FinishedRun
     from pipeline.results.tables import RunTables
 
@@ -217,7 +219,7 @@ def plan(run: PreparedRun) -> RunPlan:
     return RunPlan(
         run,
         lookups,
-        needed(run.graph, lookups),
+        stages_to_run(run.graph, lookups),
         version_notes(lookups, previous, provenance()),
     )
 
@@ -253,12 +255,12 @@ def execute(
     recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
 
-    def make_executor(stages_to_run: set[str]) -> Executor:
+    def executor_of(todo: set[str]) -> Executor:
         return launch.executor(
             store,
             config.cluster,
             graph,
-            stages_to_run,
+            todo,
             screen.progress,
             lambda stage: make_report(run, record, stage),
         )
@@ -267,7 +269,12 @@ def execute(
     status = "KILLED"
     try:
         outcome = run_graph(
-            graph, store, make_executor, config.cluster.retries, [screen, recording], lookups
+            graph,
+            store,
+            executor_of,
+            RetryPolicy.of(config.cluster).stage,
+            [screen, recording],
+            lookups,
         )
         status = "FAILED" if outcome.failures else "FINISHED"
         raise_failures(outcome, resume_command)
@@ -306,13 +313,13 @@ def bring(
     lookups = look_up_all(ingest_graph, store, previous)
     screen = open_screen(ingest_graph, lookups)
 
-    def make_executor(stages_to_run: set[str]) -> Executor:
+    def executor_of(todo: set[str]) -> Executor:
         return launch.executor(
-            store, config.cluster, ingest_graph, stages_to_run, screen.progress, lambda stage: {}
+            store, config.cluster, ingest_graph, todo, screen.progress, lambda stage: {}
         )
 
     outcome = run_graph(
-        ingest_graph, store, make_executor, config.cluster.retries, [screen], lookups
+        ingest_graph, store, executor_of, RetryPolicy.of(config.cluster).stage, [screen], lookups
     )
     raise_failures(outcome, resume_command)
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from pipeline.graph.run import ENDED, Decision, Event, Outcome, Walk
+from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
+from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, Walk
 from pipeline.results.tables import RunTables
 from workers.storage.secrets import redact
 
@@ -33,43 +34,45 @@ class Console:
 
     def decision(self, walk: Walk, decision: Decision) -> None:
         self.done = walk.count(*ENDED)
-        if decision.kind == "launch":
-            self._live(f"{decision.stage} ...")
-        elif decision.kind == "block":
-            self.say(f"{decision.stage}: not run, {decision.reason}")
-        elif decision.kind == "retry":
-            count = f"try {walk.tries[decision.stage] + 1} of {walk.retries + 1}"
-            self.say(
-                f"{decision.stage}: {decision.reason}; tried again from its last checkpoint "
-                f"({count})"
-            )
-        elif decision.kind == "move":
-            self.say(f"{decision.stage}: {decision.reason}; it goes on from there")
-        elif decision.kind == "recompute":
-            self.say(f"{decision.stage}: {decision.reason}")
-        else:
-            self.say(f"{decision.stage}: failed: {decision.reason}")
+        text = f"{decision.stage}: {decision.reason}"
+        match decision.kind:
+            case DecisionKind.LAUNCH:
+                self._live(f"{decision.stage} ...")
+            case DecisionKind.BLOCK:
+                self.say(f"{decision.stage}: not run, {decision.reason}")
+            case DecisionKind.RETRY:
+                count = f"try {walk.tries[decision.stage] + 1} of {walk.retries + 1}"
+                self.say(f"{text}; tried again from its last checkpoint ({count})")
+            case DecisionKind.MOVE:
+                self.say(f"{text}; it goes on from there")
+            case DecisionKind.RECOMPUTE:
+                self.say(text)
+            case DecisionKind.FAIL:
+                self.say(f"{decision.stage}: failed: {decision.reason}")
 
     def event(self, walk: Walk, event: Event) -> None:
         self.done = walk.count(*ENDED)
-        if event.kind == "progress":
-            self.progress(event)
-        elif event.kind == "done":
-            self.say(
-                f"{event.stage}: {_gist(event.body)} in {_seconds(event.body.get('wall_s', 0.0))}"
-            )
-            if event.body.get("note"):
-                self.say(f"{event.stage}: {event.body['note']}")
+        match event.kind:
+            case EventKind.PROGRESS:
+                self.progress(event)
+            case EventKind.DONE:
+                seconds = _seconds(event.body.get("wall_s", 0.0))
+                self.say(f"{event.stage}: {_gist(event.body)} in {seconds}")
+                if event.body.get("note"):
+                    self.say(f"{event.stage}: {event.body['note']}")
 
     def progress(self, event: Event) -> None:
-        if event.kind == "note":
+        """Show how far a stage is, or a note about the cluster."""
+        if event.kind is EventKind.NOTE:
             self.say(event.message)
             return
         text = f"{event.stage}: {_progress(event.body)}"
         if self.live:
             self._live(text)
-        elif time.monotonic() - self.said.setdefault(event.stage, time.monotonic()) > QUIET_S:
-            self.said[event.stage] = time.monotonic()
+            return
+        now = time.monotonic()
+        if now - self.said.setdefault(event.stage, now) > QUIET_S:
+            self.said[event.stage] = now
             self.say(text)
 
     def say(self, text: str) -> None:

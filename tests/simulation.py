@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import stream
-from pipeline.graph.run import Event
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Event, EventKind
 from pipeline.launch.queue import Queue, ReadyStage
 from workers.job import StageJob
 
@@ -143,9 +143,9 @@ class Cluster:
         stage = self._stop(group, how)
         self.queue.post(
             group,
-            Event("done", stage.id)
+            Event(EventKind.DONE, stage.id)
             if how == "done"
-            else Event("failed", stage.id, "it broke", final=how == "final"),
+            else Event(EventKind.FAILED, stage.id, "it broke", final=how == "final"),
         )
         if not self._ask(
             group
@@ -161,7 +161,7 @@ class Cluster:
 
     def _end_beside(self, stage: Stage, begin: float) -> None:
         self.spans.append(Span(stage.id, -1, begin, self.now, "done"))
-        self.own.append(Event("done", stage.id))
+        self.own.append(Event(EventKind.DONE, stage.id))
 
     def _expect_death(self, node: int) -> None:
         if self.weather.life_s < math.inf:

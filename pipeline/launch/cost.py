@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 
 from pipeline.config import Config, dump
 from pipeline.console import table_text
-from pipeline.graph.run import Event, Walk
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers.errors import DamagedArtifact
 from workers.job import StageJob, Task
@@ -322,7 +322,7 @@ def wall(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int
         while len(running) < groups and (stage := offers.take()):
             heappush(running, (now + seconds.get(stage.id, 0.0), stage.id))
         now, done = heappop(running)
-        walk.apply(Event("done", done))
+        walk.apply(Event(EventKind.DONE, done))
     return now
 
 

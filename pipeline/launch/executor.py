@@ -13,9 +13,11 @@ import torch
 from pipeline.config import ClusterSettings
 from pipeline.data import ingest
 from pipeline.graph import failures, raw_data
-from pipeline.graph.run import Event, Executor
+from pipeline.graph.retries import RetryPolicy
+from pipeline.graph.run import Executor
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Event, EventKind
 from pipeline.launch.cluster import resources_per_worker, where_ray_writes
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
@@ -73,7 +75,7 @@ class LocalExecutor:
         return run_stage(
             stage.job,
             dist.Group(0, 1, self.device),
-            lambda body: self.progress(Event("progress", stage.id, body=body)),
+            lambda body: self.progress(Event(EventKind.PROGRESS, stage.id, body=body)),
         )
 
     def close(self) -> None:
@@ -86,20 +88,20 @@ def attempt(
     """Runs a stage and turns whatever happens into an event. What nobody foresaw leaves its
     traceback in `storage`."""
     try:
-        return Event("done", stage.id, body=run())
+        return Event(EventKind.DONE, stage.id, body=run())
     except preemption.Preempted:
-        return Event("moved", stage.id, "it is told to leave, its state is saved")
+        return Event(EventKind.MOVED, stage.id, "it is told to leave, its state is saved")
     except DamagedArtifact as error:
-        return Event("damaged", stage.id, str(error), key=error.key)
+        return Event(EventKind.DAMAGED, stage.id, str(error), key=error.key)
     except UserError as error:
-        return Event("failed", stage.id, str(error), final=True)
+        return Event(EventKind.FAILED, stage.id, str(error), final=True)
     except Exception as error:
         if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
             # what the others hear of it
-            return Event("lost", stage.id, "a worker of its group is gone")
+            return Event(EventKind.LOST, stage.id, "a worker of its group is gone")
         group = group or dist.Group()
         trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
-        return Event("failed", stage.id, f"{failures.describe(error)}; traceback: {trace}")
+        return Event(EventKind.FAILED, stage.id, f"{failures.describe(error)}; traceback: {trace}")
 
 
 def run_ingest(
@@ -119,7 +121,7 @@ def run_ingest(
             stage.key,
             map_fn,
             extra,
-            lambda body: progress(Event("progress", stage.id, body=body)),
+            lambda body: progress(Event(EventKind.PROGRESS, stage.id, body=body)),
         )
         raw_data.ingested(store, stage.job.card, stage.inputs["source"], manifest["raw_content"])
     return {**manifest, "wall_s": round(time.monotonic() - started, 3)}
@@ -190,11 +192,11 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             parent(stage.job.root),
             group,
         )
-        if rank == 0 or event.kind not in ("done", "moved"):
+        if rank == 0 or event.kind not in (EventKind.DONE, EventKind.MOVED):
             ray.get(queue.post.remote(index, event))
-        if event.kind == "moved":
+        if event.kind is EventKind.MOVED:
             return
-        if event.kind != "done" and world > 1:
+        if event.kind is not EventKind.DONE and world > 1:
             # the other ranks may wait inside a collective: the group is started anew
             raise RuntimeError(event.message)
 
@@ -215,7 +217,7 @@ class ProgressReporter:
         ):
             preemption.requested.set()
         self.answer = self.queue.post.remote(
-            self.index, Event("progress", self.stage.id, body=body)
+            self.index, Event(EventKind.PROGRESS, self.stage.id, body=body)
         )
 
 
@@ -276,7 +278,7 @@ def run_segment(
                 name=name,
                 **where_ray_writes(storage),
                 failure_config=FailureConfig(
-                    max_failures=0 if cluster.min_workers else cluster.retries,
+                    max_failures=RetryPolicy.of(cluster).restarts,
                     controller_failure_limit=0,
                 ),  # type: ignore[call-arg]
                 logging_config=LoggingConfig("ERROR"),

@@ -16,9 +16,10 @@ from typing import Any
 
 from pipeline.config import ClusterSettings
 from pipeline.graph import failures
-from pipeline.graph.run import Event
+from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Event, EventKind
 from pipeline.launch.cluster import (
     ClusterState,
     DriverRegistration,
@@ -171,7 +172,7 @@ class RayExecutor:
             self.used |= {node for nodes in self.places.values() for node in nodes}
             self._mind_groups()
             if time.monotonic() - self.looked > LOOK_S or any(
-                event.kind == "lost" for event in news
+                event.kind is EventKind.LOST for event in news
             ):
                 self._look_around()
             events += [self._explained(event) for event in news]
@@ -263,7 +264,7 @@ class RayExecutor:
             message, moved = "its node was lost", True
         except Exception as error:
             message = failures.describe(error)
-        if group.starts > self.cluster.retries and not moved:
+        if group.starts > RetryPolicy.of(self.cluster).group and not moved:
             raise UserError(
                 f"worker group {index} could not be started in {group.starts} tries: {message}; "
                 "mend what it says, "
@@ -333,7 +334,7 @@ class RayExecutor:
 
     def _explained(self, event: Event) -> Event:
         """Of a stage whose workers are gone: why, and what was lost with them."""
-        if event.kind != "lost":
+        if event.kind is not EventKind.LOST:
             return event
         stage = self.stages[event.stage]
         age = checkpoint.age_s(self.store.root, stage.key)
@@ -348,10 +349,10 @@ class RayExecutor:
             if node and not node.alive
         ]
         if gone:
-            return replace(event, kind="moved", message=f"node {gone[0]} was lost, {lost}")
+            return replace(event, kind=EventKind.MOVED, message=f"node {gone[0]} was lost, {lost}")
         return replace(
             event,
-            kind="moved" if event.body["moved"] else "lost",
+            kind=EventKind.MOVED if event.body["moved"] else EventKind.LOST,
             message=f"{event.message}, {lost}",
         )
 
@@ -369,7 +370,7 @@ class RayExecutor:
             raise preemption.Preempted
 
     def _say(self, text: str) -> None:
-        self.progress(Event("note", "", text))
+        self.progress(Event(EventKind.NOTE, "", text))
 
     def close(self) -> None:
         self.listening()

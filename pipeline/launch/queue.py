@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pipeline.graph.run import Event
 from pipeline.graph.stage import Stage
+from pipeline.graph.walk import Event, EventKind
 
 
 class ReadyStage(NamedTuple):
@@ -158,11 +158,11 @@ class Queue:
         """From a rank: how a stage goes or ended. Of several ranks that fail together the first one
         is heard. Returns whether it is to leave."""
         held = self.held.get(group)
-        if event.kind == "progress":
+        if event.kind is EventKind.PROGRESS:
             self.events.append(event)
         elif held is None or held.id != event.stage:
             pass  # of a group that was given up, and is not quite gone
-        elif event.kind == "lost":
+        elif event.kind is EventKind.LOST:
             self._lose(group, event.message)
         else:
             del self.held[group]
@@ -184,7 +184,7 @@ class Queue:
         if held is not None:
             self.events.append(
                 Event(
-                    "lost",
+                    EventKind.LOST,
                     held.id,
                     message,
                     body={"nodes": self.places.get(group, []), "moved": moved},

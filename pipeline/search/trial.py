@@ -12,9 +12,11 @@ from typing import Any, cast
 
 from pipeline import config
 from pipeline.graph import build
-from pipeline.graph.run import Decision, Event, Executor, Walk, compared, look_up_each, run_graph
+from pipeline.graph.retries import RetryPolicy
+from pipeline.graph.run import Executor, look_up_each, mark_outdated, run_graph
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, record_of
+from pipeline.graph.walk import Decision, Event, Walk
 from pipeline.launch import executor
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import Round, Trial, TrialResult
@@ -331,13 +333,13 @@ class Runner:
         part = Graph.of(self.graph.name, [stage for stage in self.graph if stage.id in stage_ids])
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
         new_lookups = look_up_each(new, self.store, None, verify=False)
-        self.lookups = compared(part, self.lookups | new_lookups)
+        self.lookups = mark_outdated(part, self.lookups | new_lookups)
         self.count.reused += sum(self.lookups[stage.id].hit for stage in new)
         outcome = run_graph(
             part,
             self.store,
             self._executor,
-            self.settings.cluster.retries,
+            RetryPolicy.of(self.settings.cluster).stage,
             [self.count],
             self.lookups,
         )

@@ -19,6 +19,7 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
 from pipeline.config import ClusterSettings
+from pipeline.graph.retries import RetryPolicy
 from pipeline.launch.cluster import (
     ClusterState,
     DriverRegistration,
@@ -179,7 +180,7 @@ def build_tuner(
             **where_ray_writes(join(search.storage, "ray")),
             verbose=0,
             callbacks=[callback, tune.logger.JsonLoggerCallback()],
-            failure_config=tune.FailureConfig(max_failures=search.cluster.retries),
+            failure_config=tune.FailureConfig(max_failures=RetryPolicy.of(search.cluster).trial),
         ),
     )
 

@@ -213,7 +213,7 @@ class RecordingObserver:
 
     def event(self, walk: Walk, event: Event) -> None:
         """Record a stage that is done."""
-        if event.kind == "done":
+        if event.kind is EventKind.DONE:
             self.recorder.stage(self.graph[event.stage], event.body)
 
     def decision(self, walk: Walk, decision: Decision) -> None:

@@ -20,9 +20,9 @@ import pytest
 
 from pipeline import app, cli, console
 from pipeline.graph import store
-from pipeline.graph.run import Event, Walk
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
+from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import page
 from tests import small_run
 from workers.storage.lock import stage_lock
@@ -309,7 +309,7 @@ def watched(stream: io.StringIO) -> tuple[console.Console, Walk]:
 
 def epoch(number: int) -> Event:
     return Event(
-        "progress",
+        EventKind.PROGRESS,
         "meat/a/train",
         body={
             "epoch": number,
@@ -350,7 +350,9 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     screen.event(
         walk,
         Event(
-            "done", "meat/a/train", body={"kind": "train", "sizes": {"masks": 2000}, "wall_s": 61.0}
+            EventKind.DONE,
+            "meat/a/train",
+            body={"kind": "train", "sizes": {"masks": 2000}, "wall_s": 61.0},
         ),
     )
     assert stream.getvalue().endswith("meat/a/train: trained, 2.0 kB for the task in 1 min 01 s\n")
@@ -361,7 +363,7 @@ def test_a_retry_says_why_and_how_often() -> None:
     screen, walk = watched(stream)
     for decision in walk.decide():
         walk.carry_out(decision)
-    decision = walk.apply(Event("lost", "meat/a/train", "its workers died"))
+    decision = walk.apply(Event(EventKind.LOST, "meat/a/train", "its workers died"))
     screen.decision(walk, decision)
     assert (
         stream.getvalue()

@@ -14,7 +14,7 @@ from benchmarks import stream
 from pipeline import config
 from pipeline.cli import main
 from pipeline.graph import build
-from pipeline.graph.run import look_up_all, needed
+from pipeline.graph.run import look_up_all, stages_to_run
 from pipeline.graph.store import Store, record_of
 from pipeline.launch import cost as forecast
 from tests import small_run
@@ -81,7 +81,7 @@ def finished(
 
 def costs(folder: Any, cards: Any, methods: Any = ("finetune",), **changes: Any) -> Any:
     store, graph, tasks, checked = planned(folder, cards, methods, **changes)
-    todo = needed(graph, look_up_all(graph, store, None))
+    todo = stages_to_run(graph, look_up_all(graph, store, None))
     return forecast.forecast(graph, checked, store, todo, tasks)
 
 

@@ -14,9 +14,9 @@ import pytest
 import ray.exceptions
 
 from pipeline.config import ClusterSettings
-from pipeline.graph.run import Event
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import groups
 from pipeline.launch.executor import NO_ROOM
 from pipeline.launch.groups import RayExecutor, Running, sweep
@@ -159,7 +159,9 @@ def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes_meanwhile(
     assert any(
         line.startswith("node 10.0.0.2 (2) was lost; nothing of this run") for line in driver.said
     )
-    assert driver.queue.queue.post(1, Event("progress", other.id)) is True, "it is told to leave"
+    assert driver.queue.queue.post(1, Event(EventKind.PROGRESS, other.id)) is True, (
+        "it is told to leave"
+    )
 
 
 def test_an_elastic_group_grows_and_shrinks_between_two_stages(tmp_path: Path) -> None:

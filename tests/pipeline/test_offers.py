@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.graph.run import Event
 from pipeline.graph.stage import Stage
+from pipeline.graph.walk import Event, EventKind
 from pipeline.launch.queue import Queue, ReadyQueue, ReadyStage
 
 
@@ -40,7 +40,7 @@ def test_what_ended_is_not_lost() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
-    queue.post(0, Event("done", "a"))
+    queue.post(0, Event(EventKind.DONE, "a"))
     queue.next(0)
     events, _ = queue.offer([])
     assert [e.kind for e in events] == ["done"]
@@ -50,9 +50,9 @@ def test_of_several_ranks_that_fail_together_one_is_heard() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next(0)
-    queue.post(0, Event("progress", "a"))
-    queue.post(0, Event("failed", "a", "rank 1"))
-    queue.post(0, Event("failed", "a", "rank 0"))
+    queue.post(0, Event(EventKind.PROGRESS, "a"))
+    queue.post(0, Event(EventKind.FAILED, "a", "rank 1"))
+    queue.post(0, Event(EventKind.FAILED, "a", "rank 0"))
     events, _ = queue.offer([])
     assert [(e.kind, e.message) for e in events] == [("progress", ""), ("failed", "rank 1")]
 
@@ -91,10 +91,10 @@ def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once() -> None:
     queue.dismiss([0], at_once=False)
     queue.dismiss([1], at_once=True)
     queue.dismiss([1], at_once=False)
-    assert queue.post(0, Event("progress", first.id)) is False
-    assert queue.post(1, Event("progress", second.id)) is True, "it was told so once"
-    queue.post(0, Event("done", first.id))
-    queue.post(1, Event("moved", second.id))
+    assert queue.post(0, Event(EventKind.PROGRESS, first.id)) is False
+    assert queue.post(1, Event(EventKind.PROGRESS, second.id)) is True, "it was told so once"
+    queue.post(0, Event(EventKind.DONE, first.id))
+    queue.post(1, Event(EventKind.MOVED, second.id))
     assert queue.next(0) == queue.next(1) == "stop"
     queue.abandon(1, "")
     assert queue.next(1) is None, "what is left of it gets nothing"
@@ -109,9 +109,9 @@ def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard() -> 
     queue.abandon(0, "given up")
     queue.joined(0, ["node-1"])
     assert queue.next(0).id == "b"
-    for kind in ("done", "lost", "failed"):
+    for kind in (EventKind.DONE, EventKind.LOST, EventKind.FAILED):
         queue.post(0, Event(kind, "a"))
-    queue.post(0, Event("done", "b"))
+    queue.post(0, Event(EventKind.DONE, "b"))
     assert [(e.kind, e.stage) for e in queue.offer([])[0]] == [("lost", "a"), ("done", "b")]
 
 
@@ -120,8 +120,8 @@ def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group(
     queue.offer([ReadyStage(0, stage("a"))])
     queue.joined(0, ["node-1", "node-2"])
     queue.next(0)
-    queue.post(0, Event("lost", "a", "a worker of its group is gone"))
-    queue.post(0, Event("lost", "a", "a worker of its group is gone"))
+    queue.post(0, Event(EventKind.LOST, "a", "a worker of its group is gone"))
+    queue.post(0, Event(EventKind.LOST, "a", "a worker of its group is gone"))
     assert [(e.kind, e.body["nodes"]) for e in queue.offer([])[0]] == [
         ("lost", ["node-1", "node-2"])
     ]
@@ -139,7 +139,7 @@ def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
     for group, name in groups:
         queue.offer([ReadyStage(0, stage(name))])
         assert queue.next(group).id == name
-        queue.post(group, Event("done", name))
+        queue.post(group, Event(EventKind.DONE, name))
     assert not any(queue.next(group) for group, _ in groups)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.graph.run import Outcome, State, Walk, look_up_all, run_graph
+from pipeline.graph.run import Outcome, look_up_all, run_graph
 from pipeline.graph.stage import Graph
+from pipeline.graph.walk import State, Walk
 from tests import simulation
 from tests.simulation import Cluster, Span, Weather
 

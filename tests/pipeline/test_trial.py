@@ -12,8 +12,8 @@ import pytest
 
 from pipeline import config
 from pipeline.graph import build
-from pipeline.graph.run import Event, Walk
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.launch import executor
 from pipeline.results.trials import Trial, TrialResult
 from pipeline.search import trial
@@ -130,7 +130,7 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: tria
     for stage in graph:
         if stage.step != "ingest":
             manifest = loop.run_stage(cast(StageJob, stage.job), Group(), lambda event: None)
-            count.event(cast(Walk, None), Event("done", stage.id, body=manifest))
+            count.event(cast(Walk, None), Event(EventKind.DONE, stage.id, body=manifest))
     assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
 
 

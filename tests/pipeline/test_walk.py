@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.graph.run import ENDED, MOST_MOVES, Decision, Event, State, Walk, needed, run_graph
+from pipeline.graph.retries import MAX_MOVES
+from pipeline.graph.run import run_graph, stages_to_run
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
+from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, State, Walk
 from workers.errors import UserError
 
 
@@ -44,14 +46,14 @@ STAR = {
 
 
 def launches(walk: Walk) -> list[str]:
-    return [d.stage for d in walk.decide() if d.kind == "launch"]
+    return [d.stage for d in walk.decide() if d.kind is DecisionKind.LAUNCH]
 
 
 def launch_all(walk: Walk) -> list[str]:
     decisions = walk.decide()
     for decision in decisions:
         walk.carry_out(decision)
-    return [d.stage for d in decisions if d.kind == "launch"]
+    return [d.stage for d in decisions if d.kind is DecisionKind.LAUNCH]
 
 
 def test_a_star_runs_side_by_side_and_a_chain_in_order() -> None:
@@ -78,7 +80,7 @@ def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its
     walk = Walk.over(graph(STAR), ["data"], 2)
     for attempt in range(3):
         assert launch_all(walk) == ["base"]
-        decision = walk.apply(Event("lost", "base", "its workers died"))
+        decision = walk.apply(Event(EventKind.LOST, "base", "its workers died"))
         assert decision.kind == ("retry" if attempt < 2 else "fail")
     assert walk.states["base"] is State.FAILED
     assert {d.kind for d in walk.decide()} == {"block"}
@@ -92,28 +94,31 @@ def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_no
     None
 ):
     walk = Walk.over(graph(STAR), ["data"], 0)
-    for _ in range(MOST_MOVES):
+    for _ in range(MAX_MOVES):
         assert launch_all(walk) == ["base"]
-        assert walk.apply(Event("moved", "base", "node n was lost")) == Decision(
-            "move", "base", "node n was lost"
+        assert walk.apply(Event(EventKind.MOVED, "base", "node n was lost")) == Decision(
+            DecisionKind.MOVE, "base", "node n was lost"
         )
     assert launch_all(walk) == ["base"]
-    assert walk.apply(Event("moved", "base", "node n was lost")).kind == "fail"
+    assert walk.apply(Event(EventKind.MOVED, "base", "node n was lost")).kind is DecisionKind.FAIL
 
 
 def test_an_error_that_cannot_pass_is_not_tried_again() -> None:
     walk = Walk.over(graph(STAR), ["data"], 5)
     launch_all(walk)
-    assert walk.apply(Event("failed", "base", "bad config", final=True)).kind == "fail"
+    assert (
+        walk.apply(Event(EventKind.FAILED, "base", "bad config", final=True)).kind
+        is DecisionKind.FAIL
+    )
 
 
 def test_a_failure_in_one_branch_leaves_the_others_running() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 0)
     launch_all(walk)
-    walk.apply(Event("failed", "b", "boom", final=True))
-    walk.apply(Event("done", "a"))
+    walk.apply(Event(EventKind.FAILED, "b", "boom", final=True))
+    walk.apply(Event(EventKind.DONE, "a"))
     assert not walk.ended
-    walk.apply(Event("done", "c"))
+    walk.apply(Event(EventKind.DONE, "c"))
     launch_all(walk)
     assert walk.ended
     assert walk.states["a"] is walk.states["c"] is State.DONE
@@ -123,10 +128,10 @@ def test_a_failure_in_one_branch_leaves_the_others_running() -> None:
 def test_damage_found_late_recomputes_the_stage_that_wrote_it() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 1)
     assert "b" in launch_all(walk)
-    decision = walk.apply(Event("damaged", "b", "state is damaged", key="key-a"))
+    decision = walk.apply(Event(EventKind.DAMAGED, "b", "state is damaged", key="key-a"))
     assert (decision.kind, decision.stage) == ("recompute", "a")
     assert launch_all(walk) == ["a"]
-    walk.apply(Event("done", "a"))
+    walk.apply(Event(EventKind.DONE, "a"))
     assert "b" in launch_all(walk)
 
 
@@ -148,8 +153,11 @@ def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_pare
         stage = running.pop(rng.randrange(len(running)))
         walk.apply(
             rng.choice(
-                [Event("done", stage)] * 6
-                + [Event("lost", stage, "x"), Event("failed", stage, "y", final=True)]
+                [Event(EventKind.DONE, stage)] * 6
+                + [
+                    Event(EventKind.LOST, stage, "x"),
+                    Event(EventKind.FAILED, stage, "y", final=True),
+                ]
             )
         )
     assert walk.ended
@@ -209,7 +217,7 @@ def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_de
             break
         stage = rng.choice(running)
         damaged = Event(
-            "damaged",
+            EventKind.DAMAGED,
             stage,
             "z",
             key=walk.graph[rng.choice(walk.graph[stage].parents or (stage,))].key,
@@ -217,11 +225,11 @@ def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_de
         walk.apply(
             rng.choice(
                 [
-                    *[Event("done", stage)] * 5,
-                    Event("lost", stage, "x"),
+                    *[Event(EventKind.DONE, stage)] * 5,
+                    Event(EventKind.LOST, stage, "x"),
                     damaged,
                     damaged,
-                    Event("failed", stage, "y", final=True),
+                    Event(EventKind.FAILED, stage, "y", final=True),
                 ]
             )
         )
@@ -236,9 +244,9 @@ def look_up(edges: Any, hits: Any) -> Any:
 
 
 def test_only_what_is_missing_and_waited_for_runs() -> None:
-    assert needed(graph(CHAIN), look_up(CHAIN, [])) == set(CHAIN)
-    assert needed(graph(CHAIN), look_up(CHAIN, list(CHAIN))) == set()
-    assert needed(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, [])) == set(CHAIN)
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, list(CHAIN))) == set()
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {
         "c",
         "ec",
         "report",
@@ -247,14 +255,14 @@ def test_only_what_is_missing_and_waited_for_runs() -> None:
 
 def test_data_that_is_gone_is_not_missed_when_nothing_waits_for_it() -> None:
     """The first task's raw data and shards may be deleted: what was learned from them stands."""
-    assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "data"])) == set()
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "data"])) == set()
 
 
 def test_what_was_learned_is_a_result_of_its_own_and_missed_even_where_all_evaluations_stand() -> (
     None
 ):
-    assert needed(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "b"])) == {"b"}
-    assert needed(
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "b"])) == {"b"}
+    assert stages_to_run(
         graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s not in ("data", "base")])
     ) == {"data", "base"}
 
@@ -268,7 +276,7 @@ def test_a_circle_and_equal_names_are_refused_in_a_sentence() -> None:
 
 def test_order_of_stages_given_does_not_matter() -> None:
     for order in itertools.islice(itertools.permutations(STAR.items()), 0, 700, 37):
-        assert needed(graph(dict(order)), look_up(STAR, ["data", "base"])) == {
+        assert stages_to_run(graph(dict(order)), look_up(STAR, ["data", "base"])) == {
             "a",
             "b",
             "c",
@@ -279,18 +287,24 @@ def test_order_of_stages_given_does_not_matter() -> None:
 def test_a_parent_that_is_named_twice_is_waited_for_once() -> None:
     walk = Walk.over(graph({"data": (), "a": ("data", "data")}), [], 0)
     launch_all(walk)
-    walk.apply(Event("done", "data"))
+    walk.apply(Event(EventKind.DONE, "data"))
     assert launch_all(walk) == ["a"]
 
 
 def test_two_readers_of_one_damaged_result_have_it_computed_once() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 3)
     launch_all(walk)
-    assert walk.apply(Event("damaged", "a", "base is damaged", key="key-base")).kind == "recompute"
+    assert (
+        walk.apply(Event(EventKind.DAMAGED, "a", "base is damaged", key="key-base")).kind
+        is DecisionKind.RECOMPUTE
+    )
     assert launch_all(walk) == ["base"]
-    assert walk.apply(Event("damaged", "b", "base is damaged", key="key-base")).kind == "retry"
+    assert (
+        walk.apply(Event(EventKind.DAMAGED, "b", "base is damaged", key="key-base")).kind
+        is DecisionKind.RETRY
+    )
     assert walk.states["base"] is State.RUNNING
-    walk.apply(Event("done", "base"))
+    walk.apply(Event(EventKind.DONE, "base"))
     assert sorted(launch_all(walk)) == ["a", "b"]
 
 
@@ -307,7 +321,7 @@ def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time() -> None:
     first = launch_all(walk)
     assert len(first) == 2
     assert "c" in first
-    walk.apply(Event("done", next(s for s in first if s != "c")))
+    walk.apply(Event(EventKind.DONE, next(s for s in first if s != "c")))
     assert len(launch_all(walk)) == 1
 
 
@@ -331,7 +345,7 @@ class Scripted:
         self.ran.append(ready[0])
         made_of, content = self.running.pop(ready[0]), self.contents.get(ready[0], "new")
         self.results[f"key-{ready[0]}"] = content
-        return [Event("done", ready[0], body={"content": content, "made_of": made_of})]
+        return [Event(EventKind.DONE, ready[0], body={"content": content, "made_of": made_of})]
 
     def close(self) -> None:
         pass
